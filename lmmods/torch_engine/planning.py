@@ -352,7 +352,7 @@ class Planner:
         """Return the rows of a chunk, and the chunks of an optimiser step; turns off chunking in the task itself."""
         size = 0
         if self.on.platform == "cpu":
-            size = task.piece_size()
+            size = task.chunk_tokens()
         task.piece_tokens = 0
         if not size:
             return variant.rows, variant.accumulated

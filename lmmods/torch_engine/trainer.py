@@ -35,7 +35,6 @@ from lmmods.runs.schedule import Schedule, limited
 from lmmods.runs.start import RunSummary, say_engine
 from lmmods.runs.step_metrics import check_evaluated
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint, FolderCheckpointIO
-from lmmods.torch_engine.callbacks.dry_run import DryRun
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 from lmmods.torch_engine.callbacks.evaluation import PredictionWriter
 from lmmods.torch_engine.callbacks.metrics import Metrics, Progress
@@ -329,6 +328,21 @@ class Trainer(L.Trainer):
             return True
         last_epoch = self.max_epochs not in (None, -1) and self.current_epoch + 1 >= self.max_epochs
         return last_epoch and epoch_ends(self)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dry run: training without writing anything, whose metrics go to a callback.
+
+class DryRun(L.Callback):
+    """Pass the metrics of each optimiser step to `watch`, and stop when it returns True."""
+
+    def __init__(self, watch: Callable[[dict[str, float]], bool]) -> None:
+        self._watch = watch
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        # The metrics are sums over all processes, so all of them decide alike.
+        if not module.accumulation.is_open and self._watch(module.accumulation.last.step_metrics()):
+            trainer.should_stop = True
 
 
 # ---------------------------------------------------------------------------------------------------------------------

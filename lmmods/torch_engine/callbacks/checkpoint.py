@@ -66,12 +66,12 @@ class Checkpoint(CheckpointPolicy, L.Callback):
         path = self._latest = self.path(trainer)
         kept = self.decide(path.name)
 
-        def settle() -> None:
+        def on_complete() -> None:
             kept.apply(trainer.run_folder)
             log_checkpoint(trainer.loggers, path)
 
         with trainer.stopwatch.paused():
-            trainer.save_checkpoint(path, storage_options=settle)
+            trainer.save_checkpoint(path, storage_options=on_complete)
         trainer.strategy.barrier("checkpoint")
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:

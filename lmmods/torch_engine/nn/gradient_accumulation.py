@@ -1,12 +1,9 @@
 """Gradient accumulation: loss sums and gradients of a step's micro-batches are summed and divided once."""
 
-import random
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -74,10 +71,10 @@ class GradientAccumulation:
 
     def add(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
         """Add a micro-batch: its loss sums, number of real (not padding) tokens and number of scored rows."""
-        self.add_piece(sums, num_tokens, num_rows)
+        self.add_chunk(sums, num_tokens, num_rows)
         self.num_batches += 1
 
-    def add_piece(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
+    def add_chunk(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
         """Add a further chunk of the micro-batch added last."""
         new = torch.stack([sums.total.detach(), sums.weight, num_tokens, num_rows]).double()
         if sums.metrics is not None:
@@ -172,37 +169,6 @@ def _whole(grad: Tensor) -> Tensor:
     return sharding.whole(grad) if isinstance(grad, DTensor) else grad.clone()
 
 
-class WeightedMean(torchmetrics.Metric):
-    """Sum of values over sum of weights, over all batches and ranks; float64, so that order hardly matters."""
-
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("total", "weight"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, total: Tensor, weight: Tensor) -> None:
-        self.total += total.double()
-        self.weight += weight.double()
-
-    def compute(self) -> Tensor:
-        return self.total / self.weight
-
-
-def seed_step(*position: int) -> None:
-    """Seed torch, numpy and python from the run's seed and a position in it, so no generator state is saved."""
-    mixed = np.random.SeedSequence(position).generate_state(1, np.uint32)[0].item()
-    # Not torch.manual_seed: for each uninitialised device it would queue a call with a traceback, at every step.
-    torch.default_generator.manual_seed(mixed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(mixed)
-    if torch.backends.mps.is_available():
-        torch.mps.manual_seed(mixed)
-    np.random.seed(mixed)
-    random.seed(mixed)
-
-
 def gather(parts: dict[int, Any], world_size: int) -> dict[int, Any]:
     """Merge the mappings of all processes, on every process. A collective call."""
     if world_size == 1:
@@ -260,13 +226,13 @@ def split_rows(batch: dict[str, Tensor], num_tokens: int) -> list[dict[str, Tens
     lengths = lengths.view(len(mask), -1).amax(1)
     lengths = (-(-lengths // MULTIPLE) * MULTIPLE).clamp(max=width)
     order = torch.argsort(lengths, descending=True, stable=True)
-    pieces, start, longest = [], 0, lengths[order].tolist()
+    chunks, start, longest = [], 0, lengths[order].tolist()
     while start < len(order):
         size = max(num_tokens // (num_answers * longest[start]), 1)
-        pieces.append((order[start : start + size], longest[start]))
+        chunks.append((order[start : start + size], longest[start]))
         start += size
-    if len(pieces) == 1 and longest[0] == width:
+    if len(chunks) == 1 and longest[0] == width:
         return [batch]
     return [{name: values[rows][..., :length] if values.ndim == mask.ndim else values[rows]
              for name, values in batch.items()}
-            for rows, length in pieces]
+            for rows, length in chunks]

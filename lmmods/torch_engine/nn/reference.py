@@ -96,14 +96,14 @@ def cache_references(task: Any) -> None:
 
 def _computed(task: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
     """Compute the log-probabilities [rows, answers] of a set."""
-    trainer, size = task.trainer, task.piece_size()
+    trainer, size = task.trainer, task.chunk_tokens()
     found = {}
     for batch in trainer.datamodule.reference_loader(role):
         batch = trainer.strategy.batch_to_device(batch)
-        for piece in split_rows(batch, size) if size else [batch]:
+        for chunk in split_rows(batch, size) if size else [batch]:
             with evaluating(task.model), trainer.precision_plugin.forward_context():
-                logps, _ = task(task.answer_logps, piece)
-            found |= dict(zip(piece["index"].tolist(), logps.float().cpu().numpy(), strict=True))
+                logps, _ = task(task.answer_logps, chunk)
+            found |= dict(zip(chunk["index"].tolist(), logps.float().cpu().numpy(), strict=True))
     logps = np.zeros(shape, np.float32)
     for number, values in gather(found, trainer.world_size).items():
         if number >= 0:

@@ -1,13 +1,16 @@
 """Base class of all torch tasks: the network, exact gradient accumulation, evaluation and checkpoints."""
 
 import os
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
+import torchmetrics
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
@@ -22,20 +25,14 @@ from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.context_parallel import ContextParallel
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
-from lmmods.torch_engine.nn.gradient_accumulation import (
-    GradientAccumulation,
-    WeightedMean,
-    seed_step,
-    split_rows,
-    tokens_per_piece,
-)
+from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, split_rows, tokens_per_piece
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule, follow_recipe, group_settings
 from lmmods.torch_engine.nn.stored import read_shards, waiting
 
 
 class TaskModule(TaskFields, L.LightningModule, ABC):
-    """A LightningModule that trains one network."""
+    """A LightningModule that trains one network: builds it, takes steps, evaluates, and fills checkpoints."""
 
     auto_class = "AutoModel"
     task_type: str | None = None
@@ -49,7 +46,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self.model: nn.Module | None = None
         # Checkpoints hold trainable parameters only; `on_load_checkpoint` checks their names and shapes strictly.
         self.strict_loading = False
-        self._waiting: list[dict[str, Tensor]] = []
+        self._chunks: list[dict[str, Tensor]] = []
         self._dropout: TokenDropout | None = None
         self.context_parallel: ContextParallel | None = None  # set where rows are cut over processes
         self.accumulation = GradientAccumulation(self.metric_names)
@@ -89,13 +86,14 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Return the trainable parameters by name; a tied parameter appears once."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-    def configure_optimizers(self):
-        optimizer = build_optimizer(self.named_parameters(), self.optimizer)
-        self._group_settings = group_settings(optimizer)
-        schedule = build_schedule(optimizer, self.optimizer, int(self.trainer.estimated_stepping_batches))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    # Training step: losses are summed over a step's micro-batches and divided once -----------------------------------
+    #
+    # Lightning calls on_train_batch_start, training_step and backward for each micro-batch, and after the last one of
+    # an optimiser step configure_gradient_clipping, the optimiser and its schedule.
 
-    # Training: losses are summed over a step's micro-batches and divided once ----------------------------------------
+    @abstractmethod
+    def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
+        """Return summed loss and weight of a micro-batch."""
 
     def complete(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the batch with the further inputs of the task's loss, computed without gradient."""
@@ -104,10 +102,6 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     def survey(self, batches: Iterable[dict[str, Tensor]]) -> None:
         """Collect what each loss needs to know of all micro-batches of a step; called before the first of them."""
 
-    @abstractmethod
-    def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
-        """Return summed loss and weight of a micro-batch."""
-
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         # Randomness other than dropout (noise, stochastic depth) depends on seed and position only, so neither an
         # evaluation nor a resume changes it.
@@ -115,37 +109,24 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         seed_step(base_seed(), self.trainer.current_epoch, place)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        size = self.piece_size()
-        piece, *self._waiting = split_rows(batch, size) if size else [batch]
-        self._dropout.begin(piece)
-        sums = self(self.batch_loss, self.complete(piece))
-        self.accumulation.add(sums, *self._counts(piece))
+        """Return the summed loss of the micro-batch's first chunk, scaled; `backward` computes the other chunks."""
+        size = self.chunk_tokens()
+        first, *self._chunks = split_rows(batch, size) if size else [batch]
+        self._dropout.begin(first)
+        sums = self(self.batch_loss, self.complete(first))
+        self.accumulation.add(sums, *self._counts(first))
         return sums.total / GradientAccumulation.GRADIENT_SCALE
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run Lightning's backward pass, then forward and backward of the remaining chunks; gradients accumulate."""
         super().backward(loss, *args, **kwargs)
-        for piece in self._waiting:
-            self._dropout.begin(piece)
+        for chunk in self._chunks:
+            self._dropout.begin(chunk)
             with self.trainer.precision_plugin.forward_context():
-                sums = self(self.batch_loss, self.complete(piece))
-            self.accumulation.add_piece(sums, *self._counts(piece))
+                sums = self(self.batch_loss, self.complete(chunk))
+            self.accumulation.add_chunk(sums, *self._counts(chunk))
             (sums.total / GradientAccumulation.divisor(self.trainer.accumulate_grad_batches)).backward()
-        self._waiting = []
-
-    def piece_size(self) -> int:
-        """Return the tokens per chunk of a micro-batch; 0 for no chunks. Raises UserError as `tokens_per_piece`."""
-        is_alone = isinstance(self.trainer.strategy, SingleDeviceStrategy) and self.trainer.precision != "16-mixed"
-        hidden_size = self.model.config.get_text_config().hidden_size
-        return tokens_per_piece(self.piece_tokens, is_alone, self.device, hidden_size)
-
-    def _counts(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return real tokens of scored rows, and their number; the other rows only even out the processes.
-
-        Under context parallelism only the first process of a group counts, as all of them see the same rows.
-        """
-        scored = self.scored_rows(batch) * (self.context_parallel is None or self.context_parallel.rank == 0)
-        return (batch["attention_mask"].flatten(1).sum(1) * scored).sum(), scored.sum()
+        self._chunks = []
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
         """Average the gradient over the step, then clip it.
@@ -164,11 +145,39 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         elif gradient_clip_val:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
+    def chunk_tokens(self) -> int:
+        """Return the tokens per chunk of a micro-batch; 0 for no chunks. Raises UserError as `tokens_per_piece`."""
+        is_alone = isinstance(self.trainer.strategy, SingleDeviceStrategy) and self.trainer.precision != "16-mixed"
+        hidden_size = self.model.config.get_text_config().hidden_size
+        return tokens_per_piece(self.piece_tokens, is_alone, self.device, hidden_size)
+
+    def _counts(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return real tokens of scored rows, and their number; the other rows only even out the processes.
+
+        Under context parallelism only the first process of a group counts, as all of them see the same rows.
+        """
+        scored = self.scored_rows(batch) * (self.context_parallel is None or self.context_parallel.rank == 0)
+        return (batch["attention_mask"].flatten(1).sum(1) * scored).sum(), scored.sum()
+
     def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
         """Return which rows have a label, [B] bool."""
         return (batch["labels"] != IGNORED).any(dim=1)
 
-    # Evaluation ------------------------------------------------------------------------------------------------------
+    # Optimiser -------------------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self):
+        optimizer = build_optimizer(self.named_parameters(), self.optimizer)
+        self._group_settings = group_settings(optimizer)
+        schedule = build_schedule(optimizer, self.optimizer, int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """Restore the recipe's settings over those of a loaded checkpoint, and set its accumulated gradients."""
+        follow_recipe(self.trainer.optimizers[0], self.lr_schedulers(), self._group_settings)
+        strategy = self.trainer.strategy
+        self.accumulation.put_gradients(self.trainable(), sharding.num_losses(strategy), sharding.is_first(strategy))
+
+    # Validation and test; prediction is each task's own --------------------------------------------------------------
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         sums = self(self.batch_loss, batch, True)
@@ -201,27 +210,22 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self.accumulation.unpack(checkpoint["window"], self.trainer.accumulate_grad_batches,
                                  sharding.is_first(self.trainer.strategy))
 
-    def on_train_start(self) -> None:
-        follow_recipe(self.trainer.optimizers[0], self.lr_schedulers(), self._group_settings)
-        strategy = self.trainer.strategy
-        self.accumulation.put_gradients(self.trainable(), sharding.num_losses(strategy), sharding.is_first(strategy))
-
     # Sizes -----------------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
         """Describe parameters, dtypes and how micro-batches are computed, in one or two lines."""
         sizes = summary.summarize(self.model)
-        piece = self.piece_size()
+        chunk = self.chunk_tokens()
         return (describe_sizes(sizes.num_params, sizes.num_trainable, sizes.dtypes)
-                + (f" On this CPU a micro-batch is computed {piece} tokens at a time." if piece else ""))
+                + (f" On this CPU a micro-batch is computed {chunk} tokens at a time." if chunk else ""))
 
     def memory_estimate(self) -> int:
         """Estimate the bytes of a training step on this device."""
         data = self.trainer.datamodule
         compute_bytes = 4 if self.trainer.precision == "32-true" else 2
-        tokens, piece = data.batch_size * self.sequences_per_row * data.max_length, self.piece_size()
-        if piece:
-            tokens = min(tokens, max(piece, data.max_length))
+        tokens, chunk = data.batch_size * self.sequences_per_row * data.max_length, self.chunk_tokens()
+        if chunk:
+            tokens = min(tokens, max(chunk, data.max_length))
         tokens = -(-tokens // sharding.num_pieces(self.trainer.strategy))
         return summary.training_bytes(self.model, self.optimizer.name, tokens,
                                       self.gradient_checkpointing, compute_bytes)
@@ -241,6 +245,43 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
              writes=self.trainer.is_global_zero)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Randomness.
+
 def base_seed() -> int:
     """Return the seed set by Lightning's `seed_everything`."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def seed_step(*position: int) -> None:
+    """Seed torch, numpy and python from the run's seed and a position in it, so no generator state is saved."""
+    mixed = np.random.SeedSequence(position).generate_state(1, np.uint32)[0].item()
+    # Not torch.manual_seed: for each uninitialised device it would queue a call with a traceback, at every step.
+    torch.default_generator.manual_seed(mixed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(mixed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(mixed)
+    np.random.seed(mixed)
+    random.seed(mixed)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Means of an evaluation.
+
+class WeightedMean(torchmetrics.Metric):
+    """Sum of values over sum of weights, over all batches and ranks; float64, so that order hardly matters."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "weight"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, total: Tensor, weight: Tensor) -> None:
+        self.total += total.double()
+        self.weight += weight.double()
+
+    def compute(self) -> Tensor:
+        return self.total / self.weight

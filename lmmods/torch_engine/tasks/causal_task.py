@@ -14,10 +14,10 @@ from lmmods.core.settings import Generation, require
 from lmmods.recipe.tasks.base import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen
 from lmmods.torch_engine.nn.experts import routed_mixture
-from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, seed_step
+from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss, keeps_packed_apart
 from lmmods.torch_engine.nn.loss import LossSums
-from lmmods.torch_engine.tasks.base import TaskModule, base_seed
+from lmmods.torch_engine.tasks.base import TaskModule, base_seed, seed_step
 
 
 class CausalModule(CausalFields, TaskModule):

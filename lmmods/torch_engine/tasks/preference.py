@@ -14,6 +14,7 @@ from lmmods.torch_engine.nn.gradient_accumulation import WeightedMean, gather, s
 from lmmods.torch_engine.nn.lm_head import causal_logps
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.nn.reference import Reference, cache_references, evaluating
+from lmmods.torch_engine.tasks.base import WeightedMean
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 
 OPERATIONS = SimpleNamespace(log_sigmoid=F.logsigmoid, sigmoid=torch.sigmoid, relu=torch.relu, log=torch.log,
@@ -129,11 +130,11 @@ class Preference(PreferenceFields, CausalModule):
     def _baseline_of(self, batches: Iterable[dict[str, Tensor]]) -> Tensor:
         """Return the mean divergence over a step's rows on all processes, before training on them; at least 0."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        size = self.piece_size()
+        size = self.chunk_tokens()
         for batch in batches:
-            for piece in split_rows(batch, size) if size else [batch]:
+            for chunk in split_rows(batch, size) if size else [batch]:
                 with self.trainer.precision_plugin.forward_context():
-                    sums += self._divergence(piece, self._weights(piece))
+                    sums += self._divergence(chunk, self._weights(chunk))
         total, weight = self.trainer.strategy.reduce(sums, reduce_op="sum")
         return _baseline(total, weight).float()
 
