@@ -96,10 +96,10 @@ class Checkpointer:
         with run.stopwatch.paused():
             content = self._content()
             kept = self._policy.decide(path.name)
-            self._writer.save(path, content, lambda: self._settle(path, kept), self._writer_rank,
+            self._writer.save(path, content, lambda: self._on_complete(path, kept), self._writer_rank,
                               lambda: machines.barrier("checkpoint begins"))
 
-    def _settle(self, path: Path, kept: KeptCheckpoints) -> None:
+    def _on_complete(self, path: Path, kept: KeptCheckpoints) -> None:
         """Called by the writer thread once a checkpoint is complete."""
         kept.apply(self._run.folder)
         log_checkpoint(self._run.loggers, path)

@@ -232,7 +232,7 @@ class BackgroundWriter:
         if writer_rank is None:
             write_checkpoint(folder, content, library)
         else:
-            write_shards(folder, content, writer_rank, place_of, library)
+            write_shards(folder, content, writer_rank, library)
         if writer_rank is None or writer_rank.rank == 0:
             then()
 
@@ -254,7 +254,7 @@ def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLib
     Args:
         folder: Existing content is replaced.
     """
-    temporary = folder.with_name(f".{folder.name}")
+    temporary = _temporary(folder)
     tree, arrays = split(content, library.is_array, library.memory_of)
     by_file: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
@@ -275,13 +275,12 @@ def begin_folder(folder: Path) -> None:
 
 
 def write_shards(folder: Path, content: CheckpointContent, writer_rank: WriterRank,
-                 groups: Callable[[str], tuple[str, str]], library: ArrayLibrary = NUMPY) -> None:
+                 library: ArrayLibrary = NUMPY) -> None:
     """Write this process's shards; the first process also completes the checkpoint when all others have written theirs.
 
     Args:
         content: The same tree in all processes, with `Shards` of this process, and arrays that all hold, which the
             first one writes.
-        groups: Maps an array's path in the tree to its file and its name in that file.
 
     Raises:
         UserError: The disk failed, here or for another process.
@@ -290,7 +289,7 @@ def write_shards(folder: Path, content: CheckpointContent, writer_rank: WriterRa
     tree, arrays = split_shards(content, library)
     files: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for path, array in arrays.items():
-        group, name = groups(path)
+        group, name = place_of(path)
         stored, placed = files.setdefault(group, ({}, {}))
         if not isinstance(array, Shards):
             array = Shards(array.shape, (((0,) * array.ndim, array),) if writer_rank.rank == 0 else ())
@@ -396,10 +395,10 @@ def saving(checkpoint: Path, temporary: Path, num_bytes: int, is_shard: bool = F
             raise
         before = checkpoint_names(checkpoint.parent)
         free = shutil.disk_usage(checkpoint.parent).free if checkpoint.parent.is_dir() else 0
-        stands = (f"The checkpoint before it, {before[-1]}, is whole: make room, then go on with --ckpt_path last."
+        advice = (f"The checkpoint before it, {before[-1]}, is whole: make room, then go on with --ckpt_path last."
                   if before else "There is none before it: make room, then start again with --overwrite true.")
         raise UserError(f"{checkpoint} could not be saved: {reason}. It takes {num_bytes / 2**20:,.1f} MiB, and "
-                        f"{free / 2**20:,.1f} MiB are free there. {stands}") from error
+                        f"{free / 2**20:,.1f} MiB are free there. {advice}") from error
 
 
 def _take_away(folder: Path) -> None:

@@ -22,16 +22,16 @@ class CheckpointPolicy(CheckpointFields):
         return {"best": [list(pair) for pair in self.best], "monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Values of another metric than this run ranks by say nothing here; older checkpoints do not name theirs."""
+        """Restore the ranking, unless it is by another metric than this run's; older checkpoints do not name theirs."""
         same = (state.get("monitor", self.monitor), state.get("mode", self.mode)) == (self.monitor, self.mode)
         self.best = [(value, name) for value, name in state["best"] if same and math.isfinite(value)]
 
     def is_due(self, step: int) -> bool:
-        """Whether the rules ask for a checkpoint after optimiser step `step`."""
+        """Return True if a checkpoint is due after optimiser step `step`."""
         return self.every_n_steps is not None and step % self.every_n_steps == 0
 
     def rank(self, metrics: dict[str, float], name: str) -> None:
-        """Note the checkpoint about to be written among the best, if it is; a value that is not finite never is.
+        """Enter the checkpoint about to be written into the ranking of the best; values that are not finite never are.
 
         Raises:
             UserError: The run does not log the metric to rank by.
@@ -50,13 +50,13 @@ class CheckpointPolicy(CheckpointFields):
         self.best = self.best[: self.keep_best]
 
     def decide(self, newest: str) -> "KeptCheckpoints":
-        """What stays when the checkpoint `newest` stands, by the ranks of now."""
+        """Return which checkpoints to keep once `newest` is written, by the current ranking."""
         return KeptCheckpoints(newest, tuple(name for _, name in self.best), self.keep_last)
 
     def resume(self, folder: RunFolder, checkpoint: Path) -> None:
-        """Go on from a checkpoint: finish what a run that died after writing it may have left undone.
+        """Complete the clean-up that a run interrupted after writing `checkpoint` left undone.
 
-        Best ones that are no longer there, deleted since or of another run folder, are forgotten.
+        Ranked checkpoints that do not exist, deleted since or of another run folder, leave the ranking.
         """
         self.best = [pair for pair in self.best if folder.checkpoint(pair[1]).is_dir()][: self.keep_best]
         if checkpoint.name in folder.names():
@@ -65,12 +65,12 @@ class CheckpointPolicy(CheckpointFields):
 
 @dataclass(frozen=True)
 class KeptCheckpoints:
-    """Which checkpoints stay, decided when one is written; another thread may carry it out while others are ranked.
+    """The checkpoints to keep, decided when one is written; another thread may apply it while others are ranked.
 
     Args:
-        newest: Name of the one that is written.
-        best: Names, the best first; `newest` may be among them.
-        keep_last: How many of the newest stay.
+        newest: Name of the checkpoint that is written.
+        best: Names of the best, in order; `newest` may be among them.
+        keep_last: Number of the newest to keep.
     """
 
     newest: str
@@ -78,9 +78,9 @@ class KeptCheckpoints:
     keep_last: int
 
     def apply(self, folder: RunFolder) -> None:
-        """Now that `newest` stands: point `last` and `best`, and only then drop what is no longer kept.
+        """Now that `newest` is complete, point `last` and `best` to their checkpoints, then delete those not kept.
 
-        Dying between any two steps leaves checkpoints that are whole, and links to such.
+        In this order a process killed at any point leaves whole checkpoints, and links to whole ones.
         """
         folder.point("last", folder.checkpoint(self.newest))
         if self.best and folder.checkpoint(self.best[0]).is_dir():

@@ -10,7 +10,7 @@ import pytest
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.runs.atomic import append_json
-from lmmods.runs.checkpoint import WriterRank, begin_folder, place_of, write_checkpoint, write_manifest, write_shards
+from lmmods.runs.checkpoint import WriterRank, begin_folder, write_checkpoint, write_manifest, write_shards
 from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued, write_json, write_text
@@ -309,7 +309,7 @@ def test_what_interrupted_writers_left_is_no_way_out(run, thesis):
     (run.checkpoints / "step=3").symlink_to(thesis / "checkpoint")
     for write in (lambda folder: write_checkpoint(folder, {"epoch": 1}),
                   lambda folder: (begin_folder(folder),
-                                  write_shards(folder, {"epoch": 1}, WriterRank(0, 1), place_of))):
+                                  write_shards(folder, {"epoch": 1}, WriterRank(0, 1)))):
         write(run.checkpoint("step=3"))
         run.point("last", run.checkpoint("step=3"))
     (run.checkpoints / ".dropped-step=1").symlink_to(thesis / "checkpoint")

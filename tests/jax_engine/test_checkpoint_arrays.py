@@ -19,7 +19,6 @@ from lmmods.runs.checkpoint import (
     WriterRank,
     begin_folder,
     open_checkpoint,
-    place_of,
     read_checkpoint,
     write_checkpoint,
     write_shards,
@@ -90,7 +89,7 @@ def test_devices_read_their_own_parts_of_a_checkpoint(toy, tmp_path, monkeypatch
 
     begin_folder(folder)
     for rank in (2, 1, 0):
-        write_shards(folder, cut(rank), WriterRank(rank, 3), place_of)
+        write_shards(folder, cut(rank), WriterRank(rank, 3))
 
     def counting(file):
         return {key: LazyArray(array.shape, array.dtype, lambda part, array=array: asked.append(array[part].size)

@@ -123,7 +123,7 @@ def test_checkpoints_are_compared_whoever_wrote_which_part(tmp_path):
     write_checkpoint(tmp_path / "one", content)
     checkpoint.begin_folder(tmp_path / "two")
     for rank in (1, 0):
-        checkpoint.write_shards(tmp_path / "two", pieces_of(rank), WriterRank(rank, 2), checkpoint.place_of)
+        checkpoint.write_shards(tmp_path / "two", pieces_of(rank), WriterRank(rank, 2))
     assert first_difference(tmp_path / "one", tmp_path / "two") == ("", 5)
     content["optimizer_states"][0]["state"][0]["m"][3, 2] += 1
     write_checkpoint(tmp_path / "one", content)
@@ -133,7 +133,7 @@ def test_checkpoints_are_compared_whoever_wrote_which_part(tmp_path):
 def test_a_missing_piece_is_damage(tmp_path):
     checkpoint.begin_folder(tmp_path / "c")
     content = pieces_of(0)
-    checkpoint.write_shards(tmp_path / "c", content, WriterRank(0, 1), checkpoint.place_of)
+    checkpoint.write_shards(tmp_path / "c", content, WriterRank(0, 1))
     for read in (read_checkpoint, open_checkpoint):
         with pytest.raises(UserError, match="parts of w are missing"):
             read(tmp_path / "c")
