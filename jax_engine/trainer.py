@@ -103,7 +103,7 @@ class Trainer(JaxTrainerFields):
         if self.publish.repo is not None and (problem := self.publish.problem()):
             raise UserError(problem)
         run, loader = self._training_run(model, datamodule, resumed)
-        model.begin(run)
+        model.begin(run)  # reads the initial weights, so before a checkpoint replaces them
         evaluation = Evaluation(run, self.samples, self.mmlu)
         checkpointer = Checkpointer(run, self._cut(datamodule), self.checkpoint, self.callbacks, self.identity)
         events = Events(self.checkpoint if self.enable_checkpointing else None, self.samples, self.mmlu, self.publish,
@@ -114,6 +114,7 @@ class Trainer(JaxTrainerFields):
             checkpointer.restore(resumed)
         stopped = [callback.begin(run.schedule.num_val_batches > 0) for callback in self.callbacks]
         run.should_stop = any(stopped)
+        # A run killed between its last step and its end still performs the end; a complete one only says so.
         if resumed and run.is_done and self.run_folder.was_complete(run.progress.step, self.max_steps, self.max_epochs,
                                                                     stopped):
             return
@@ -276,9 +277,10 @@ class Trainer(JaxTrainerFields):
             val_epochs=self.check_val_every_n_epoch)
         peak, state = peak_flops(at_hand().device), run.steps.new_state(run.weights.trainable)
         flops_share = run.flops_per_token / (peak * self.parallel.num_devices) if peak else None
+        loggers = run.loggers  # empty until the run folder is ready
 
         def report(values: dict[str, float], step: int) -> None:
-            for logger in run.loggers:
+            for logger in loggers:
                 logger.log_metrics(values, step=step)
 
         metrics = StepMetrics(run.stopwatch, self.log_every_n_steps, lambda: flops_share, report, run.bar.update)
@@ -505,8 +507,9 @@ class Loop:
             state, self._step_metrics = steps.full_step(run.state, frozen, batch.arrays, run.scalars())
             run.replace_state(state)
         else:
-            accumulation = steps.new_accumulation(run.state) if run.accumulation is None else run.accumulation
-            run.accumulation = steps.accumulate(run.state, frozen, accumulation, batch.arrays)
+            if run.accumulation is None:
+                run.accumulation = steps.new_accumulation(run.state)
+            run.accumulation = steps.accumulate(run.state, frozen, run.accumulation, batch.arrays)
             run.num_accumulated += 1
             if step_done:
                 state, self._step_metrics = steps.update(run.state, run.accumulation, run.scalars())
@@ -514,7 +517,7 @@ class Loop:
                 run.replace_state(state)
         progress.step += step_done
 
-        # Events. A stop requested during the last micro-batch is no interruption: the run ends anyway.
+        # Events. `--stop_at` the last step of the run interrupts nothing.
         if not run.is_done:
             self.interruption.note_step(progress.step)
         self._checkpointer.check()
@@ -664,7 +667,7 @@ def dry_run(run: Training, loader: Any, accumulate: int, watch: Callable[[dict[s
 # A clock that stops while programs are traced and compiled, so that speeds and remaining times exclude compilation.
 
 # Prefix of JAX's events for tracing, lowering and compiling (or loading from the cache on disk); they may be nested.
-MAKING = "/jax/core/compile/"
+COMPILE_EVENTS = "/jax/core/compile/"
 
 
 class CompileClock:
@@ -678,7 +681,7 @@ class CompileClock:
 
     def note(self, event: str, seconds: float, **_: object) -> None:
         """Record an event of JAX's monitoring when it ends. Nested events end, and so are recorded, first."""
-        if not event.startswith(MAKING):
+        if not event.startswith(COMPILE_EVENTS):
             return
         begin = throughput.now() - seconds
         while self._spans[-1][0] >= begin:

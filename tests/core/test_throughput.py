@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jax_engine.trainer import MAKING, CompileClock
+from jax_engine.trainer import COMPILE_EVENTS, CompileClock
 from lmmods.cli import main
 from lmmods.core import throughput
 from lmmods.core.errors import UserError
@@ -138,8 +138,8 @@ def test_the_clock_stands_while_programs_are_made(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(throughput.time, "perf_counter", clock)
     compiling = CompileClock()
-    for seconds, event, counted in ((1, "other", 0), (2, MAKING + "trace", 2), (3, MAKING + "all", 5), (4, "x", 5),
-                                    (3, MAKING + "all", 8)):
+    for seconds, event, counted in ((1, "other", 0), (2, COMPILE_EVENTS + "trace", 2), (3, COMPILE_EVENTS + "all", 5),
+                                    (4, "x", 5), (3, COMPILE_EVENTS + "all", 8)):
         clock.now += seconds
         compiling.note(event, 5.0 if counted == 5 else seconds)
         assert clock.now - compiling() == counted

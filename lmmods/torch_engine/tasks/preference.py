@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lmmods.core.errors import UserError
 from lmmods.recipe.tasks.preference import PreferenceFields
-from lmmods.torch_engine.nn.gradient_accumulation import WeightedMean, gather, split_rows
+from lmmods.torch_engine.nn.gradient_accumulation import gather, split_rows
 from lmmods.torch_engine.nn.lm_head import causal_logps
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.nn.reference import Reference, cache_references, evaluating
