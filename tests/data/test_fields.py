@@ -53,6 +53,6 @@ def test_own_keys_stand_beside_those_of_the_task(own):
 
 
 def test_fields_need_no_library():
-    code = ("import sys, lmmods.recipe.data_fields; "
+    code = ("import sys, lmmods.recipe.reader; "
             "print({'numpy', 'pyarrow', 'torch', 'lightning'} & sys.modules.keys())")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -52,7 +52,7 @@ OPTIONS = [["--model", "SFT"], ["--model", "CLM"], ["--model.class_path", "CLM"]
            ["--model.lora", "{class_path: os.system}"], ["--data.source", "{path: x, limit: 3}"],
            ["--data.source", "{path: x, limit: many}"], ["--samples.prompts", "[a, b]"], ["--mmlu.limit", "x"],
            ["--unknown", "1"], ["--seed_everything", "x"], ["--config", "trainer: {max_steps: 3}"],
-           ["--config", "model: {class_path: lmmods.recipe.task_fields.TaskFields}"], ["stray"]]
+           ["--config", "model: {class_path: lmmods.recipe.tasks.base.TaskFields}"], ["stray"]]
 
 
 def read(arguments: list[str], engine: str = "torch") -> Recipe:
