@@ -2,7 +2,8 @@
 
 The recipe's own network is built, wrapped and trained for one optimiser step on tensors with shapes and dtypes only
 (FakeTensorMode). CPU tensors stand in for GPU tensors, and a process group of the target's size, whose collectives do
-nothing, for its processes.
+nothing, for its processes. The network is told the target's kind of device, and sharded outside of FakeTensorMode, as
+the ranks of a device mesh are values.
 """
 
 import copy
@@ -11,14 +12,14 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +29,7 @@ from lmmods.core.hardware import Target
 from lmmods.core.model_sizes import STATE_BYTES
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
+from lmmods.torch_engine.compat.bitsandbytes import outline_template
 from lmmods.torch_engine.compat.lightning import give_mesh
 from lmmods.torch_engine.compat.torch import (
     GROUPED,
@@ -43,12 +45,10 @@ from lmmods.torch_engine.compat.torch import (
     tensors_in,
     without_values,
 )
-from lmmods.torch_engine.compat.transformers import without_padding
+from lmmods.torch_engine.compat.transformers import attention_of, can_change_attention
 from lmmods.torch_engine.nn import sharding
-from lmmods.torch_engine.nn.context_parallel import blocks_of_gpus
 from lmmods.torch_engine.nn.cpu_kernels import stays_float32
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
-from lmmods.torch_engine.nn.loss import chunks_of_gpus
 from lmmods.torch_engine.nn.optim import build_optimizer
 from lmmods.torch_engine.precision import choose_precision
 from lmmods.torch_engine.strategies.fsdp2 import FSDP2
@@ -146,7 +146,8 @@ class Ledger(DispatchMode):
             args = (args[0], _all_places(args[1]), *args[2:])
         before = self._num_seen
         result = (grouped if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
-        made = [x for x in tensors_in(result) if not x.is_meta]  # DTensor infers global shapes on the meta device
+        # DTensor infers global shapes on the meta device; the ranks of a device mesh have values.
+        made = [x for x in tensors_in(result) if not (x.is_meta or has_values(x))]
         for tensor in made:
             number = self._number(tensor.untyped_storage())
             if number >= before and self._vocab_size in tensor.shape[-1:] and tensor.is_floating_point():
@@ -289,8 +290,10 @@ class Planner:
         task.gradient_checkpointing, task.quantize, task.lora = variant.checkpointing, variant.quantize, variant.lora
         task.compile = False
         task.__post_init__()
-        stays_float32()  # cached here, as the measurement needs values
-        on_gpu, sharers = self.on.platform == "gpu", (1, 1)
+        # Both are cached here, as they need values.
+        stays_float32()
+        outline_template()
+        sharers = (1, 1)
         if isinstance(strategy, FSDP2):
             strategy, task.trainer = copy.copy(strategy), self.trainer
             strategy.parallel_devices = [torch.device("cpu")] * ranks
@@ -300,16 +303,20 @@ class Planner:
             if is_sharded:
                 names, shape = ("data_parallel", "tensor_parallel"), (ranks // sharers[0], sharers[0])
                 give_mesh(task, init_device_mesh("cpu", shape, mesh_dim_names=names))
-            with without_values(), without_padding(), _as_on_gpus() if on_gpu else nullcontext():
-                return self._plan(task, variant, is_sharded, sharers)
+            return self._plan(task, variant, is_sharded, sharers)
 
     def _plan(self, task: TaskModule, variant: Variant, is_sharded: bool, sharers: tuple[int, int]) -> StepPlan:
         ranks, on_gpu = self.on.num_devices, self.on.platform == "gpu"
-        ledger = Ledger(len(self.data.tokenizer))
+        ledger, no_values = Ledger(len(self.data.tokenizer)), without_values()
+        task.trainer = stand_in(self.data, self.precision, variant.accumulated, ranks, "cuda" if on_gpu else "cpu",
+                                sharers)
+        with no_values, ledger:
+            task.build_model(abstract=True)
         with ledger:
-            task.trainer = stand_in(self.data, self.precision, variant.accumulated, ranks, "cuda" if on_gpu else "cpu",
-                                    sharers)
-            task.configure_model()
+            task.shard_model(one_document=True)
+        with no_values, ledger:
+            skip_masks_of_full_rows(task.model)
+            task.prepare_model()
             optimizer = None
             if task.optimizer.name in STEPPING:
                 optimizer = build_optimizer(task.named_parameters(), task.optimizer)
@@ -412,10 +419,22 @@ def num_buckets(sizes: list[int]) -> int:
     return count + (filled > 0)
 
 
-@contextmanager
-def _as_on_gpus() -> Iterator[None]:
-    with chunks_of_gpus(), blocks_of_gpus():
-        yield
+def skip_masks_of_full_rows(model: nn.Module) -> None:
+    """Make sdpa take no mask where rows without padding need none: transformers would have to read the padding mask."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def mask(*args: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+        if sdpa_mask(*args, attention_mask=None, **options) is None:
+            return None
+        return sdpa_mask(*args, attention_mask=attention_mask, **options)
+
+    name = attention_of(model)
+    if AttentionMaskInterface().get(name) is sdpa_mask and can_change_attention(model):
+        full_rows = f"{name}_full_rows"
+        AttentionInterface.register(full_rows, AttentionInterface()[name])
+        AttentionMaskInterface.register(full_rows, mask)
+        model.set_attn_implementation(full_rows)
 
 
 def _is_known(strategy: str) -> bool:

@@ -23,7 +23,6 @@ from transformers.utils.logging import set_tqdm_hook
 
 from lmmods.core.lazy_array import LazyArray
 from lmmods.torch_engine.compat import transformers as compat
-from lmmods.torch_engine.compat.torch import without_values
 from lmmods.torch_engine.nn.building import compile_layers, fuse_activations
 from tests.compat.contract import mend
 
@@ -33,20 +32,6 @@ def llama():
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                         num_attention_heads=2)).eval()
-
-
-def test_rows_without_padding_need_no_mask(llama):
-    llama.set_attn_implementation("sdpa")
-    seen, ids = [], torch.ones(1, 4, dtype=torch.long)
-    attention = llama.model.layers[0].self_attn
-    handle = attention.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["attention_mask"]),
-                                                 with_kwargs=True)
-    with without_values():
-        with compat.without_padding():
-            llama(ids, attention_mask=ids)
-        llama(ids, attention_mask=ids)
-    handle.remove()
-    assert seen[0] is None and seen[1] is not None, mend("transformers", compat.without_padding)
 
 
 def test_the_attention_in_use(llama):

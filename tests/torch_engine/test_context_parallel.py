@@ -113,6 +113,7 @@ class OneOfThree(ContextParallel):
 
     def __init__(self, rank: int, known: torch.Tensor):
         self.rank, self.size, self._last, self._known = rank, 3, (None, []), known
+        self._device, self._one_document = None, False
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         return self._known

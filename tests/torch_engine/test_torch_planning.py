@@ -6,14 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, MixtralConfig
 
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import target_named
 from lmmods.core.plan import Traffic
 from lmmods.core.settings import LoRA
 from lmmods.strategies import FSDP2, DeepSpeed
-from lmmods.torch_engine.planning import BUCKETS, Planner, num_buckets
+from lmmods.torch_engine.compat.torch import without_values
+from lmmods.torch_engine.planning import BUCKETS, Planner, num_buckets, skip_masks_of_full_rows
 from lmmods.torch_engine.tasks.clm import CLM
 from lmmods.torch_engine.tasks.preference import Preference
 from tests.forks import together
@@ -127,8 +128,6 @@ def test_shards_by_hand(planner, config):
     """Every block and the rest is gathered forward and backward, and its gradient scattered once."""
     made = planner(on="8xH100", strategy=FSDP2(), config=config)
     found = made.plan(made.recipe())
-    from transformers import AutoConfig
-
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, vocab_size=len(made.data.tokenizer)))
     part, whole = sharded(list(network.parameters()))
@@ -187,6 +186,31 @@ def test_a_packed_base_takes_what_bitsandbytes_loads(planner, llama_folder):
     tables = len(packed) * (16 * 4 + 256 * 4 + 4)
     assert size + adapter <= found.memory["parameters"] <= size + adapter + tables + 200
     assert found.memory["gradients"] == adapter
+
+
+@pytest.mark.parametrize(("window", "needed"), [(None, False), (LENGTH, True)])
+def test_full_rows_take_the_masks_that_they_need(window, needed):
+    """As with values, by which transformers sees that nothing is padded; a window needs its mask all the same."""
+    seen, ids = [], torch.ones(2, LENGTH, dtype=torch.long)
+    kind = {"model_type": "mistral", "sliding_window": window, "vocab_size": 8}
+    with without_values():
+        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG | kind), attn_implementation="sdpa")
+        network.model.layers[0].self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
+        network(ids, attention_mask=torch.ones_like(ids))
+        skip_masks_of_full_rows(network)
+        network(ids, attention_mask=torch.ones_like(ids))
+    assert seen[0] is not None and (seen[1] is not None) is needed
+    assert not needed or seen[1].shape == seen[0].shape
+
+
+def test_a_module_that_trains_in_full_is_planned(planner, llama_folder):
+    """Next to an adapter of which only shapes matter; its copy counts once among what trains."""
+    made = planner(pretrained=str(llama_folder), lora=LoRA(rank=4, modules_to_save=["lm_head"]))
+    plain = planner(pretrained=str(llama_folder), lora=LoRA(rank=4))
+    head = 4 * len(made.data.tokenizer) * AutoConfig.from_pretrained(llama_folder).hidden_size
+    found, without = (each.plan(each.recipe()) for each in (made, plain))
+    assert found.memory["optimiser state"] == pytest.approx(without.memory["optimiser state"] + 2 * head, abs=8)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

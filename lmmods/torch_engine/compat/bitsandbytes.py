@@ -3,6 +3,7 @@
 Each use is tested by tests/compat/test_bitsandbytes.py.
 """
 
+import copy
 import warnings
 from functools import cache, partial
 from math import prod
@@ -12,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
-
-from lmmods.torch_engine.compat.torch import with_values
 
 
 def mend_cpu_kernels(model: nn.Module) -> None:
@@ -122,12 +121,9 @@ def packed_outline(layer: nn.Module, weight: Tensor, quantization: Any) -> nn.Mo
     Args:
         quantization: transformers' BitsAndBytesConfig.
     """
-    import bitsandbytes as bnb
-
-    with with_values():
-        packed = bnb.nn.Linear4bit(1, 1, bias=False, compute_dtype=quantization.bnb_4bit_compute_dtype)
+    packed = copy.deepcopy(outline_template())
+    packed.compute_dtype, packed.compute_type_is_set = quantization.bnb_4bit_compute_dtype, True
     packed.out_features, packed.in_features = weight.shape
-    del packed.weight
     packed.weight, packed.quant_state = packed_weight(weight, quantization)
     packed.bias = layer.bias
     packed.support_avx512bf16_for_cpu = False  # as in mend_cpu_kernels: no repacking on the planned device
@@ -135,26 +131,33 @@ def packed_outline(layer: nn.Module, weight: Tensor, quantization: Any) -> nn.Mo
 
 
 @cache
-def count_packed_products() -> None:
-    """Register the FLOPs of the 4-bit product that is used without gradient, in torch's table."""
-    import bitsandbytes  # noqa: F401  registers the operator
+def outline_template() -> nn.Module:
+    """Return a Linear4bit without weight, for `packed_outline`; the first call must precede `without_values`.
+
+    `Params4bit`, which its constructor makes, needs values, and so does the table of scales that bitsandbytes caches at
+    its first use (`name2qmap`). Also registers the FLOPs of the 4-bit product that is used without gradient, in torch's
+    table.
+    """
+    import bitsandbytes as bnb
 
     @register_flop_formula(torch.ops.bitsandbytes.gemm_4bit)
     def product(x: torch.Size, _codes: torch.Size, shape: list[int], *_: Any, **__: Any) -> int:
         return 2 * prod(x) * shape[0]
 
+    bnb.functional.quantize_blockwise(torch.zeros(256))
+    template = bnb.nn.Linear4bit(1, 1, bias=False)
+    del template.weight
+    return template
+
 
 def packed_weight(weight: Tensor, quantization: Any) -> tuple[nn.Parameter, Any]:
     """Return the codes of a weight without values, and their state.
 
-    `Params4bit` does not support such tensors, so a plain parameter gets its attributes. The table of scales is created
-    with values first, as bitsandbytes caches it (`name2qmap`).
+    `Params4bit` does not support such tensors, so a plain parameter gets its attributes. `outline_template` must have
+    been called.
     """
     import bitsandbytes as bnb
 
-    count_packed_products()
-    with with_values():
-        bnb.functional.quantize_blockwise(torch.zeros(256))
     codes, state = bnb.functional.quantize_4bit(
         weight.detach(), compress_statistics=quantization.bnb_4bit_use_double_quant,
         quant_type=quantization.bnb_4bit_quant_type, quant_storage=quantization.bnb_4bit_quant_storage)

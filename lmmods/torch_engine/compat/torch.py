@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees every operation that torch runs
-from torch.utils._python_dispatch import _disable_current_modes as with_values  # suspends `without_values`
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -22,7 +21,7 @@ INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch
             torch.ops.aten._index_put_impl_.default)  # second argument: indices
 GROUPED = torch.ops.aten._grouped_mm.default  # operator of `torch.nn.functional.grouped_mm`, forward and backward
 
-__all__ = ["DispatchMode", "with_values"]
+__all__ = ["DispatchMode"]
 
 
 def cpu_multiplies_bfloat16() -> bool:
@@ -68,20 +67,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-@contextmanager
-def without_values() -> Iterator[None]:
-    """While entered, tensors have shape, dtype and device, but no values: `FakeTensorMode`.
-
-    `Module.to` and the like swap such parameters (`torch.utils.swap_tensors`), which fails if there are weak references
-    to them; here they get the other tensor's data instead.
-    """
-    original = torch.utils.swap_tensors
-    torch.utils.swap_tensors = lambda one, other: setattr(one, "data", other.data)
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
-    finally:
-        torch.utils.swap_tensors = original
+def without_values() -> FakeTensorMode:
+    """Return a context in which new tensors have shape, dtype and device, but no values; it may be entered again."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -136,7 +124,8 @@ def grouped(left: Tensor, right: Tensor, ends: Tensor, *_: Any) -> Tensor:
 def resizing(changed: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
     """Call `changed` with each storage that is resized, and its new bytes: `UntypedStorage.resize_`.
 
-    FSDP2 frees and allocates gathered parameters in this way, which no dispatch mode sees.
+    FSDP2 frees and allocates gathered parameters in this way, which no dispatch mode sees; torch's own memory tracker
+    (`torch.distributed._tools.mem_tracker`) replaces the method likewise.
     """
     original = torch.UntypedStorage.resize_
 
@@ -153,24 +142,11 @@ def resizing(changed: Callable[[torch.UntypedStorage, int], None]) -> Iterator[N
 
 @contextmanager
 def imagined_processes(number: int) -> Iterator[None]:
-    """While entered, act as the first of `number` processes, whose collectives do nothing: backend `fake`.
-
-    The ranks in a `DeviceMesh` need values also within `without_values`; FSDP2 creates meshes itself, so that its
-    constructor is replaced.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
+    """While entered, act as the first of `number` processes, whose collectives do nothing: backend `fake`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    original = DeviceMesh.__init__
-
-    def init(*args: Any, **kwargs: Any) -> None:
-        with with_values():
-            original(*args, **kwargs)
-
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-    DeviceMesh.__init__ = init
     try:
         yield
     finally:
-        DeviceMesh.__init__ = original
         torch.distributed.destroy_process_group()

@@ -30,26 +30,6 @@ def can_change_attention(model: nn.Module) -> bool:
     return model._can_set_attn_implementation()
 
 
-@contextmanager
-def without_padding() -> Iterator[None]:
-    """While entered, transformers creates masks as for rows without padding, of which plain attention needs none.
-
-    Without values, transformers would not check for padding and always create a mask. The padding mask is the first
-    argument of `_ignore_causal_mask_sdpa` and `_ignore_bidirectional_mask_sdpa` of `masking_utils`.
-    """
-    from transformers import masking_utils
-
-    names = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
-    originals = {name: getattr(masking_utils, name) for name in names}
-    for name, original in originals.items():
-        setattr(masking_utils, name, lambda _, *args, original=original, **kwargs: original(None, *args, **kwargs))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(masking_utils, name, original)
-
-
 def layers_to_quantize(model: nn.Module, skip: list[str] | None) -> list[str]:
     """Return the names of the linear layers that bitsandbytes packs: not in `HfQuantizer.get_modules_to_not_convert`.
 

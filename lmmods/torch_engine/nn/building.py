@@ -24,7 +24,8 @@ from lmmods.torch_engine.nn.stored import fill
 
 
 def build_network(fields: TaskFields, auto_class: str, task_type: str | None, data: Any, *, precision: str,
-                  device: torch.device, seed: int, by_parts: bool = False, frozen: bool = False) -> nn.Module:
+                  device: torch.device, seed: int, by_parts: bool = False, frozen: bool = False, abstract: bool = False
+                  ) -> nn.Module:
     """Build the network described by the fields of a task, in training mode.
 
     Args:
@@ -35,6 +36,8 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
         by_parts: The network will be sharded: weights that are in files or can be drawn in parts are deferred until
             then (see `stored`).
         frozen: Nothing trains, so that the base may be quantised, and is stored as under an adapter, without one.
+        abstract: Only shapes, dtypes and structure matter: values are arbitrary and may be missing (fake tensors), no
+            weights are read, and dropout masks are not computed.
 
     Raises:
         UserError: The model cannot be found, read or built, or an adapter does not fit it.
@@ -43,7 +46,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     torch.manual_seed(seed)
     is_causal = auto_class == "AutoModelForCausalLM"
     model = _base(fields, auto_class, vocabulary_fields(data.tokenizer, is_causal), precision, device, seed, by_parts,
-                  frozen or fields.trains_adapter)
+                  frozen or fields.trains_adapter, abstract)
     if fields.fast_kernels:
         fuse_activations(model)
         if device.type == "cpu" and precision.startswith("bf16") and fields.attention is None:
@@ -54,16 +57,18 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     if num_rows < len(data.tokenizer):
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             fill(layer)
-    resize_embeddings(model, len(data.tokenizer))
+    resize_embeddings(model, len(data.tokenizer), abstract)
     set_special_ids(model.config, data.tokenizer, is_causal)
     if fields.trains_adapter:
         torch.manual_seed(seed)  # so that the adapter's initial values do not depend on how the base was loaded
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-        model = (add_lora(model, fields.lora, tokens_to_train(data, num_rows), dtype, task_type, seed) if fields.lora
-                 else continue_adapter(model, fields.adapter, dtype, fields.adapter_drops))
+        if fields.lora:
+            model = add_lora(model, fields.lora, tokens_to_train(data, num_rows), dtype, task_type, seed, abstract)
+        else:
+            model = continue_adapter(model, fields.adapter, dtype, fields.adapter_drops, abstract)
         if fields.fast_kernels and not fields.compile:  # the compiler fuses them itself
             fuse_adapters(model)
-    dropout = TokenDropout(model, compiled=fields.compile)
+    dropout = TokenDropout(model, compiled=fields.compile, abstract=abstract)
     if fields.gradient_checkpointing:
         enable_checkpointing(model, dropout.contexts)
     if fields.compile:
@@ -72,7 +77,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
 
 
 def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], precision: str, device: torch.device,
-          seed: int, by_parts: bool, frozen: bool) -> nn.Module:
+          seed: int, by_parts: bool, frozen: bool, abstract: bool) -> nn.Module:
     """Return the network without adapter, loaded or with random weights."""
     import transformers
 
@@ -81,14 +86,18 @@ def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], preci
         config = load_config(fields.config, fields.overrides, fields.revision, fields.trust_remote_code,
                              vocabulary)
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+
+        def make() -> nn.Module:
+            return auto.from_config(config, dtype=dtype, attn_implementation=fields.attention,
+                                    trust_remote_code=fields.trust_remote_code)
+
         with _sizes_checked(), choosing_attention(fields.attention):
-            return from_config(lambda: auto.from_config(config, dtype=dtype, attn_implementation=fields.attention,
-                                                        trust_remote_code=fields.trust_remote_code), seed, by_parts)
+            return make() if abstract else from_config(make, seed, by_parts)
     return load_pretrained(auto, fields.pretrained, overrides=fields.overrides, revision=fields.revision,
                            trust_remote_code=fields.trust_remote_code, quantize=fields.quantize,
                            double_quant=fields.double_quant, quant_storage=fields.quant_storage, precision=precision,
                            frozen=frozen, attention=fields.attention, device=device,
-                           max_memory=fields.max_memory, seed=seed, by_parts=by_parts)
+                           max_memory=fields.max_memory, seed=seed, by_parts=by_parts, abstract=abstract)
 
 
 @contextlib.contextmanager

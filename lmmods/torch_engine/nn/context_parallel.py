@@ -7,7 +7,6 @@ the backward pass, which gathers keys and values again: saved tensors only grow 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.compat.torch import has_values, with_values
 from lmmods.torch_engine.nn.attention import compute_dtype
 from lmmods.torch_engine.nn.dropout import TokenDropout, has_rates
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights
@@ -27,17 +25,6 @@ FAMILIES = ("cohere2", "gemma", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gran
             "olmo3", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
 BLOCK = 1024  # most queries of a block; its float32 mask takes at most about MASK_BYTES
 MASK_BYTES, MASK_BYTES_GPU = 64 * 2**20, 512 * 2**20
-
-
-@contextmanager
-def blocks_of_gpus() -> Iterator[None]:
-    """Use the block size of GPUs on CPU tensors that stand in for GPU tensors."""
-    global MASK_BYTES
-    before, MASK_BYTES = MASK_BYTES, MASK_BYTES_GPU
-    try:
-        yield
-    finally:
-        MASK_BYTES = before
 
 
 def check_network(model: nn.Module, num_processes: int) -> None:
@@ -74,16 +61,21 @@ class ContextParallel:
 
     Args:
         group: Process group of torch.distributed.
+        device: Device whose block sizes are used; None for that of the queries.
+        one_document: Take each row as one document, without reading the segments of the batch.
     """
 
-    def __init__(self, group: Any):
-        self._group = group
+    def __init__(self, group: Any, device: torch.device | None = None, one_document: bool = False):
+        self._group, self._device, self._one_document = group, device, one_document
         self.size, self.rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
         self._last: tuple[Tensor | None, list[int]] = None, []
 
     @classmethod
-    def over(cls, model: nn.Module, mesh: DeviceMesh, size: int) -> "ContextParallel":
+    def over(cls, model: nn.Module, mesh: DeviceMesh, size: int, device: torch.device | None = None,
+             one_document: bool = False) -> "ContextParallel":
         """Make a network accept rows cut over `size` processes of Lightning's mesh; it still accepts whole ones.
+
+        The remaining arguments are those of the class.
 
         Raises:
             UserError: As `check_network`.
@@ -93,10 +85,9 @@ class ContextParallel:
 
         check_network(model, size)
         matrices = mesh["tensor_parallel"].size()
-        with with_values():  # the mesh's ranks need values also in a plan
-            every = init_device_mesh(mesh.device_type, (mesh.size() // (size * matrices), size, matrices),
-                                     mesh_dim_names=("data", "context", "tensor"))
-        rows = cls(every["context"].get_group())
+        every = init_device_mesh(mesh.device_type, (mesh.size() // (size * matrices), size, matrices),
+                                 mesh_dim_names=("data", "context", "tensor"))
+        rows = cls(every["context"].get_group(), device, one_document)
         AttentionInterface.register(NAME, rows.attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
@@ -194,7 +185,8 @@ class ContextParallel:
         segments, begins = row_segments[:, 0, 0], self._begins(row_segments)
         length = segments.shape[1]
         sharers = query.shape[1] // key.shape[1]
-        most = (MASK_BYTES if query.device.type == "cpu" else MASK_BYTES_GPU) // (4 * len(query) * sharers)
+        on_cpu = (self._device or query.device).type == "cpu"
+        most = (MASK_BYTES if on_cpu else MASK_BYTES_GPU) // (4 * len(query) * sharers)
         window, before = length if window is None else window, 0
         for piece in self._own(length):
             size = max(min(BLOCK, most // (piece.stop - begins[piece.start])), 1)
@@ -209,7 +201,7 @@ class ContextParallel:
 
         Cached for the other layers of a forward pass, as it synchronises with the device.
         """
-        if not has_values(row_segments):  # in a plan, where each row counts as one document
+        if self._one_document:
             return [0] * row_segments.shape[-1]
         if self._last[0] is not row_segments:
             segments = row_segments[:, 0, 0]

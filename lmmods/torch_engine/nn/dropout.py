@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from lmmods.core.console import say
 from lmmods.core.dropout import FINAL_1, FINAL_2, feature_seeds, keep_scale, least_kept, site_seed
-from lmmods.torch_engine.compat.torch import has_values
 from lmmods.torch_engine.compat.transformers import attention_of
 from lmmods.torch_engine.nn.attention import FLOAT32, VARLEN
 
@@ -34,9 +33,11 @@ class TokenDropout:
 
     Args:
         compiled: True if layers will be compiled: mask generation and attention are then excluded from compilation.
+        abstract: Masks get their shape alone, as in `build_network`.
     """
 
-    def __init__(self, model: nn.Module, compiled: bool = False):
+    def __init__(self, model: nn.Module, compiled: bool = False, abstract: bool = False):
+        self._abstract = abstract
         self._tokens: Tensor | None = None  # [B, T] int32
         self.own: Callable[[Tensor], Tensor] = lambda tokens: tokens  # this process's part, under context parallelism
         self._calls: dict[str, int] = {}
@@ -147,16 +148,27 @@ class TokenDropout:
         if x.ndim == 4 and shape[::3] == (batch, length) and shape[2] == length:
             # a Dropout inside the attention module has the same site as the module's own attention function
             name = f"{_attending(name)}.weights"
-            kept = attention_mask(tokens, self._site(name), shape[1], rate)
+            kept = self._attention_mask(name, tokens, shape[1], rate)
         elif shape[:-1] in ((batch, length), (batch * length,)):
-            kept = feature_mask(tokens.flatten(), self._site(name), shape[-1], rate).reshape(shape)
+            kept = self._feature_mask(name, tokens.flatten(), shape[-1], rate).reshape(shape)
         elif shape[:-1] == (batch,):
-            kept = feature_mask(tokens.sum(1, dtype=torch.int32), self._site(name), shape[-1], rate)
+            kept = self._feature_mask(name, tokens.sum(1, dtype=torch.int32), shape[-1], rate)
         else:
             self._tell(f"Dropout: {name} drops of a tensor {list(shape)}, in which tokens are not told apart, so its "
                        "masks depend on how rows are cut into batches.")
             return _dropout(x, rate)
         return Dropped.apply(x, kept, rate)
+
+    def _feature_mask(self, name: str, tokens: Tensor, num: int, rate: float) -> Tensor:
+        if self._abstract:
+            return torch.empty(len(tokens), num, dtype=torch.bool, device=tokens.device)
+        return feature_mask(tokens, self._site(name), num, rate)
+
+    def _attention_mask(self, name: str, tokens: Tensor, num_heads: int, rate: float) -> Tensor:
+        if self._abstract:
+            batch, length = tokens.shape
+            return torch.empty(batch, num_heads, length, length, dtype=torch.bool, device=tokens.device)
+        return attention_mask(tokens, self._site(name), num_heads, rate)
 
     def _site(self, name: str) -> int:
         call = self._calls[name] = self._calls.get(name, -1) + 1
@@ -244,8 +256,6 @@ CHUNK = 2**15
 
 def feature_mask(seeds: Tensor, site: int, num: int, rate: float) -> Tensor:
     """`core.dropout.feature_mask`: mask [N, num] from the seeds [N] of tokens."""
-    if not has_values(seeds):  # in a plan, where each block would take as long as the whole mask
-        return torch.empty(len(seeds), num, dtype=torch.bool, device=seeds.device)
     words, half = _folded(finalise(seeds ^ _signed(site))), -(-num // 2)
     kept = torch.empty(len(seeds), 2, half, dtype=torch.bool, device=seeds.device)
     _decide(words.view(1, -1, 1), _features(half, seeds.device).view(1, 1, -1), kept[None, :, 0], kept[None, :, 1],
@@ -256,8 +266,6 @@ def feature_mask(seeds: Tensor, site: int, num: int, rate: float) -> Tensor:
 def attention_mask(seeds: Tensor, site: int, num_heads: int, rate: float) -> Tensor:
     """`core.dropout.attention_mask`: mask [B, num_heads, T, T] from the seeds [B, T] of tokens."""
     (batch, length), half = seeds.shape, -(-num_heads // 2)
-    if not has_values(seeds):
-        return torch.empty(batch, num_heads, length, length, dtype=torch.bool, device=seeds.device)
     queries = _folded(finalise(seeds ^ _signed(site)))
     pairs = torch.from_numpy(feature_seeds(half).view(np.int32)).to(seeds.device)
     kept = torch.empty(batch, 2 * half, length, length, dtype=torch.bool, device=seeds.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lmmods.core.adapters import saved_name
 from lmmods.core.initialization import Normal, Uniform, draw, draw_part, fill, row_norms, stream_key
 from lmmods.torch_engine.compat.peft import magnitudes, reset_adapter
-from lmmods.torch_engine.compat.torch import DispatchMode, has_values, tensors_in
+from lmmods.torch_engine.compat.torch import DispatchMode, tensors_in
 from lmmods.torch_engine.compat.transformers import (
     around_missing_weights,
     before_each_module,
@@ -187,7 +187,7 @@ class FirstWeights(DispatchMode):
 
 
 def _is_real(tensor: Tensor) -> bool:
-    return has_values(tensor) and tensor.numel() > 0
+    return not tensor.is_meta and tensor.numel() > 0
 
 
 def _memory(tensor: Tensor) -> int:
@@ -229,7 +229,5 @@ def start_adapter(model: nn.Module, seed: int) -> None:
     with FirstWeights(seed) as weights:
         weights.start(model, lambda: reset_adapter(model), saved_name)
     for magnitude, weight, is_conv1d in magnitudes(model):
-        if not has_values(weight):
-            continue
         norms = row_norms(weight.float().cpu().numpy(), is_conv1d)
         magnitude.copy_(torch.from_numpy(norms))

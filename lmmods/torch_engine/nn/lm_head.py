@@ -100,7 +100,8 @@ class LMHead:
 
 
 def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], count_correct: bool = False,
-                mixture: Mixture | None = None, balance_loss: float = 0.0) -> LossSums:
+                mixture: Mixture | None = None, balance_loss: float = 0.0, device: torch.device | None = None
+                ) -> LossSums:
     """Return the summed next-token loss of a batch.
 
     Args:
@@ -108,10 +109,11 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
         batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; with weighted
             labels, `loss_weights` [B, T]. Alternatively the result of `ContextParallel.cut`.
         mixture: The experts whose load is measured, if any; `balance_loss` is the weight of the load-balancing loss.
+        device: As in `token_loss`.
     """
     targets, weights = _targets(batch)
     hidden, *rest, outputs = _before_head(model, head, batch, **({"output_router_logits": True} if mixture else {}))
-    sums = token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights)
+    sums = token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights, device)
     if mixture is None:
         return sums
     real = batch["segment_ids" if "segment_ids" in batch else "attention_mask"] > 0
@@ -119,16 +121,18 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
     return with_load(sums, outputs.router_logits, mixture, real, counted.sum(1), balance_loss)
 
 
-def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], device: torch.device | None = None
+                 ) -> tuple[Tensor, Tensor]:
     """Return the summed log-probability [B] in float32 of each row's labelled tokens, and their number [B].
 
     Args:
         batch: As in `causal_loss`.
+        device: As in `token_loss`.
     """
     targets, _ = _targets(batch)
     hidden, *rest, _ = _before_head(model, head, batch)
     scored = targets != IGNORED
-    logps = token_log_probs(hidden[scored], targets[scored], *rest)
+    logps = token_log_probs(hidden[scored], targets[scored], *rest, device)
     rows = scored.nonzero()[:, 0]
     return logps.new_zeros(len(targets)).index_add(0, rows, logps), scored.sum(1)
 

@@ -31,7 +31,7 @@ from lmmods.torch_engine.compat.bitsandbytes import (
     packed_outline,
     packed_weight,
 )
-from lmmods.torch_engine.compat.torch import has_values, never_move
+from lmmods.torch_engine.compat.torch import never_move
 from lmmods.torch_engine.compat.transformers import layers_to_quantize, quantising, quiet_loading, reading_parts
 from lmmods.torch_engine.nn.attention import choosing_attention
 from lmmods.torch_engine.nn.experts import is_stacked, pack
@@ -46,8 +46,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                     revision: str | None = None, trust_remote_code: bool = False, quantize: Quantize | None = None,
                     double_quant: bool = True, quant_storage: str | None = None, precision: str = "32-true",
                     frozen: bool = False, attention: str | None = None, device: torch.device | None = None,
-                    max_memory: str | dict[int | str, str] | None = None, seed: int = 0, by_parts: bool = False
-                    ) -> nn.Module:
+                    max_memory: str | dict[int | str, str] | None = None, seed: int = 0, by_parts: bool = False,
+                    abstract: bool = False) -> nn.Module:
     """Load weights, quantised or not, in the dtypes of the precision, in training mode.
 
     A frozen base is stored in the compute dtype with its norms in float32; a trained one in float32 under mixed
@@ -63,9 +63,10 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         max_memory: Spread the model over the GPUs of this machine within these limits; see `placement`.
         seed: Seed of the weights of a head that the checkpoint lacks.
         by_parts: Put placeholders into the network, of which each process reads its rows later; see `stored`.
+        abstract: Build the same network from its configuration alone, with arbitrary values; no weights are read.
 
     Raises:
-        UserError: The model cannot be found or read.
+        UserError: The model cannot be found or read, or its files are quantised in a way that `abstract` cannot build.
     """
     compute = COMPUTE_DTYPES[precision]
     stored = compute if frozen or precision.endswith("true") else torch.float32
@@ -86,7 +87,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     elif saved == MXFP4:
         del config.quantization_config  # the dequantised weights are quantised again, by bitsandbytes
-    if not has_values(torch.empty(0)):
+    if abstract:
         if is_packed:
             raise UserError(f"plan: {pretrained} is saved in {saved}, which cannot be planned on torch. Name the model "
                             "that it was made of in model.pretrained, with model.quantize.")
@@ -130,7 +131,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
 
 def _outlined(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None, trust: bool,
               quantization: Any, float32_norms: bool) -> nn.Module:
-    """Build the same network without values; no weights are read."""
+    """Build the network from its configuration, with arbitrary values."""
     with choosing_attention(attention):
         model = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
     if quantization is not None and hasattr(quantization, "bnb_4bit_quant_type"):
@@ -192,10 +193,13 @@ def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute:
                               llm_int8_skip_modules=skip)
 
 
-def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:
+def resize_embeddings(model: nn.Module, num_tokens: int, abstract: bool = False) -> list[int]:
     """Enlarge the embeddings to `num_tokens` rows; new rows are the mean of the old ones. Returns the new rows' ids.
 
     A matrix that is larger already (such as padded to a multiple) is unchanged.
+
+    Args:
+        abstract: Leave the values of new rows arbitrary.
     """
     embedding = model.get_input_embeddings()
     old = embedding.weight.shape[0]
@@ -203,10 +207,9 @@ def resize_embeddings(model: nn.Module, num_tokens: int) -> list[int]:
         return []
     say(new_rows_message(num_tokens, old))
     model.resize_token_embeddings(num_tokens, mean_resizing=False)
-    for layer in {model.get_input_embeddings(), model.get_output_embeddings()} - {None}:
+    for layer in {model.get_input_embeddings(), model.get_output_embeddings()} - {None} if not abstract else ():
         for param in {layer.weight, getattr(layer, "bias", None)} - {None}:
-            if has_values(param):
-                param.data[old:] = torch.from_numpy(mean_row(param.data[:old].float().cpu().numpy()))
+            param.data[old:] = torch.from_numpy(mean_row(param.data[:old].float().cpu().numpy()))
     return list(range(old, num_tokens))
 
 

@@ -37,14 +37,14 @@ from lmmods.core.experts import mixture_of
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.bitsandbytes import is_8bit, matrix_of
 from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear, lora_layers
-from lmmods.torch_engine.compat.torch import has_forward_hooks, has_values
+from lmmods.torch_engine.compat.torch import has_forward_hooks
 from lmmods.torch_engine.nn.experts import is_stacked, packed_names, stand_ins
 from lmmods.torch_engine.nn.initialization import start_adapter
 from lmmods.torch_engine.nn.stored import fill
 
 
 def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
-             task_type: str | None = None, seed: int = 0) -> nn.Module:
+             task_type: str | None = None, seed: int = 0, abstract: bool = False) -> nn.Module:
     """Wrap `model` with a new PEFT adapter; the base is frozen. Raises UserError.
 
     Args:
@@ -52,6 +52,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         dtype: Type of the trainable parameters.
         task_type: PEFT's name of the task, by which its own loaders choose the model class.
         seed: Seed of the adapter's initial values.
+        abstract: Leave the adapter's values arbitrary.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -90,42 +91,61 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         task_type=task_type,
     )
     with stand_ins(model):
-        wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+        wrapped = _outlined(model, config) if abstract else get_peft_model(model, config, autocast_adapter_dtype=False)
     # PEFT may move targets there, for model types whose experts used to be modules of these names.
     if found := set(config.target_parameters or ()) - set(settings.target_parameters or ()):
         raise UserError(f"lora.targets: PEFT takes {', '.join(targets)} of a {model.config.model_type} for adapters on "
                         f"its experts or their router ({', '.join(sorted(found))}). Name layers of the attention.")
     wrapped = _cast_trainable(wrapped, dtype)
-    start_adapter(wrapped, seed)
+    if not abstract:
+        start_adapter(wrapped, seed)
     return wrapped
 
 
-def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: bool = True) -> nn.Module:
+def _outlined(model: nn.Module, config: Any) -> nn.Module:
+    """Wrap `model` with an adapter whose values are arbitrary."""
+    from peft import get_peft_model
+
+    device = next(model.parameters()).device
+    # PEFT moves new layers to the base's device by `Module.to`, which fake tensors do not support, but not from meta.
+    with torch.device("meta"):
+        wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    for module in wrapped.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if param.is_meta:
+                setattr(module, name, nn.Parameter(torch.empty_like(param, device=device), param.requires_grad))
+    return wrapped
+
+
+def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: bool = True, abstract: bool = False
+                     ) -> nn.Module:
     """Wrap `model` with the adapter in `folder` (written by PEFT or by this project), to train it further.
 
     Args:
         drops: True keeps the adapter's own dropout.
+        abstract: As in `load_adapter`.
 
     Raises:
         UserError: The folder holds no adapter, or one that does not fit the model.
     """
     check_rows(folder, model.get_input_embeddings().weight.shape[0])
-    return _cast_trainable(load_adapter(model, folder, drops=drops, trains=True), dtype)
+    return _cast_trainable(load_adapter(model, folder, drops=drops, trains=True, abstract=abstract), dtype)
 
 
-def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bool = True, trains: bool = False
-                 ) -> nn.Module:
-    """Wrap `model` with the adapter in `folder`; without values, its weights are not read.
+def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bool = True, trains: bool = False,
+                 abstract: bool = False) -> nn.Module:
+    """Wrap `model` with the adapter in `folder`.
 
     Args:
         key: Key or option that named the folder, for messages.
         drops: True keeps the adapter's own dropout.
         trains: True to train it further. If False, PEFT casts weights in half precision to float32.
+        abstract: Leave the adapter's values arbitrary: its weights are not read.
 
     Raises:
         UserError: The folder holds no adapter, or one that does not fit the model.
     """
-    from peft import PeftConfig, PeftModel, PeftType, get_peft_model
+    from peft import PeftConfig, PeftModel, PeftType
 
     kind = adapter_config(folder, key)["peft_type"]
     if kind not in PeftType.__members__:
@@ -138,9 +158,9 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
         if not drops and hasattr(config, "lora_dropout"):
             config.lora_dropout = 0.0
         with stand_ins(model):
-            if not has_values(torch.empty(0)):
+            if abstract:
                 config.inference_mode = False
-                return get_peft_model(model, config, autocast_adapter_dtype=False)
+                return _outlined(model, config)
             with _all_loaded(model, folder, key):
                 wrapped = PeftModel.from_pretrained(model, folder, is_trainable=trains, config=config,
                                                     autocast_adapter_dtype=not trains)

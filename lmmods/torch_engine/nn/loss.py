@@ -6,7 +6,7 @@ So the head is applied to labelled positions only, in chunks, and its gradient i
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,17 +21,6 @@ from lmmods.torch_engine.nn.cpu_kernels import onednn_products
 # once more: on GPUs this costs more than the memory of larger chunks; on CPUs larger chunks are not faster.
 CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
-
-
-@contextmanager
-def chunks_of_gpus() -> Iterator[None]:
-    """Use the chunk size of GPUs on CPU tensors that stand in for GPU tensors."""
-    global CHUNK_BYTES
-    before, CHUNK_BYTES = CHUNK_BYTES, CHUNK_BYTES_GPU
-    try:
-        yield
-    finally:
-        CHUNK_BYTES = before
 
 
 class LossSums(NamedTuple):
@@ -61,7 +50,8 @@ def shift_weights(weights: Tensor | None) -> Tensor | None:
 
 
 def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor], vocab_size: int,
-               count_correct: bool = False, plain: bool = False, weights: Tensor | None = None) -> LossSums:
+               count_correct: bool = False, plain: bool = False, weights: Tensor | None = None,
+               device: torch.device | None = None) -> LossSums:
     """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
     Args:
@@ -74,6 +64,7 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
         count_correct: Also count argmax hits (one more pass over the logits).
         plain: Compute all logits at once and leave the gradient to autograd; `params` is then unused.
         weights: [B, T] float32, weight of each position; None for 1.
+        device: Device whose chunk length is used; None for that of `hidden`.
     """
     if plain:
         return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct, weights)
@@ -81,11 +72,16 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
     hidden = hidden.flatten(0, 1).index_select(0, scored)
     targets = targets.flatten().index_select(0, scored)
     weights = None if weights is None else weights.flatten().index_select(0, scored)
-    chunk = max((CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), 1)
+    chunk = _chunk_length(vocab_size, device or hidden.device)
     total, correct = _ChunkedCrossEntropy.apply(hidden, targets, weights, head, chunk, count_correct,
                                                 torch.is_grad_enabled(), *params)
     weight = total.new_tensor(len(targets)) if weights is None else weights.sum()
     return LossSums(total, weight, correct if count_correct else None)
+
+
+def _chunk_length(vocab_size: int, device: torch.device) -> int:
+    """Return the positions of a chunk."""
+    return max((CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), 1)
 
 
 def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None) -> LossSums:
@@ -97,7 +93,7 @@ def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: T
 
 
 def token_log_probs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor],
-                    vocab_size: int, plain: bool = False) -> Tensor:
+                    vocab_size: int, plain: bool = False, device: torch.device | None = None) -> Tensor:
     """Log-probabilities [N] in float32 of `targets` under `head(hidden)`, for losses that are not sums over tokens.
 
     The gradient of each token depends on all of them, so a chunk's logits are recomputed in the backward pass.
@@ -108,7 +104,7 @@ def token_log_probs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Te
     """
     if plain:
         return F.log_softmax(head(hidden).float(), dim=-1).gather(1, targets.unsqueeze(1)).squeeze(1)
-    chunk = max((CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), 1)
+    chunk = _chunk_length(vocab_size, device or hidden.device)
     return _ChunkedLogProbabilities.apply(hidden, targets, head, chunk, *params)
 
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lmmods.core.errors import UserError
 from lmmods.core.lazy_array import LazyArray
 from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear
-from lmmods.torch_engine.compat.torch import with_values
 
 
 def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh) -> None:
@@ -30,8 +29,7 @@ def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh) -> None:
     data = everyone = mesh["data_parallel"]
     if mesh["tensor_parallel"].size() > 1:
         cut_matrices(network, mesh["tensor_parallel"])
-        with with_values():  # the mesh's ranks need values also in a plan
-            everyone = init_device_mesh(mesh.device_type, (mesh.size(),))
+        everyone = init_device_mesh(mesh.device_type, (mesh.size(),))
     for block in _blocks(network):
         fully_shard(block, mesh=data)
     # By default the root module stays gathered after a forward pass, and a checkpoint would not hold its shards.

@@ -44,6 +44,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         require(self.gradient_checkpointing != "minimal", "model.gradient_checkpointing", "minimal",
                 "true or false in the torch engine")
         self.model: nn.Module | None = None
+        self.built_for: torch.device | None = None  # its kind chooses block sizes; None for that of the tensors
         # Checkpoints hold trainable parameters only; `on_load_checkpoint` checks their names and shapes strictly.
         self.strict_loading = False
         self._chunks: list[dict[str, Tensor]] = []
@@ -56,22 +57,44 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
 
     def configure_model(self) -> None:
         """Build the network, on the trainer's device and in the dtypes of its precision."""
-        if self.model is not None:
-            return
+        if self.model is None:
+            self.build_model()
+            self.shard_model()
+            self.prepare_model()
+
+    def build_model(self, abstract: bool = False) -> None:
+        """Build the network of this process: all of it, not sharded yet.
+
+        Args:
+            abstract: As in `build_network`.
+        """
         if self.max_memory is not None and not isinstance(self.trainer.strategy, SingleDeviceStrategy):
             raise UserError("model.max_memory spreads the model over the GPUs within one process: set trainer.devices "
                             "to 1, or take it out and shard the model with trainer.strategy: fsdp.")
-        shards, cuts_matrices = self.device_mesh is not None, sharding.num_repeats(self.trainer.strategy) > 1
+        by_parts = self.device_mesh is not None and sharding.num_repeats(self.trainer.strategy) == 1
+        self.built_for = self.trainer.strategy.root_device
         self.model = build_network(self, self.auto_class, self.task_type, self.trainer.datamodule,
-                                   precision=self.trainer.precision, device=self.trainer.strategy.root_device,
-                                   seed=base_seed(), by_parts=shards and not cuts_matrices)
+                                   precision=self.trainer.precision, device=self.built_for, seed=base_seed(),
+                                   by_parts=by_parts, abstract=abstract)
         self._dropout = TokenDropout.of(self.model)
-        if shards:
-            if (num_pieces := sharding.num_pieces(self.trainer.strategy)) > 1:
-                self.context_parallel = ContextParallel.over(self.model, self.device_mesh, num_pieces)
-            stored = waiting(self.model)
-            sharding.shard(self, self.model, self.device_mesh)
-            read_shards(self.model, stored)
+
+    def shard_model(self, one_document: bool = False) -> None:
+        """Shard the network over the device mesh, if there is one.
+
+        Args:
+            one_document: As in `ContextParallel`.
+        """
+        if self.device_mesh is None:
+            return
+        if (num_pieces := sharding.num_pieces(self.trainer.strategy)) > 1:
+            self.context_parallel = ContextParallel.over(self.model, self.device_mesh, num_pieces, self.built_for,
+                                                         one_document)
+        stored = waiting(self.model)
+        sharding.shard(self, self.model, self.device_mesh)
+        read_shards(self.model, stored)
+
+    def prepare_model(self) -> None:
+        """Prepare what else the task needs for its steps, by running the network."""
         with self.trainer.precision_plugin.forward_context():
             self(self.on_model_ready)
 

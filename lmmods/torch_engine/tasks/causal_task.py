@@ -58,8 +58,9 @@ class CausalModule(CausalFields, TaskModule):
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
         batch = batch if self.context_parallel is None else self.context_parallel.cut(batch)
         if count_correct:  # in evaluation
-            return causal_loss(self.model, self.head, batch, count_correct)
-        return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss)
+            return causal_loss(self.model, self.head, batch, count_correct, device=self.built_for)
+        return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss,
+                           device=self.built_for)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Generate [B, T_new] tokens, right-padded, from left-padded prompts [B, T]; sampling depends on seed and row.

@@ -27,7 +27,7 @@ class MLM(MLMFields, TaskModule):
         self.head = MLMHead(self.model, plain=not self.fast_kernels)
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
-        return masked_loss(self.head, batch, count_correct)
+        return masked_loss(self.head, batch, count_correct, self.built_for)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
         """Return candidates [G, K], likeliest first, and their probabilities [G, K], for the batch's gaps row by row.
@@ -84,15 +84,18 @@ class MLMHead:
         return [p for p in found if p.requires_grad]
 
 
-def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
+def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = False,
+                device: torch.device | None = None) -> LossSums:
     """Return the summed loss over the masked positions of a batch.
 
     Args:
         batch: `input_ids`, `attention_mask`, `labels` [B, T]; `token_type_ids` if the model has them.
+        device: As in `token_loss`.
     """
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
     hidden = head.encoder(**inputs).last_hidden_state
-    return token_loss(hidden, batch["labels"], head, head.params(), head.vocab_size, count_correct, head.plain)
+    return token_loss(hidden, batch["labels"], head, head.params(), head.vocab_size, count_correct, head.plain,
+                      device=device)
 
 
 @contextmanager

@@ -38,17 +38,17 @@ class Preference(PreferenceFields, CausalModule):
         """Names of the loss's metrics."""
         return self.preference_loss.metric_names
 
-    def configure_model(self) -> None:
+    def build_model(self, abstract: bool = False) -> None:
         if not hasattr(self.trainer.datamodule, "micro_batches"):
             raise UserError("model.class_path is Preference, which takes rows of answers: set data.class_path to "
                             "PreferenceData.")
-        is_built = self.model is not None
-        super().configure_model()
-        if is_built or self.reference_kind is None:
-            return
+        super().build_model(abstract)
+
+    def prepare_model(self) -> None:
+        super().prepare_model()
         if self.reference_kind == "cache":  # before a checkpoint is loaded, as for the copy
             cache_references(self)
-        else:
+        elif self.reference_kind is not None:
             self._reference = Reference(self.model, self.reference_kind, self.trainable())
 
     def complete(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -97,9 +97,9 @@ class Preference(PreferenceFields, CausalModule):
         shape = batch["labels"].shape[:2]
         rows = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
         if self.context_parallel is None:
-            logps, lengths = causal_logps(self.model, self.head, rows)
+            logps, lengths = causal_logps(self.model, self.head, rows, self.built_for)
         else:
-            found = causal_logps(self.model, self.head, self.context_parallel.cut(rows))
+            found = causal_logps(self.model, self.head, self.context_parallel.cut(rows), self.built_for)
             logps, lengths = (self.context_parallel.total(part) for part in found)
         return logps.view(shape), lengths.view(shape)
 
