@@ -1,5 +1,6 @@
 """What lmmods/torch_engine/compat/torch.py needs of torch."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,9 @@ def test_tensors_without_values():
         assert not compat.has_values(layer.weight) and compat.is_plain(layer.weight.data)
     with no_values:  # entered again, also with tensors that have values
         assert not compat.has_values(layer(torch.ones(2, 4))), mend("torch", compat.without_values)
+        copied = copy.deepcopy(layer)
+        assert copied.weight.fake_mode is no_values and copied.weight is not layer.weight, mend(
+            "torch", compat.without_values)
     assert not compat.has_values(nn.Linear(1, 1, device="meta").weight)
     assert compat.has_values(torch.ones(2)) and not compat.is_plain(nn.Parameter(torch.ones(2)))
 

@@ -67,9 +67,16 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+class _WithoutValues(FakeTensorMode):
+    """A mode that copies of its tensors share: `deepcopy` copies a tensor's attributes, and the mode is one of them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_WithoutValues":
+        return self
+
+
 def without_values() -> FakeTensorMode:
     """Return a context in which new tensors have shape, dtype and device, but no values; it may be entered again."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _WithoutValues(allow_non_fake_inputs=True)
 
 
 def has_values(tensor: Tensor) -> bool:
