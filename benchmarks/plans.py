@@ -147,10 +147,10 @@ def row(name: str, engine: str, on: str) -> str:
             optimizer["name"] = optimizer["name"].replace("paged_adamw_32bit", "adamw")
         found = plan(recipe, on)
     source, verdict = found.lines["memory of each device"].split(None, 1)
-    memory, lines = f"{verdict.removeprefix('fits: ').split(' of ')[0]} ({source})", found.lines
+    memory, lines = f"{_needed(verdict)} ({source})", found.lines
     if verdict.startswith("does not fit"):
         _, helped = found.remedied.get("memory of each device", "x nothing").split(None, 1)
-        memory += f"; `{found.remedy}`: {helped.removeprefix('fits: ').split(' of ')[0]}"
+        memory += f"; `{found.remedy}`: {_needed(helped)}"
         lines = found.remedied
     cells = [f"[`{name}`](../configs/recipes/{name}.yaml)", engine, on, memory,
              _first(lines.get("a step takes at least", "")),
@@ -158,6 +158,11 @@ def row(name: str, engine: str, on: str) -> str:
     line = "| " + " | ".join(cells) + " |\n"
     print(line, end="", flush=True)
     return line
+
+
+def _needed(verdict: str) -> str:
+    """Of "fits: about 1.2 GiB of 72 GiB for a step, ..." the first figure; another verdict keeps its words."""
+    return re.sub(r"^fits: |about ", "", verdict).split(" of ")[0]
 
 
 def _first(line: str) -> str:

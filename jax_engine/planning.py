@@ -21,9 +21,10 @@ from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import made_for
 from jax_engine.distributed.tree import Tree, flatten, merge, new_state
+from jax_engine.memory import compile_step
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.base import Task
-from lmmods.core.errors import UserError, is_out_of_memory
+from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
 from lmmods.core.model_sizes import score_flops
@@ -102,23 +103,14 @@ class Planner:
         gradients = sum(4 * part.size for part in jax.tree.leaves(_parts(parallel, trainable, "state")))
         if accumulates:
             memory["summed gradients"] = gradients
-        programs, refusal = {}, None
-        try:
-            programs = {name: program.compile() for name, program in lowered.items()}
-        except (RuntimeError, ValueError) as error:
-            if not is_out_of_memory(error):
-                raise
-            refusal = next((line.strip() for line in str(error).splitlines() if "memory" in line.lower()), "no room")
-        found = [program.memory_analysis() for program in programs.values()]
-        memory["temporaries"] = max((part.temp_size_in_bytes + part.output_size_in_bytes - part.alias_size_in_bytes
-                                     for part in found), default=0)
+        found, programs = compile_step(lowered, memory, self._room())
         traffic, notes = self._traffic(programs, variant.accumulated)
         tokens = rows["input_ids"].size * variant.accumulated
         parts = {} if accumulates else {"gradients": gradients}
         return StepPlan(
-            self.on, "simulated" if self.on.is_simulated else "compiled", memory, parts, self._room(), refusal,
-            traffic, self._flops(task, trainable, frozen, rows, variant.accumulated), task.network.build.dtype.name,
-            tokens, parallel.data_parallel_size, notes, kernels=_kernels(programs))
+            self.on, "simulated" if self.on.is_simulated else "compiled", found.parts, parts, found.available,
+            found.refusal, traffic, self._flops(task, trainable, frozen, rows, variant.accumulated),
+            task.network.build.dtype.name, tokens, parallel.data_parallel_size, notes, kernels=_kernels(programs))
 
     def _room(self) -> float:
         return self.on.room(float(os.environ.get(FRACTION, PREALLOCATED)))

@@ -12,6 +12,7 @@ from jax_engine.distributed.steps import Steps, fetch_step_metrics
 from jax_engine.distributed.tree import Tree
 from jax_engine.optim import step_scalars
 from jax_engine.tasks.base import Task, Weights
+from lmmods.core.memory import StepMemory
 from lmmods.core.progress_bar import Bar
 from lmmods.core.throughput import Stopwatch
 from lmmods.runs.csv_logger import Logger
@@ -28,7 +29,7 @@ class Run:
     Args:
         data: The DataModule, set up.
         description: One-line description of the network.
-        needed: Rough bytes of a training step on each device.
+        memory: Memory of a training step on each device, as it is known before the step is compiled.
         flops_per_token: FLOPs per training token.
         weights: Current parameters, on the devices.
         limits: `trainer.limit_<role>_batches` by role: train, val, test, predict.
@@ -41,7 +42,7 @@ class Run:
     data: Any
     task: Task
     description: str
-    needed: int
+    memory: StepMemory
     flops_per_token: int
     parallel: Parallel
     steps: Steps

@@ -23,6 +23,7 @@ from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import at_hand
 from jax_engine.distributed.tree import Tree
+from jax_engine.memory import step_memory
 from jax_engine.models.experts import check_shared
 from jax_engine.models.generate import generate
 from jax_engine.optim import build
@@ -184,11 +185,10 @@ class Trainer(JaxTrainerFields):
         run, loader = self._training_run(model, datamodule, None)
         show_data(datamodule, rows, which)
         print()
-        self._summary(run).say(datamodule)
         batch = next(iter(run.batches(loader, datamodule.batch_size, 1)))
-        memory = run.steps.memory(run.state, run.weights.frozen, batch.arrays, run.scalars())
-        parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())
-        print(f"Memory of a compiled step on each device, for the first batch: {parts}.")
+        run.memory = step_memory(run.steps, run.state, run.weights.frozen, batch.arrays, run.scalars(),
+                                 datamodule.max_length, self.accumulate_grad_batches > 1, at_hand())
+        self._summary(run).say(datamodule)
         if recipe:
             show_recipe(self.recipe, datamodule)
 
@@ -308,11 +308,11 @@ class Trainer(JaxTrainerFields):
         check_shared(self.parallel.expert_size, model.network.config.model_type, model.network.arch.experts)
         optimizer = build(model.optimizer, model.network.decays(trainable)) if command == "fit" else None
         clipping = Clipping(self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
-        needed = model.memory_estimate(trainable, frozen, self.precision, datamodule)
+        memory = model.step_memory(trainable, frozen, self.precision, datamodule, at_hand().memory)
         bar = Bar(self.enable_progress_bar and jax.process_index() == 0, machines.peak_memory, compile_clock())
         return Run(
             folder=self.run_folder, data=datamodule, task=model, description=model.describe(trainable, frozen),
-            needed=needed, flops_per_token=model.flops_per_token(trainable, frozen), parallel=self.parallel,
+            memory=memory, flops_per_token=model.flops_per_token(trainable, frozen), parallel=self.parallel,
             steps=Steps(self.parallel, model.batch_loss, optimizer, clipping, model.predict, model.metric_names,
                         model.survey, model.statistic_names),
             weights=Weights(self.parallel, self.parallel.put_state(trainable), self.parallel.put_state(frozen)),
@@ -348,8 +348,7 @@ class Trainer(JaxTrainerFields):
 
     def _summary(self, run: Training) -> RunSummary:
         """Return the summary that is printed before the first step."""
-        return RunSummary(run.task, run.description, run.schedule, self.parallel.data_parallel_size, run.needed,
-                          at_hand().memory)
+        return RunSummary(run.task, run.description, run.schedule, self.parallel.data_parallel_size, run.memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -122,14 +122,21 @@ class Steps:
         """Return the results of `predict_step` for this process's ranks, on the host."""
         return self._parallel.fetch_rows(rows)
 
-    def memory(self, state: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Array]) -> dict[str, int]:
-        """Return the bytes a compiled `full_step` needs per device: `arguments` (state and batch) and `temporary`."""
-        found = self._full.lower(state, frozen, batch, scalars).compile().memory_analysis()
-        return {"arguments": found.argument_size_in_bytes, "temporary": found.temp_size_in_bytes}
+    def lower(self, state: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Array],
+              accumulation: Tree | None = None) -> dict[str, jax.stages.Lowered]:
+        """Lower the programs of a step for these arguments, which may be abstract (ShapeDtypeStruct).
+
+        Args:
+            accumulation: Lower `accumulate` and `update` with it; None lowers `full_step`.
+        """
+        if accumulation is None:
+            return {"full_step": self._full.lower(state, frozen, batch, scalars)}
+        return {"accumulate": self._accumulate.lower(state, frozen, accumulation, batch),
+                "update": self._update.lower(state, accumulation, scalars)}
 
     def lowered(self, trainable: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Any], accumulates: bool = False
                 ) -> dict[str, jax.stages.Lowered]:
-        """Lower the programs of a step for these shapes and dtypes; the arguments may be abstract (ShapeDtypeStruct).
+        """Lower the programs of a step for the shapes and dtypes of these arguments, which are not on the devices.
 
         Args:
             batch: Rows of all ranks, [ranks, B, ...].
@@ -139,12 +146,10 @@ class Steps:
         state = jax.eval_shape(lambda trainable: new_state(trainable, self._optimizer.init), trainable)
         state, frozen, rows, scalars = (put(state, "state"), put(frozen, "state"), put(batch, "batch"),
                                         put(scalars, "scalar"))
-        if not accumulates and not self.surveys:
-            return {"full_step": self._full.lower(state, frozen, rows, scalars)}
-        sums = jax.eval_shape(lambda trainable: new_accumulation(trainable, *self._names), trainable)
-        sums = put(sums, "state")
-        return {"accumulate": self._accumulate.lower(state, frozen, sums, rows),
-                "update": self._update.lower(state, sums, scalars)}
+        sums = None
+        if accumulates or self.surveys:
+            sums = put(jax.eval_shape(lambda trainable: new_accumulation(trainable, *self._names), trainable), "state")
+        return self.lower(state, frozen, rows, scalars, sums)
 
     # Functions to compile --------------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
-from lmmods.core.model_sizes import describe_sizes, flops_per_token, step_bytes, widths_of
+from lmmods.core.memory import StepMemory, estimate_step
+from lmmods.core.model_sizes import describe_sizes, flops_per_token, widths_of
 from lmmods.core.text_metrics import perplexity
 from lmmods.recipe.tasks.base import TaskFields
 
@@ -148,13 +149,14 @@ class Task(TaskFields, ABC):
             by_type[str(leaf.dtype)] = by_type.get(str(leaf.dtype), 0) + leaf.size
         return describe_sizes(sum(by_type.values()), _size(trainable), by_type)
 
-    def memory_estimate(self, trainable: Tree, frozen: Tree, precision: str, datamodule: Any) -> int:
-        """Estimate the bytes of a training step on a device that holds all parameters."""
+    def step_memory(self, trainable: Tree, frozen: Tree, precision: str, datamodule: Any, available: float
+                    ) -> StepMemory:
+        """Return the memory of a training step on a device that holds all parameters, without compiling it."""
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen)))
-        return step_bytes(
+        return estimate_step(
             widths_of(self.network.config), weights, _size(trainable), self.optimizer.name,
             datamodule.batch_size * self.sequences_per_row * datamodule.max_length, bool(self.gradient_checkpointing),
-            4 if precision == "32-true" else 2)
+            4 if precision == "32-true" else 2, available)
 
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
         """Return the FLOPs per training token."""

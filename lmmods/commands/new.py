@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import known_fields, load_config, position_limit, saved_quantization, tells_token_types
-from lmmods.core.model_sizes import NetworkShape, step_bytes
+from lmmods.core.memory import StepMemory, estimate_step
+from lmmods.core.model_sizes import NetworkShape
 from lmmods.core.settings import LoRA
 from lmmods.recipe.files import as_yaml
 
@@ -81,8 +82,8 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
         raise UserError(f"{path} cannot be written ({error.strerror}). Choose another name.") from error
     print(f"{measured.table}\n\nWrote {path}: {facts.summary}.")
     if not plan.fits:
-        print(f"warning: even so a step needs about {plan.needed / 2**30:.1f} GiB, more than {machine.name} has room "
-              "for. Take a smaller model, lower data.max_length, or shard it over several GPUs (docs/cluster.md).")
+        print(f"warning: even so a step needs {plan.memory}, more than {machine.name} has room for. Take a smaller "
+              "model, lower data.max_length, or shard it over several GPUs (docs/cluster.md).")
     print(f"Look at it:  python train.py inspect --config {path}\nTrain:       python train.py fit --config {path}")
 
 
@@ -348,16 +349,24 @@ class MemoryPlan:
         lora: Whether an adapter is trained instead of the model itself.
         quantize: Whether the base is stored in nf4.
         batch_size: Rows per micro-batch.
-        needed: Peak bytes of a step.
-        fits: Whether that is within `ROOM` of the memory.
+        memory: Memory of a step; `ROOM` of the device's is available.
     """
 
     lora: bool
     quantize: bool
     batch_size: int
     checkpointing: bool
-    needed: int
-    fits: bool
+    memory: StepMemory
+
+    @property
+    def needed(self) -> int:
+        """Peak bytes of a step."""
+        return self.memory.needed
+
+    @property
+    def fits(self) -> bool:
+        """True if a step fits."""
+        return self.memory.fits
 
 
 @dataclass(frozen=True)
@@ -415,8 +424,9 @@ def plan_memory(shape: NetworkShape, machine: Machine, max_length: int, batch: i
         trainable = shape.lora_per_rank * ADAPTER.rank if lora else shape.num_params
         weights = shape.base_bytes(quantize or is_quantized, machine.compute_bytes) + 4 * trainable if lora \
             else 4 * shape.num_params * (2 if is_preference else 1)
-        needed = step_bytes(shape.widths, weights, trainable, "adamw", tokens, checkpointing, machine.compute_bytes)
-        tried = MemoryPlan(lora, quantize, size, checkpointing, needed, needed <= ROOM * machine.memory)
+        memory = estimate_step(shape.widths, weights, trainable, "adamw", tokens, checkpointing, machine.compute_bytes,
+                               ROOM * machine.memory)
+        tried = MemoryPlan(lora, quantize, size, checkpointing, memory)
         if tried.fits:
             break
     return tried
@@ -491,12 +501,7 @@ class Facts:
         """One-line summary of the recipe."""
         plan = self.plan
         return (f"{self.task} by {self.training}, rows of {self.options['max_length']} tokens, {plan.batch_size} × "
-                f"{self.batch // plan.batch_size} a step, about {self.gibibytes} GiB")
-
-    @cached_property
-    def gibibytes(self) -> str:
-        """Memory of a step in GiB."""
-        return f"{self.plan.needed / 2**30:.2f}"
+                f"{self.batch // plan.batch_size} a step, {plan.memory}")
 
 
 def recipe_text(facts: Facts) -> str:
@@ -514,8 +519,7 @@ def recipe_text(facts: Facts) -> str:
         f"#   python train.py inspect --config {_plain(facts.path)}",
         f"#   python train.py fit --config {_plain(facts.path)}",
         "#",
-        f"# Hardware: {facts.machine.memory / 2**30:.0f} GiB ({facts.machine.name}); a step takes about "
-        f"{facts.gibibytes} GiB",
+        f"# Hardware: {facts.machine.memory / 2**30:.0f} GiB ({facts.machine.name}); {plan.memory}",
         f"# Time: {epochs * steps} steps{' or more' if facts.is_sample else ''}; the first lines of fit say how long",
         "",
         *_line("engine", "torch", "or jax: the same recipe"),

@@ -6,9 +6,6 @@ from typing import Any
 
 from lmmods.core.experts import mixture_of
 
-# Bytes of optimiser state per trained parameter.
-STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "adafactor": 4.1, "sgd": 4, "adamw_8bit": 2,
-               "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1, "sgd_8bit": 1}
 # Bytes of a 4-bit weight: half a byte, an 8-bit scale per 64 weights, a 32-bit scale per 256 scales.
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
@@ -57,22 +54,6 @@ class NetworkShape:
         """Memory of the weights of a frozen base, whose linear layers may be in 4 bits."""
         kept = self.num_params - self.num_linear if quantized else self.num_params
         return kept * compute_bytes + (self.num_linear * NF4_BYTES if quantized else 0)
-
-
-def step_bytes(widths: Widths, weight_bytes: float, num_trainable: int, optimizer: str, num_tokens: int,
-               checkpointing: bool, compute_bytes: int) -> int:
-    """Rough peak memory of a training step, accurate to some tens of percent.
-
-    Args:
-        weight_bytes: Memory of all weights, adapters included.
-        num_tokens: Tokens of a micro-batch, padding included.
-        checkpointing: True if only the blocks' inputs are kept.
-        compute_bytes: Bytes of an activation.
-    """
-    # A block keeps roughly its normed inputs, q, k, v, the attention output and the MLP's gate, up and product.
-    per_layer = widths.hidden if checkpointing else 8 * widths.hidden + 3 * widths.wide
-    activations = num_tokens * (per_layer * widths.num_layers + 4 * widths.hidden) * compute_bytes
-    return int(weight_bytes + num_trainable * (4 + STATE_BYTES[optimizer]) + activations)
 
 
 def describe_sizes(num_params: int, num_trainable: int, by_type: dict[str, int]) -> str:

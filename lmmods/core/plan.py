@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lmmods.core.hardware import Target
+from lmmods.core.memory import GIB, Method, StepMemory
 from lmmods.core.settings import LoRA
 
-GIB = 2**30
 # compiled: from the target's own compiler. simulated: counted in the program of simulated devices of this machine, or
 # in a step on meta tensors. assumed: calculated, or known only to the device.
 Source = Literal["compiled", "simulated", "assumed"]
@@ -110,6 +110,7 @@ class StepPlan:
         notes: Further assumptions.
         counted: Source of `flops`.
         kernels: Number of calls of each fused attention kernel in the programs.
+        method: How `memory` was found.
     """
 
     target: Target
@@ -126,11 +127,18 @@ class StepPlan:
     notes: list[str] = field(default_factory=list)
     counted: Source = "assumed"
     kernels: dict[str, int] = field(default_factory=dict)
+    method: Method = "compiled by XLA"
+
+    @property
+    def step_memory(self) -> StepMemory:
+        """Memory of each device."""
+        on_tpu = self.source == "compiled" and self.target.platform == "tpu"  # whose compiler may offload to the host
+        return StepMemory(self.memory, self.room, self.method, self.refusal, trusts_compiler=on_tpu)
 
     @property
     def total(self) -> int:
         """Peak bytes of each device."""
-        return sum(self.memory.values())
+        return self.step_memory.needed
 
     @property
     def kept(self) -> int:
@@ -140,9 +148,7 @@ class StepPlan:
     @property
     def fits(self) -> bool:
         """True if the memory suffices."""
-        if self.source == "compiled" and self.target.platform == "tpu":
-            return self.refusal is None  # the compiler may offload memory, which its figures do not show
-        return self.refusal is None and self.total <= self.room
+        return self.step_memory.fits
 
     def bounds(self) -> dict[str, float]:
         """Lower bounds of the time of a step in seconds, by resource; empty if the target's figures are unknown."""
@@ -162,7 +168,7 @@ class StepPlan:
             num_steps: Steps of the whole run; None if it has no end.
         """
         verdict = "fits" if self.fits else "does not fit"
-        yield _line("memory of each device", self.source, f"{verdict}: {_size(self.total)} of {_size(self.room)}")
+        yield _line("memory of each device", self.source, f"{verdict}: {self.step_memory}")
         yield from (_line(f"  {part}", self.source, _size(size)) for part, size in self.memory.items())
         yield from (_line(f"    {part}", "assumed", f"about {_size(size)}") for part, size in self.parts.items())
         if self.refusal:

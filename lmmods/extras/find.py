@@ -23,6 +23,7 @@ from lmmods.commands.programs import command, last_error, started
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.files import check_place
+from lmmods.core.memory import GIB, StepMemory
 from lmmods.core.progress_bar import Bar
 from lmmods.core.settings import Optimizer, require
 from lmmods.recipe.files import CONFIG_OPTIONS, RecipeLoader, option_values, read_recipe, read_text
@@ -154,15 +155,13 @@ class Measured:
 
     Args:
         tokens_per_second: Real (non-padding) tokens, with the longest rows; 0 if it did not fit.
-        memory: Peak memory in GiB.
-        room: Available memory in GiB.
+        memory: Memory of the step; None if it is unknown.
         problem: Why it does not fit; empty if it does.
     """
 
     batch_size: int
     tokens_per_second: float = 0.0
-    memory: float = 0.0
-    room: float = math.inf
+    memory: StepMemory | None = None
     problem: str = ""
 
 
@@ -259,14 +258,19 @@ def _too_large(size: int, tried: dict[int, Measured]) -> Measured | None:
     if len(fitting) < 2:
         return None
     first, last = fitting
-    slope = (last.memory - first.memory) / (last.batch_size - first.batch_size)
-    needed = last.memory + slope * (size - last.batch_size)
-    if size < last.batch_size or needed <= last.room:
+    slope = (last.memory.needed - first.memory.needed) / (last.batch_size - first.batch_size)
+    memory = measured_memory(last.memory.needed + slope * (size - last.batch_size), last.memory.available)
+    if size < last.batch_size or memory.fits:
         return None
-    return Measured(size, 0.0, needed, last.room, f"would need about {needed:.1f} of {last.room:.1f} GiB")
+    return Measured(size, 0.0, memory, f"would need about {memory.needed / GIB:.1f} of {memory.available / GIB:.1f} "
+                                       "GiB")
 
 
-GIB = 2**30
+def measured_memory(peak: float, available: float) -> StepMemory:
+    """Return the memory of a step whose peak was measured; both in bytes."""
+    return StepMemory({"peak": peak}, available, "measured")
+
+
 SHARE = 0.85  # share of this machine's free memory that a search may use
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -359,16 +363,18 @@ def _measure(sizes: Sizes, size: int, arguments: list[str], memory: float | None
             on_device = found["on_device"]
             used, room = (found["memory"], math.inf) if on_device else (max(peak, found["memory"]), limit)
             room = memory or room
-            problem = f"needs {used:.1f} of {room:.1f} GiB" if used > room else ""
-            measured = Measured(size, found["tokens_per_second"], used, room, problem)
+            needs = measured_memory(used * GIB, room * GIB)
+            problem = "" if needs.fits else f"needs {used:.1f} of {room:.1f} GiB"
+            measured = Measured(size, found["tokens_per_second"], needs, problem)
         elif peak > limit:
-            measured = Measured(size, 0.0, peak, limit, f"needs more than {limit:.1f} GiB")
+            measured = Measured(size, 0.0, measured_memory(peak * GIB, limit * GIB),
+                                f"needs more than {limit:.1f} GiB")
         elif status < 0 or last_error(log).startswith("Out of memory"):
             measured = Measured(size, problem="out of memory")
         else:
             raise UserError(f"A step with data.batch_size {size} fails: {last_error(log)}")
     say(f"batch size {size:>5}: " + (measured.problem or f"{measured.tokens_per_second:,.0f} tokens per second, "
-                                                        f"{measured.memory:.2f} GiB"))
+                                                        f"{measured.memory}"))
     return measured
 
 
@@ -490,13 +496,14 @@ def measure_step(parsed: Recipe, result: str | None) -> None:
         on_device = setup.trainer.dry_run(setup.model, datamodule, probe.add)
     if not setup.trainer.is_global_zero:
         return
-    found = {**probe.found(), "memory": (on_device or peak_of_process()) / 2**30, "on_device": on_device is not None}
+    memory = measured_memory(on_device or peak_of_process(), math.inf)
+    found = {**probe.found(), "memory": memory.needed / GIB, "on_device": on_device is not None}
     if result:
         write_json(Path(result), found)
     where = "on the first device" if found["on_device"] else "of this machine"
     say(f"A step of {datamodule.batch_size} × {setup.trainer.accumulate_grad_batches} of the longest rows takes "
-        f"{found['seconds_per_step']:.3g} s ({found['tokens_per_second']:,.0f} tokens per second) and at its peak "
-        f"{found['memory']:.2f} GiB {where}.")
+        f"{found['seconds_per_step']:.3g} s ({found['tokens_per_second']:,.0f} tokens per second). Memory {where}: "
+        f"{memory}.")
 
 
 def peak_of_process() -> int:

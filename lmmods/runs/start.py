@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmmods.core.console import say, warn
+from lmmods.core.memory import StepMemory
 from lmmods.core.progress_bar import clock, describe
 from lmmods.recipe.tasks.base import CausalFields, TaskFields
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
@@ -74,16 +75,14 @@ class RunSummary:
         description: Description of the network, in one line.
         schedule: Length of the run.
         ranks: Number of data-parallel ranks; each has its own micro-batch.
-        needed: Rough bytes of a step on each device.
-        available: Bytes available on each device.
+        memory: Memory of a step on each device.
     """
 
     task: TaskFields
     description: str
     schedule: Schedule
     ranks: int
-    needed: int
-    available: int
+    memory: StepMemory
 
     def say(self, data: Any) -> None:
         """Print sizes, what trains, the length of the run and the memory of a step.
@@ -93,9 +92,9 @@ class RunSummary:
         """
         for line in (self.description, f"Trains: {self.trains()}.", self._step(data), self._length()):
             say(line)
-        memory = (f"Memory: about {self.needed / 2**30:.2f} GiB for a step, {self.available / 2**30:.1f} GiB on this "
-                  "device.")
-        if self.needed <= self.available:
+        refusal = f" ({self.memory.refusal})" if self.memory.refusal else ""
+        memory = f"Memory: {self.memory}{refusal}."
+        if self.memory.fits:
             say(memory)
         else:
             warn(f"{memory} It will probably not fit: lower data.batch_size or data.max_length, or set "

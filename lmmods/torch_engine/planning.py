@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
-from lmmods.core.model_sizes import STATE_BYTES
+from lmmods.core.memory import STATE_BYTES
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
 from lmmods.torch_engine.compat.bitsandbytes import outline_template
@@ -353,7 +353,7 @@ class Planner:
         return StepPlan(
             self.on, "simulated", {part: memory[part] for part in PARTS if part in memory}, {}, self.on.room(ROOM),
             None, traffic, flops, dtype, num_batches * batch["input_ids"].numel() * data_ranks, data_ranks,
-            self._notes(task, optimizer), "simulated")
+            self._notes(task, optimizer), "simulated", method="counted on fake tensors")
 
     def _pieces(self, task: TaskModule, variant: Variant) -> tuple[int, int]:
         """Return the rows of a chunk, and the chunks of an optimiser step; turns off chunking in the task itself."""

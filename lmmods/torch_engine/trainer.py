@@ -47,7 +47,6 @@ from lmmods.torch_engine.compat.lightning import (
     watch_launched,
 )
 from lmmods.torch_engine.nn.sharding import num_sharers
-from lmmods.torch_engine.nn.summary import available_bytes
 from lmmods.torch_engine.parity import measure
 from lmmods.torch_engine.precision import choose_precision
 from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
@@ -300,7 +299,7 @@ class Trainer(L.Trainer):
         """Summarise the run before its first step; arguments as in `schedule`."""
         module = self.lightning_module
         return RunSummary(module, module.describe(), self.schedule(batches_per_epoch), self.num_data_ranks,
-                          module.memory_estimate(), available_bytes(module.device))
+                          module.step_memory())
 
     def machine(self) -> dict[str, Any]:
         """Return devices and settings for manifest.json."""

@@ -11,6 +11,7 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
+from lmmods.core.memory import GIB
 from lmmods.core.settings import Optimizer
 from lmmods.extras import find as find_command
 from lmmods.extras.find import (
@@ -23,6 +24,7 @@ from lmmods.extras.find import (
     as_text,
     best,
     edited,
+    measured_memory,
     search,
 )
 from lmmods.runs.run_files import LIST
@@ -97,7 +99,8 @@ def measuring(speed, most: int = 10**9, gib: float = 1.0, room: float = math.inf
     def measure(size: int) -> Measured:
         asked.append(size)
         fits = size <= most
-        return Measured(size, speed(size), gib * size, room) if fits else Measured(size, problem="out of memory")
+        memory = measured_memory(gib * size * GIB, room * GIB)
+        return Measured(size, speed(size), memory) if fits else Measured(size, problem="out of memory")
 
     return measure, asked
 

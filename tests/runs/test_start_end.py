@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from lmmods.cli import main
+from lmmods.core.memory import StepMemory
 from lmmods.core.settings import LoRA
 from lmmods.core.throughput import Stopwatch
 from lmmods.recipe.tasks.base import CausalFields, TaskFields
@@ -27,6 +28,10 @@ def schedule(**changes) -> Schedule:
                                  **changes})
 
 
+def memory(needed: int) -> StepMemory:
+    return StepMemory({"parameters": needed}, 2**31, "counted from the configuration")
+
+
 @pytest.mark.parametrize(("fields", "said"), [
     ({}, "all weights of base"),
     ({"pretrained": None, "config": {"model_type": "llama"}}, "all weights, from random ones"),
@@ -36,17 +41,17 @@ def schedule(**changes) -> Schedule:
     ({"adapter": "runs/a/model"}, "the adapter runs/a/model, over base"),
 ], ids=str)
 def test_what_trains(fields, said):
-    assert RunSummary(TaskFields(**{"pretrained": "base", **fields}), "", schedule(), 1, 0, 0).trains() == said
+    assert RunSummary(TaskFields(**{"pretrained": "base", **fields}), "", schedule(), 1, memory(0)).trains() == said
 
 
 def test_the_start(capsys):
-    RunSummary(TaskFields(pretrained="base"), "Parameters: 7.", schedule(), 2, 2**30, 2**31).say(DATA)
+    RunSummary(TaskFields(pretrained="base"), "Parameters: 7.", schedule(), 2, memory(2**30)).say(DATA)
     assert capsys.readouterr().out.splitlines() == [
         "Parameters: 7.", "Trains: all weights of base.", "Step: 24 rows (4 x 3 micro-batches x 2 devices), about 240 "
         "tokens.", "Length: 6 steps (1.6 epochs of 4 steps); 2 validations.",
-        "Memory: about 1.00 GiB for a step, 2.0 GiB on this device."]
+        "Memory: about 1.00 GiB of 2.00 GiB for a step, counted from the configuration."]
     stream = schedule(batches_per_epoch=10**12, batches_per_step=1, num_val_batches=0)
-    RunSummary(TaskFields(pretrained="base"), "", stream, 1, 2**32, 2**31).say(
+    RunSummary(TaskFields(pretrained="base"), "", stream, 1, memory(2**32)).say(
         SimpleNamespace(batch_size=4, report={"splits": {}}))
     said = capsys.readouterr().out
     assert "Step: 4 rows.\nLength: 6 steps; no validations.\nwarning: Memory: about 4.00 GiB" in said

@@ -1,4 +1,4 @@
-"""Sizes of a network: number of parameters, dtypes, FLOPs and estimated memory of a training step."""
+"""Sizes of a network: number of parameters, dtypes, FLOPs and memory of a training step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
-from lmmods.core.model_sizes import NetworkShape, flops_per_token, step_bytes, widths_of
+from lmmods.core.memory import StepMemory, estimate_step
+from lmmods.core.model_sizes import NetworkShape, flops_per_token, widths_of
 from lmmods.torch_engine.nn.experts import is_stacked
 
 
@@ -77,17 +78,16 @@ def training_flops(model: nn.Module) -> int:
     return flops_per_token(sum(count for count, _ in counts), sum(count for count, trains in counts if trains))
 
 
-def training_bytes(model: nn.Module, optimizer: str, num_tokens: int, checkpointing: bool, compute_bytes: int) -> int:
-    """Estimate the peak memory of a training step, to within some tens of percent.
+def step_memory(model: nn.Module, optimizer: str, num_tokens: int, checkpointing: bool, compute_bytes: int,
+                device: torch.device, copied: int = 0) -> StepMemory:
+    """Return the estimated memory of a training step on a device.
 
     Args:
-        num_tokens: Tokens of a micro-batch, padding included.
-        checkpointing: True if only the blocks' inputs are saved.
-        compute_bytes: Bytes of an activation.
+        copied: Bytes of weights that the task holds outside of the network.
     """
     sizes = summarize(model)
-    return step_bytes(widths_of(model.config), sizes.weight_bytes, sizes.num_trainable, optimizer, num_tokens,
-                      checkpointing, compute_bytes)
+    return estimate_step(widths_of(model.config), sizes.weight_bytes + copied, sizes.num_trainable, optimizer,
+                         num_tokens, checkpointing, compute_bytes, available_bytes(device))
 
 
 def planned_shape(config: Any, auto_class: str) -> NetworkShape:

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
+from lmmods.core.memory import StepMemory
 from lmmods.core.model_sizes import describe_sizes
 from lmmods.core.settings import require
 from lmmods.core.text_metrics import perplexity
@@ -242,16 +243,20 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         return (describe_sizes(sizes.num_params, sizes.num_trainable, sizes.dtypes)
                 + (f" On this CPU a micro-batch is computed {chunk} tokens at a time." if chunk else ""))
 
-    def memory_estimate(self) -> int:
-        """Estimate the bytes of a training step on this device."""
+    def copied_bytes(self) -> int:
+        """Return the bytes of weights that the task holds outside of the network."""
+        return 0
+
+    def step_memory(self) -> StepMemory:
+        """Return the memory of a training step on this device."""
         data = self.trainer.datamodule
         compute_bytes = 4 if self.trainer.precision == "32-true" else 2
         tokens, chunk = data.batch_size * self.sequences_per_row * data.max_length, self.chunk_tokens()
         if chunk:
             tokens = min(tokens, max(chunk, data.max_length))
         tokens = -(-tokens // sharding.num_pieces(self.trainer.strategy))
-        return summary.training_bytes(self.model, self.optimizer.name, tokens,
-                                      self.gradient_checkpointing, compute_bytes)
+        return summary.step_memory(self.model, self.optimizer.name, tokens, self.gradient_checkpointing, compute_bytes,
+                                   self.device, self.copied_bytes())
 
     def flops_per_token(self) -> int:
         """Return the FLOPs per training token."""

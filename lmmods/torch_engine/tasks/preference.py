@@ -83,9 +83,8 @@ class Preference(PreferenceFields, CausalModule):
         found = LossSums((weights * losses).sum(), weights.sum(), metrics=sums.detach())
         return found if self.context_parallel is None else self.context_parallel.share(found)
 
-    def memory_estimate(self) -> int:
-        copies = sum(param.numel() for param in self.trainable().values()) if self.reference_kind == "copy" else 0
-        return super().memory_estimate() + 4 * copies
+    def copied_bytes(self) -> int:
+        return 4 * sum(param.numel() for param in self.trainable().values()) if self.reference_kind == "copy" else 0
 
     def _weights(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the weight of each row, [B] float32; 0 for rows that only even out the processes."""

@@ -1,0 +1,73 @@
+"""Memory of a training step, from its compiled programs."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jax_engine.distributed.steps import Batch, Steps
+from jax_engine.distributed.tree import Tree
+from lmmods.core.errors import is_out_of_memory
+from lmmods.core.hardware import Target
+from lmmods.core.memory import StepMemory
+
+
+def compile_step(lowered: dict[str, jax.stages.Lowered], held: dict[str, int], available: float,
+                 trusts_compiler: bool = False) -> tuple[StepMemory, dict[str, jax.stages.Compiled]]:
+    """Compile the programs of a step; return its memory, and the programs, of which there are none without room.
+
+    Args:
+        lowered: Programs by name, from `Steps.lower`.
+        held: Bytes on each device of the programs' arguments, by part.
+        available: As in `StepMemory`, like `trusts_compiler`.
+    """
+    programs, refusal = {}, None
+    try:
+        programs = {name: program.compile() for name, program in lowered.items()}
+    except (RuntimeError, ValueError) as error:
+        if not is_out_of_memory(error):
+            raise
+        refusal = next((line.strip() for line in str(error).splitlines() if "memory" in line.lower()), "no room")
+    found = [program.memory_analysis() for program in programs.values()]
+    temporaries = max((part.temp_size_in_bytes + part.output_size_in_bytes - part.alias_size_in_bytes
+                       for part in found), default=0)
+    memory = StepMemory({**held, "temporaries": temporaries}, available, "compiled by XLA", refusal, trusts_compiler)
+    return memory, programs
+
+
+def step_memory(steps: Steps, state: Tree, frozen: Tree, batch: Batch, scalars: Any, max_length: int, accumulates: bool,
+                on: Target) -> StepMemory:
+    """Return the memory of the step of a run, for micro-batches of maximum length.
+
+    Args:
+        state: State on the devices, like `frozen`, `batch` (a micro-batch) and `scalars`.
+        accumulates: A step has several micro-batches.
+        on: The devices that are present.
+    """
+    rows = full_length(batch, max_length)
+    held = {"parameters": _held(state["trainable"]) + _held(frozen), "optimiser state": _held(state["optimizer"]),
+            "rows": sum(_held(batch[name]) * row.size // batch[name].size for name, row in rows.items())}
+    accumulation = None
+    if accumulates or steps.surveys:
+        accumulation = steps.new_accumulation(state)
+        held["summed gradients"] = _held(accumulation["gradients"])
+    lowered = steps.lower(state, frozen, rows, scalars, accumulation)
+    memory, _ = compile_step(lowered, held, on.memory, trusts_compiler=on.platform == "tpu")
+    return memory
+
+
+def full_length(batch: Batch, max_length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a micro-batch [ranks, B, ..., T] at the maximum length."""
+    axis = batch["input_ids"].ndim - 1
+
+    def outline(x: jax.Array) -> jax.ShapeDtypeStruct:
+        shape = (*x.shape[:axis], max_length, *x.shape[axis + 1:]) if x.ndim > axis else x.shape
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding if isinstance(x.sharding, NamedSharding)
+                                    else None)
+
+    return {name: outline(x) for name, x in batch.items()}
+
+
+def _held(tree: Tree) -> int:
+    """Return the bytes of a tree on the first device of this process."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
