@@ -1,5 +1,6 @@
 """`new`: write a complete recipe for a model and a data set, with measured lengths and memory."""
 
+import importlib
 import itertools
 import json
 import math
@@ -18,18 +19,17 @@ from lmmods.core.hf_config import known_fields, load_config, position_limit, sav
 from lmmods.core.memory import StepMemory, estimate_step
 from lmmods.core.model_sizes import NetworkShape
 from lmmods.core.settings import LoRA
+from lmmods.recipe.classes import class_name, declared, module_of
 from lmmods.recipe.files import as_yaml
+from lmmods.recipe.tasks.base import Usual
 
 SAMPLE = 20_000  # leading rows to read
 MULTIPLE = 64  # lengths are rounded up to multiples of this
 LONGEST = 32_768  # upper limit of measured and written lengths, whatever the model supports
-BLOCK = {"CLM": 1024, "MLM": 512}  # block length for text
 WINDOW, STRIDE, QUESTION = 384, 128, 64  # usual question answering settings since BERT
 FEW_BLOCKS = 100  # with fewer blocks, shorter ones are used
 FEW_ROWS = 10  # with fewer rows, none are set aside for validation
-AUTO_CLASS = {"SFT": "AutoModelForCausalLM", "CLM": "AutoModelForCausalLM", "MLM": "AutoModelForMaskedLM",
-              "QA": "AutoModelForQuestionAnswering", "Preference": "AutoModelForCausalLM"}
-Task = Literal["SFT", "CLM", "MLM", "QA", "Preference"]
+Task = Literal[tuple(declared("model"))]  # type: ignore[valid-type] - the names of the tasks that are there
 
 
 def new(name: str, model: str, data: str, task: Task | None = None, memory: float | None = None,
@@ -41,7 +41,7 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
         name: Of the run; the recipe is NAME.yaml in the working directory, or the file itself where it ends in .yaml.
         model: Folder or hub id of the model to start from.
         data: File, folder, glob, URL or hub id of the training rows.
-        task: SFT, CLM, MLM, QA or Preference; null decides by the rows and the model.
+        task: What to train; null decides by the rows and the model.
         memory: GiB of the GPU that will train; null takes the machine that this command runs on.
         columns: Names in the file -> names that the task expects, for example {reply: output}.
         tokenizer: Folder or hub id of the tokenizer; null takes the model's.
@@ -61,19 +61,19 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
     with _own_names():
         rows = _first_rows(data, columns)
     chosen, why = _task(task, model, config, rows[0])
-    loss = _loss(rows[0].values) if chosen == "Preference" else None
+    kind, settings = declared("model")[chosen], _data_class(chosen).model_settings(rows[0])
+    fields = kind(pretrained=model, **{name: value for name, (value, _) in settings.items()})
     fixed = {name: value for name, value in (("columns", columns), ("tokenizer", tokenizer),
                                            ("eos_token", eos_token)) if value is not None}
     with _own_names():
-        measured = _measured(chosen, model, config, data, fixed, len(rows) > SAMPLE, "pair" if loss == "sigmoid" else
-                             "mismatched")
-    shape = planned_shape(config, AUTO_CLASS[chosen])
+        measured = _measured(chosen, model, config, data, fixed, len(rows) > SAMPLE, fields.answers)
+    shape = planned_shape(config, kind.auto_class)
     machine = gpu_of(memory) if memory is not None else this_machine(shape.widths.hidden)
-    batch = _rows_of_a_step(measured.rows, chosen)
+    batch = _rows_of_a_step(measured.rows, kind.usual.rows)
     plan = plan_memory(shape, machine, measured.options["max_length"], batch, saved_quantization(config) is not None,
-                       chosen == "Preference")
-    facts = Facts(path=str(path), model=model, data=data, task=chosen, why=why, loss=loss, num_params=shape.num_params,
-                  machine=machine, plan=plan, batch=batch, **vars(measured))
+                       fields.reference_kind is not None)
+    facts = Facts(path=str(path), model=model, data=data, task=chosen, why=why, settings=settings,
+                  num_params=shape.num_params, machine=machine, plan=plan, batch=batch, **vars(measured))
     text = recipe_text(facts)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,49 +136,46 @@ def _first_rows(data: str, columns: dict[str, str] | None) -> list[Any]:
     return rows
 
 
-def _task(asked: Task | None, model: str, config: Any, row: Any) -> tuple[Task, str]:
-    """Infer the task from the first row, and why. Raises UserError: the model cannot learn it, or unknown layout."""
-    from lmmods.recipe.source import file_type
+def _task(asked: str | None, model: str, config: Any, row: Any) -> tuple[str, str]:
+    """Return the task of the rows, asked for or inferred from the first row, and why.
 
-    columns = row.values.keys()
+    Raises:
+        UserError: The model cannot learn it, or no task knows the layout of the rows.
+    """
     encoder = _is_encoder(config)
-    if file_type(row.file) == ".txt" or asked in ("CLM", "MLM"):
-        found, why = ("MLM" if encoder else "CLM"), "the data are texts"
-    elif asked == "QA" or {"paragraphs", "qas"} & columns or {"question", "context", "answers"} <= columns:
-        found, why = "QA", "the rows are questions on contexts"
-    else:
-        found, why = _of_conversations(row, encoder, asked)
-    if asked is not None:
-        found, why = asked, "--task"
+    claims = [(asked, "--task")] if asked else _claims(row)
+    fitting = [(name, why) for name, why in claims if _is_encoders(name) in (None, encoder)]
+    found, why = (fitting or claims)[0]
     kind = f"{model} is of type {config.model_type}, an encoder"
-    if encoder and found in ("SFT", "CLM", "Preference"):
-        raise UserError(f"{found} ({why}) writes text, but {kind}. Choose a causal model, or data of texts "
-                        "(MLM) or of questions on contexts (QA).")
-    if not encoder and found == "MLM":
-        raise UserError(f"--task MLM needs an encoder such as BERT, but {model} is of type {config.model_type}.")
-    return found, f"{why}, {kind}" if found == "MLM" else why
+    if not fitting and encoder:
+        others = ", ".join(name for name in declared("model") if _is_encoders(name) is not False)
+        raise UserError(f"{found} ({why}) writes text, but {kind}. Choose a causal model, or data for {others}.")
+    if not fitting:
+        raise UserError(f"--task {found} needs an encoder such as BERT, but {model} is of type {config.model_type}.")
+    return found, f"{why}, {kind}" if _is_encoders(found) else why
 
 
-def _of_conversations(row: Any, encoder: bool, asked: Task | None) -> tuple[Task, str]:
-    """Return the task of a row that is neither question answering nor plain text, and why."""
-    from lmmods.data.sources.formats import detect_format
-    from lmmods.data.sources.preferences import conversation_layout, holds_preference
-
-    where = f"{row.file}:{row.line}"
-    if asked == "Preference" or asked is None and holds_preference(row.values):
-        conversation_layout(row.values, where)
-        return "Preference", "the rows hold better and worse answers"
-    layout = detect_format(row.values, where)
-    if layout == "text":
-        return ("MLM" if encoder else "CLM"), "the rows are texts"
-    return "SFT", f"the layout of the rows is {layout}"
+def _claims(row: Any) -> list[tuple[str, str]]:
+    """Return the tasks that recognise a row, each with the reason: the most special ones."""
+    kinds = sorted(declared("data").values(), key=lambda kind: kind.generality)
+    for _, group in itertools.groupby(kinds, lambda kind: kind.generality):
+        found = [(name, why) for kind in group for name, task in declared("model").items()
+                 if task.takes == class_name(kind) and (why := _data_class(name).recognise(row))]
+        if found:
+            return found
+    raise UserError(f"{row.file}: no task knows rows with the columns {', '.join(row.values)}. Name one with --task.")
 
 
-def _loss(row: dict[str, Any]) -> str:
-    """Return the usual loss for such rows: for pairs, or for single answers with a label."""
-    from lmmods.data.sources.preferences import label_of
+def _is_encoders(task: str) -> bool | None:
+    """True for a task that encoders learn, False for one that decoders learn, None for both."""
+    auto_class = declared("model")[task].auto_class
+    return {"AutoModelForMaskedLM": True, "AutoModelForCausalLM": False}.get(auto_class)
 
-    return "sigmoid" if label_of(row) is None else "kto"
+
+def _data_class(task: str) -> Any:
+    """Import the data module of a task."""
+    name = declared("model")[task].takes
+    return getattr(importlib.import_module(module_of(declared("data")[name], "lmmods.data")), name)
 
 
 def _is_encoder(config: Any) -> bool:
@@ -205,8 +202,9 @@ def _measured(task: Task, model: str, config: Any, data: str, fixed: dict[str, A
         def read(**options: Any) -> Any:
             return _opened(task, model, config, cache, data, {**fixed, **options}, answers)
 
-        measure = {"CLM": _texts, "MLM": _texts, "QA": _questions}.get(task, _conversations)
-        options, notes, module = measure(read, most, task)
+        kind = _data_class(task)
+        measure = {"texts": _texts, "questions": _questions, "conversations": _conversations}[kind.rows_are]
+        options, notes, module = measure(read, most, kind)
         report = module.report
         table = module.report_table()
     [source] = report["sources"].values()
@@ -219,13 +217,10 @@ def _measured(task: Task, model: str, config: Any, data: str, fixed: dict[str, A
 
 def _opened(task: Task, model: str, config: Any, cache: str, data: str, options: dict[str, Any], answers: str) -> Any:
     """Build the data module of a task on the first rows. Raises UserError as `inspect` does."""
-    import importlib
-
     from lmmods.recipe.source import Source
 
-    kind = getattr(importlib.import_module(f"lmmods.data.{task.lower()}"), f"{task}Data")
     fields = known_fields(config)
-    module = kind(source=Source(data, limit=SAMPLE), cache_dir=cache, **options)
+    module = _data_class(task)(source=Source(data, limit=SAMPLE), cache_dir=cache, **options)
     module.connect(pretrained=model, seed=42, max_positions=position_limit(fields),
                    token_types=tells_token_types(fields), answers=answers)
     module.prepare_data()
@@ -233,7 +228,7 @@ def _opened(task: Task, model: str, config: Any, cache: str, data: str, options:
     return module
 
 
-def _conversations(read: Any, most: int, _task: Task) -> tuple[dict[str, Any], dict[str, str], Any]:
+def _conversations(read: Any, most: int, _kind: Any) -> tuple[dict[str, Any], dict[str, str], Any]:
     """Limit rows to the 95th percentile of lengths; use the tokenizer's own template if it has one."""
     whole = read(max_length=most)
     named = {} if whole.tokenizer.chat_template else {"template": "alpaca"}
@@ -260,11 +255,11 @@ def _conversations(read: Any, most: int, _task: Task) -> tuple[dict[str, Any], d
     return options, notes, module
 
 
-def _texts(read: Any, most: int, task: Task) -> tuple[dict[str, Any], dict[str, str], Any]:
+def _texts(read: Any, most: int, kind: Any) -> tuple[dict[str, Any], dict[str, str], Any]:
     """Pack joined documents into full blocks. A single text file is split into paragraphs or lines as documents."""
     from lmmods.recipe.source import file_type
 
-    block = usual = min(BLOCK[task], most)
+    block = usual = min(kind.block, most)
     for documents in ("file", "paragraph", "line"):
         module = read(max_length=block, documents=documents)
         [source] = module.report["sources"].values()
@@ -285,7 +280,7 @@ def _texts(read: Any, most: int, task: Task) -> tuple[dict[str, Any], dict[str, 
     return options, notes, module
 
 
-def _questions(read: Any, most: int, _task: Task) -> tuple[dict[str, Any], dict[str, str], Any]:
+def _questions(read: Any, most: int, _kind: Any) -> tuple[dict[str, Any], dict[str, str], Any]:
     """Split contexts into windows of the usual length, or shorter ones if all contexts are short."""
     def windows(max_length: int) -> dict[str, int]:
         return {"max_length": max_length, "stride": min(STRIDE, max_length // 3),
@@ -320,9 +315,8 @@ def _validation(usable: int, is_sample: bool) -> tuple[int, str]:
     return min(500, max(1, usable // 20)), "rows set aside for validation, one in twenty; or name others as val_source"
 
 
-def _rows_of_a_step(rows: int, task: Task) -> int:
-    """Return a power of two as rows per step; smaller for small data sets, so that an epoch has at least 20 steps."""
-    batch = 16 if task in ("SFT", "QA") else 32
+def _rows_of_a_step(rows: int, batch: int) -> int:
+    """Return the usual rows of a step, or fewer for small data sets, so that an epoch has at least 20 steps."""
     while batch > 1 and rows / batch < 20:
         batch //= 2
     return batch
@@ -454,12 +448,8 @@ def as_options(plan: MemoryPlan) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Text of the recipe that `new` writes, with a comment on the reason for each block.
 
-RATES = {"SFT": 2e-5, "CLM": 2e-5, "MLM": 5e-5, "QA": 3e-5, "Preference": 1e-6}  # learning rates of full tuning
-SMALL = 50_000_000  # parameters below which full tuning of a decoder uses ten times the rate; encoders of any
-ENCODERS = ("MLM", "QA")  # size are tuned at 2e-5 to 5e-5 (Devlin et al., 2019, appendix A.3)
-ADAPTER_RATES = {"Preference": 1e-5}  # other tasks: 2e-4
+SMALL = 50_000_000  # parameters below which a network is small
 WIDTH = 120  # maximum line width
-EPOCHS = {"SFT": 3, "CLM": 1, "MLM": 3, "QA": 2, "Preference": 1}
 
 
 @dataclass
@@ -469,7 +459,7 @@ class Facts:
     Args:
         path: Path of the recipe.
         why: Reason for the choice of task.
-        loss: Preference loss; None for other tasks.
+        settings: Further keys of `model`, each with its comment.
         batch: Rows per step.
         options: Keys of `data`, some of them with `notes`.
         rows: Batch rows made from the rows that were read; if `is_sample`, the source has more.
@@ -480,7 +470,7 @@ class Facts:
     data: str
     task: str
     why: str
-    loss: str | None
+    settings: dict[str, tuple[Any, str]]
     num_params: int
     machine: Machine
     plan: MemoryPlan
@@ -490,6 +480,11 @@ class Facts:
     rows: int
     is_sample: bool
     table: str
+
+    @property
+    def usual(self) -> Usual:
+        """Usual settings of the task."""
+        return declared("model")[self.task].usual
 
     @cached_property
     def training(self) -> str:
@@ -507,10 +502,9 @@ class Facts:
 def recipe_text(facts: Facts) -> str:
     """Return the recipe as YAML with comments, valid for both engines."""
     plan, steps = facts.plan, math.ceil(max(1, facts.rows - facts.options["val_size"]) / facts.batch)
-    epochs = EPOCHS[facts.task]
+    usual, epochs = facts.usual, facts.usual.epochs
     counted = f"{'at least ' if facts.is_sample else 'about '}{steps} steps each"
-    full = RATES[facts.task] * (10 if facts.num_params < SMALL and facts.task not in ENCODERS else 1)
-    rate = ADAPTER_RATES.get(facts.task, 2e-4) if plan.lora else full
+    rate = usual.adapter_lr if plan.lora else usual.small_lr if facts.num_params < SMALL else usual.lr
     data = {"source": facts.data, **facts.options}
     lines = [
         f"# {facts.task} of {_plain(facts.model)} on {_plain(facts.data)}, by {facts.training}.",
@@ -543,16 +537,16 @@ def recipe_text(facts: Facts) -> str:
         *_line("optimizer", {"name": "adamw", "lr": rate, "schedule": "cosine", "warmup": 0.03},
                "what matters most: try lr three times higher and lower", 4),
         "data:",
-        *_line("class_path", f"{facts.task}Data", "", 2),
+        *_line("class_path", declared("model")[facts.task].takes, "", 2),
         "  init_args:",
         *[line for key, value in data.items() for line in _line(key, value, facts.notes.get(key, ""), 4)],
         *_line("batch_size", plan.batch_size, _why_so_many_rows(facts), 4),
         "checkpoint:",
         *_line("every_n_steps", max(1, min(500, steps // 2)), "resume with --ckpt_path last", 2),
         *_line("keep_last", 2, "", 2)]
-    if facts.task in ("SFT", "CLM", "Preference"):
-        what = "[Once upon a time]" if facts.task == "CLM" else "[Name three fruits.]"
-        lines.append(f"# samples: {{prompts: {what}, every_n_steps: 100}}   # what it writes, during training")
+    if usual.prompt:
+        lines.append(f"# samples: {{prompts: [{usual.prompt}], every_n_steps: 100}}   # what it writes, during "
+                     "training")
     return "\n".join(lines) + "\n"
 
 
@@ -571,12 +565,10 @@ def _model_lines(facts: Facts) -> list[str]:
     notes = {"quantize": "the frozen base in 4 bits (QLoRA): in 16 it would not fit",
              "lora": "adapters train, the base is frozen; null trains the model itself"}
     lines = [line for key, value in options.items() for line in _line(key, value, notes[key], 4)]
-    if facts.loss:
-        lines = [*_line("loss", facts.loss, "others: docs/tasks/preference.md", 4),
-                 *_line("beta", 0.1, "lower lets the model go further from where it starts", 4), *lines]
+    lines = [*(line for key, (value, note) in facts.settings.items() for line in _line(key, value, note, 4)), *lines]
     if not plan.lora:
-        rate = ADAPTER_RATES.get(facts.task, 2e-4)
-        lines.append(f"    # lora: {{rank: 16, alpha: 32}}   # adapters instead of full tuning, with lr {_value(rate)}")
+        lines.append("    # lora: {rank: 16, alpha: 32}   # adapters instead of full tuning, with lr "
+                     f"{_value(facts.usual.adapter_lr)}")
     if plan.checkpointing:
         lines += _line("gradient_checkpointing", True, "a third more time, for a part of the memory", 4)
     return lines

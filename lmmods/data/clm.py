@@ -6,6 +6,7 @@ from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
+from lmmods.data.sources.formats import recognise_texts
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
@@ -17,6 +18,10 @@ class CLMData(CLMDataFields, DataModule):
     """Texts for causal language modelling; one row of a batch is a block of `max_length` tokens."""
 
     _adds_padding = False  # another row in the output head would change every probability
+
+    @classmethod
+    def recognise(cls, row: Row) -> str | None:
+        return recognise_texts(row)
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts that begin a document."""

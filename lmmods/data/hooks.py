@@ -32,6 +32,18 @@ class TaskHooks(DataFields, ABC):
     answers: Answers = "pair"  # what a row of preferences is to the loss
     _adds_padding = True  # give a tokenizer without padding token a new one, and the network a row for it
 
+    # What `new` asks
+
+    @classmethod
+    def recognise(cls, row: Row) -> str | None:
+        """Return why a source with this first row is data of this task; None if it does not look like it."""
+        return None
+
+    @classmethod
+    def model_settings(cls, row: Row) -> dict[str, tuple[Any, str]]:
+        """Return keys of `model` that such rows decide: value and comment."""
+        return {}
+
     # Rows
 
     @abstractmethod

@@ -13,6 +13,7 @@ from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
 from lmmods.data.scoring import Predictions
+from lmmods.data.sources.formats import recognise_texts
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
@@ -139,6 +140,10 @@ class MLMData(MLMDataFields, DataModule):
 
     In predict, the mask token typed in a text of `predict_source` is the gap to fill.
     """
+
+    @classmethod
+    def recognise(cls, row: Row) -> str | None:
+        return recognise_texts(row)
 
     def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
         return SourceReader(source, self.documents, streaming)

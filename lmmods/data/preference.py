@@ -17,7 +17,7 @@ from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.preferences import PreferenceEncoder
 from lmmods.data.sft import ConversationData
 from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.preferences import conversation_layout, read_answers
+from lmmods.data.sources.preferences import conversation_layout, holds_preference, label_of, read_answers
 from lmmods.data.sources.readers import Row
 from lmmods.data.splits import STAGE_ROLES, Role
 from lmmods.data.store.cache import fingerprint
@@ -29,6 +29,15 @@ from lmmods.recipe.tasks.preference import PreferenceDataFields
 
 class PreferenceData(PreferenceDataFields, ConversationData):
     """Pairs of answers, or single ones with a label; one row of a batch is a pair, or one answer."""
+
+    @classmethod
+    def recognise(cls, row: Row) -> str | None:
+        return "the rows hold better and worse answers" if holds_preference(row.values) else None
+
+    @classmethod
+    def model_settings(cls, row: Row) -> dict[str, tuple[Any, str]]:
+        return {"loss": ("sigmoid" if label_of(row.values) is None else "kto", "others: docs/tasks/preference.md"),
+                "beta": (0.1, "lower lets the model go further from where it starts")}
 
     def reference(self, index: int) -> str | None:
         """The wanted answer in the data for a row of predict, or None."""

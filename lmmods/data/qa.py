@@ -35,6 +35,12 @@ class QAData(QADataFields, DataModule):
                                   self.version_2_with_negative)
         self._told_ids: set[Role] = set()  # sets whose duplicate ids have been reported
 
+    @classmethod
+    def recognise(cls, row: Row) -> str | None:
+        columns = row.values.keys()
+        is_ours = {"paragraphs", "qas"} & columns or {"question", "context", "answers"} <= columns
+        return "the rows are questions on contexts" if is_ours else None
+
     def window(self, role: Role, index: int) -> dict[str, Any]:
         """Details of the window with this `index` of a batch.
 

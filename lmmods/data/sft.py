@@ -168,6 +168,11 @@ class ConversationData(ConversationFields, DataModule):
 class SFTData(SFTDataFields, ConversationData):
     """Conversations for supervised fine-tuning; one row of a batch is one conversation."""
 
+    @classmethod
+    def recognise(cls, row: Row) -> str | None:
+        """As of `TaskHooks`. Raises UserError: the layout is unknown, as no other task recognised the rows."""
+        return f"the layout of the rows is {detect_format(row.values, f'{row.file}:{row.line}')}"
+
     def _choices(self) -> Choices:
         return Choices(self.train_on, self.turns, self.reasoning, self.system_prompt, self.replace_system_prompt)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from lmmods.core.errors import UserError
 from lmmods.data.batches.stream import ENDLESS
+from lmmods.recipe.classes import BASES, declared
 from lmmods.recipe.files import read_recipe
 from lmmods.runs.atomic import append_json
 from lmmods.runs.checkpoint import read_plain
@@ -385,7 +386,7 @@ def _shown(value: Any) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Keys of a recipe that may change when a run is resumed: `REPORTED`, `NOT_COMPARED` and, if the rows of a step stay the
-# same, `CUT`. Changes of all others are refused.
+# same, `CUT`. Changes of all others are refused. Of a task and its data, the fields say it themselves: `may_change`.
 #
 # tests/runs/test_identity.py checks that the documentation lists the same keys, and that each is in exactly one set.
 
@@ -394,34 +395,12 @@ _TRAINER = """accelerator devices num_nodes strategy precision plugins determini
     val_check_interval check_val_every_n_epoch limit_val_batches limit_test_batches
     limit_predict_batches num_sanity_val_steps log_every_n_steps logger callbacks enable_checkpointing
     enable_progress_bar detect_anomaly heartbeat_timeout model_registry"""
-_MODEL = """generation top_k gradient_checkpointing attention save_dtype piece_tokens fast_kernels compile quant_storage
-    max_memory trust_remote_code optimizer.lr optimizer.weight_decay optimizer.schedule optimizer.warmup optimizer.decay
-    optimizer.min_lr_ratio"""
-_DATA = """val_source test_source predict_source eval_batch_size pad_to_multiple_of num_workers num_proc cache_dir
-    rebuild_cache n_best_size max_answer_length null_score_diff_threshold version_2_with_negative"""
 
 REPORTED = {
     "engine", "checkpoint", "samples", "mmlu", "publish",
     *(f"trainer.{name}" for name in _TRAINER.split()),
-    *(f"model.{name}" for name in _MODEL.split()),
-    *(f"data.{name}" for name in _DATA.split()),
-}
-
-_ROWS = """class_path source columns val_size tokenizer pad_token bos_token eos_token add_tokens tokenizer_options
-    max_length packing streaming stream_window group_by_length shuffle seed template dataset_format roles
-    turn_fields train_on_prompt train_on_last train_on turns reasoning system_prompt replace_system_prompt
-    chat_template_kwargs source_max_length target_max_length on_overflow text_column documents join mlm_probability
-    whole_word_masking stride question_max_length"""
-_NETWORK = """class_path pretrained config config_overrides revision quantize double_quant lora adapter optimizer.name
-    optimizer.betas optimizer.eps optimizer.momentum loss beta label_smoothing gamma sft_weight desirable_weight
-    undesirable_weight reference balance_loss"""
-
-REFUSED = {
-    "seed_everything",
-    "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.reload_dataloaders_every_n_epochs",
-    "trainer.sync_batchnorm",
-    *(f"model.{name}" for name in _NETWORK.split()),
-    *(f"data.{name}" for name in _ROWS.split()),
+    *(f"{block}.{name}" for block in BASES for task in declared(block).values() for kind in task.__mro__
+      for name in vars(kind).get("may_change", ())),
 }
 
 # Batch split of an optimiser step, together with the devices. Reported if the product stays the same.

@@ -15,6 +15,7 @@ from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.trees import flat_instances, oasst_messages, oasst_trees
 from lmmods.data.sources.turns import Reading, Roles, in_order, specifications
+from lmmods.recipe.source import file_type
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Converters of single layouts. Each takes the keys that it knows out of a row and returns its messages.
@@ -359,6 +360,19 @@ def find_format(name: str) -> Format:
     return FORMATS[name]
 
 
+def format_of(row: Values) -> str | None:
+    """Return the name of the first format that fits a row; None if none does."""
+    return next((name for name, layout in FORMATS.items()
+                 if all(column in row for column in layout.columns) and layout.sniff(row)), None)
+
+
+def recognise_texts(row: Row) -> str | None:
+    """Return why a source with this first row holds texts; None if it does not."""
+    if file_type(row.file) == ".txt":
+        return "the data are texts"
+    return "the rows are texts" if format_of(row.values) == "text" else None
+
+
 def detect_format(row: Values, where: str, prompts_only: bool = False) -> str:
     """Return the name of the first format that fits a row. Raises UserError that lists the columns: none fits.
 
@@ -367,9 +381,8 @@ def detect_format(row: Values, where: str, prompts_only: bool = False) -> str:
         where: Its file and line.
         prompts_only: The rows may lack the column of the response; the other columns then decide.
     """
-    for name, layout in FORMATS.items():
-        if all(column in row for column in layout.columns) and layout.sniff(row):
-            return name
+    if (name := format_of(row)) is not None:
+        return name
     if prompts_only:
         for name, layout in FORMATS.items():
             if len(layout.columns) > 1 and layout.columns[0] in row:

@@ -36,6 +36,27 @@ def check_range(**limits: tuple[int | float | None, int] | tuple[int | float | N
             refuse_value(f"data.{key} is {value}, but must be {most[0] if most else MOST} or less.")
 
 
+@dataclass(frozen=True)
+class Usual:
+    """Usual settings of a task, from which `new` writes a recipe.
+
+    Args:
+        epochs: Epochs of training.
+        rows: Rows of an optimiser step.
+        lr: Learning rate of full tuning.
+        small_lr: The same for a network of fewer than 50 million parameters.
+        adapter_lr: Learning rate of an adapter.
+        prompt: What `samples` may ask; None for a task that writes no text.
+    """
+
+    epochs: int = 3
+    rows: int = 16
+    lr: float = 2e-5
+    small_lr: float = 2e-4
+    adapter_lr: float = 2e-4
+    prompt: str | None = None
+
+
 # As a network in training, a task is equal to itself alone and has a text of its own.
 @dataclass(kw_only=True, eq=False, repr=False)
 class TaskFields:
@@ -80,6 +101,13 @@ class TaskFields:
     auto_class: ClassVar[str] = "AutoModel"  # transformers' class that loads the model
     own_files: ClassVar[tuple[str, ...]] = ()  # names of files in the run folder that other tasks do not write
     accuracy: ClassVar[str | None] = None  # metric that may still rise when val/loss no longer falls
+    usual: ClassVar[Usual] = Usual()
+    # Keys of this class that may change when a run is resumed; a change of the others would make it another run.
+    may_change: ClassVar[tuple[str, ...]] = (
+        "gradient_checkpointing", "attention", "save_dtype", "piece_tokens", "fast_kernels", "compile", "quant_storage",
+        "max_memory", "trust_remote_code", "optimizer.lr", "optimizer.weight_decay", "optimizer.schedule",
+        "optimizer.warmup", "optimizer.decay", "optimizer.min_lr_ratio")
+    reference_kind: ClassVar[str | None] = None  # frozen network that training compares with
 
     pretrained: str | None = None
     config: str | dict[str, Any] | None = None
@@ -173,6 +201,7 @@ class CausalFields(TaskFields):
     """
 
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    may_change: ClassVar[tuple[str, ...]] = ("generation",)
 
     generation: Generation = Generation()
     balance_loss: float = 0.0
@@ -222,6 +251,12 @@ class DataFields:
     """
 
     kind: ClassVar[str | None] = None  # what a task names in `takes`; None goes with any task
+    # How `new` chooses lengths: of conversations by the rows, of texts in full blocks, of questions in windows.
+    rows_are: ClassVar[Literal["conversations", "texts", "questions"]] = "conversations"
+    generality: ClassVar[int] = 0  # `new` asks the more special data first whether rows are theirs
+    may_change: ClassVar[tuple[str, ...]] = (  # as in TaskFields
+        "val_source", "test_source", "predict_source", "eval_batch_size", "pad_to_multiple_of", "num_workers",
+        "num_proc", "cache_dir", "rebuild_cache")
 
     source: SourceLike = field(kw_only=False)
     val_source: SourceLike | None = None
@@ -291,6 +326,10 @@ class TextDataFields(DataFields):
         documents: What a document of a .txt file is: the whole `file`, each `paragraph` (parted by blank lines) or
             each `line`.
     """
+
+    rows_are: ClassVar[str] = "texts"
+    generality: ClassVar[int] = 1
+    block: ClassVar[int] = 1024  # usual tokens of a row
 
     text_column: str = "text"
     documents: Literal["file", "paragraph", "line"] = "file"

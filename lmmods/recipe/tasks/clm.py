@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.tasks.base import CausalFields, TextDataFields
+from lmmods.recipe.tasks.base import CausalFields, TextDataFields, Usual
 
 
 class CLMFields(CausalFields):
     """Train a causal LM on text; predict goes on with the text."""
 
     takes = "CLMData"
+    usual = Usual(epochs=1, rows=32, prompt="Once upon a time")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

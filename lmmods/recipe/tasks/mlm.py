@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.settings import require
-from lmmods.recipe.tasks.base import TaskFields, TextDataFields
+from lmmods.recipe.tasks.base import TaskFields, TextDataFields, Usual
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -18,6 +18,9 @@ class MLMFields(TaskFields):
 
     takes: ClassVar[str] = "MLMData"
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
+    may_change: ClassVar[tuple[str, ...]] = ("top_k",)
+    # Encoders of any size are tuned at 2e-5 to 5e-5 (Devlin et al., 2019, appendix A.3).
+    usual: ClassVar[Usual] = Usual(rows=32, lr=5e-5, small_lr=5e-5)
 
     top_k: int = 5
 
@@ -39,6 +42,7 @@ class MLMDataFields(TextDataFields):
     """
 
     kind: ClassVar[str] = "MLMData"
+    block: ClassVar[int] = 512
 
     join: bool = True
     mlm_probability: float = 0.15

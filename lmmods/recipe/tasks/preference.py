@@ -8,7 +8,7 @@ from lmmods.core.hf_config import dropout_rates, load_config
 from lmmods.core.markdown import code
 from lmmods.core.preference_losses import GAMMA, PreferenceLoss
 from lmmods.core.settings import require
-from lmmods.recipe.tasks.base import CausalFields, ConversationFields
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Usual
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -37,6 +37,8 @@ class PreferenceFields(CausalFields):
     takes: ClassVar[str] = "PreferenceData"
     adapter_drops: ClassVar[bool] = False
     accuracy: ClassVar[str] = "val/rewards/accuracy"
+    usual: ClassVar[Usual] = Usual(epochs=1, rows=32, lr=1e-6, small_lr=1e-5, adapter_lr=1e-5,
+                                   prompt="Name three fruits.")
 
     loss: str = "sigmoid"
     beta: float = 0.1

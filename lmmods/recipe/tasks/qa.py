@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.tasks.base import DataFields, TaskFields, check_range
+from lmmods.recipe.tasks.base import DataFields, TaskFields, Usual, check_range
 
 
 class QAFields(TaskFields):
@@ -12,6 +12,7 @@ class QAFields(TaskFields):
 
     takes = "QAData"
     auto_class = "AutoModelForQuestionAnswering"
+    usual = Usual(epochs=2, lr=3e-5, small_lr=3e-5)
     own_files = ("predictions.json", "nbest_predictions.json", "null_odds.json")
 
 
@@ -33,6 +34,9 @@ class QADataFields(DataFields):
     """
 
     kind: ClassVar[str] = "QAData"
+    rows_are: ClassVar[str] = "questions"
+    may_change: ClassVar[tuple[str, ...]] = (
+        "n_best_size", "max_answer_length", "null_score_diff_threshold", "version_2_with_negative")
 
     stride: int = 128
     question_max_length: int = 64

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.tasks.base import CausalFields, ConversationFields
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Usual
 
 
 class SFTFields(CausalFields):
     """Fine-tune a causal LM on instructions or chats; predict generates answers."""
 
     takes = "SFTData"
+    usual = Usual(prompt="Name three fruits.")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -29,6 +30,7 @@ class SFTDataFields(ConversationFields):
     """
 
     kind: ClassVar[str] = "SFTData"
+    generality: ClassVar[int] = 2
 
     train_on: Literal["responses", "all", "last"] | None = None
     train_on_prompt: bool = False
