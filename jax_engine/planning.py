@@ -19,7 +19,6 @@ from jax.experimental import topologies
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.steps import Clipping, Steps
-from jax_engine.distributed.target import made_for
 from jax_engine.distributed.tree import Tree, flatten, merge, new_state
 from jax_engine.memory import compile_step
 from jax_engine.optim import build, step_scalars
@@ -51,14 +50,14 @@ class Planner:
         self.devices, simulated = devices_of(on)
         self.on = replace(on, is_simulated=simulated)
         trainer.state.fn = SimpleNamespace(value="fit")
-        trainer.parallel = machines.spread(trainer.strategy, self.devices)  # the target's ranks set the rows of a step
+        # The target's ranks set the rows of a step.
+        trainer.parallel = machines.spread(trainer.strategy, self.devices, self.on)
         data.trainer = trainer
         data.prepare_data()
         data.setup("fit")
         self._loader = data.train_dataloader()
         self.example = next(iter(self._loader))
-        with made_for(self.on):
-            self.precision = machines.choose_precision()[0] if trainer.precision == "auto" else trainer.precision
+        self.precision = machines.choose_precision(self.on)[0] if trainer.precision == "auto" else trainer.precision
 
     @property
     def missing(self) -> str | None:
@@ -83,12 +82,8 @@ class Planner:
         task = copy.copy(self.task)
         task.gradient_checkpointing, task.quantize, task.lora = variant.checkpointing, variant.quantize, variant.lora
         task.__post_init__()
-        with made_for(self.on):
-            return self._plan(task, variant)
-
-    def _plan(self, task: Task, variant: Variant) -> StepPlan:
-        parallel = machines.spread(variant.strategy, self.devices)
-        trainable, frozen = task.build(self.precision, self.data, 0, abstract=True)
+        parallel = machines.spread(variant.strategy, self.devices, self.on)
+        trainable, frozen = task.build(self.precision, self.data, 0, abstract=True, on=self.on)
         optimizer = build(task.optimizer, task.network.decays(trainable))
         clipping = Clipping(self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm or "norm")
         steps = Steps(parallel, task.batch_loss, optimizer, clipping, None, task.metric_names, task.survey,

@@ -24,7 +24,7 @@ from jax_engine.distributed.interface import Compiled, Parallel, own_positions, 
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.target import lowering_platforms, target
 from lmmods.core.errors import UserError, first_line
-from lmmods.core.hardware import COMPILED, cache_folder, no_device
+from lmmods.core.hardware import COMPILED, Target, cache_folder, no_device
 from lmmods.core.peers import Peers, cannot_meet
 from lmmods.runs.checkpoint import Shards, own_shard
 
@@ -89,12 +89,16 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     return spread(strategy, chosen)
 
 
-def spread(strategy: str | MeshSharding, devices: Sequence[jax.Device]) -> Parallel:
-    """Return the distribution over these devices that `trainer.strategy` asks for."""
+def spread(strategy: str | MeshSharding, devices: Sequence[jax.Device], on: Target | None = None) -> Parallel:
+    """Return the distribution over these devices that `trainer.strategy` asks for.
+
+    Args:
+        on: The target that steps are only lowered for; None if they run on the devices.
+    """
     if strategy in ("auto", "ddp"):
-        return Replicas(devices)
+        return Replicas(devices, on)
     mesh = strategy if isinstance(strategy, MeshSharding) else MeshSharding()
-    return ShardedMesh(mesh.data, mesh.fsdp, mesh.sequence, mesh.tensor, mesh.expert, devices)
+    return ShardedMesh(mesh.data, mesh.fsdp, mesh.sequence, mesh.tensor, mesh.expert, devices, on)
 
 
 def keep_freed_memory() -> None:
@@ -114,9 +118,9 @@ def keep_freed_memory() -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def choose_precision() -> tuple[str, str]:
-    """Return the precision that `trainer.precision: auto` selects on the `target`, and the reason."""
-    on = target()
+def choose_precision(on: Target | None = None) -> tuple[str, str]:
+    """Return the precision that `trainer.precision: auto` selects on a `target`, and the reason."""
+    on = target(on)
     if on.platform == "cpu":
         return "32-true", "XLA multiplies bfloat16 slowly on CPUs"
     if on.platform == "gpu" and not (float(jax.local_devices()[0].compute_capability) >= 8 if on.is_here
@@ -248,10 +252,11 @@ class Replicas(Parallel):
 
     Args:
         devices: Devices to use, of all processes; None takes all devices.
+        on: The target that steps are only lowered for; None if they run on the devices.
     """
 
-    def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
-        devices = list(devices or jax.devices())
+    def __init__(self, devices: Sequence[jax.Device] | None = None, on: Target | None = None) -> None:
+        self._on, devices = on, list(devices or jax.devices())
         self.data_parallel_size = self.num_devices = len(devices)
         self.local_ranks = own_positions(devices)
         self._devices = devices
@@ -265,7 +270,7 @@ class Replicas(Parallel):
             return tuple(jax.tree.map(lambda x: x[0], result) if kind == "batch" else result
                          for kind, result in zip(outputs, results, strict=True))
 
-        if lowering_platforms() is not None:
+        if self._on is not None:
             return self._outlined(local, inputs, outputs, donate)
         step = jax.pmap(local, axis_name=_AXIS, devices=self._devices,
                         donate_argnums=tuple(place + 1 for place in donate),
@@ -291,7 +296,7 @@ class Replicas(Parallel):
                                         check_vma=False), donate_argnums=donate)
 
         def lower(*args):
-            return sharded.trace(*args).lower(lowering_platforms=lowering_platforms())
+            return sharded.trace(*args).lower(lowering_platforms=lowering_platforms(self._on))
 
         return Compiled(sharded, lower, self.data_parallel_size)
 

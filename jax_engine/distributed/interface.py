@@ -22,7 +22,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
-from jax_engine.distributed.target import target
+from jax_engine.distributed.target import at_hand
 from jax_engine.distributed.tree import Tree
 
 Kind = Literal["state", "batch", "scalar"]
@@ -133,7 +133,7 @@ class Compiled:
 
     def __init__(self, call: Callable, lower: Callable, num_devices: int):
         self._call, self.lower = call, lower
-        self._waits = target().platform == "cpu" and num_devices > 1
+        self._waits = at_hand().platform == "cpu" and num_devices > 1
 
     def __call__(self, *args: Any) -> Any:
         results = self._call(*args)

@@ -26,6 +26,7 @@ from jax_engine.distributed.interface import (
 )
 from jax_engine.distributed.mesh import partition
 from jax_engine.distributed.target import target
+from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
 
 
@@ -64,7 +65,8 @@ def scored_rows(batch: dict[str, Array]) -> Array:
 
 
 def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
-               count_correct: bool = False, plain: bool = False, weights: Array | None = None) -> LossSums:
+               count_correct: bool = False, plain: bool = False, weights: Array | None = None,
+               on: Target | None = None) -> LossSums:
     """Return the float32 cross-entropy of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
     Run time is proportional to the number of labelled positions, which need not be known at compile time.
@@ -76,6 +78,7 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
         vocab_size: V, which determines the chunk length.
         plain: Compute the logits of all positions at once.
         weights: [B, T] float32 weight of each position; None is 1.
+        on: The `target` that chooses the chunk length.
     """
     scored = (targets != IGNORED).astype(jnp.float32)
     weights = scored if weights is None else scored * weights
@@ -83,14 +86,14 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
         total, correct = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
                                         targets.reshape(-1), weights.reshape(-1))
         return LossSums(total, weights.sum(), correct if count_correct else None)
-    pure_head, way, params = convert(head, hidden, vocab_size)
+    pure_head, way, params = convert(head, hidden, vocab_size, on)
     found = lines(hidden, params, targets, weights, way)
     total, correct = _chunked_cross_entropy(pure_head, way, count_correct, *found)
     return LossSums(total, weights.sum(), correct if count_correct else None)
 
 
 def token_log_probs(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
-                    plain: bool = False) -> Array:
+                    plain: bool = False, on: Target | None = None) -> Array:
     """Return float32 log-probabilities [B, T] of `targets` under `head(hidden)`, 0 where a target is IGNORED.
 
     Logits are computed one chunk at a time, and again in the backward pass, where the cotangent of each position is
@@ -98,7 +101,7 @@ def token_log_probs(hidden: Array, targets: Array, head: Callable[[Array], Array
     """
     if plain:
         return -_losses(head, hidden.reshape(-1, hidden.shape[-1]), (), targets.reshape(-1)).reshape(targets.shape)
-    pure_head, way, params = convert(head, hidden, vocab_size)
+    pure_head, way, params = convert(head, hidden, vocab_size, on)
     return _chunked_log_probs(pure_head, way, hidden, params, targets)
 
 
@@ -293,13 +296,14 @@ class Lines(NamedTuple):
     num_chunks: Array
 
 
-def convert(head: Callable[[Array], Array], hidden: Array, vocab_size: int) -> tuple[Callable, Way, list[Array]]:
+def convert(head: Callable[[Array], Array], hidden: Array, vocab_size: int, on: Target | None = None
+            ) -> tuple[Callable, Way, list[Array]]:
     """Return the head as a pure function of (positions, *params), how to apply it, and the params it closed over."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     pure_head, params = jax.closure_convert(head, flat[:1])
     num_lines, axes = num_visible_ranks() * num_sequence_parts(), _vocabulary_axes(params, vocab_size)
     together = num_lines // num_groups(axes, num_lines)
-    chunk_bytes = CHUNK_BYTES if target().platform == "cpu" else CHUNK_BYTES_GPU
+    chunk_bytes = CHUNK_BYTES if target(on).platform == "cpu" else CHUNK_BYTES_GPU
     # Per device a chunk has C * V logits, sharded vocabulary or not, and hidden states [together * C, D].
     widest = max(vocab_size, together * flat.shape[1] if axes else 0)
     way = Way(min(max(chunk_bytes // (4 * widest), 1), len(flat) // num_lines), axes)

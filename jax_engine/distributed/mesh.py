@@ -19,6 +19,7 @@ from jax_engine.distributed.target import lowering_platforms
 from jax_engine.distributed.tree import Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.hardware import Target
 from lmmods.runs.checkpoint import Shards, own_shard
 
 # Parameters are fully sharded over `expert` and `sequence` too, so that devices along these axes hold no copies.
@@ -141,14 +142,15 @@ class ShardedMesh(Parallel):
         expert: Devices over which the experts of each layer are sharded, each with a micro-batch of its own (expert
             parallelism). They exchange tokens before and after the experts.
         devices: Devices to use, of all processes; None takes all devices.
+        on: The target that steps are only lowered for; None if they run on the devices.
 
     Raises:
         UserError: The product of the sizes is not the number of devices.
     """
 
     def __init__(self, data: int = 1, fsdp: int = -1, sequence: int = 1, tensor: int = 1, expert: int = 1,
-                 devices: Sequence[jax.Device] | None = None):
-        devices = list(devices or jax.devices())
+                 devices: Sequence[jax.Device] | None = None, on: Target | None = None):
+        self._on, devices = on, list(devices or jax.devices())
         sizes = {"data": data, "fsdp": fsdp, "expert": expert, SEQUENCE: sequence, "tensor": tensor}
         count, wanted = len(devices), "strategy: mesh sizes " + ", ".join(f"{name} {x}" for name, x in sizes.items())
         free = [name for name, size in sizes.items() if size == -1]
@@ -201,7 +203,7 @@ class ShardedMesh(Parallel):
 
         def lower(*args):
             with jax.set_mesh(self.mesh):
-                return program(args).trace(*args).lower(lowering_platforms=lowering_platforms())
+                return program(args).trace(*args).lower(lowering_platforms=lowering_platforms(self._on))
 
         return Compiled(step, lower, self.mesh.size)
 

@@ -1,20 +1,17 @@
-"""The devices that programs are compiled for: those present, or others that a plan names."""
+"""The devices that programs are made for: those present, unless others are handed in.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+Networks, losses and distributions take a `Target`, or None for the devices that are present.
+"""
 
 import jax
 import psutil
 
 from lmmods.core.hardware import Target, kind_of
 
-_planned: ContextVar[Target | None] = ContextVar("target", default=None)
 
-
-def target() -> Target:
-    """Return the devices for which networks, losses and steps currently choose their implementation."""
-    return _planned.get() or at_hand()
+def target(on: Target | None) -> Target:
+    """Return the devices to choose an implementation for: `on`, or those that are present."""
+    return on or at_hand()
 
 
 def at_hand() -> Target:
@@ -24,19 +21,8 @@ def at_hand() -> Target:
     return Target(device.platform, device.device_kind, jax.device_count(), memory, kind_of(device.device_kind))
 
 
-def lowering_platforms() -> tuple[str, ...] | None:
-    """Return the platforms to lower programs for if the target is planned; None lowers for the present devices."""
-    planned = _planned.get()
-    if planned is None:
+def lowering_platforms(on: Target | None) -> tuple[str, ...] | None:
+    """Return the platforms to lower programs for; None lowers for the present devices."""
+    if on is None:
         return None
-    return ("cpu",) if planned.is_simulated else ({"gpu": "cuda"}.get(planned.platform, planned.platform),)
-
-
-@contextmanager
-def made_for(planned: Target) -> Iterator[None]:
-    """Build networks and lower steps for devices that need not be present."""
-    token = _planned.set(planned)
-    try:
-        yield
-    finally:
-        _planned.reset(token)
+    return ("cpu",) if on.is_simulated else ({"gpu": "cuda"}.get(on.platform, on.platform),)

@@ -21,6 +21,7 @@ from lmmods.core.adapters import does_not_fit, quantised_in_full, tokens_to_trai
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.experts import note_quantized
+from lmmods.core.hardware import Target
 from lmmods.core.initialization import mean_row
 from lmmods.recipe.tasks.base import Quantize, TaskFields
 
@@ -28,7 +29,7 @@ COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "
 
 
 def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, seed: int, frozen: bool = False,
-                  abstract: bool = False) -> tuple[Network, Tree, Tree]:
+                  abstract: bool = False, on: Target | None = None) -> tuple[Network, Tree, Tree]:
     """Return the network that a task's fields describe, and its initial parameters, as lazy arrays.
 
     The last tree holds the base weights of modules that an adapter trains in full; it is empty without an adapter.
@@ -39,6 +40,7 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
         frozen: Nothing trains, so the base may be quantised, and is stored as under an adapter, even without one.
         abstract: Return only shapes and dtypes (jax.ShapeDtypeStruct), for quantised parameters those of their arrays.
             No weights are read.
+        on: The `target` that the network is built for.
 
     Raises:
         UserError: The model cannot be found, read or built, or an adapter does not fit it.
@@ -52,7 +54,7 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     note_quantized(config, saved if in_files else fields.quantize, in_files)
     remat = {False: "none", True: "full"}.get(fields.gradient_checkpointing, fields.gradient_checkpointing)
     network = hub.network(config, head, compute_dtype=compute, remat=remat, fast_kernels=fields.fast_kernels,
-                          attention=fields.attention if fields.fast_kernels else "eager")
+                          attention=fields.attention if fields.fast_kernels else "eager", on=on)
     stored = compute if frozen or precision == "bf16-true" else "float32"
     if abstract:
         params = {}

@@ -22,6 +22,7 @@ from jax_engine.distributed.target import target
 from jax_engine.models.architecture import Architecture, Head
 from jax_engine.models.attention import attend, attention_mask
 from lmmods.core.console import say
+from lmmods.core.hardware import Target
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Fused attention on TPUs: JAX's splash kernel, which skips fully masked blocks of scores and stores none.
@@ -135,30 +136,36 @@ class Fused:
         return attend_fused
 
 
-def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | None) -> Fused | None:
+def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | None, on: Target | None = None
+           ) -> Fused | None:
     """Return the fused kernel for a network, or None if there is none or it fails its check; report it but on CPUs.
 
     Args:
         requested: The recipe's choice of attention; `eager` is unfused attention.
+        on: The `target`.
     """
-    if target().platform == "cpu":
+    on = target(on)
+    if on.platform == "cpu":
         return None
     reason = unfit(arch, dtype, requested)
     if reason is not None:
         return _report(None, f"Attention: plain, as {reason}.")
-    if target().is_simulated:
+    if on.is_simulated:
         return _report(None, "Attention: in blocks, in place of the fused kernel, which simulated devices lack.")
     fused = Fused(arch.num_heads, arch.num_kv_heads, arch.head_dim, str(dtype), arch.causal, arch.attention_scales[0],
                   arch.windows[0])
-    if target().platform == "tpu":
+    if on.platform == "tpu":
         fused = replace(fused, implementation=SPLASH)
     # Extractive QA rows may be left-padded, depending on the tokenizer.
-    return checked(fused if head != "qa" else replace(fused, by_length=False))
+    fused = fused if head != "qa" else replace(fused, by_length=False)
+    if not on.is_here:
+        return _report(fused, f"Attention: {fused.implementation}'s fused kernel, assumed: its check takes the device.")
+    return checked(fused)
 
 
-def stands_in(arch: Architecture, dtype: str, requested: str | None) -> bool:
+def stands_in(arch: Architecture, dtype: str, requested: str | None, on: Target | None = None) -> bool:
     """Return True if blocked attention replaces the kernel, so that a simulated program needs no more memory."""
-    on = target()
+    on = target(on)
     return on.is_simulated and on.platform != "cpu" and unfit(arch, jnp.dtype(dtype), requested) is None
 
 
@@ -186,12 +193,7 @@ def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | 
 
 
 def checked(fused: Fused) -> Fused | None:
-    """Return `fused` with only the uses that pass their check; None if none does.
-
-    A target that is not present is assumed to pass.
-    """
-    if not target().is_here:
-        return _report(fused, f"Attention: {fused.implementation}'s fused kernel, assumed: its check takes the device.")
+    """Return `fused` with only the uses that pass their check; None if none does."""
     problems = {use: mismatch(fused, use == "by_mask") for use in ("by_length", "by_mask") if getattr(fused, use)}
     failed = {use: problem for use, problem in problems.items() if problem is not None}
     passed = replace(fused, **dict.fromkeys(failed, False))

@@ -20,6 +20,7 @@ from jax_engine.models.architecture import Family, Head, refuse
 from jax_engine.models.linear import Build
 from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
+from lmmods.core.hardware import Target
 from lmmods.core.hf_config import MXFP4, saved_quantization
 from lmmods.core.settings import LoRA
 
@@ -55,7 +56,8 @@ def family_of(config: PreTrainedConfig, head: Head) -> Family:
 
 def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float32", lora: LoRA | None = None,
             rows: dict[str, list[int]] | None = None, remat: Literal["none", "minimal", "full"] = "none",
-            unroll: int | None = None, fast_kernels: bool = True, attention: str | None = None) -> Network:
+            unroll: int | None = None, fast_kernels: bool = True, attention: str | None = None,
+            on: Target | None = None) -> Network:
     """Return the network of a configuration; creates no arrays.
 
     Args:
@@ -64,8 +66,9 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
         rows: Tokens whose rows train beside the adapters, by torch's name of their table.
         remat: See Network.
         unroll: See Network; without adapters only.
-        fast_kernels: Use the implementations that are fast on the `target`.
+        fast_kernels: Use the implementations that are fast on the target.
         attention: The recipe's choice; `eager` is unfused attention.
+        on: The `target`.
 
     Raises:
         UserError: An architecture, head or field is unsupported, or adapter targets match nothing.
@@ -77,10 +80,10 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
                         "bitsandbytes and MXFP4: use engine: torch, or a model that is not quantised.")
     refuse(config, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
-    cpu_forms = fast_kernels and target().platform == "cpu"
+    cpu_forms = fast_kernels and target(on).platform == "cpu"
     build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms, attention=attention,
-                  blocked=attention != "eager" and (cpu_forms or fused.stands_in(arch, compute_dtype, attention)),
-                  cut=arch.init_cut,
+                  blocked=attention != "eager" and (cpu_forms or fused.stands_in(arch, compute_dtype, attention, on)),
+                  cut=arch.init_cut, on=on,
                   experts="dense" if not fast_kernels else "blocks" if cpu_forms else "ragged")
     made = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is not None:

@@ -21,6 +21,7 @@ from jax_engine.models.architecture import NormKind
 from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.quant import Quantized
 from lmmods.core.errors import UserError
+from lmmods.core.hardware import Target
 from lmmods.core.initialization import Normal, Uniform, draw_part, lora_a
 from lmmods.core.lazy_array import LazyArray, Part
 from lmmods.core.settings import LoRA
@@ -75,6 +76,7 @@ class Build:
         attention: The recipe's choice; `eager` is unfused attention.
         cut: Truncation of the initial distribution of matrices, in standard deviations; None does not truncate.
         experts: Implementation of mixtures of experts (see `jax_engine.models.experts`).
+        on: The `target` that the implementations are chosen for.
     """
 
     dtype: jnp.dtype
@@ -87,6 +89,7 @@ class Build:
     attention: str | None = None
     cut: float | None = None
     experts: Literal["dense", "ragged", "blocks"] = "dense"
+    on: Target | None = None
 
     def normal(self, std: float) -> Normal:
         """Return the initial distribution with this standard deviation (before truncation)."""

@@ -279,7 +279,7 @@ class Network(Names):
         unrolls = build.cpu_forms and self.remat == "none" and self.lora is None
         self.unroll = self._unroll or (arch.num_layers if unrolls and arch.num_layers <= UNROLL_CPU else 1)
         self._ropes = list(dict.fromkeys(arch.ropes))
-        self.fused = fused.choose(arch, build.dtype, self.head, build.attention)
+        self.fused = fused.choose(arch, build.dtype, self.head, build.attention, build.on)
         self._stacks = layer_stacks(arch)
         self._graphs: dict[str, nnx.GraphDef] = {}
         self._linears: list[str] = []

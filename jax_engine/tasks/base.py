@@ -23,6 +23,7 @@ from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
+from lmmods.core.hardware import Target
 from lmmods.core.memory import StepMemory, estimate_step
 from lmmods.core.model_sizes import describe_sizes, flops_per_token, widths_of
 from lmmods.core.text_metrics import perplexity
@@ -78,18 +79,22 @@ class Task(TaskFields, ABC):
         check_supported(self)
         super().__post_init__()
         self.network: Network | None = None
+        self.built_for: Target | None = None  # None: the devices that are present
         self._sums: list[dict[str, Array]] = []
 
     # The network -----------------------------------------------------------------------------------------------------
 
-    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False) -> tuple[Tree, Tree]:
+    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False, on: Target | None = None
+              ) -> tuple[Tree, Tree]:
         """Build the network; return its initial trainable and frozen parameters, on the host.
 
         Args:
             abstract: Return shapes and dtypes instead of parameters, and read no weights.
+            on: The devices that the network is for; None for those that are present.
         """
+        self.built_for = on
         self.network, params, _ = build_network(self, self.head, datamodule, precision=precision, seed=seed,
-                                                abstract=abstract)
+                                                abstract=abstract, on=on)
         return split(params, self.network.trainable(params))
 
     # Steps -----------------------------------------------------------------------------------------------------------

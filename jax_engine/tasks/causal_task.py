@@ -15,6 +15,7 @@ from jax_engine.models.experts import Load
 from jax_engine.models.generate import check_supported, generate
 from jax_engine.tasks.base import Task, Weights
 from lmmods.core.experts import METRICS, check_balance
+from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
 from lmmods.recipe.tasks.base import CausalFields
 
@@ -30,8 +31,9 @@ class CausalTask(CausalFields, Task):
         check_supported(self.generation)
         self.choice_ids = np.zeros(0, np.int64)  # tokens whose logits `predict` returns
 
-    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False) -> tuple[Tree, Tree]:
-        built = super().build(precision, datamodule, seed, abstract)
+    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False, on: Target | None = None
+              ) -> tuple[Tree, Tree]:
+        built = super().build(precision, datamodule, seed, abstract, on)
         check_balance(self.network.config, self.balance_loss, self._routes)
         self.metric_names = METRICS if self._routes else ()
         return built
@@ -48,7 +50,7 @@ class CausalTask(CausalFields, Task):
             hidden = self.network.hidden(params, rows, training)
         targets, weights = shift_labels(rows["labels"]), shift_weights(rows.get("loss_weights"))
         sums = token_loss(hidden, targets, lambda x: self.network.logits(params, x), self.network.config.vocab_size,
-                          count_correct, not self.fast_kernels, weights)
+                          count_correct, not self.fast_kernels, weights, self.built_for)
         if load is None:
             return sums
         counted = (targets != IGNORED) * (1.0 if weights is None else weights)

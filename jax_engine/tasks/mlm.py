@@ -23,7 +23,8 @@ class MLM(MLMFields, Task):
     def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, training)
         return token_loss(hidden, rows["labels"], lambda x: self.network.logits(params, x),
-                          self.network.config.vocab_size, count_correct, plain=not self.fast_kernels)
+                          self.network.config.vocab_size, count_correct, plain=not self.fast_kernels,
+                          on=self.built_for)
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
         """Return the top-k tokens [N, T, K] of every position, likeliest first, and their probabilities."""

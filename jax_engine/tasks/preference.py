@@ -21,6 +21,7 @@ from jax_engine.tasks.base import Weights
 from jax_engine.tasks.causal_task import CausalTask
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
 from lmmods.data.store.references import COMPUTING
 from lmmods.recipe.tasks.preference import PreferenceFields
@@ -143,11 +144,13 @@ class Preference(PreferenceFields, CausalTask):
         # Global batches of the current evaluation: the steps to fetch with, host-side facts, and device-side results.
         self._evaluated: list[tuple[Steps, dict[str, np.ndarray], Any]] = []
 
-    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False) -> tuple[Tree, Tree]:
+    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False, on: Target | None = None
+              ) -> tuple[Tree, Tree]:
         if self.reference_kind == "cache":
             datamodule.keeps_references = True
+        self.built_for = on
         return self.take(*build_network(self, self.head, datamodule, precision=precision, seed=seed,
-                                        abstract=abstract))
+                                        abstract=abstract, on=on))
 
     def take(self, network: Network, params: Tree, base: Tree) -> tuple[Tree, Tree]:
         """Adopt a network and create its reference model; arguments as `build_network` returns, result as of `build`.
@@ -210,7 +213,7 @@ class Preference(PreferenceFields, CausalTask):
                 for name in ("input_ids", "attention_mask", "labels", "token_seeds") if name in rows}
         hidden = network.hidden(params, flat, **options)
         by_token = token_log_probs(hidden, shift_labels(flat["labels"]), lambda x: network.logits(params, x),
-                                   self.network.config.vocab_size, not self.fast_kernels)
+                                   self.network.config.vocab_size, not self.fast_kernels, self.built_for)
         return by_token.sum(1).reshape(rows["labels"].shape[:2])
 
     def _reference_log_probs(self, params: Tree, rows: Rows) -> Array | None:

@@ -14,7 +14,6 @@ from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import shift_labels, token_loss
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.steps import Clipping, Steps
-from jax_engine.distributed.target import made_for
 from jax_engine.distributed.tree import flatten
 from jax_engine.memory import compile_step, step_memory
 from jax_engine.optim import build, step_scalars
@@ -90,20 +89,18 @@ def test_a_folder_in_four_bits_is_outlined_from_its_configuration(make_ref, doub
     assert [described(part) for part in real] == [described(part) for part in abstract]
 
 
-WAYS = {"replicas": Replicas, "mesh": lambda devices: ShardedMesh(2, 2, 2, devices=devices)}
+WAYS = {"replicas": Replicas, "mesh": lambda devices, on=None: ShardedMesh(2, 2, 2, devices=devices, on=on)}
 
 
 @pytest.mark.parametrize(("way", "name"), [
     pytest.param("replicas", "v5e-8", marks=pytest.mark.slow), ("mesh", "8xH100")])
 def test_steps_are_lowered_for_other_devices(toy, way, name):
     """With all that the same step has here, and as a program of the target."""
-    parallel = WAYS[way](jax.devices()[:8])
-    real = lowered(toy, parallel, "real")
-    with made_for(target_named(name)):
-        away = lowered(toy, parallel, "abstract")
+    devices = jax.devices()[:8]
+    real = lowered(toy, WAYS[way](devices), "real")
+    away = lowered(toy, WAYS[way](devices, target_named(name)), "abstract")
     assert away.as_text().count("num_partitions = 8") == 1
-    with made_for(target_named("8xcpu")):
-        found = lowered(toy, parallel, "abstract").compile().memory_analysis()
+    found = lowered(toy, WAYS[way](devices, target_named("8xcpu")), "abstract").compile().memory_analysis()
     real = real.compile().memory_analysis()
     assert (real.argument_size_in_bytes, real.temp_size_in_bytes) == (found.argument_size_in_bytes,
                                                                       found.temp_size_in_bytes)
@@ -171,17 +168,17 @@ def test_steps_of_every_task_are_lowered_for_gpus_and_tpus(make_ref, monkeypatch
         monkeypatch.setattr(f"jax._src.cudnn.fused_attention_stablehlo.{name}", lambda *_, answer=answer: answer)
     name, head, changes, kind, fields, on, is_fused = LOWERED[case]
     folder = make_ref(name, head, **changes).folder
-    with made_for(target_named(on)):
-        task = kind(pretrained=str(folder), **fields)
-        trainable, frozen = task.build("bf16-mixed", data_of(), 0, abstract=True)
-        steps = Steps(ShardedMesh(2, 4, devices=jax.devices()[:8]), task.batch_loss,
-                      build(task.optimizer, task.network.decays(trainable)), Clipping(1.0), None, task.metric_names,
-                      task.survey, task.statistic_names)
-        answers = (2,) if kind is Preference else ()
-        rows = {name: jax.ShapeDtypeStruct((8, 2, *answers, 16), np.int32)
-                for name in ("input_ids", "attention_mask", "labels", "token_seeds")}
-        if kind is QA:
-            rows |= {name: jax.ShapeDtypeStruct(*shape) for name, shape in SPANS.items()}
-        programs = steps.lowered(trainable, frozen, rows, step_scalars(task.optimizer, 0, 1))
+    target = target_named(on)
+    task = kind(pretrained=str(folder), **fields)
+    trainable, frozen = task.build("bf16-mixed", data_of(), 0, abstract=True, on=target)
+    steps = Steps(ShardedMesh(2, 4, devices=jax.devices()[:8], on=target), task.batch_loss,
+                  build(task.optimizer, task.network.decays(trainable)), Clipping(1.0), None, task.metric_names,
+                  task.survey, task.statistic_names)
+    answers = (2,) if kind is Preference else ()
+    rows = {name: jax.ShapeDtypeStruct((8, 2, *answers, 16), np.int32)
+            for name in ("input_ids", "attention_mask", "labels", "token_seeds")}
+    if kind is QA:
+        rows |= {name: jax.ShapeDtypeStruct(*shape) for name, shape in SPANS.items()}
+    programs = steps.lowered(trainable, frozen, rows, step_scalars(task.optimizer, 0, 1))
     text = programs["full_step"].as_text()
     assert "num_partitions = 8" in text and ("@CustomSPMDPartitioning" in text) == is_fused

@@ -16,7 +16,6 @@ from hf_reference import VOCAB
 from jax_engine.distributed import target
 from jax_engine.distributed.interface import cut
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.target import made_for
 from jax_engine.models import fused, hub
 from jax_engine.models.attention import attend, attention_mask
 from jax_engine.models.fused import Fused, checked, choose, mismatch, unfit
@@ -202,8 +201,8 @@ def test_a_kernel_that_agrees_is_chosen_and_reported_once(make_ref, gpu, capsys)
 
 
 def test_a_kernel_that_cannot_be_tried_is_assumed(make_ref, gpu, capsys):
-    with made_for(target_named("8xH100")):
-        assert choose(arch_of(make_ref, "mistral"), jnp.dtype("bfloat16"), "causal", None).by_mask
+    arch, on = arch_of(make_ref, "mistral"), target_named("8xH100")
+    assert choose(arch, jnp.dtype("bfloat16"), "causal", None, on).by_mask
     assert capsys.readouterr().out == "Attention: xla's fused kernel, assumed: its check takes the device.\n"
 
 

@@ -11,7 +11,6 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.target import made_for
 from jax_engine.models import fused
 from jax_engine.models.attention import attend, attention_mask
 from jax_engine.models.fused import SPLASH, Fused, choose, mismatch
@@ -94,8 +93,8 @@ def test_rows_that_are_no_whole_blocks_are_left_to_plain_attention():
 def test_a_tpu_takes_splash(make_ref, capsys):
     arch = replace(make_ref("mistral", "causal").net.arch, head_dim=8)
     fused._report.cache_clear()
-    with made_for(target_named("v5e-8")):
-        assert choose(arch, jnp.dtype("bfloat16"), "causal", "eager") is None
-        assert choose(arch, jnp.dtype("bfloat16"), "causal", None).implementation == SPLASH
+    on = target_named("v5e-8")
+    assert choose(arch, jnp.dtype("bfloat16"), "causal", "eager", on) is None
+    assert choose(arch, jnp.dtype("bfloat16"), "causal", None, on).implementation == SPLASH
     assert "Attention: splash's fused kernel, assumed" in capsys.readouterr().out
     fused._report.cache_clear()
