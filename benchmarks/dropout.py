@@ -41,7 +41,7 @@ def networks(name: str, task: str, length: int) -> dict[str, nn.Module]:
 def step(model: nn.Module, head: LMHead | MLMHead, batch: dict[str, torch.Tensor]) -> float:
     """CPU-seconds of a forward and a backward pass."""
     begin = time.process_time()
-    if dropout := TokenDropout.of(model):
+    if dropout := TokenDropout.from_model(model):
         dropout.begin(batch)
     sums = masked_loss(head, batch) if isinstance(head, MLMHead) else causal_loss(model, head, batch)
     sums.total.backward()
@@ -56,7 +56,8 @@ def main() -> None:
     for name, task in (("gpt2", "clm"), ("bert", "mlm")):
         for length in args.lengths:
             models = networks(name, task, length)
-            heads = {kind: MLMHead(model) if task == "mlm" else LMHead.of(model) for kind, model in models.items()}
+            heads = {kind: MLMHead(model) if task == "mlm" else LMHead.from_model(model)
+                     for kind, model in models.items()}
             ids = torch.randint(5, 30_000, (BATCH_SIZE, length))
             seeds = torch.from_numpy(token_seeds(1, 0, np.arange(BATCH_SIZE)[:, None], np.arange(length)))
             labels = torch.where(torch.rand(ids.shape) < 0.15, ids, -100) if task == "mlm" else ids

@@ -250,7 +250,7 @@ def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch, m
 def unpack_accumulation(saved: AccumulatedGradients, from_torch: FromTorch, metric_names: Sequence[str] = ()) -> Tree:
     """Inverse of `pack_accumulation`; the result goes to `Parallel.put_sums`."""
     divisor = np.float32(saved["divisor"])
-    gradients = {name.removeprefix(PREFIX): lazy_array.of(gradient).astype(np.float32).scaled(divisor)
+    gradients = {name.removeprefix(PREFIX): lazy_array.lazy(gradient).astype(np.float32).scaled(divisor)
                  for name, gradient in saved["gradients"].items()}
     numbers = np.asarray(saved["sums"])
     sums = {name: np.asarray(value, dtype) for (name, dtype), value in zip(SUMS.items(), numbers)}

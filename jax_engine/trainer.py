@@ -323,7 +323,7 @@ class Trainer(JaxTrainerFields):
         """
         fits = self.state.fn.value == "fit"
         identity = self.identity
-        for line in (identity.settle(data, checkpoint, self._cut(data)) if fits
+        for line in (identity.resolve(data, checkpoint, self._cut(data)) if fits
                      else identity.check_evaluation(checkpoint)):
             say(line)
         data.prepare_data()

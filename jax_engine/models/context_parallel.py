@@ -36,7 +36,7 @@ class ContextParallel:
     packed: bool = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, batch: dict[str, Array], causal: bool, window: int | None) -> "ContextParallel":
+    def from_batch(cls, batch: dict[str, Array], causal: bool, window: int | None) -> "ContextParallel":
         """Create the pattern of a batch; arguments as for `attention_mask`."""
         packed, length = "segment_ids" in batch, batch["input_ids"].shape[1]
         segments = batch["segment_ids"] if packed else real_tokens(batch).astype(jnp.int32)

@@ -256,7 +256,7 @@ def _open(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray]]:
     if lost := [file.name for file in files if not file.is_file()]:
         raise UserError(f"{folder}: {index.name} names files that are not there: {some(lost)}.")
     for file in files:
-        yield from lazy_array.of_file(file).items()
+        yield from lazy_array.lazy_file(file).items()
     if not files:
         yield from _open_pickled(folder)
 

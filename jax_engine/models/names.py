@@ -168,7 +168,7 @@ class Names:
 def _stacked(layers: list[np.ndarray | LazyArray]) -> np.ndarray | LazyArray:
     if all(isinstance(layer, np.ndarray) for layer in layers):
         return np.stack(layers)
-    return lazy_array.stack([lazy_array.of(layer) for layer in layers])
+    return lazy_array.stack([lazy_array.lazy(layer) for layer in layers])
 
 
 def _module(path: Path) -> str:

@@ -253,7 +253,7 @@ def quantize(weight: np.ndarray | LazyArray, kind: Quantize, double: bool = True
         scales: Shared by all matrices of a network.
         place: The leaf that the matrix belongs to, and its index in it.
     """
-    weight, scales = lazy_array.of(weight), Scales() if scales is None else scales
+    weight, scales = lazy_array.lazy(weight), Scales() if scales is None else scales
     if weight.ndim == 3:
         joined = quantize(weight.below_each_other(), kind, double, False, sharers, scales, place)
         return dataclasses.replace(joined, stacked=weight.shape[1])
@@ -411,7 +411,7 @@ def from_bitsandbytes(pieces: dict[str, np.ndarray | LazyArray], transposed: boo
     if missing or not states and "SCB" not in pieces:
         raise UserError(f"A quantised weight is saved without {', '.join(missing) or _STATE + '...'}: the model folder "
                         "is incomplete. Fetch or save it again.")
-    pieces = {name: lazy_array.of(piece) for name, piece in pieces.items()}
+    pieces = {name: lazy_array.lazy(piece) for name, piece in pieces.items()}
     if not states:
         scales = pieces["SCB"]
         return EightBit(pieces["weight"], LazyArray((scales.size,), scales.dtype, lambda part: np.asarray(
@@ -422,11 +422,11 @@ def from_bitsandbytes(pieces: dict[str, np.ndarray | LazyArray], transposed: boo
                         f"engine reads blocks of {BLOCK}: use engine: torch.")
     absmax, matrix = pieces["weight.absmax"], tuple(state["shape"])
     lines = lines_of(matrix)
-    steps = (pieces["weight.nested_absmax"], lazy_array.of(np.asarray(state["nested_offset"], np.float32))
+    steps = (pieces["weight.nested_absmax"], lazy_array.lazy(np.asarray(state["nested_offset"], np.float32))
              ) if nested else None
     packed = pieces["weight"]
     if packed.dtype != np.uint8:  # bytes stored as a wider dtype
-        packed = lazy_array.of(np.asarray(packed).view(np.uint8))
+        packed = lazy_array.lazy(np.asarray(packed).view(np.uint8))
     return FourBit(_in_lines(packed, (lines, absmax.size * BLOCK // 2 // lines)),
                    _in_lines(absmax, (lines, absmax.size // lines)), steps, state["quant_type"], matrix, transposed)
 

@@ -28,7 +28,7 @@ from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inside import way_out
-from lmmods.runs.wandb import known_wandb_id, settle_wandb, wandb_loggers
+from lmmods.runs.wandb import configure_wandb, known_wandb_id, wandb_loggers
 
 
 class Setup:
@@ -50,7 +50,7 @@ class Setup:
         recipe.seed = pl.seed_everything(None if recipe.seed is True else recipe.seed, workers=True)
         self.libraries = LibraryClasses(recipe)
         self._check()
-        self._settle_loggers()
+        self._configure_loggers()
         made = self.libraries.instantiate([(_built, kind, True) for kind in (Callback, Logger, Strategy, Profiler)])
         self.blocks = {name: self.types.blocks[name](**objects(fields, recipe.given[name]))
                        for name, fields in BLOCKS.items()}
@@ -69,7 +69,7 @@ class Setup:
             last = self.trainer.run_folder.find("last") if self.recipe.command == "fit" else None
             raise what_to_lower(error, last and last.name) from error
 
-    def _settle_loggers(self) -> None:
+    def _configure_loggers(self) -> None:
         """Leave out loggers that the command does not use, give W&B's their folder, project and run id, and check where
         they write."""
         recipe, trainer = self.recipe, self.libraries.values.get("trainer", Namespace())
@@ -79,8 +79,9 @@ class Setup:
             continues = recipe.command == "predict" and known_wandb_id(folder)
             trainer.logger = wandb_loggers(trainer.logger) or None if continues else None
         _check_complete(self.whole())
+        resumes = recipe.command == "predict" or bool(recipe.options.get("ckpt_path"))
         for logger in wandb_loggers(trainer.get("logger")):
-            settle_wandb(logger.init_args, folder, recipe.command == "predict" or bool(recipe.options.get("ckpt_path")))
+            configure_wandb(logger.init_args, folder, resumes)
         check_outputs(trainer, folder)
 
     def whole(self) -> dict[str, Any]:

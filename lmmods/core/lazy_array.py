@@ -63,14 +63,14 @@ class LazyArray:
         return self[(first, *[slice(None)] * (self.ndim - 1))]
 
 
-def of(array: Any, empty: Callable = np.empty) -> LazyArray:
+def lazy(array: Any, empty: Callable = np.empty) -> LazyArray:
     """Wrap an array that may be in memory already."""
     if isinstance(array, LazyArray):
         return array
     return LazyArray(array.shape, array.dtype, lambda part: array[part], empty)
 
 
-def of_file(file: Path, framework: str = "numpy", empty: Callable = np.empty) -> dict[str, LazyArray]:
+def lazy_file(file: Path, framework: str = "numpy", empty: Callable = np.empty) -> dict[str, LazyArray]:
     """Return the arrays of a safetensors file by name. The file stays open as long as one of them exists.
 
     Args:
@@ -83,7 +83,7 @@ def of_file(file: Path, framework: str = "numpy", empty: Callable = np.empty) ->
         stored = opened.get_slice(name)
         shape = stored.get_shape()
         if not shape:
-            return of(opened.get_tensor(name), empty)
+            return lazy(opened.get_tensor(name), empty)
         return LazyArray(shape, stored[:0].dtype, lambda part: stored[part], empty)
 
     return {name: array(name) for name in opened.keys()}

@@ -93,14 +93,14 @@ class EarlyStoppingRule:
                                 f"({', '.join(sorted(metrics))}).")
             return False
         value = float(metrics[self.monitor])
-        self.reason, why = self._judge(value)
+        self.reason, why = self._check(value)
         if self.reason is Reason.NOT_STOPPED:
             return False
         self.message = f"EarlyStopping: {self.monitor} {value:.6g} {why}."
         say(self.message)
         return True
 
-    def _judge(self, value: float) -> tuple[Reason, str]:
+    def _check(self, value: float) -> tuple[Reason, str]:
         if self.check_finite and not math.isfinite(value):
             return Reason.NON_FINITE_METRIC, "is not a number"
         if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):

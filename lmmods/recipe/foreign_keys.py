@@ -189,7 +189,7 @@ OURS = {"name": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS,
         "quantize": {"4bit": "nf4", "int4": "nf4", "4": "nf4", "8bit": "int8", "8": "int8"}}
 
 
-def told(key: str, value: Any = None) -> str | None:
+def hint_for(key: str, value: Any = None) -> str | None:
     """Return the hint for an unknown key, with its value if that is renamed here; None if no table has the key."""
     found = counterparts(key)
     if not found:

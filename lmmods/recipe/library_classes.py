@@ -21,7 +21,7 @@ from lmmods.core.settings import Generation, LoRA, Optimizer
 from lmmods.recipe.classes import BASES, CLASSES, class_name
 from lmmods.recipe.engines import EngineTypes, load_engine
 from lmmods.recipe.files import Loader, as_yaml, guarded, plain, shortened
-from lmmods.recipe.foreign_keys import keys_given, told
+from lmmods.recipe.foreign_keys import hint_for, keys_given
 from lmmods.recipe.jsonargparse_compat import options_of, take_no_files, type_of
 from lmmods.recipe.keys import BLOCKS, in_words, keys_of, members
 from lmmods.recipe.reader import LEFT, Layer, Recipe
@@ -163,7 +163,7 @@ class Parser(ArgumentParser):
             key = re.search(r'Parser key "([^"]+)"', message)
             refuse_import(key and key[1], denied[1])
         types = {option.dest: type_of(option) for option in options_of(self) if type_of(option) is not None}
-        said = in_english(message, types, keys_given(_words.get()), known_names(self), told)
+        said = in_english(message, types, keys_given(_words.get()), known_names(self), hint_for)
         sys.stderr.write(redact(readable(f"error: {said}\n")))
         sys.exit(2)
 
@@ -228,12 +228,12 @@ def in_english(message: str, types: Mapping[str, Any], given: Sequence[str], kno
         elsewhere = foreign(key)
         return f"{key} is no key there.{suggestion(key, known)}" if elsewhere is None else elsewhere
     if found := re.match(r'Parser key "([^"]+)": (.*?)(?:(?:Given|Got) value: (.*))?$', message):
-        key, told, value = whole(found[1]), found[2], found[3]
+        key, said, value = whole(found[1]), found[2], found[3]
         if found[1] in types:
             wanted = in_words(types[found[1]], key)
         else:
-            listed = re.findall(r"Expected an? (?:typing\.)?Literal\[([^\]]*)\]", told)
-            parts = [SAYS[each] for each in re.findall(r"Expected (\w+)", told) if each in SAYS]
+            listed = re.findall(r"Expected an? (?:typing\.)?Literal\[([^\]]*)\]", said)
+            parts = [SAYS[each] for each in re.findall(r"Expected (\w+)", said) if each in SAYS]
             wanted = " or ".join(dict.fromkeys([*(each.replace("'", "") for each in listed), *parts]))
         if wanted:
             shown = "of another kind" if value is None else shortened(value) or "empty"

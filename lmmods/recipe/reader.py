@@ -505,7 +505,7 @@ class Reader:
         return WRONG
 
     def _unknown(self, name: str, value: Any, layer: Layer, line: int | None) -> None:
-        from lmmods.recipe.foreign_keys import told
+        from lmmods.recipe.foreign_keys import hint_for
 
         at = layer.at(name, line)
         if name == "config":
@@ -518,7 +518,7 @@ class Reader:
             near = nearest(name, self.names)
             self.dropped.add(near or "")
             self.report(at, f"{name} is no option." + (f" Did you mean --{near}?" if near else ""))
-        elif foreign := told(name, plain(value) if isinstance(value, Scalar) else None):
+        elif foreign := hint_for(name, plain(value) if isinstance(value, Scalar) else None):
             self.report(at, foreign)
         else:
             near = nearest(name, self.names)

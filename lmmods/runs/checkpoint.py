@@ -140,7 +140,7 @@ def _save_numpy(arrays: dict[str, np.ndarray], path: Path, metadata: dict[str, s
 
 NUMPY = ArrayLibrary(lambda node: isinstance(node, np.ndarray), _save_numpy, safetensors.numpy.load_file,
                      np.concatenate, lambda like, shape: np.empty(shape, like.dtype),
-                     lambda file: lazy_array.of_file(file), np.asarray)
+                     lambda file: lazy_array.lazy_file(file), np.asarray)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class RunIdentity:
         self._reported: list[Change] = []
         self.tree: dict[str, Any] = {}
 
-    def settle(self, data: Any, checkpoint: Path | None, cut: Cut) -> list[str]:
+    def resolve(self, data: Any, checkpoint: Path | None, cut: Cut) -> list[str]:
         """Compute this run's identity, and check that it continues the run that wrote `checkpoint`.
 
         Args:
@@ -113,9 +113,9 @@ class RunIdentity:
             lines.append(f"{checkpoint} does not tell which recipe wrote it, so nothing could be compared.")
         else:
             found = Comparison(was, self.tree, self._defaults, trust_places=data is None)
-            problem = _judge_cut(found, Cuts(state, was, self.tree, self._defaults, cut))
+            problem = _check_cut(found, Cuts(state, was, self.tree, self._defaults, cut))
             self._reported = found.reported
-            lines.append(self._judged(checkpoint, found.refused, found.reported, problem))
+            lines.append(self._report(checkpoint, found.refused, found.reported, problem))
             lines.append(_uncompared(found.unknown if data else []))
         return [line for line in lines if line]
 
@@ -136,7 +136,7 @@ class RunIdentity:
         found = Comparison({"model": {key: was["model"][key] for key in model}}, {"model": model}, self._defaults)
         changes = [*found.refused, *found.reported]
         refused = [change for change in found.refused if is_among(change.key, WEIGHTS_DEFINING)]
-        line = self._judged(checkpoint, refused, [change for change in changes if change not in refused])
+        line = self._report(checkpoint, refused, [change for change in changes if change not in refused])
         return [line] if line else []
 
     def note_resume(self, folder: RunFolder, checkpoint: Path, step: int) -> None:
@@ -147,7 +147,7 @@ class RunIdentity:
             "changed": {_spelt(change.key): [change.was, change.now] for change in self._reported}})
 
     @staticmethod
-    def _judged(checkpoint: Path, refused: list[Change], reported: list[Change], problem: str = "") -> str:
+    def _report(checkpoint: Path, refused: list[Change], reported: list[Change], problem: str = "") -> str:
         """Return a table of the reported changes. Raises UserError if a change is refused, or there is a `problem`."""
         new = "start a new run in another trainer.default_root_dir."
         if refused:
@@ -295,7 +295,7 @@ def fitting(rows: int, now: Cut) -> str:
             f"make {rows}")
 
 
-def _judge_cut(found: Comparison, cuts: Cuts) -> str:
+def _check_cut(found: Comparison, cuts: Cuts) -> str:
     """Sort changes of the batch split into reported or refused ones. Returns `Cuts.problem`."""
     problem = cuts.problem()
     (found.refused if problem else found.reported).extend(found.recut)
@@ -400,7 +400,7 @@ REPORTED = {
     "engine", "checkpoint", "samples", "mmlu", "publish",
     *(f"trainer.{name}" for name in _TRAINER.split()),
     *(f"{block}.{name}" for block in BASES for task in declared(block).values() for kind in task.__mro__
-      for name in vars(kind).get("may_change", ())),
+      if "may_change" in vars(kind) for name in kind.may_change),
 }
 
 # Batch split of an optimiser step, together with the devices. Reported if the product stays the same.

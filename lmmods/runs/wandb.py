@@ -27,7 +27,7 @@ def wandb_loggers(loggers: Any) -> list[Any]:
     return [logger for logger in loggers if str(getattr(logger, "class_path", "")).endswith("WandbLogger")]
 
 
-def settle_wandb(options: Any, folder: RunFolder, goes_on: bool) -> None:
+def configure_wandb(options: Any, folder: RunFolder, goes_on: bool) -> None:
     """Set W&B options: write into the run folder, continue the run's id, stay offline without a key (never ask for
     one).
 

@@ -26,7 +26,7 @@ def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
                 param.copy_(torch.from_numpy(moved_adapter(name, param.cpu().numpy())))
     batches = [{name: torch.from_numpy(values).to(module.device) for name, values in row.items()} for row in rows]
     total, weight, logits = 0.0, 0.0, []
-    with TokenDropout.of(network).off():
+    with TokenDropout.from_model(network).off():
         module.survey(batches)
         for row, batch in zip(rows, batches, strict=True):
             sums = module(module.batch_loss, module.complete(batch))

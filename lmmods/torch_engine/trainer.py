@@ -138,7 +138,7 @@ class Trainer(L.Trainer):
             if checkpoint:
                 datamodule.resume_from(read_plain(checkpoint))
             # Before the process group exists and before anything is restored; only rank 0 reads the data.
-            for line in self.identity.settle(None if rank_zero_only.rank else datamodule, checkpoint,
+            for line in self.identity.resolve(None if rank_zero_only.rank else datamodule, checkpoint,
                                              self.cut(datamodule)):
                 say(line)
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)

@@ -307,7 +307,7 @@ def test_a_model_that_is_not_taken_apart_gives_the_same_logits(plain, data, ques
     batch = next(found.batches(data, 0, 1))
     choices = torch.from_numpy(found.choice_ids)
     with torch.no_grad():
-        whole, part = (choice_logits(model, head, batch, choices) for head in (None, LMHead.of(model)))
+        whole, part = (choice_logits(model, head, batch, choices) for head in (None, LMHead.from_model(model)))
     assert whole.shape == (4, 5)
     torch.testing.assert_close(part, whole, rtol=0, atol=1e-5)
 

@@ -26,9 +26,9 @@ from lmmods.recipe.foreign_keys import (
     TABLES,
     TEMPLATES,
     counterparts,
+    hint_for,
     read_rows,
     rows_of,
-    told,
 )
 from lmmods.recipe.trainer_fields import TrainerFields
 
@@ -111,11 +111,11 @@ def test_the_tables_are_packaged():
     ("datasets", None, "datasets is no key. Here: data.source"),
 ])
 def test_what_is_said_of_a_key(key, value, message):
-    assert told(key, value).startswith(message)
+    assert hint_for(key, value).startswith(message)
 
 
 def test_nothing_is_said_of_a_key_that_no_program_has():
-    assert told("model.lora.rnak") is None and counterparts("max_stepz") == []
+    assert hint_for("model.lora.rnak") is None and counterparts("max_stepz") == []
 
 
 @pytest.mark.parametrize(("changes", "extra", "message"), [

@@ -112,11 +112,11 @@ def test_agents_start_fit_in_a_folder_of_the_run(recipe, tmp_path, monkeypatch):
 def test_a_run_of_an_agent_has_the_id_that_the_agent_knows(monkeypatch, tmp_path):
     from jsonargparse import Namespace
 
-    from lmmods.runs.wandb import settle_wandb
+    from lmmods.runs.wandb import configure_wandb
 
     monkeypatch.setenv("WANDB_RUN_ID", "abc123")
     options = Namespace(save_dir=".", project=None, name=None, id=None, version=None)
-    settle_wandb(options, RunFolder(tmp_path), goes_on=False)
+    configure_wandb(options, RunFolder(tmp_path), goes_on=False)
     assert options.id == "abc123"
 
 
@@ -144,7 +144,7 @@ def answered(made: Study, most: int, until: int = 99) -> list[dict]:
         trial, held = asked
         tried.append(trial.params)
         value = (trial.params["x"] - 0.3) ** 2
-        if made.judge(trial, [(step, value + 1 / step) for step in (1, 2, 3)]):
+        if made.should_prune(trial, [(step, value + 1 / step) for step in (1, 2, 3)]):
             made.finish(trial, "pruned")
         else:
             made.finish(trial, "complete", value)
@@ -166,13 +166,13 @@ def test_a_study_that_is_taken_up_again_tries_what_it_would_have_tried(tmp_path)
 def test_a_trial_whose_process_died_is_taken_over_and_one_at_work_is_not(tmp_path):
     first, second = study(tmp_path / "s"), study(tmp_path / "s")
     trial, held = first.ask(2)
-    assert first.judge(trial, [(1, 0.5)]) is False
+    assert first.should_prune(trial, [(1, 0.5)]) is False
     other, _ = second.ask(2)
     assert other.number == 1 and second.ask(2) is None
     os.close(held)  # as the end of its process does
     taken, _ = second.ask(2)
     assert (taken.number, taken.params) == (0, trial.params)
-    second.judge(taken, [(1, 0.7), (2, 0.4)])  # what it knows of step 1 stays
+    second.should_prune(taken, [(1, 0.7), (2, 0.4)])  # what it knows of step 1 stays
     assert second.trials()[0].intermediate_values == {1: 0.5, 2: 0.4}
 
 

@@ -12,7 +12,7 @@ from jax_engine.distributed.steps import Steps
 from jax_engine.optim import build, step_scalars
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
-from lmmods.core.lazy_array import LazyArray, of_file
+from lmmods.core.lazy_array import LazyArray, lazy_file
 from lmmods.core.settings import Optimizer
 from lmmods.runs.checkpoint import (
     Shards,
@@ -93,9 +93,9 @@ def test_devices_read_their_own_parts_of_a_checkpoint(toy, tmp_path, monkeypatch
 
     def counting(file):
         return {key: LazyArray(array.shape, array.dtype, lambda part, array=array: asked.append(array[part].size)
-                               or array[part]) for key, array in of_file(file).items()}
+                               or array[part]) for key, array in lazy_file(file).items()}
 
-    monkeypatch.setattr(lazy_array, "of_file", counting)
+    monkeypatch.setattr(lazy_array, "lazy_file", counting)
     content = open_checkpoint(folder)
     asked.clear()
     restored = mesh.put_state(unpack(content, mesh.shapes(state), toy.to_torch, toy.from_torch))

@@ -283,7 +283,7 @@ def losses_of_torch(model, loss, batches):
     """Those of a bare loop of SGD with a clipped gradient around the other engine's task."""
     task = TorchPreference(pretrained="x", loss=loss, **SMOOTHED.get(loss, {}))
     task.model = copy.deepcopy(model)
-    task.head, task._dropout = LMHead.of(task.model), SimpleNamespace(begin=lambda batch: None)
+    task.head, task._dropout = LMHead.from_model(task.model), SimpleNamespace(begin=lambda batch: None)
     if task.reference_kind:
         task._reference = TorchReference(task.model, task.reference_kind, task.trainable())
     task._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(forward_context=nullcontext), strategy=(

@@ -268,7 +268,7 @@ def test_experts_with_adapters_on_a_quantised_base_train_alike_on_both_engines(m
     task.network = net
     total, grads = jax.jit(jax.value_and_grad(
         lambda trained: task.batch_loss(merge(trained, frozen), batch, True, False).total))(trained)
-    sums = causal_loss(model, LMHead.of(model), {key: torch.tensor(value) for key, value in batch.items()},
+    sums = causal_loss(model, LMHead.from_model(model), {key: torch.tensor(value) for key, value in batch.items()},
                        mixture=Mixture(5, 2), balance_loss=0.3)
     sums.total.backward()
     assert float(total) == pytest.approx(sums.total.item(), rel=1e-5)

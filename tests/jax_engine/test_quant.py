@@ -23,7 +23,7 @@ from jax_engine.models import lora as adapters
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
-from lmmods.core.lazy_array import LazyArray, of_file
+from lmmods.core.lazy_array import LazyArray, lazy_file
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
 
@@ -88,7 +88,7 @@ def test_large_matrices_are_quantised_in_pieces(monkeypatch):
 
 def test_rows_of_stacked_matrices_are_read_by_parts():
     values = np.arange(60).reshape(3, 4, 5)
-    joined = lazy_array.of(values).below_each_other()
+    joined = lazy_array.lazy(values).below_each_other()
     for rows in (slice(0, 12), slice(2, 5), slice(4, 8), slice(7, 12), slice(3, 3)):
         assert np.array_equal(joined[rows, 1:4], values.reshape(12, 5)[rows, 1:4])
 
@@ -241,14 +241,14 @@ def test_a_mesh_reads_each_value_of_a_folder_once(tmp_path, kind, monkeypatch):
     def counting(file):
         def counted(array):
             return LazyArray(array.shape, array.dtype, lambda part: asked.append(array[part].size) or array[part])
-        return {key: counted(array) for key, array in of_file(file).items()}
+        return {key: counted(array) for key, array in lazy_file(file).items()}
 
     network, whole = network_and_params(folder, "causal", quantize=kind)
-    monkeypatch.setattr(lazy_array, "of_file", counting)
+    monkeypatch.setattr(lazy_array, "lazy_file", counting)
     lazy = loading.open_weights(network, folder, quantize=kind)
     assert not asked
     placed = ShardedMesh(data=2, fsdp=2, tensor=2).put_state(lazy)
-    assert sum(asked) == sum(array.size for array in of_file(tmp_path / "model.safetensors").values())
+    assert sum(asked) == sum(array.size for array in lazy_file(tmp_path / "model.safetensors").values())
     assert jax.tree.structure(placed) == jax.tree.structure(whole)
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed["layers"]))
     for ours, expected in zip(jax.tree.leaves(placed), jax.tree.leaves(whole), strict=True):

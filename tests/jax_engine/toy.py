@@ -7,7 +7,7 @@ import numpy as np
 from jax_engine.distributed.mesh import gathered, look_up
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models.dropout import Seeds, dropout, token_words
-from lmmods.core.lazy_array import of, stack
+from lmmods.core.lazy_array import lazy, stack
 
 
 class Toy:
@@ -70,5 +70,5 @@ class Toy:
 
     def from_torch(self, named):
         return unflatten({path: named[name] if path[0] != "layers" else
-                          stack([of(named[name.format(layer)]) for layer in range(self.num_layers)])
+                          stack([lazy(named[name.format(layer)]) for layer in range(self.num_layers)])
                           for path, name in self.names_of.items() if name.format(0) in named})

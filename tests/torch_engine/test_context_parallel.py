@@ -60,7 +60,7 @@ def agree_by_row(network: torch.nn.Module, rows: ContextParallel, batch: dict[st
     found = []
     for part in (batch, rows.cut(batch)):
         network.zero_grad()
-        logps, _ = causal_logps(network, LMHead.of(network), part)
+        logps, _ = causal_logps(network, LMHead.from_model(network), part)
         if part is not batch:
             logps = rows.total(logps)
         rows.share(LossSums((logps / 10).exp().sum(), logps.new_tensor(2))).total.backward()
@@ -96,7 +96,7 @@ def agree(*families: str) -> None:
             network.zero_grad()
             part = rows.cut(batch)
             assert part["input_ids"].shape == (2, 8)
-            loss = causal_loss(network, LMHead.of(network), part).total
+            loss = causal_loss(network, LMHead.from_model(network), part).total
             loss.backward()
             found = {"loss": loss.detach()} | {name: p.grad for name, p in network.named_parameters()}
             for name, value in found.items():

@@ -102,7 +102,7 @@ def test_the_fast_forms_compute_what_transformers_does(name, adapted, monkeypatc
     monkeypatch.setattr(lora._AdaptedProduct, "apply", lambda *args: joined.append(True) or apply(*args))
     monkeypatch.setattr(loss_module, "_AnyHead", None)
     fuse_adapters(model)
-    head = LMHead.of(model)
+    head = LMHead.from_model(model)
     assert keeps_packed_apart(model)
     for batch in (padded(), packed()):
         joined.clear()

@@ -93,7 +93,7 @@ def is_that_of_full_logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Loss and gradients, which it returns, by the head taken apart."""
     data = batch()
     (total, expected), (exact_total, exact) = in_both(partial(reference_gradients, data), model)
-    head = LMHead.of(model)
+    head = LMHead.from_model(model)
     assert head is not None
     sums = causal_loss(model, head, data, count_correct=True)
     assert sums.weight.item() == num_targets(data)
@@ -107,9 +107,9 @@ def is_that_of_full_logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     ("phi", "Output head: autograd differentiates that of phi, as it has a bias; a head without is faster.\n")])
 def test_a_slower_head_is_said(name, said, capsys):
     model = make(name)
-    assert LMHead.of(model).linear is (None if said else model.lm_head)
+    assert LMHead.from_model(model).linear is (None if said else model.lm_head)
     assert capsys.readouterr().out == said
-    LMHead.of(model, plain=True)
+    LMHead.from_model(model, plain=True)
     assert capsys.readouterr().out == ""
 
 
@@ -123,7 +123,7 @@ def test_head_that_cannot_be_taken_apart_falls_back_to_full_logits(monkeypatch, 
         return output
 
     monkeypatch.setattr(model, "forward", odd)
-    assert LMHead.of(model) is None
+    assert LMHead.from_model(model) is None
     assert "Output head: llama does something to its logits that is not known here" in capsys.readouterr().out
     data = batch()
     sums = causal_loss(model, None, data)
@@ -133,7 +133,7 @@ def test_head_that_cannot_be_taken_apart_falls_back_to_full_logits(monkeypatch, 
 
 def test_padding_changes_neither_loss_nor_gradient():
     model, data = make("llama"), batch()
-    head = LMHead.of(model)
+    head = LMHead.from_model(model)
     (_, expected), (_, exact) = in_both(partial(reference_gradients, data), model)
     longer = {"input_ids": torch.nn.functional.pad(data["input_ids"], (0, 50)),
               "attention_mask": torch.nn.functional.pad(data["attention_mask"], (0, 50)),
@@ -144,7 +144,7 @@ def test_padding_changes_neither_loss_nor_gradient():
 def test_batch_without_labels_has_no_loss_and_finite_gradients():
     model, data = make("llama"), batch()
     data["labels"].fill_(-100)
-    sums = causal_loss(model, LMHead.of(model), data)
+    sums = causal_loss(model, LMHead.from_model(model), data)
     assert sums.weight.item() == 0 and sums.total.item() == 0
     assert all(torch.isfinite(grad).all() for grad in gradients(model, sums.total).values())
 
@@ -155,7 +155,7 @@ def test_bf16_model_has_a_float32_loss():
         logits = model(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).logits
         expected = torch.nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), data["labels"][:, 1:],
                                                      ignore_index=-100, reduction="sum")
-    sums = causal_loss(model, LMHead.of(model), data)
+    sums = causal_loss(model, LMHead.from_model(model), data)
     assert sums.total.dtype == torch.float32
     assert abs(sums.total.item() - expected.item()) / sums.weight.item() < 2e-3
 
@@ -176,7 +176,7 @@ def test_packed_documents_are_kept_apart_or_found_leaking(name, attention):
               for key in ("input_ids", "labels")}
     packed["labels"][0, lengths[0]] = -100  # the first token of a document is nobody's target
     packed["position_ids"] = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    head = LMHead.of(model)
+    head = LMHead.from_model(model)
     apart, together = causal_loss(model, head, data), causal_loss(model, head, packed)
     assert apart.weight == together.weight
     assert_as_close(together.total, *in_both(lambda model: reference(model, data).detach(), model))

@@ -52,7 +52,7 @@ def test_loss_and_gradients_are_those_of_sdpa(kind, adapted, capsys, monkeypatch
 
     def run():
         model.zero_grad()
-        causal_loss(model, LMHead.of(model), packed()).total.backward()
+        causal_loss(model, LMHead.from_model(model), packed()).total.backward()
         return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
     expected = run()
@@ -101,7 +101,7 @@ def test_under_autocast_the_kernel_computes_in_half():
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         prefer_varlen(model, watched)
-        causal_loss(model, LMHead.of(model), batch).total.backward()
+        causal_loss(model, LMHead.from_model(model), batch).total.backward()
     assert model.config._attn_implementation == VARLEN and all(each == {torch.bfloat16} for each in types)
 
 

@@ -55,8 +55,8 @@ def task_of(folder, data_path, answers=None, seed=3, **fields) -> tuple[Preferen
     data.setup("fit")
     task.model = build_network(task, task.auto_class, task.task_type, data, precision="32-true",
                                device=torch.device("cpu"), seed=7)
-    task.head = LMHead.of(task.model, plain=not task.fast_kernels)
-    task._dropout, task._trainer = TokenDropout.of(task.model), ALONE
+    task.head = LMHead.from_model(task.model, plain=not task.fast_kernels)
+    task._dropout, task._trainer = TokenDropout.from_model(task.model), ALONE
     if task.reference_kind is not None:
         task._reference = Reference(task.model, task.reference_kind, task.trainable())
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +70,7 @@ def gradients(task, batches) -> tuple[float, dict[str, torch.Tensor]]:
     """Mean loss over all batches, and its gradient."""
     task.zero_grad()
     task._baseline = task._baseline_of(batches) if task._has_baseline else None
-    dropout, totals = TokenDropout.of(task.model), torch.zeros(2)
+    dropout, totals = TokenDropout.from_model(task.model), torch.zeros(2)
     for batch in batches:
         dropout.begin(batch)
         sums = task(task.batch_loss, task.complete(batch))
@@ -180,7 +180,7 @@ def test_the_reference_is_the_network_before_training(llama_folder, pairs, field
     assert (policy - found).abs().max() > 1e-2
     task.model = (task.model.unload() if "quantize" in fields  # the only base with these codes
                   else AutoModelForCausalLM.from_pretrained(llama_folder)).eval()
-    task.head = LMHead.of(task.model)
+    task.head = LMHead.from_model(task.model)
     with torch.no_grad():
         wanted, _ = task.answer_logps(batch)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)

@@ -61,7 +61,7 @@ def batch_of(lengths: tuple[int, ...], side: str = "right", length: int | None =
 
 def outputs(model: torch.nn.Module, batch: dict[str, torch.Tensor], **inputs) -> torch.Tensor:
     """[B, T, ...] what the head makes of each token."""
-    TokenDropout.of(model).begin(batch)
+    TokenDropout.from_model(model).begin(batch)
     found = model(input_ids=batch["input_ids"], **(inputs or {"attention_mask": batch["attention_mask"]}))
     return torch.stack([found.start_logits, found.end_logits], -1) if "start_logits" in found else found.logits
 
@@ -178,7 +178,7 @@ def test_adapters_names_are_those_of_the_network(fused):
     first = outputs(adapted, batch)
     torch.testing.assert_close(outputs(adapted, batch), first)
     x, layer = torch.ones(2, 9, 32), adapted.base_model.model.transformer.h[1].attn.c_attn.lora_dropout["default"]
-    TokenDropout.of(adapted).begin(batch)
+    TokenDropout.from_model(adapted).begin(batch)
     site = reference.site_seed("transformer.h.1.attn.c_attn.lora_dropout")
     mask = reference.feature_mask(batch["token_seeds"].int().numpy(), site, 32, 0.3)
     np.testing.assert_allclose(layer(x).numpy(), mask * reference.keep_scale(0.3), rtol=1e-6)

@@ -191,7 +191,7 @@ class StatefulLoader:
         """
         check_same(state, {"num_rows": self._num_rows})
         if self._grouped:
-            self._rule = OrderRule.of(state)
+            self._rule = OrderRule.from_state(state)
             self._rule.check(state, self._batch_size)
         self._epoch = state["epoch"]
         self._handed_out = recut(state["batches"], state["batch_size"], self._batch_size, self._num_rows)

@@ -37,7 +37,7 @@ class OrderRule:
         return {VERSION: self.version, GROUPED: self.rows_per_step}
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> "OrderRule":
+    def from_state(cls, state: dict[str, Any]) -> "OrderRule":
         """Return the rule of a saved position; positions of earlier versions name none."""
         return cls(state.get(GROUPED, state.get("batch_size")), state.get(VERSION, 1))
 

@@ -233,7 +233,7 @@ class StreamLoader:
                 size.
         """
         check_same(state, self._settings)
-        self._rule = OrderRule.of(state)
+        self._rule = OrderRule.from_state(state)
         self._rule.check(state, self._batch_size)
         self._position = Position(state["epoch"], state["window"], state.get("rows", state.get("batches")),
                                   state.get("begun", 0))

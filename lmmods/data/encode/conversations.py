@@ -100,7 +100,7 @@ class SFTEncoder:
         counts: Counter = Counter()
         for place, row in enumerate(rows):
             try:
-                found = self.written(self.conversation(row), counts)
+                found = self.render(self.conversation(row), counts)
             except RowProblem as problem:
                 dropped.append((place, str(problem)))
                 continue
@@ -116,8 +116,8 @@ class SFTEncoder:
         dropped += [(place, problem) for place, problem in problems.items() if place not in kept]
         counts["turns_dropped"] += sum(place in kept for place in problems)
         columns = {
-            "input_ids": Ragged.of([ids for _, _, ids, *_ in fitted]),
-            "labels": Ragged.of([labels for *_, labels, _, _ in fitted]),
+            "input_ids": Ragged.from_lists([ids for _, _, ids, *_ in fitted]),
+            "labels": Ragged.from_lists([labels for *_, labels, _, _ in fitted]),
             "weight": np.array([weight for _, weight, *_ in fitted], np.float32),
             "prompt_length": np.array([prompt for *_, prompt, _ in fitted], np.int64),
             "truncated": np.array([removed for *_, removed in fitted], np.int64),
@@ -127,9 +127,9 @@ class SFTEncoder:
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
         """Read and prepare the conversation of a row. Raises RowProblem if it holds none."""
-        return self.prepared(read_conversation(self.dataset_format, row, self.roles, self.turn_fields))
+        return self.normalise(read_conversation(self.dataset_format, row, self.roles, self.turn_fields))
 
-    def prepared(self, conversation: Conversation) -> Conversation:
+    def normalise(self, conversation: Conversation) -> Conversation:
         """Apply the settings of system prompt and reasoning. Raises RowProblem for invalid text."""
         for message in conversation.messages:
             check_unicode(message["content"])
@@ -146,11 +146,11 @@ class SFTEncoder:
 
     def prompts(self, conversations: list[list[Message]]) -> list[list[int]]:
         """Token ids of conversations up to the response. Raises RowProblem if one cannot be rendered."""
-        asked = [self.prepared(Conversation(messages)) for messages in conversations]
+        asked = [self.normalise(Conversation(messages)) for messages in conversations]
         rendered = [self.renderer.prompt(conversation) for conversation in asked]
         return [ids.tolist() for ids, _ in self.text.encode_rows([self.text.runs(row) for row in rendered])]
 
-    def written(self, conversation: Conversation, counts: Counter) -> list[RenderedRow]:
+    def render(self, conversation: Conversation, counts: Counter) -> list[RenderedRow]:
         """Render a prepared conversation to rows, and count what happened to it. Raises RowProblem."""
         messages = conversation.messages
         answered = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)

@@ -27,7 +27,7 @@ class Ragged(NamedTuple):
     lengths: np.ndarray
 
     @classmethod
-    def of(cls, lists: list[np.ndarray]) -> "Ragged":
+    def from_lists(cls, lists: list[np.ndarray]) -> "Ragged":
         """Build the column from int32 arrays."""
         values = np.concatenate(lists) if lists else np.empty(0, np.int32)
         return cls(values.astype(np.int32, copy=False), np.array([len(item) for item in lists], np.int64))
@@ -308,7 +308,7 @@ class TextRowEncoder:
         kept = [rows[place] for place in places]
         counts: Counter = Counter()
         lists = [self._finish(ids, row, counts) for ids, row in zip(self._encode(texts, kept), kept, strict=True)]
-        columns = {"input_ids": Ragged.of(lists)}
+        columns = {"input_ids": Ragged.from_lists(lists)}
         counts["tokens"] += len(columns["input_ids"].values)
         counts["unknown_tokens"] += int((columns["input_ids"].values == self.text.unk_id).sum())
         counts["labelled_tokens"] = counts["tokens"]

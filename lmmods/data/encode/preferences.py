@@ -75,8 +75,8 @@ class PreferenceEncoder:
             return np.array(values, kind)
 
         return {
-            "input_ids": Ragged.of([np.concatenate([ids for ids, _ in tokens]) for _, tokens, *_ in kept]),
-            "labels": Ragged.of([np.concatenate([labels for _, labels in tokens]) for _, tokens, *_ in kept]),
+            "input_ids": Ragged.from_lists([np.concatenate([ids for ids, _ in tokens]) for _, tokens, *_ in kept]),
+            "labels": Ragged.from_lists([np.concatenate([labels for _, labels in tokens]) for _, tokens, *_ in kept]),
             "chosen_length": numbers([len(tokens[0][0]) for _, tokens, *_ in kept]),
             "prompt_length": numbers([prompt for _, _, prompt, _ in kept]),
             "desirable": numbers([row.is_wanted for row, *_ in kept]),
@@ -89,7 +89,7 @@ class PreferenceEncoder:
     def _read(self, row: dict[str, Any], place: int, counts: Counter) -> list[_Row]:
         """The rows of batches that a row as read becomes. Raises RowProblem."""
         encoder = self.conversations
-        judged = [Judged(encoder.prepared(conversation), is_wanted) for conversation, is_wanted in read_answers(
+        judged = [Judged(encoder.normalise(conversation), is_wanted) for conversation, is_wanted in read_answers(
             encoder.dataset_format, row, encoder.roles, encoder.turn_fields)]
         told: set[str] = set()
         for conversation, _ in judged:  # count an unused key once per row, not per answer
@@ -111,7 +111,7 @@ class PreferenceEncoder:
         """Render a conversation whose answers from the turn at `start` on are scored. Raises RowProblem."""
         messages = [{**message, "scored": False} if message["role"] == "assistant" and place < start else message
                     for place, message in enumerate(conversation.messages)]
-        found = self.conversations.written(replace(conversation, messages=messages), counts)
+        found = self.conversations.render(replace(conversation, messages=messages), counts)
         if len(found) != 1:
             raise RowProblem("an answer of several turns, which the chat template writes differently")
         return found[0]

@@ -163,7 +163,7 @@ class WindowEncoder:
             places += [place] * len(windows)
             counts["questions"] += 1
             counts["questions_of_several_windows"] += len(windows) > 1
-        arrays = {name: Ragged.of(column) if name in LISTS else np.array(column, np.int64)
+        arrays = {name: Ragged.from_lists(column) if name in LISTS else np.array(column, np.int64)
                   for name, column in columns.items()}
         counts["tokens"] += len(arrays["input_ids"].values)
         counts["unknown_tokens"] += int((arrays["input_ids"].values == self.unknown_id).sum())

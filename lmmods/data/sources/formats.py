@@ -14,13 +14,13 @@ from lmmods.data.sources.cells import Values, as_text, check_unicode, is_blank, 
 from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.trees import flat_instances, oasst_messages, oasst_trees
-from lmmods.data.sources.turns import Reading, Roles, in_order, specifications
+from lmmods.data.sources.turns import Roles, RowReader, in_order, specifications
 from lmmods.recipe.source import file_type
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Converters of single layouts. Each takes the keys that it knows out of a row and returns its messages.
 
-Converter = Callable[[Reading], list[Message]]
+Converter = Callable[[RowReader], list[Message]]
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 
@@ -31,7 +31,7 @@ def pair(prompt: str, response: str, context: str | None = None, end_marker: str
     first.
     """
 
-    def convert(row: Reading) -> list[Message]:
+    def convert(row: RowReader) -> list[Message]:
         messages = row.said(prompt, "user")
         if context and (text := row.optional(context)).strip():
             messages[-1]["input"] = text
@@ -47,7 +47,7 @@ def pair(prompt: str, response: str, context: str | None = None, end_marker: str
     return convert
 
 
-def _history(row: Reading) -> list[Message]:
+def _history(row: RowReader) -> list[Message]:
     history = row.values["history"]
     if not isinstance(history, list):
         return []  # has another meaning; reported as unused
@@ -64,7 +64,7 @@ def _history(row: Reading) -> list[Message]:
 def turns(column: str) -> Converter:
     """Return a converter of rows with a list of turns; a `chosen` column is the answer to them."""
 
-    def convert(row: Reading) -> list[Message]:
+    def convert(row: RowReader) -> list[Message]:
         messages = row.turns(column)
         if row.values.get("chosen") and messages[-1]["role"] != "assistant":
             answer = row.said("chosen", "assistant")
@@ -89,12 +89,12 @@ def _transcript(text: str, column: str, user: str, assistant: str) -> list[Messa
     return messages
 
 
-def whole_text(row: Reading) -> list[Message]:
+def whole_text(row: RowReader) -> list[Message]:
     """The text of a row, all of it scored."""
     return [{"role": "assistant", "content": row.text("text")}]
 
 
-def preferred(row: Reading) -> list[Message]:
+def preferred(row: RowReader) -> list[Message]:
     """hh-rlhf and similar: the chosen conversation, or the chosen answer to the prompt in another column."""
     chosen = row.values.get("chosen")
     asked = next((name for name in ("prompt", "instruction", "question") if row.values.get(name) is not None), None)
@@ -121,7 +121,7 @@ END_MARK = re.compile(r"<eo[a-z]>$")
 COMMAND = re.compile(r'(\w+)\(((?:"(?:[^"\\]|\\.)*"|[^()"])*)\)(?:\s*,\s*|\s*$)')
 
 
-def moss(row: Reading) -> list[Message]:
+def moss(row: RowReader) -> list[Message]:
     """moss-003: {"turn_1": {"Human", "Inner Thoughts", "Commands", "Tool Responses", "MOSS"}, ...}, with markers."""
     chat = row.values.pop("chat", None)
     exchanges = in_order(chat) if isinstance(chat, dict) else chat
@@ -167,7 +167,7 @@ def _called(commands: str) -> Values:
     return {"tool_calls": calls}
 
 
-def moss_text(row: Reading) -> list[Message]:
+def moss_text(row: RowReader) -> list[Message]:
     """moss-002: one text in which <eoh> ends a turn of the user and <eoa> one of the assistant."""
     *pieces, rest = re.split(r"<(eo[a-z])>", row.text("plain_text"))
     if rest.strip() or not pieces:
@@ -178,7 +178,7 @@ def moss_text(row: Reading) -> list[Message]:
     return _moss_system(row, "prefix") + messages
 
 
-def _moss_system(row: Reading, column: str) -> list[Message]:
+def _moss_system(row: RowReader, column: str) -> list[Message]:
     text = row.optional(column).strip()
     return [{"role": "system", "content": text}] if text else []
 
@@ -186,7 +186,7 @@ def _moss_system(row: Reading, column: str) -> list[Message]:
 # OpenAI's batches
 
 
-def batch(row: Reading) -> list[Message]:
+def batch(row: RowReader) -> list[Message]:
     """OpenAI's batch files: the messages of a request, and the answer if the row has the response, too."""
     body = _object(row.values.pop("body", None), "body")
     for key in ("tools", "functions"):
@@ -298,7 +298,7 @@ def read_conversation(layout: str, row: Values, roles: Roles, turn_fields: dict[
         UserError: The layout is unknown.
     """
     form = find_format(layout)
-    reading = Reading(row, roles, turn_fields)
+    reading = RowReader(row, roles, turn_fields)
     conversation = Conversation(form.convert(reading))
     if not BESIDE.isdisjoint(reading.values):
         _read_beside(reading, conversation, form)
@@ -308,7 +308,7 @@ def read_conversation(layout: str, row: Values, roles: Roles, turn_fields: dict[
     return conversation
 
 
-def _read_beside(reading: Reading, conversation: Conversation, form: Format) -> None:
+def _read_beside(reading: RowReader, conversation: Conversation, form: Format) -> None:
     """Take the columns that rows of any layout may have besides their turns. Raises RowProblem."""
     values = reading.values
     for column in MEDIA:

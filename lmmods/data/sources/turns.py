@@ -49,7 +49,7 @@ def _keys(turn_fields: tuple[tuple[str, str], ...]) -> dict[str, tuple[str, ...]
     return {field: (named[field], *keys) if field in named else keys for field, keys in KEYS.items()}
 
 
-class Reading:
+class RowReader:
     """One row during reading.
 
     Args:

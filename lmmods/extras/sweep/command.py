@@ -80,7 +80,7 @@ def sweep(recipe: list[str], parameters: list[str] = [], space: str | None = Non
     asked = {"space": [{name: value for name, value in vars(each).items()} for each in found], "sampler": sampler,
              "pruner": pruner or "median", "seed": seed, "metric": metric, "mode": mode,
              "recipe": redact(" ".join(recipe)), "files": _digest(recipe)}
-    settle(place, asked)
+    check_study(place, asked)
     study = Study(place, found, sampler, pruner or "median", seed, mode)
     try:
         Worker(study, place, recipe, metric).work(trials or (None if sampler == "grid" else TRIALS))
@@ -112,7 +112,7 @@ def check(recipe: list[str], space: list[Parameter]) -> None:
             parse(["fit", *recipe, *as_words(first | {parameter.key: value})], options)
 
 
-def settle(folder: Path, asked: dict[str, Any]) -> None:
+def check_study(folder: Path, asked: dict[str, Any]) -> None:
     """Save the settings of a new sweep, or check that they match the sweep in the folder.
 
     Raises:
@@ -229,9 +229,9 @@ class Worker:
         with started(["fit", *words, "--ckpt_path", "auto"], log, keeps=(held,)) as process:
             while process.poll() is None and not pruned:
                 time.sleep(POLL_SECONDS)
-                pruned = self.study.judge(trial, self._points(run))
+                pruned = self.study.should_prune(trial, self._points(run))
         # Judge finished trials too: pruning must depend only on measurements, not on the run's speed.
-        if pruned or self.study.judge(trial, self._points(run)):
+        if pruned or self.study.should_prune(trial, self._points(run)):
             self.study.finish(trial, "pruned")
             say(f"trial {trial.number}: stopped early, {self.metric} {_shown(self._points(run)[-1][1])}")
         elif process.returncode == INTERRUPTED:

@@ -237,7 +237,7 @@ class Study:
             trial = self._study.ask(self._distributions)
             return trial, self._hold(trial.number)
 
-    def judge(self, trial: Any, points: list[tuple[int, float]]) -> bool:
+    def should_prune(self, trial: Any, points: list[tuple[int, float]]) -> bool:
         """Record a trial's measurements, (optimiser step, value), and return whether to prune it."""
         known = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
         for step, value in points:

@@ -196,7 +196,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
 
 
 def _open(file: Path) -> dict[str, LazyArray]:
-    return lazy_array.of_file(file, "pt", torch.empty)
+    return lazy_array.lazy_file(file, "pt", torch.empty)
 
 
 def _read(array: LazyArray) -> torch.Tensor:

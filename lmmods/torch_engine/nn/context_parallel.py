@@ -91,7 +91,7 @@ class ContextParallel:
         AttentionInterface.register(NAME, rows.attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
-        TokenDropout.of(model).own = rows.own
+        TokenDropout.from_model(model).own = rows.own
         return rows
 
     # Places ----------------------------------------------------------------------------------------------------------

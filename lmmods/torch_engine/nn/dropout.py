@@ -75,7 +75,7 @@ class TokenDropout:
             return function(*args)
 
     @classmethod
-    def of(cls, model: nn.Module) -> "TokenDropout | None":
+    def from_model(cls, model: nn.Module) -> "TokenDropout | None":
         """Return the one built for a network."""
         return getattr(model, "token_dropout", None)
 

@@ -139,7 +139,7 @@ class FirstWeights(DispatchMode):
             if memory in before and memory not in self._names:  # tied to something else
                 del self._waiting[memory]
             else:
-                self._settle(memory)
+                self._complete(memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in DISTRIBUTIONS and _is_real(args[0]) and args[0].is_floating_point():
@@ -152,7 +152,7 @@ class FirstWeights(DispatchMode):
             for tensor in tensors_in((args, kwargs)):
                 if _is_real(tensor) and _memory(tensor) in self._waiting:
                     overwritten = tensor is args[0] and _is_whole(tensor) and func in (*CONSTANTS, aten.copy_.default)
-                    self._waiting.pop(_memory(tensor)) if overwritten else self._settle(_memory(tensor))
+                    self._waiting.pop(_memory(tensor)) if overwritten else self._complete(_memory(tensor))
         return func(*args, **kwargs or {})
 
     def _draw_truncated(self, tensor: Tensor, mean: float, std: float, cut: float) -> None:
@@ -169,9 +169,9 @@ class FirstWeights(DispatchMode):
             self._waiting[memory].writes.clear()
         self._waiting[memory].writes.append((tensor, write, values))
         if not (waits or _is_whole(tensor)):  # the rest of the storage has values already
-            self._settle(memory)
+            self._complete(memory)
 
-    def _settle(self, memory: int) -> None:
+    def _complete(self, memory: int) -> None:
         waiting = self._waiting.pop(memory)
         for tensor, write, values in waiting.writes:
             write(self._names.get(memory, waiting.number), tensor, *values)

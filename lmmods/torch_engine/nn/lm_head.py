@@ -77,7 +77,7 @@ class LMHead:
         return [p for p in self.layer.parameters() if p.requires_grad]
 
     @classmethod
-    def of(cls, model: nn.Module, plain: bool = False) -> "LMHead | None":
+    def from_model(cls, model: nn.Module, plain: bool = False) -> "LMHead | None":
         """Return the head of `model`, None if its logits are computed in an unknown way; reports slow cases."""
         if model.get_output_embeddings() is None:
             return None

@@ -85,19 +85,19 @@ class Codes:
         if num_bytes % storage.itemsize:
             raise ValueError(f"{num_bytes} bytes of 4-bit codes cannot be kept as {storage}")
         self.shape = (num_bytes // storage.itemsize, 1)
-        # bitsandbytes' description of the codes; `_settle` adds the scales
+        # bitsandbytes' description of the codes; `_complete` adds the scales
         self.state = QuantState(None, torch.Size(matrix.shape), blocksize=BLOCK, quant_type=quant_type,
                                 dtype=matrix.dtype)
 
     def rows(self, rows: range) -> Tensor:
         codes, scales = self._quantized(rows)
         torch.distributed.all_reduce(scales, torch.distributed.ReduceOp.MAX)
-        self._settle(scales)
+        self._complete(scales)
         return codes
 
     def whole(self) -> Tensor:
         codes, scales = self._quantized(range(self.shape[0]))
-        self._settle(scales)
+        self._complete(scales)
         return codes
 
     def _quantized(self, rows: range) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ class Codes:
         found = self._matrix.over_first(slice(begin, -(-last // length))).reshape(-1)
         return found[first - begin * length:last - begin * length]
 
-    def _settle(self, scales: Tensor) -> None:
+    def _complete(self, scales: Tensor) -> None:
         from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
 
         state, offset, nested = self.state, None, None

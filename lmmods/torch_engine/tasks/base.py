@@ -77,7 +77,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self.model = build_network(self, self.auto_class, self.task_type, self.trainer.datamodule,
                                    precision=self.trainer.precision, device=self.built_for, seed=base_seed(),
                                    by_parts=by_parts, abstract=abstract)
-        self._dropout = TokenDropout.of(self.model)
+        self._dropout = TokenDropout.from_model(self.model)
 
     def shard_model(self, one_document: bool = False) -> None:
         """Shard the network over the device mesh, if there is one.

@@ -35,7 +35,7 @@ class CausalModule(CausalFields, TaskModule):
     def on_model_ready(self) -> None:
         # With model.max_memory, hidden states stay on the model's last device, while its logits are moved back to the
         # labels' device: so the full logits are used there.
-        self.head = LMHead.of(self.model, plain=not self.fast_kernels) if self.max_memory is None else None
+        self.head = LMHead.from_model(self.model, plain=not self.fast_kernels) if self.max_memory is None else None
         if self.measures_experts:
             self._measure_experts()
         if self.trainer.datamodule.packing and self.attention is None and self.fast_kernels:

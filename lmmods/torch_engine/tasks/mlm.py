@@ -73,7 +73,7 @@ class MLMHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, H]."""
-        dropout = TokenDropout.of(self.model)
+        dropout = TokenDropout.from_model(self.model)
         with _stepping_aside(self.encoder, hidden.unsqueeze(0)), dropout.off() if dropout else nullcontext():
             ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
             return self.model(input_ids=ids).logits.squeeze(0)

@@ -87,7 +87,7 @@ def test_no_device_holds_the_scores_of_all_its_queries(monkeypatch):
                                                                                   ((), jnp.int32)))
 
     def loss(q, k, v, ids):
-        cut = ContextParallel.of({"input_ids": ids, "segment_ids": ids}, True, 100)
+        cut = ContextParallel.from_batch({"input_ids": ids, "segment_ids": ids}, True, 100)
         return cut.attend(q, k, v, jnp.float32(1)).astype(jnp.float32).sum()
 
     with jax.set_mesh(ShardedMesh(fsdp=1, sequence=8).mesh):

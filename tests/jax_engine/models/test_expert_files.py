@@ -55,7 +55,7 @@ def test_mxfp4_codes_have_the_values_of_transformers():
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (3, 10, 2, 16), dtype=np.uint8)
     scales = random.integers(100, 140, (3, 10, 2), dtype=np.uint8)
-    ours = mxfp4.values(lazy_array.of(blocks), lazy_array.of(scales), np.float32)
+    ours = mxfp4.values(lazy_array.lazy(blocks), lazy_array.lazy(scales), np.float32)
     theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
     assert np.array_equal(ours, theirs)
     assert np.array_equal(ours[1:, 5:40, 2:3], theirs[1:, 5:40, 2:3])

@@ -150,7 +150,7 @@ def test_dropout_is_torchs(make_ref, name, head):
     """Features of the same tokens, sites and layers are dropped, also where layers share weights."""
     ref = make_ref(name, head, **RATES.get(name, {"attention_dropout": 0.3}))
     batch, seeds = ref.batch(), token_seeds(5, 0, np.arange(4)[:, None], np.arange(9))
-    dropout = TokenDropout.of(ref.torch) or TokenDropout(ref.torch)
+    dropout = TokenDropout.from_model(ref.torch) or TokenDropout(ref.torch)
     dropout.begin({"token_seeds": torch.from_numpy(seeds)})
     found = {}
     for training in (False, True):
