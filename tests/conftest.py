@@ -22,7 +22,6 @@ os.environ.update(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_PERSISTENT
                   JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0")  # nobody looks up which line an instruction is from
 
 from pathlib import Path  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -39,7 +38,6 @@ TEXTS = ["Below is an instruction that describes a task. Write a response.", "##
 LONG = {"benchmarks/test_bench.py", "faults/test_mutations.py", "jax_engine/test_parallel.py",
         "jax_engine/test_trainer.py", "engines/test_engines_agree.py", "commands/test_recipes_agree.py",
         "runs/test_resume.py", "commands/test_startup.py"}
-frozen = {"objects": 0}  # when the tests begin
 looked_at = {"seconds": 0.0}  # CPU time of this process when its memory maps were last counted
 
 
@@ -66,7 +64,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """The garbage collector spares the libraries, which tests have imported by now, and comes less often."""
     gc.collect()
     gc.freeze()
-    frozen["objects"] = gc.get_freeze_count()
     gc.set_threshold(20_000, 20, 10)
 
 
@@ -75,13 +72,8 @@ def cheap_ends():
     """Nobody draws the plug here, and few look at the picture with which a run ends: a tenth of its time each."""
     from matplotlib.figure import Figure
 
-    from lmmods.data.store import cache
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        # To say whether the libraries are spared it counts a million objects, for each of a thousand small stores.
-        patch.setattr(cache, "gc", SimpleNamespace(freeze=gc.freeze, unfreeze=gc.unfreeze,
-                                                   get_freeze_count=lambda: frozen["objects"]))
         patch.setattr(Figure, "savefig",
                       functools.wraps(Figure.savefig)(lambda figure, path, **_: Path(path).write_bytes(b"a picture")))
         yield

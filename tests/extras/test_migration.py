@@ -90,7 +90,7 @@ def test_values_are_ours():
 
 
 def test_the_tables_are_packaged():
-    declared = re.search(r'"lmmods.commands": \["(.*?)"\]', (PAGE.parents[1] / "setup.py").read_text())
+    declared = re.search(r'"lmmods.recipe": \["(.*?)"\]', (PAGE.parents[1] / "setup.py").read_text())
     assert TABLES.name == declared[1]
 
 
