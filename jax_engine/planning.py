@@ -26,7 +26,7 @@ from jax_engine.tasks.base import Task
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
-from lmmods.core.model_sizes import score_flops
+from lmmods.core.memory import score_flops
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
 

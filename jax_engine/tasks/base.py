@@ -24,8 +24,7 @@ from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
-from lmmods.core.memory import StepMemory, estimate_step
-from lmmods.core.model_sizes import describe_sizes, flops_per_token, widths_of
+from lmmods.core.memory import StepMemory, describe_sizes, estimate_step, flops_per_token, widths_of
 from lmmods.core.text_metrics import perplexity
 from lmmods.recipe.tasks.base import TaskFields
 

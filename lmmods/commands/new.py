@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import known_fields, load_config, position_limit, saved_quantization, tells_token_types
-from lmmods.core.memory import StepMemory, estimate_step
-from lmmods.core.model_sizes import NetworkShape
+from lmmods.core.memory import NetworkShape, StepMemory, estimate_step
 from lmmods.core.settings import LoRA
 from lmmods.recipe.classes import class_name, declared, module_of
 from lmmods.recipe.files import as_yaml

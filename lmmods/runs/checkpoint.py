@@ -36,11 +36,10 @@ from lmmods.core.errors import UserError
 from lmmods.core.files import read_text
 from lmmods.core.fingerprints import first_damaged, stamps
 from lmmods.core.lazy_array import LazyArray
-from lmmods.runs.atomic import commit_folder, write_json
+from lmmods.runs.atomic import commit_folder, disk_problem, write_json
 from lmmods.runs.checkpoint_files import MANIFEST, PLAIN
 from lmmods.runs.folder import checkpoint_names
 from lmmods.runs.inside import fresh_folder
-from lmmods.runs.saving import disk_problem
 
 # Files of the arrays by the first key of their paths; all others are in REST.
 SHARDED = {"state_dict": "model", "optimizer_states": "optimizer"}

@@ -8,7 +8,7 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.commands.new import Machine, gpu_of, plan_memory
-from lmmods.core.model_sizes import NetworkShape, Widths
+from lmmods.core.memory import NetworkShape, Widths
 from lmmods.recipe.files import header_of
 
 LLAMA_7B = NetworkShape(6_738_415_616, 6_476_005_376, 2_498_560, Widths(32, 4096, 11008))

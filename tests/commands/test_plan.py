@@ -7,7 +7,7 @@ import pytest
 
 from lmmods.commands.plan import first_that_fits
 from lmmods.core.hardware import target_named
-from lmmods.core.model_sizes import score_flops
+from lmmods.core.memory import score_flops
 from lmmods.core.plan import GIB, StepPlan, Traffic, Variant, remedies
 
 RECIPE = Variant(rows=8, accumulated=2, checkpointing=False, strategy="auto", quantize=None, lora=None)

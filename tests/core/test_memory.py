@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from lmmods.core.memory import GIB, StepMemory, estimate_step
-from lmmods.core.model_sizes import Widths
+from lmmods.core.memory import GIB, StepMemory, Widths, estimate_step
 
 
 def memory(needed: float, available: float = 2 * GIB, **others) -> StepMemory:

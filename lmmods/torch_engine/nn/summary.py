@@ -10,8 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
-from lmmods.core.memory import StepMemory, estimate_step
-from lmmods.core.model_sizes import NetworkShape, flops_per_token, widths_of
+from lmmods.core.memory import NetworkShape, StepMemory, estimate_step, flops_per_token, widths_of
 from lmmods.torch_engine.nn.experts import is_stacked
 
 

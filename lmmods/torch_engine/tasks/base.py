@@ -15,8 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
-from lmmods.core.memory import StepMemory
-from lmmods.core.model_sizes import describe_sizes
+from lmmods.core.memory import StepMemory, describe_sizes
 from lmmods.core.settings import require
 from lmmods.core.text_metrics import perplexity
 from lmmods.recipe.tasks.base import TaskFields

@@ -16,7 +16,7 @@ from jax_engine.tasks.sft import SFT
 from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, Mixture, check_balance, note_quantized
 from lmmods.core.hf_config import load_config
-from lmmods.core.model_sizes import widths_of
+from lmmods.core.memory import widths_of
 from lmmods.torch_engine.nn import experts as on_torch
 from lmmods.torch_engine.nn import loss as torch_losses
 from lmmods.torch_engine.nn.building import enable_checkpointing
