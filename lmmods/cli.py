@@ -85,7 +85,9 @@ def run_interruptible(arguments: list[str]) -> int:
         if arguments[:1] in (["--help"], ["-h"], ["help"]):
             print(program_help())
         elif not arguments or arguments[0].startswith("-"):
-            raise UserError(f"A command is missing.\n\n{program_help()}")
+            late = next((word for word in arguments if word in COMMANDS), None)
+            raise UserError(f"The command comes first: python train.py {late} …, its options behind it." if late else
+                            f"A command is missing.\n\n{program_help()}")
         else:
             command, *words = arguments
             check_command(command)

@@ -38,7 +38,7 @@ def print_config(parsed: Recipe, word: str) -> None:
 def _defaults(parsed: Recipe) -> dict[str, Any]:
     blocks = {name: filled(parsed.kind(name), {}) for name in parsed.given}
     tasks = {name: {"init_args": blocks[name]} for name in parsed.classes}
-    return {"seed_everything": DEFAULT_SEED, **blocks, **tasks, **dict.fromkeys(parsed.options)}
+    return {"seed_everything": DEFAULT_SEED, **blocks, **tasks, **dict.fromkeys(parsed.options), "overwrite": False}
 
 
 def _changed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -209,6 +209,17 @@ def test_print_config_is_a_recipe(recipe, capsys):
     assert content["trainer"]["max_steps"] == 3 and content["model"]["init_args"]["lora"]["rank"] == 4
 
 
+def test_print_config_leaves_out_what_it_is_told_to(recipe, capsys):
+    assert main(["fit", *recipe(), "--print_config=skip_default,skip_null"]) == 0
+    printed = capsys.readouterr().out
+    content = yaml.safe_load(printed)
+    assert content["checkpoint"] == {"every_n_steps": 2} and "samples" not in content and "null" not in printed
+    assert content["model"]["init_args"]["lora"] == {"rank": 4, "alpha": 16.0, "dropout": 0.1, "targets": "all-linear",
+                                                     "dora": False, "rslora": False}
+    assert main(["fit", *recipe(), "--print_config=skip_all"]) == 2
+    assert "takes skip_null and skip_default" in capsys.readouterr().err
+
+
 def test_layers_and_overrides(recipe, tmp_path, capsys):
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text("trainer: {max_steps: 9}\nmodel: {init_args: {optimizer: {lr: 0.5}}}\n")
@@ -387,6 +398,7 @@ def test_examples_of_commands_have_all_that_is_needed(name, monkeypatch):
     ("fit --config --engine jax", r"--config has no value"),
     ("fit configs/clm.yaml", r"configs/clm\.yaml is no option\. .* as in --config configs/clm\.yaml\."),
     ("validate -- --config configs/clm.yaml", r"-- ends the options"),
+    ("--config configs/clm.yaml fit", r"The command comes first: python train\.py fit …"),
     ("fit --config configs/clm.yaml -- --trainer.max_steps 3", r"-- ends the options"),
 ])
 def test_what_is_left_out_or_misplaced(words, pattern, capsys, monkeypatch):
