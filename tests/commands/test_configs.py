@@ -130,7 +130,7 @@ def test_the_wheel_holds_the_recipes(tmp_path):
     pytest.importorskip("setuptools")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("configs", "lmmods/core", "lmmods/commands"):
+    for name in ("configs", "lmmods/core", "lmmods/recipe", "lmmods/commands"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("lmmods/__init__.py", "lmmods/cli.py"):
         shutil.copy(ROOT / name, tmp_path / name)

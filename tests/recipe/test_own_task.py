@@ -143,14 +143,18 @@ def test_it_is_written_trained_resumed_and_described(run, tmp_path, llama_folder
     small = ["--config", "mine.yaml", "--trainer.accelerator", "cpu", "--trainer.max_epochs", "null",
              "--trainer.limit_val_batches", "0", "--checkpoint.every_n_steps", "1"]
     for engine in ("torch", "jax"):
-        words = [*small, "--engine", engine, "--trainer.default_root_dir", engine]
-        status, said = run("fit", *words, "--trainer.max_steps", "2")
+        status, said = run("fit", *small, "--engine", engine, "--trainer.default_root_dir", engine,
+                           "--trainer.max_steps", "2")
         assert status == 0, said
         assert "Retold with patience 1." in (tmp_path / engine / "model" / "README.md").read_text()
-        status, said = run("fit", *words, "--trainer.max_steps", "3", "--ckpt_path", "last", "--model.patience", "2")
-        assert status == 2 and "model.patience" in said
-        status, said = run("fit", *words, "--trainer.max_steps", "3", "--ckpt_path", "last", "--model.voice", "high")
-        assert status == 0 and "model.voice" in said, said
+    resumed = [*small, "--trainer.default_root_dir", "torch", "--trainer.max_steps", "3", "--ckpt_path", "last"]
+    status, said = run("fit", *resumed, "--model.patience", "2")
+    assert status == 2 and "model.patience" in said
+    status, said = run("fit", *resumed, "--model.voice", "high")
+    assert status == 0 and "model.voice" in said, said
     # A file that a run of this task writes is no data for it.
-    status, said = run("fit", *words, "--trainer.max_steps", "2", "--data.source", "jax/retold.json")
-    assert status == 2 and "retold.json" in said and "the run" in said, said
+    (tmp_path / "third").mkdir()
+    (tmp_path / "third" / "retold.json").write_text((tmp_path / "rows.jsonl").read_text())
+    status, said = run("fit", *small, "--trainer.max_steps", "2", "--trainer.default_root_dir", "third",
+                       "--data.source", "third/retold.json")
+    assert status == 2 and "a run in third writes retold.json itself" in said, said

@@ -12,6 +12,7 @@ from lmmods.core.memory import StepMemory
 from lmmods.core.settings import LoRA
 from lmmods.core.throughput import Stopwatch
 from lmmods.recipe.tasks.base import CausalFields, TaskFields
+from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.schedule import Schedule
@@ -95,7 +96,7 @@ def test_the_best_by_loss_is_not_the_most_accurate(capsys, tmp_path, accuracies,
     policy.best = [(0.25, "step=20")]
     folder.metrics_csv.write_text("step,train/loss,val/rewards/accuracy\n5,0.7,\n" + "".join(
         f"{step},,{value}\n" for step, value in accuracies.items()))
-    end = RunEnd(folder, CausalFields(pretrained="base"), DATA, StepMetrics(Stopwatch()), policy, 0, 50, 9.0, [])
+    end = RunEnd(folder, PreferenceFields(pretrained="base"), DATA, StepMetrics(Stopwatch()), policy, 0, 50, 9.0, [])
     end.say()
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "accurate" in line] == ([
