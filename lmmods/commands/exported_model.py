@@ -6,9 +6,8 @@ from typing import Any
 
 from lmmods.core.adapters import SETTINGS, adapter_config, adapter_weights
 from lmmods.core.errors import UserError
-from lmmods.recipe.classes import names_under
+from lmmods.recipe.classes import tasks_that_write
 from lmmods.recipe.files import read_recipe
-from lmmods.recipe.tasks.base import CausalFields
 from lmmods.recipe.trust import check_remote_code
 from lmmods.runs.folder import RunFolder
 
@@ -117,8 +116,9 @@ def model_block(run: str, command: str) -> dict[str, Any]:
     if not (isinstance(model, dict) and isinstance(model.get("class_path"), str)
             and isinstance(model.get("init_args"), dict)):
         raise UserError(f"--run {run}: config.yaml holds no model with class_path and init_args, so no run wrote it.")
-    if model["class_path"].rsplit(".", 1)[-1] not in (tasks := names_under(CausalFields)):
-        raise UserError(f"--run {run}: {command} takes runs of {', '.join(tasks)}, this one is of "
+    *others, last = tasks_that_write()
+    if model["class_path"].rsplit(".", 1)[-1] not in (*others, last):
+        raise UserError(f"--run {run}: {command} takes runs of {', '.join(others)} and {last}, this one is of "
                         f"{model['class_path']}.")
     return model
 

@@ -25,7 +25,7 @@ from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
 from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.data.sources.formats import find_format
-from lmmods.recipe.classes import class_name, module_of, names_under
+from lmmods.recipe.classes import class_name, module_of
 from lmmods.recipe.files import read_recipe
 from lmmods.recipe.reader import objects, parse
 from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Quantize
@@ -250,8 +250,10 @@ def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
     """Read the blocks `model` and `data` of config.yaml into their fields."""
     parsed = parse(["chat", "--config", str(folder.config)], {}, checked=False)
     model, data = parsed.classes["model"], parsed.classes["data"]
-    if model is None or data is None or not issubclass(model, CausalFields):
-        raise UserError(f"--run {run}: config.yaml is of none of the tasks {', '.join(names_under(CausalFields))}.")
+    if data is None or model is None or not issubclass(model, CausalFields):
+        recipe = read_recipe(folder.config)
+        named = " and ".join(str((recipe.get(block) or {}).get("class_path")) for block in ("model", "data"))
+        raise UserError(f"--run {run}: config.yaml names {named}, which chat does not know.")
     return (model(**objects(model, parsed.given["model"])), data(**objects(data, parsed.given["data"])))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lmmods.core.errors import UserError
 from lmmods.recipe.engines import ENGINES
-from lmmods.recipe.tasks.base import DataFields, TaskFields
+from lmmods.recipe.tasks.base import CausalFields, DataFields, TaskFields
 
 # Lightning's callbacks that a recipe may name: those that keep results reproducible and resuming exact.
 ALLOWED = {
@@ -113,9 +113,9 @@ def declared(block: str) -> dict[str, type]:
     return dict(sorted(found.items()))
 
 
-def names_under(base: type) -> list[str]:
-    """Return the names of the declared tasks or data modules whose fields extend those of a class."""
-    return [name for block in BASES for name, kind in declared(block).items() if issubclass(kind, base)]
+def tasks_that_write() -> list[str]:
+    """Return the names of the tasks whose networks write text."""
+    return [name for name, kind in declared("model").items() if issubclass(kind, CausalFields)]
 
 
 def class_name(kind: type) -> str:

@@ -57,8 +57,8 @@ def test_a_grid_is_every_combination():
 
 def test_its_own_options_and_those_of_fit_may_stand_in_any_order():
     words = f"--config a.yaml {LR}=1,2 --trials 3 --trainer.max_steps 5 data.batch_size=1,2 --engine=jax --seed=4"
-    (recipe,), own = registry.parse_command("sweep", words.split())
-    assert recipe == ["--config", "a.yaml", "--trainer.max_steps", "5", "--engine=jax"]
+    own = registry.parse_command("sweep", words.split())
+    assert own["recipe"] == ["--config", "a.yaml", "--trainer.max_steps", "5", "--engine=jax"]
     assert own["parameters"] == [f"{LR}=1,2", "data.batch_size=1,2"] and (own["trials"], own["seed"]) == (3, 4)
 
 

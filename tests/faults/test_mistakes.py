@@ -180,7 +180,7 @@ OF_COMMANDS = {
                           "--replay is x, but must be a whole number or null."],
     "sweep data.seed=1,2 --trials many": ["--trials is many, but must be a whole number or null."],
     "new mine --model 12e5 --data 7 --task SFFT": [
-        "--task is SFFT, but must be one of SFT, CLM, MLM, QA, Preference, or null. Did you mean SFT?"],
+        "--task is SFFT, but must be one of CLM, MLM, Preference, QA, SFT, or null. Did you mean SFT?"],
 }
 # What is left to the engine's parser: settings of libraries' classes, and classes by their import paths.
 OF_THE_ENGINE = {
