@@ -92,7 +92,8 @@ def first_step(engine: str, folder: Path) -> Taken:
 def answer(words: str, folder: Path) -> Taken:
     """One of ANSWERS."""
     recipe, status = ANSWERS[words]
-    return run(["train.py", *words.replace("… ", "").split(), *recipe], folder, expected=status)
+    command, *options = words.replace("… ", "").split()
+    return run(["train.py", command, *recipe, *options], folder, expected=status)
 
 
 def measure_commands(rounds: int) -> list[Row]:
