@@ -84,6 +84,7 @@ def tokens_to_train(data: Any, num_rows: int) -> list[int]:
         num_rows: Rows of the model's own embedding.
     """
     tokenizer = data.tokenizer
+    # Another role of the padding token gives it a meaning to learn.
     padding = {tokenizer.pad_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
     return sorted({*data.trainable_new_tokens, *range(num_rows, len(tokenizer))} - padding)
 
@@ -116,6 +117,7 @@ def trained_rows(tokens: list[int], embedding: str, output: str | None, in_full:
     if tied and output is not None and output not in frozen:
         raise UserError(f"lora.modules_to_save: {output} trains in full, and {embedding}, to which it is tied, gets "
                         f"rows of new tokens, which PEFT cannot do at once. Name {embedding} too, or neither.")
+    # Tied rows are trained once, under the name of the embedding.
     return dict.fromkeys(frozen[:1] if tied else frozen, tokens)
 
 
@@ -153,11 +155,12 @@ MAX_RANK, MAX_NUMBER, MAX_SETTINGS = 2**16, 1e30, 2**24  # MAX_SETTINGS in bytes
 
 
 def _is_rank(value: Any) -> bool:
+    # Not isinstance: True is an int in Python.
     return type(value) is int and 1 <= value <= MAX_RANK
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= MAX_NUMBER
+    return type(value) in (int, float) and abs(value) <= MAX_NUMBER  # False for NaN
 
 
 def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
@@ -231,6 +234,7 @@ def adapter_config(folder: str | Path, key: str = KEY) -> dict[str, Any]:
 
 def adapter_weights(folder: str | Path, key: str = KEY) -> Path:
     """The weights file of an adapter that PEFT reads. Raises UserError: it is missing, or clearly no weights file."""
+    # In PEFT's order. A dangling link exists here, so that it is reported rather than skipped.
     for name in (WEIGHTS, "adapter_model.bin"):
         if os.path.lexists(path := Path(folder) / name):
             check_file(key, path)
@@ -271,6 +275,7 @@ def _matching(key: str, wanted: list[str], present: list[str], linear: Iterable[
               kind: str = "module") -> set[str]:
     found = set()
     for target in wanted:
+        # Dots in front, so that a target matches whole parts of a name: `proj` is not the end of `q_proj`.
         hits = {name for name in present if f".{name}".endswith(f".{target}")}
         if not hits:
             candidates = sorted({name.rsplit(".", 1)[-1] for name in linear})

@@ -23,6 +23,7 @@ STEPS = 2**16  # a rate is a multiple of 1 / STEPS
 
 def finalise(h: np.ndarray) -> np.ndarray:
     """MurmurHash3's finaliser, a bijection of 32 bits."""
+    # uint32 products wrap modulo 2^32, as the hash requires: silently for arrays, with a warning for numpy scalars.
     h = (h ^ (h >> np.uint32(16))) * np.uint32(FINAL_1)
     h = (h ^ (h >> np.uint32(13))) * np.uint32(FINAL_2)
     return h ^ (h >> np.uint32(16))
@@ -30,11 +31,12 @@ def finalise(h: np.ndarray) -> np.ndarray:
 
 def murmur3(seed: int, blocks: list[np.ndarray]) -> np.ndarray:
     """MurmurHash3_x86_32 of each sequence of 4-byte blocks; blocks are uint32 and broadcast against each other."""
+    # An array rather than a scalar, so that overflow is silent.
     h = np.full((1,), seed, np.uint32)
     for block in blocks:
         mixed = _rotated(block * np.uint32(BLOCK_1), 15) * np.uint32(BLOCK_2)
         h = _rotated(h ^ mixed, 13) * np.uint32(5) + np.uint32(0xE6546B64)
-    return finalise(h ^ np.uint32(4 * len(blocks)))
+    return finalise(h ^ np.uint32(4 * len(blocks)))  # the length in bytes
 
 
 def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
@@ -52,13 +54,14 @@ def token_seeds(seed: int, epoch: int | np.ndarray, row: int | np.ndarray, posit
         row: Number of the row in the epoch's data, independent of its place in a batch.
         position: Position in the row, from 0.
     """
+    # Epoch and row are 64 bits, low half first as MurmurHash3 reads them; a position fits in 32.
     wide = [part for number in (epoch, row) for part in _halves(np.asarray(number, np.int64))]
     return murmur3(seed, [*wide, np.asarray(position).astype(np.uint32)]).view(np.int32)
 
 
 def _halves(number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     number = np.atleast_1d(number)
-    return (number & 0xFFFFFFFF).astype(np.uint32), (number >> 32).astype(np.uint32)
+    return (number & 0xFFFFFFFF).astype(np.uint32), (number >> 32).astype(np.uint32)  # low, high
 
 
 @lru_cache(2**14)
@@ -69,6 +72,7 @@ def site_seed(site: str, call: int = 0) -> int:
         site: Name of the torch module without PEFT's wrapping, for example `transformer.h.0.mlp.dropout`.
         call: Number of earlier calls of the module in the same forward pass (layers that share weights).
     """
+    # CRC-32 is the same in every process and version, unlike Python's `hash`.
     return int(finalise(np.array([(zlib.crc32(site.encode()) + GOLDEN * call) % 2**32], np.uint32))[0])
 
 
@@ -82,6 +86,7 @@ def dropped_steps(rate: float) -> int:
     if not 0 <= rate < 1:
         raise UserError(f"A dropout rate of the model's configuration is {rate}: give one from 0 up to but not "
                         "including 1.")
+    # A rate above 0 drops at least one step, and no rate below 1 drops all: `keep_scale` stays finite.
     return min(max(round(rate * STEPS), int(rate > 0)), STEPS - 1)
 
 
@@ -92,6 +97,8 @@ def keep_scale(rate: float) -> float:
 
 def least_kept(rate: float) -> int:
     """The smallest int32 whose upper half keeps a feature."""
+    # Words are read as signed, so they start at -STEPS / 2 * STEPS: dropped_steps of STEPS equal parts lie below the
+    # result. Its lower half is 0, so the lower half of a word never decides.
     return (dropped_steps(rate) - STEPS // 2) * STEPS
 
 
@@ -105,7 +112,8 @@ def feature_mask(seeds: np.ndarray, site: int, num: int, rate: float) -> np.ndar
     Returns:
         [..., num] bool. Feature j and feature j + ceil(num / 2) share 32 bits.
     """
-    words = finalise(seeds.view(np.uint32) ^ np.uint32(site))
+    words = finalise(seeds.view(np.uint32) ^ np.uint32(site))  # [...]
+    # [..., 1] ^ [ceil(num / 2)] -> [..., ceil(num / 2)], split to twice as many; an odd `num` leaves one unused.
     return _split(words[..., None] ^ feature_seeds(-(-num // 2)), rate, -1)[..., :num]
 
 
@@ -115,14 +123,16 @@ def attention_mask(seeds: np.ndarray, site: int, num_heads: int, rate: float) ->
     Args:
         seeds: [B, T] int32, seeds of tokens. The mask of a weight depends on its two tokens alone.
     """
-    queries = finalise(seeds.view(np.uint32) ^ np.uint32(site))
-    pairs = feature_seeds(-(-num_heads // 2))
-    keys = finalise(seeds.view(np.uint32)[:, None] ^ pairs[:, None])
+    queries = finalise(seeds.view(np.uint32) ^ np.uint32(site))  # [B, T]
+    pairs = feature_seeds(-(-num_heads // 2))  # [P], P = ceil(num_heads / 2)
+    keys = finalise(seeds.view(np.uint32)[:, None] ^ pairs[:, None])  # [B, P, T]
+    # [B, 1, T, 1] ^ [B, P, 1, T] -> [B, P, T, T]. Only the key side depends on the head.
     return _split(queries[:, None, :, None] ^ keys[:, :, None], rate, 1)[:, :num_heads]
 
 
 def _split(mixed: np.ndarray, rate: float, axis: int) -> np.ndarray:
     """Two decisions from each word, those of the upper halves first."""
     bits = finalise(mixed)
+    # The shift moves the lower half up, where `least_kept` compares.
     halves = np.concatenate([bits, bits << np.uint32(16)], axis)
     return halves.view(np.int32) >= np.int32(least_kept(rate))

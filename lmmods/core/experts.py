@@ -33,7 +33,9 @@ class Mixture:
 
 def mixture_of(config: Any) -> Mixture | None:
     """Return the mixture in a transformers configuration, if it has one."""
+    # Of a model with several parts (text and images), the language model is meant.
     text = config.get_text_config()
+    # Mixtral and gpt-oss use the first name, Qwen and OLMoE the second.
     num = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     per_token = getattr(text, "num_experts_per_tok", None)
     return Mixture(num, per_token) if num and per_token else None

@@ -34,11 +34,13 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
 
     for name, value in (overrides or {}).items():
         if name in ROPE_FIELDS and hasattr(config, "rope_parameters"):
+            # Merged with the present value: setting the field alone would lose the model's `KEPT`.
             name, value = "rope_parameters", rope_with(config, name, value)
         try:
             setattr(config, name, value)
         except (StrictDataclassError, TypeError, ValueError) as error:
             raise UserError(f"model.config_overrides.{name}: {one_line(error)}") from error
+    # After all fields are set, as each may be valid only together with the others.
     if overrides and not set(ROPE_FIELDS).isdisjoint(overrides):
         check_rope(config)
     return config
@@ -81,6 +83,7 @@ def _new_config(fields: dict[str, Any]) -> Any:
         raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not know. "
                         "Examples: gpt2, llama, bert.")
     kind = CONFIG_MAPPING[model_type]
+    # transformers accepts unknown fields without a word, so a typing error would have no effect.
     _check_fields(kind(), fields)
     try:
         config = kind(**fields)  # all at once: head sizes are derived from other fields
@@ -98,6 +101,7 @@ def _check_fields(config: Any, fields: dict[str, Any]) -> None:
 
 def known_fields(config: Any) -> dict[str, Any]:
     """The fields of `FIELDS` that a configuration has, with their values."""
+    # Configurations of several parts (text and images) nest these fields.
     text = config.get_text_config()
     return {field: getattr(text, field) for field in FIELDS if hasattr(text, field)}
 
@@ -106,6 +110,7 @@ def position_limit(fields: dict[str, Any]) -> int | None:
     """Longest row that a configuration with these fields allows; None if it sets no limit."""
     positions = fields.get("max_position_embeddings", fields.get("n_positions"))
     if positions and any(kin in fields.get("model_type", "") for kin in COUNT_FROM_PADDING):
+        # The rows of the table up to the padding token's id are never used; transformers' default id is 1.
         return positions - (1 if fields.get("pad_token_id") is None else fields["pad_token_id"]) - 1
     return positions
 
@@ -182,6 +187,7 @@ def saved_quantization(config: Any) -> str | None:
     saved = getattr(config, "quantization_config", None)
     if saved is None:
         return None
+    # bitsandbytes folders of older versions do not name their method.
     if (method := saved.get("quant_method", "bitsandbytes")) != "bitsandbytes":
         return method
     return "int8" if saved.get("load_in_8bit") else saved.get("bnb_4bit_quant_type", "fp4")
@@ -219,6 +225,7 @@ def rope_with(config: Any, field: str, value: Any) -> dict[str, Any]:
     transformers reads `rope_scaling` there. `KEPT` keep the model's values unless given.
     """
     before = config.rope_parameters or {}
+    # One set of parameters for all layers.
     if not any(isinstance(part, dict) for part in before.values()):
         return _merged(before, field, value)
     parts = value if isinstance(value, dict) and value.keys() <= before.keys() else {"full_attention": value}
@@ -242,6 +249,7 @@ def check_rope(config: Any) -> None:
         return
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    # Fills in `rope_type` and merges older fields, so that the checks below find them.
     config.standardize_rope_params()
     parts = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
     known = {"default", *ROPE_INIT_FUNCTIONS}

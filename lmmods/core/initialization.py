@@ -32,6 +32,7 @@ class Normal:
 
     def fill(self, generator: np.random.Generator, out: np.ndarray) -> None:
         values = standard_normal(generator, out.size)
+        # Redrawing continues the block's own generator, so other blocks are not affected.
         while self.cut is not None and (outside := np.flatnonzero(np.abs(values) > np.float32(self.cut))).size:
             values[outside] = standard_normal(generator, outside.size)
         np.multiply(values, np.float32(self.std), out=out)
@@ -59,6 +60,7 @@ def stream_key(seed: int, name: str) -> int:
 
 def lora_a(num_inputs: int) -> Uniform:
     """Distribution of PEFT's initial A: `torch.nn.init.kaiming_uniform_` with a = sqrt(5), as torch computes it."""
+    # Equals 1 / sqrt(num_inputs), but in torch's order of operations, which rounds alike.
     gain = math.sqrt(2 / (1 + math.sqrt(5) ** 2))
     bound = math.sqrt(3) * (gain / math.sqrt(num_inputs))
     return Uniform(-bound, bound)
@@ -89,6 +91,7 @@ def draw_part(seed: int, name: str, distribution: Normal | Uniform, shape: tuple
     values = np.empty([len(span) for span in ranges], np.float32)
     if not values.size:
         return values
+    # Rows are consecutive in the draw, columns are not: draw whole rows, a bounded number at a time, and cut them.
     rows, row_size = ranges[0], math.prod(shape[1:])
     at_once = max(1, PART // row_size)
     for first in range(rows.start, rows.stop, at_once):
@@ -100,6 +103,7 @@ def draw_part(seed: int, name: str, distribution: Normal | Uniform, shape: tuple
 
 def draw_range(seed: int, name: str, distribution: Normal | Uniform, size: int, start: int, stop: int) -> np.ndarray:
     """Values `start` to `stop` of a parameter of `size` values, in row-major order: float32 [stop - start]."""
+    # Extend to whole blocks: a block can only be drawn from its start.
     first = start // BLOCK * BLOCK
     last = min(math.ceil(stop / BLOCK) * BLOCK, size)  # the values of a block depend on its length
     values = np.empty(last - first, np.float32)
@@ -112,6 +116,7 @@ def _fill_blocks(seed: int, name: str, distribution: Normal | Uniform, first: in
     key = stream_key(seed, name)
 
     def fill_block(start: int) -> None:
+        # The block number is in the upper bits of the 256-bit counter, so each block has 2^64 steps before the next.
         generator = np.random.Generator(np.random.Philox(key=key, counter=(first + start) // BLOCK << 64))
         distribution.fill(generator, flat[start:start + BLOCK])
 
@@ -125,6 +130,7 @@ def _fill_blocks(seed: int, name: str, distribution: Normal | Uniform, first: in
 
 def mean_row(table: np.ndarray) -> np.ndarray:
     """Initial row [1, ...] of tokens new to a model, float32: the mean of the table's rows."""
+    # float64, as a sum over a whole vocabulary loses digits in float32.
     return table.mean(0, keepdims=True, dtype=np.float64).astype(np.float32)
 
 
@@ -151,27 +157,31 @@ def _edges() -> np.ndarray:
     """Right edges of the layers, the widest first, then 0: [257]."""
     edges = [AREA / math.exp(-TAIL**2 / 2), TAIL]  # the first: a box as large as the base layer with its tail
     while len(edges) < 256:
+        # A layer is a box from 0 to its right edge; its area and the height of its bottom give that of its top.
         height = AREA / edges[-1] + math.exp(-edges[-1]**2 / 2)
         edges.append(math.sqrt(-2 * math.log(height)))
     return np.array([*edges, 0.0])
 
 
 EDGES = _edges()
-HEIGHTS = np.exp(-EDGES**2 / 2)
-STEP = (EDGES[:-1] / 2**BITS).astype(np.float32)
+HEIGHTS = np.exp(-EDGES**2 / 2)  # of the unnormalised density at each edge: [257]
+STEP = (EDGES[:-1] / 2**BITS).astype(np.float32)  # distance of two places in each layer: [256]
 INSIDE = (EDGES[1:] / EDGES[:-1] * 2**BITS).astype(np.int32)  # places under the next layer, hence under the curve
 
 
 def standard_normal(generator: np.random.Generator, size: int) -> np.ndarray:
     """Independent numbers, float32 [size]."""
+    # 32 bits per number: 0 to 7 select the layer, 8 is the sign, 9 to 31 the place.
     bits = generator.bit_generator.random_raw((size + 1) // 2).view(np.uint32)[:size]
     layers = (bits & np.uint32(255)).astype(np.intp)
     places = (bits >> np.uint32(9)).view(np.int32)
     values = places.astype(np.float32)
     values *= np.take(STEP, layers, mode="clip")
+    # Rare: a place that is not under the next layer needs a look at the curve itself.
     outside = np.flatnonzero(places >= np.take(INSIDE, layers, mode="clip"))
     if outside.size:
         values[outside] = _outside(generator, layers[outside], values[outside])
+    # Values are not negative so far: set the sign bit of each float in place, bit 8 -> bit 31.
     sign = values.view(np.uint32)
     sign |= (bits & np.uint32(256)) << np.uint32(23)
     return values
@@ -179,8 +189,10 @@ def standard_normal(generator: np.random.Generator, size: int) -> np.ndarray:
 
 def _outside(generator: np.random.Generator, layers: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Absolute values [N] for places that may lie above the curve."""
+    # Draw a height within the layer: at or above the curve, the point is rejected.
     low, high = HEIGHTS[layers], HEIGHTS[layers + 1]
     above = low + generator.random(len(layers)) * (high - low) >= np.exp(-values.astype(np.float64)**2 / 2)
+    # The base layer has no curve to compare with: its places beyond TAIL stand for the tail.
     above &= layers > 0
     values[above] = np.abs(generator.standard_normal(np.count_nonzero(above)))  # rejected: redrawn
     values[layers == 0] = _tail(generator, np.count_nonzero(layers == 0))
@@ -193,5 +205,6 @@ def _tail(generator: np.random.Generator, size: int) -> np.ndarray:
     while len(found) < size:
         x, y = generator.standard_exponential((2, size))
         x /= TAIL
+        # Drawn in pairs until enough are accepted; the last round may yield more than needed.
         found = np.concatenate([found, TAIL + x[2 * y > x * x]])
     return found[:size]

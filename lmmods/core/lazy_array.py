@@ -27,6 +27,7 @@ class LazyArray:
 
     def __getitem__(self, part: Part) -> np.ndarray:
         """Read a part, given by a slice for each dimension."""
+        # Fill in open and negative bounds; readers get neither these nor empty parts.
         part = tuple(slice(*cut.indices(length)[:2]) for cut, length in zip(part, self.shape, strict=True))
         sizes = size_of(part)
         return self._read(part) if all(sizes) else self.empty(sizes, dtype=self.dtype)
@@ -35,7 +36,7 @@ class LazyArray:
         return np.asarray(self[(slice(None),) * self.ndim], dtype or self.dtype)
 
     def astype(self, dtype: Any) -> "LazyArray":
-        """The same values in another dtype."""
+        """The same values in another dtype of numpy; the array must be numpy's."""
         return LazyArray(self.shape, dtype, lambda part: self[part].astype(dtype, copy=False))
 
     def scaled(self, factor: np.generic | float) -> "LazyArray":
@@ -52,6 +53,7 @@ class LazyArray:
 
         def read(part: Part) -> np.ndarray:
             rows, cut = part
+            # Read all matrices that the rows overlap, then cut to the rows.
             first, last = rows.start // length, -(-rows.stop // length)
             found = self[slice(first, last), slice(0, length), cut].reshape(-1, cut.stop - cut.start)
             return found[rows.start - first * length:rows.stop - first * length]
@@ -80,10 +82,13 @@ def lazy_file(file: Path, framework: str = "numpy", empty: Callable = np.empty) 
     opened = safe_open(file, framework)
 
     def array(name: str) -> LazyArray:
+        # A slice knows its shape from the header alone; nothing is read yet.
         stored = opened.get_slice(name)
         shape = stored.get_shape()
+        # safetensors cannot slice a scalar.
         if not shape:
             return lazy(opened.get_tensor(name), empty)
+        # The header names the dtype in safetensors' terms; an empty slice has that of the library.
         return LazyArray(shape, stored[:0].dtype, lambda part: stored[part], empty)
 
     return {name: array(name) for name in opened.keys()}
@@ -99,8 +104,10 @@ def joined(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray
     first = pieces[0][1]
 
     def read(part: Part) -> np.ndarray:
+        # Uninitialised: the shards must cover the array.
         whole = first.empty(size_of(part), dtype=first.dtype)
         for begin, piece in pieces:
+            # Overlap of the part and the shard in each dimension, [first, last) in the whole array.
             both = [(max(cut.start, at), min(cut.stop, at + size))
                     for cut, at, size in zip(part, begin, piece.shape, strict=True)]
             if all(first < last for first, last in both):
@@ -114,7 +121,7 @@ def joined(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray
 def stack(layers: Sequence[LazyArray]) -> LazyArray:
     """Stack arrays of one shape and dtype along a new first dimension; they are read one after the other."""
     def read(part: Part) -> np.ndarray:
-        chosen = layers[part[0]]
+        chosen = layers[part[0]]  # a slice of the first dimension selects layers
         whole = np.empty([len(chosen), *size_of(part[1:])], layers[0].dtype)
         for place, layer in enumerate(chosen):
             whole[place] = layer[part[1:]]

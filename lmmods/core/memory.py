@@ -37,6 +37,7 @@ def widths_of(config: Any) -> Widths:
     text, mixture = config.get_text_config(), mixture_of(config)
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     if mixture is not None:
+        # Activations exist only for the experts that a token uses.
         wide = mixture.per_token * (getattr(text, "moe_intermediate_size", None) or wide)
     return Widths(text.num_hidden_layers, text.hidden_size, wide)
 
@@ -80,6 +81,7 @@ def flops_per_token(num_params: int, num_trainable: int) -> int:
             uses.
         num_trainable: The trained ones of these.
     """
+    # The backward pass needs the gradient of each layer's input (2 per weight), and of the weight if it trains (2).
     return 4 * num_params + 2 * num_trainable
 
 
@@ -95,8 +97,10 @@ def score_flops(length: int, windows: Iterable[int | None], features: int, causa
     def pairs(window: int | None) -> int:
         reach = length if window is None else min(window, length)
         back = reach * (reach + 1) // 2 + (length - reach) * reach  # sum over all tokens, each itself included
+        # Both sides count the token itself, which is subtracted once.
         return back if causal else 2 * back - length
 
+    # 2 FLOP per multiplication and addition, for the scores (q k) and the weighted values (p v) each.
     return sum(4 * features * pairs(window) for window in windows)
 
 
@@ -164,6 +168,7 @@ def estimate_step(widths: Widths, weight_bytes: float, num_trainable: int, optim
     # A block keeps roughly its normed inputs, q, k, v, the attention output and the MLP's gate, up and product.
     per_layer = widths.hidden if checkpointing else 8 * widths.hidden + 3 * widths.wide
     activations = num_tokens * (per_layer * widths.num_layers + 4 * widths.hidden) * compute_bytes
+    # Gradients are counted in float32.
     return StepMemory({"parameters": weight_bytes, "gradients": 4 * num_trainable,
                        "optimiser state": num_trainable * STATE_BYTES[optimizer], "activations": activations},
                       available, "counted from the configuration")

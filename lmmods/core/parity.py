@@ -70,13 +70,16 @@ def first_rows(datamodule: Any, num_rows: int) -> list[Row]:
 
 def sequences(row: Row) -> Row:
     """Inputs of a network for a row: [A, T] for each column, where a row of preferences has A answers."""
+    # Labels and weights are not inputs of the network.
     names = ("input_ids", "attention_mask", "position_ids", "segment_ids", "token_type_ids")
     return {name: row[name].reshape(-1, row[name].shape[-1]) for name in names if name in row}
 
 
 def compared_positions(row: Row, num_rows: int) -> np.ndarray:
     """Positions [P] among the A × T tokens of a row whose logits are compared: real tokens, evenly spaced."""
+    # Logits at padding are arbitrary and may differ between attention kernels.
     real = np.flatnonzero(row["attention_mask"])
+    # First to last, so that errors which grow along the row are seen.
     return real[np.linspace(0, len(real) - 1, max(POSITIONS // num_rows, 1)).round().astype(int)]
 
 
@@ -122,10 +125,12 @@ def compare(expected: Path, found: Path) -> list[Difference]:
 def _worst_gradient(one: Any, other: Any) -> Difference:
     """The parameter with the largest difference, read one at a time; infinity if an engine lacks a parameter."""
     names = sorted(one.keys())
+    # A parameter that trains on one engine alone is a difference, too.
     if apart := sorted(set(names).symmetric_difference(other.keys())):
         return Difference("gradient", math.inf, math.inf, apart[0])
     least = SMALL * max(np.abs(one.get_tensor(name)).max() for name in names)
     found = [_difference("gradient", one.get_tensor(name), other.get_tensor(name), name, least) for name in names]
+    # NaN compares as False, so `max` could pass over it.
     return max(found, key=lambda each: math.inf if math.isnan(each.relative) else each.relative)
 
 
@@ -133,4 +138,5 @@ def _difference(what: str, expected: np.ndarray, found: np.ndarray, name: str = 
     if expected.shape != found.shape:
         return Difference(what, math.inf, math.inf, name)
     absolute, scale = float(np.abs(expected - found).max()), max(float(np.abs(expected).max()), float(least))
+    # Without a scale: equal zeros are no difference, anything else is infinitely large. NaN stays NaN.
     return Difference(what, absolute, absolute / scale if scale else math.inf * absolute if absolute else 0.0, name)

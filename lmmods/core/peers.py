@@ -73,20 +73,24 @@ class MeetingPoint:
         def value(*names: str) -> str | None:
             return next((environment[name] for name in names if environment.get(name)), None)
 
+        # Lightning's launcher sets LOCAL_RANK but not RANK; on the first or only machine the two are equal.
         by_lightning = "RANK" not in environment and "LOCAL_RANK" in environment and value("NODE_RANK") in (None, "0")
         by_srun = "RANK" not in environment and "SLURM_PROCID" in environment
         rank = value("RANK", *(["SLURM_PROCID"] if by_srun else ["LOCAL_RANK"] if by_lightning else []))
         size = value("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if by_srun else value("WORLD_SIZE")
+        # SLURM starts process 0 on the first host of the step.
         host = value("MASTER_ADDR") or _first_host(value("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") or "")
         job = value("SLURM_JOB_ID") or ""
+        # Without MASTER_PORT, Lightning under SLURM takes this port, too.
         port = value("MASTER_PORT") or (f"{15000 + int(job[-4:])}" if by_srun and job[-4:].isdigit() else None)
         if not (host and all((text or "").isdigit() for text in (rank, size, port))) or int(size) < 2:
             return None
+        # Equal in all processes of a run, but not in another run or a restart, which may use the same port.
         run = (host, port, size, job, *(value(name) or "" for name in (
             "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")))
         launcher = value(LAUNCHER) if by_lightning and rank != "0" else None
         if "TORCHELASTIC_RUN_ID" in environment:
-            launcher = os.getppid()
+            launcher = os.getppid()  # torchrun's agent
         token = hashlib.sha256(repr(run).encode()).hexdigest()[:32]
         return cls(int(rank), int(size), host, int(port) + PORT_DISTANCE, token, int(launcher) if launcher else None)
 
@@ -115,6 +119,8 @@ class Connection:
 
     def set_timeout(self, timeout: int) -> None:
         """Set keep-alive: silence for half the time, then four probes. Not all systems have all of these options."""
+        # TCP_USER_TIMEOUT, in milliseconds, limits how long sent data may stay unacknowledged: keep-alive probes only
+        # an idle connection.
         for option, value in (("TCP_KEEPIDLE", timeout // 2), ("TCP_KEEPINTVL", timeout // 8), ("TCP_KEEPCNT", 4),
                               ("TCP_USER_TIMEOUT", 1000 * timeout)):
             if hasattr(socket, option):
@@ -145,6 +151,7 @@ class Connection:
         except OSError:  # reset, or silent for too long
             return None
         self.num_silent = 0
+        # What follows the last line break is the beginning of a word, kept for the next call.
         *words, self._received = (self._received + received).split(b"\n")
         return [word.decode(errors="replace") for word in words] if received else None
 
@@ -224,6 +231,7 @@ class Peers:
             self._leave("done")
             return
         self._rank, self._timeout = rank, timeout
+        # Connections from `begin` have the default keep-alive, and have not announced heartbeats yet.
         for connection in list(self._connections):
             connection.set_timeout(timeout)
             if connection.name:
@@ -231,11 +239,13 @@ class Peers:
         if rank == 0:
             if self._listener is None:
                 self._listen(0)
+            # Collective: every process takes part, also one that is connected already.
             share((socket.gethostname(), self._listener.getsockname()[1], self._token))
         else:
             host, port, token = share(None)
             if not self._is_connected.is_set():
                 self._token = token
+                # The host name may not resolve on other machines, where MASTER_ADDR does.
                 self._places = [(name, port) for name in dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host))]
         if not self._thread.is_alive():
             self._thread.start()
@@ -284,6 +294,7 @@ class Peers:
             if self._has_left:
                 return
             if word == "failed" and self._num_others and self._launched_by is None:
+                # Processes that have not connected yet would otherwise wait for this one in their library.
                 self._stays_until = time.monotonic() + ARRIVING
             self._has_failed, self._has_left = word == "failed", True
         self._fails.set()
@@ -330,11 +341,13 @@ class Peers:
 
     def _watch(self) -> None:
         next_beat, next_attempt = 0.0, 0.0
+        # Until this process has left, all others have closed their ends, and no late one is awaited.
         while not self._has_left or self._connections or self._stays:
             may_connect = self._places and not self._connections and (not self._has_left or self._stays)
             if may_connect and time.monotonic() >= next_attempt:
                 self._connect()
                 next_attempt = time.monotonic() + RETRYING
+            # The listener is registered without data, connections with themselves.
             for key, _ in self._selector.select(self._patience(next_beat)):
                 if key.data is None:
                     self._add(Connection(self._listener.accept()[0], self._timeout or KEEP_ALIVE))
@@ -348,6 +361,7 @@ class Peers:
                 self._end(LOST, UserError(
                     f"The process that has started this one (PID {self._launched_by}) is gone, so this one ends, too. "
                     "--ckpt_path auto goes on from the last checkpoint."))
+            # The first process sees every death: it waits until no more come, so that one message names them all.
             if self._lost and (self._rank or not self._selector.select(GATHERING)):
                 self._end(LOST, UserError(
                     f"Lost process {', '.join(self._lost)}: killed, or its machine cannot be reached. The other "
@@ -364,6 +378,7 @@ class Peers:
         """Seconds to wait for messages."""
         if self._lost:
             return GATHERING
+        # What `select` cannot wait for is checked regularly: children, the launcher, the next attempt to connect.
         looks = self._timeout is None or self._started or self._launched_by is not None or not self._connections
         until_beat = math.inf if self._timeout is None else max(next_beat - time.monotonic(), 0)
         return min(until_beat, RETRYING) if looks else until_beat
@@ -371,9 +386,11 @@ class Peers:
     def _look_at_started(self) -> None:
         for rank, process in list(self._started.items()):
             status, name = process.poll(), f"{rank} on {socket.gethostname()} (PID {process.pid})"
+            # Neither dead nor connected: look again.
             if status is None and name not in self._known:
                 continue
             del self._started[rank]  # its connection reports from now on
+            # Below 0: killed by a signal. Above: it has failed by itself.
             if name not in self._known and status < 0:
                 self._lost.append(name)
             elif name not in self._known and status:
@@ -394,6 +411,7 @@ class Peers:
     def _hear(self, connection: Connection) -> None:
         words = connection.receive()
         for word in words or ():
+            # The first word introduces the other end; whoever lacks the token does not belong to this run.
             if not connection.name:
                 token, _, name = word.partition(" ")
                 if token != self._token or not name:
@@ -405,12 +423,15 @@ class Peers:
                 self._others_take_leave = True
                 return self._remove(connection)
             elif word == "failed":
+                # It may end now, so its silence is no loss.
                 connection.is_alive = False
                 self._wait_to_fail()
                 return self._end(FAILED, UserError(f"Process {connection.name} has ended with an error, so this one "
                                                    "ends, too."))
             else:
+                # An exit status: the other end has reported a loss or failure and ended at once, see `_end`.
                 self._end(int(word))
+        # Closed without a word about how it ends: if it is one of the run, it is dead.
         if words is None:
             self._remove(connection)
             self._lost += [connection.name] if connection.name else []
@@ -433,6 +454,7 @@ class Peers:
     def _wait_to_fail(self) -> None:
         """Wait a little for this process to fail itself: a mistake that all find is best reported in its own words."""
         timeout = self._timeout or KEEP_ALIVE
+        # Runs in the watching thread, so heartbeats must be sent here meanwhile.
         for _ in range(math.ceil(ENDING * BEATS / timeout)):
             if self._fails.wait(min(timeout / BEATS, ENDING)):
                 break
@@ -507,7 +529,9 @@ def check_timeout(timeout: int | None) -> None:
 
 
 def _is_gone(launcher: int) -> bool:
-    """True if the process that started this one, or the one between them, is dead."""
+    """True if the process that started this one, directly or through another, is dead."""
+    # The system replaces a dead parent, so this one is alive. With another parent there may be a process in between:
+    # look up the launcher itself. A zombie is dead, but not reaped.
     if os.getppid() == launcher:
         return False
     import psutil

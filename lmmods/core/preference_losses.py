@@ -72,6 +72,7 @@ def _sigmoid(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Arra
 def _robust(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
     logits = s.beta * (chosen - rejected)
     clean, flipped = -ops.log_sigmoid(logits), -ops.log_sigmoid(-logits)
+    # Unbiased estimate of the loss with clean labels if each is flipped with probability `label_smoothing`.
     return ((1 - s.label_smoothing) * clean - s.label_smoothing * flipped) / (1 - 2 * s.label_smoothing)
 
 
@@ -80,32 +81,39 @@ def _hinge(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array)
 
 
 def _ipo(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    # A regression to a fixed margin: unlike a sigmoid, it stops pushing once the margin is reached.
     return (chosen - rejected - 1 / (2 * s.beta)) ** 2
 
 
 def _nca_pair(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    # The chosen answer is in both classes: its score is bounded from above, too, instead of only the difference.
     return (-ops.log_sigmoid(s.beta * chosen) - 0.5 * ops.log_sigmoid(-s.beta * chosen)
             - 0.5 * ops.log_sigmoid(-s.beta * rejected))
 
 
 def _bco_pair(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    # A binary classifier of single answers: chosen is 1, rejected is 0.
     return -ops.log_sigmoid(s.beta * chosen) - ops.log_sigmoid(-s.beta * rejected)
 
 
 def _sppo_hard(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    # Regress the scores to +1 / (2 beta) and -1 / (2 beta).
     return (chosen - 0.5 / s.beta) ** 2 + (rejected + 0.5 / s.beta) ** 2
 
 
 def _apo_zero(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    # Makes the chosen answer more likely and the rejected one less.
     return ops.sigmoid(-s.beta * chosen) + ops.sigmoid(s.beta * rejected)
 
 
 def _apo_down(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
+    # Makes both answers less likely, the rejected one more so: for chosen answers worse than the model's own.
     return ops.sigmoid(s.beta * chosen) + ops.sigmoid(-s.beta * (chosen - rejected))
 
 
 def _exo_pair(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
     """KL divergence of the model's preference from the smoothed label."""
+    # The label is (1 - smoothing, smoothing); `smoothing` is above 0, or the divergence would be infinite.
     logits, smoothing = s.beta * (chosen - rejected), s.label_smoothing
     return (ops.sigmoid(logits) * (ops.log_sigmoid(logits) - math.log1p(-smoothing))
             + ops.sigmoid(-logits) * (ops.log_sigmoid(-logits) - math.log(smoothing)))
@@ -121,7 +129,9 @@ def _orpo(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) 
 
 def _log_odds(ops: Operations, score: Array) -> Array:
     """log(p / (1 - p)) of p = exp(score)."""
+    # At p = 1 the odds are infinite; clamp before the logarithm, so that gradients stay finite, too.
     score = ops.where(score < -LEAST, score, -LEAST)
+    # -expm1(score) is 1 - p without cancellation for p near 1.
     return score - ops.log(-ops.expm1(score))
 
 
@@ -206,8 +216,10 @@ class PreferenceLoss:
             lengths: [B, 2], the number of those tokens.
             reference: [B, 2], `logps` under the reference model; None for a method without.
         """
+        # Padding rows have no tokens: 0 / 0 would be NaN, which a weight of 0 does not remove.
         lengths = ops.where(lengths > 0, lengths, 1)
         scores = logps if reference is None else logps - reference
+        # Rounding errors of a score are relative to the numbers subtracted, not to the difference.
         sizes = abs(logps) if reference is None else abs(logps) + abs(reference)
         if self.method.per_token:
             scores, sizes = scores / lengths, sizes / lengths
@@ -216,7 +228,7 @@ class PreferenceLoss:
         sft_weight = self.method.sft_weight if self.sft_weight is None else self.sft_weight
         if sft_weight:
             losses = losses - sft_weight * logps[:, 0] / lengths[:, 0]
-        once = chosen * 0 + 1
+        once = chosen * 0 + 1  # ones [B] of the engine's array type
         margin, tie = chosen - rejected, TIE * (sizes[:, 0] + sizes[:, 1])
         values = {"rewards/chosen": self.beta * chosen, "rewards/rejected": self.beta * rejected,
                   "rewards/margin": self.beta * margin,
@@ -236,9 +248,11 @@ class PreferenceLoss:
         """
         scores = logps - reference
         logits = self.beta * (scores - baseline)
+        # Relative to the baseline, the loss 1 - sigmoid(x) = sigmoid(-x) falls with the score of a wanted answer.
         losses = ops.where(desirable, self.desirable_weight * ops.sigmoid(-logits),
                            self.undesirable_weight * ops.sigmoid(logits))
         once = scores * 0 + 1
+        # As weights these restrict a metric to the answers of its kind.
         wanted = ops.where(desirable, once, 0.0)
         metrics = {"rewards/chosen": (self.beta * scores, wanted), "rewards/rejected": (self.beta * scores, 1 - wanted),
                    "logps/chosen": (logps, wanted), "logps/rejected": (logps, 1 - wanted)}

@@ -86,7 +86,9 @@ class Pace:
 
     def mark(self, step: int) -> None:
         """Record that `step` steps are done."""
+        # A clock that stands still during validations.
         self._latest = step, self._clock() - self._paused
+        # Measurement starts behind the first step, which compiles and allocates.
         self._first = self._first or self._latest
 
     def pause(self) -> None:
@@ -118,5 +120,6 @@ class Pace:
         steps, seconds = self.measured
         if not steps:
             return None
+        # Until one has been timed, validations to come count as free.
         each = sum(self._pauses) / len(self._pauses) if self._pauses else 0.0
         return seconds / steps * (self._total - step) + each * validations
