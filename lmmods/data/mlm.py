@@ -49,6 +49,7 @@ class Masker:
 
     def __call__(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Masked ids and labels, both [T]; labels are IGNORED for tokens that were not chosen."""
+        # Random numbers are drawn for all tokens, so that their number does not depend on the choice.
         chosen = self._choose(ids, random)
         fate = random.random(len(ids))
         replaced = np.where(fate < MASK_SHARE, self.mask_id, ids)
@@ -60,9 +61,11 @@ class Masker:
         special = self.special[ids]
         draw = random.random(len(ids)) < self.probability
         if self.whole_words:
+            # True for tokens of a word but its first; what follows a special token, or begins the block, begins a word.
             goes_on = self.continues[ids] & ~special
             goes_on[1:] &= ~special[:-1]
             goes_on[:1] = False
+            # Each token takes the draw of its word's first: the running maximum is the position of that token.
             draw = draw[np.maximum.accumulate(np.where(goes_on, 0, np.arange(len(ids))))]
         return draw & ~special
 
@@ -115,8 +118,10 @@ def vocabulary_flags(tokenizer) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN00
     size = len(tokenizer)
     tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
     special = np.zeros(size, bool)
+    # Tokens that are marked special, and those with a role such as unk_token, which may not be marked.
     special[[number for number, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
     special[tokenizer.all_special_ids] = True
+    # The numbers of a vocabulary may have gaps, whose tokens are None.
     if any(token is not None and token.startswith("##") for token in tokens):
         continues = [token is not None and token.startswith("##") for token in tokens]
     else:
@@ -129,8 +134,10 @@ def tokens_around(tokenizer) -> tuple[list[int], list[int]]:  # noqa: ANN001
     bare = tokenizer("a", add_special_tokens=False).input_ids
     whole = tokenizer("a").input_ids
     if whole != bare:
+        # The tokenizer adds tokens by itself: they are what surrounds the text.
         start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]
+    # It adds none, so take what BERT does, as far as the vocabulary has these tokens.
     ends = (tokenizer.cls_token_id, tokenizer.sep_token_id)
     return tuple([] if token is None else [token] for token in ends)  # type: ignore[return-value]
 
@@ -206,12 +213,15 @@ class MLMData(MLMDataFields, DataModule):
         ids, fills, gap = batch["input_ids"].tolist(), [], 0
         for row in ids:
             fills.append([])
+            # The candidates of all gaps come in one list, row by row; `gap` is the next.
             for place in [place for place, token in enumerate(row) if token == self.tokenizer.mask_token_id]:
+                # Filled in place, so that the text is decoded with all gaps closed.
                 row[place] = tokens[gap][0]
                 fills[-1].append([{"token": self.tokenizer.decode([token]), "probability": probability}
                                   for token, probability in zip(tokens[gap], probabilities[gap])])
                 gap += 1
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        # -1 is the index of padding rows.
         return {index: pair for index, *pair in zip(batch["index"].tolist(), texts, fills) if index >= 0}
 
     def predictions(self, outputs: dict[int, Any]) -> Predictions:

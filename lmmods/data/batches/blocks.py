@@ -26,6 +26,7 @@ class BlockSet(Dataset):
             ends = np.minimum(starts + max_length, total)
         else:
             num_blocks = -(-sizes // max_length)
+            # For each block: the number of its row's first block, then its own number within the row.
             first_block = np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
             within = np.arange(len(first_block)) - first_block
             starts = np.repeat(self._row_ends - sizes, num_blocks) + within * max_length
@@ -49,12 +50,14 @@ class BlockSet(Dataset):
         if number < 0:
             return None
         at, end = int(self._starts[number]), int(self._ends[number])
+        # The first row that ends behind `at`; empty rows are passed over.
         place = first = int(np.searchsorted(self._row_ends, at, "right"))
         parts = []
         while at < end:
+            # Take tokens from row after row until the block is full.
             row_end = int(self._row_ends[place])
             ids = self.rows[place]["input_ids"]
-            start = len(ids) - (row_end - at)
+            start = len(ids) - (row_end - at)  # offset of `at` within the row
             parts.append(ids[start : start + end - at])
             at, place = min(row_end, end), place + 1
         ids = np.concatenate(parts)

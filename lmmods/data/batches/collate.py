@@ -45,6 +45,7 @@ class Collator:
 
     def padded(self, longest: int) -> int:
         """Return the padded length of a batch from the length of its longest row."""
+        # Rounding stops at `max_length`, but never cuts a row.
         return max(longest, min(-(-longest // self.multiple) * self.multiple, self.max_length))
 
     def _column(self, key: str, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
@@ -54,9 +55,11 @@ class Collator:
             return np.array([-1 if row is None else row[key] for row in rows], np.int64)
         if key in ("start_positions", "end_positions"):
             return np.array([IGNORED if row is None else self._moved(row, key, length) for row in rows], np.int64)
+        # [B, T], filled with padding; rows are written over it.
         fill = {"input_ids": self.pad_id, "labels": IGNORED}.get(key, 0)
         column = np.full((len(rows), length), fill, np.float32 if key == "loss_weights" else np.int64)
         for place, row in enumerate(rows):
+            # The one token that a padding row attends to, in a segment of its own.
             if row is None and key in ("attention_mask", "segment_ids"):
                 value: Any = np.ones(1, np.int64)
             elif key == "attention_mask":
@@ -72,14 +75,16 @@ class Collator:
 
     def _token_seeds(self, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
         """Token seeds [B, T]; packed rows hold several data rows each."""
-        draws, sizes = (np.array([[0 if row is None else get(row)] for row in rows], np.int64)
+        draws, sizes = (np.array([[0 if row is None else get(row)] for row in rows], np.int64)  # [B, 1] each
                         for get in (lambda row: row["draw"], lambda row: len(row["input_ids"])))
+        # [T] or, padded on the left, [B, T]: 0 at a row's first token, negative in the padding before it.
         positions = np.arange(length) - (0 if self.side == "right" else length - sizes)
         real = (positions >= 0) & (positions < sizes)
         if any(row is not None and "segment_ids" in row for row in rows):
+            # [B, T]: the row and position of each token in its data row, so that packing does not change its mask.
             numbers, positions = (self._column(key, rows, length) for key in ("row", "position_ids"))
         else:
-            numbers = np.array([[0 if row is None else row["row"]] for row in rows], np.int64)
+            numbers = np.array([[0 if row is None else row["row"]] for row in rows], np.int64)  # [B, 1]
         return np.where(real, token_seeds(self.seed, draws, numbers, positions), 0).astype(np.int64)
 
     def _moved(self, row: dict[str, Any], key: str, length: int) -> int:
@@ -146,11 +151,13 @@ class MismatchedSet(AnswerSet):
         if len(rows) < 2:
             raise UserError("model.loss kto compares each answer with that of another row, but there is one row alone: "
                             "add rows, or take the loss apo_zero_unpaired")
+        # Each row borrows from the next one of the cycle, hence never from itself.
         circle = np.random.default_rng([seed, len(rows)]).permutation(len(rows))
         self._lender = np.empty(len(rows), np.int64)
         self._lender[circle] = np.roll(circle, -1)
         self._max_length = max_length
         prompts = rows.column("prompt_length")
+        # The second answer has the row's own prompt and the lender's answer.
         self.tokens = self.tokens + np.minimum(prompts + (rows.lengths - prompts)[self._lender], max_length)
         self.lengths = np.maximum(rows.lengths, self.tokens - rows.lengths)
 
@@ -188,6 +195,7 @@ class AnswerCollator:
     def __call__(self, items: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
         rows = [row for item in items for row in self._rows(item)]
         shape = (len(items), self.num_answers)
+        # [B * A, ...] -> [B, A, ...]
         batch = {name: column.unflatten(0, shape) for name, column in self.collator(rows).items()}
         if not self.is_paired:
             batch["desirable"] = torch.tensor([0 if item is None else int(item["desirable"]) for item in items])
@@ -205,5 +213,6 @@ class AnswerCollator:
     def _rows(self, item: dict[str, Any] | None) -> list[dict[str, Any] | None]:
         if item is None:
             return [None] * self.num_answers
+        # `row` seeds dropout: distinct numbers for up to two answers per row.
         return [{"weight": item["weight"], "draw": item["draw"], "row": 2 * item["row"] + place, **answer}
                 for place, answer in enumerate(item["answers"])]

@@ -91,9 +91,11 @@ def _read(loader: DataLoader, batches: _Batches, upcoming: Iterator[list[int]], 
     own, size = shard.fed
 
     def is_read(place: int) -> bool:
+        # The second case: the last group, of count - place batches, has none for `own`; rank 0's is the first of it.
         rank = place % size
         return rank in own or rank == 0 and min(own) >= min(size, count - place)
 
+    # The DataLoader runs ahead of what is yielded, so both iterate by themselves.
     upcoming, known = tee(upcoming)
     batches.upcoming = (numbers for place, numbers in enumerate(upcoming) if is_read(place))
     own_batches = iter(loader)
@@ -153,6 +155,7 @@ class StatefulLoader:
         self._batches = _Batches()
         self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)
         self._batch_size, self._num_rows = batch_size, len(rows)  # type: ignore[arg-type]
+        # Rows of an optimiser step over all ranks, which do not change if the same step is divided otherwise.
         self._rule = OrderRule(batch_size * shard.batches_per_step)
         self._epoch = self._handed_out = 0
         self._num_batches = len(order_of(0, self._rule))
@@ -163,10 +166,12 @@ class StatefulLoader:
     def __iter__(self) -> Iterator[Batch | Absent]:
         if self._handed_out >= self._num_batches:
             self._epoch, self._handed_out = self._epoch + 1, 0
+        # The rest of the epoch from the position on, which is a whole epoch unless the run was resumed.
         rank, world_size = self._shard.rank, self._shard.world_size
         upcoming = batches_of_rank(self._order_of(self._epoch, self._rule), self._handed_out, rank, world_size)
         count = batches_per_rank(self._num_batches - self._handed_out, world_size)
         for batch in _read(self._loader, self._batches, upcoming, count, self._shard, self._widths):
+            # Counted as handed out, not as read: workers run ahead. In the last group some ranks have padding only.
             self._handed_out = min(self._handed_out + world_size, self._num_batches)
             yield batch
 
@@ -175,6 +180,7 @@ class StatefulLoader:
         world_size = self._shard.world_size
         order = self._order_of(self._epoch, self._rule)
         upcoming = batches_of_rank(order, first * world_size, self._shard.rank, world_size)
+        # Read in this process: the workers' queue belongs to the iteration.
         return [self._collate([self._rows[number] for number in batch]) for batch in islice(upcoming, count)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,6 +197,7 @@ class StatefulLoader:
         """
         check_same(state, {"num_rows": self._num_rows})
         if self._grouped:
+            # The run keeps the order that it was begun with, whatever batch size it has from here on.
             self._rule = OrderRule.from_state(state)
             self._rule.check(state, self._batch_size)
         self._epoch = state["epoch"]

@@ -101,10 +101,12 @@ def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: 
     if not shuffle:
         return BatchOrder(np.arange(len(lengths)), batch_size)
     random = np.random.default_rng(seed)
+    # The order of draws from `random` is part of every saved position: a resumed run repeats it.
     order = random.permutation(len(lengths))
     if not group_by_length:
         return BatchOrder(order, batch_size)
     if rule.version == 1:
+        # Kept as it was, for runs of earlier versions: sort within chunks, then shuffle micro-batches.
         chunk_of = np.arange(len(order)) // (batch_size * SORTED_TOGETHER)
         order = order[np.lexsort((-lengths[order], chunk_of))]
         return BatchOrder(order, batch_size, random.permutation(-(-len(order) // batch_size)))
@@ -118,11 +120,13 @@ def _grouped(order: np.ndarray, lengths: np.ndarray, size: int, begun: int, rand
     shortest of a chunk would come last in every epoch. Rows of a step come longest first, so that each micro-batch, on
     any rank, has rows of similar length.
     """
+    # Rows that complete the step which the order before left incomplete.
     start = min(-begun % size, len(order))
     num_steps = (len(order) - start) // size
     end = start + num_steps * size
     first, rows, last = np.split(order, [start, end])
     stretch_of = np.arange(len(rows)) // (size * SORTED_TOGETHER)
+    # Stretch by stretch (the last key comes first), longest first -> [num_steps, size], steps shuffled.
     rows = rows[np.lexsort((-lengths[rows], stretch_of))].reshape(num_steps, size)[random.permutation(num_steps)]
     return np.concatenate([_longest_first(first, lengths), rows.ravel(), _longest_first(last, lengths)])
 
@@ -143,6 +147,7 @@ def recut(batches: int, before: int, now: int, num_rows: int | None = None) -> i
     if before == now:
         return batches
     rows = batches * before
+    # The whole epoch, whose last micro-batch may be short: not a multiple of either size.
     if num_rows is not None and rows >= num_rows:
         return -(-num_rows // now)
     if rows % now:
@@ -166,4 +171,5 @@ def batches_of_rank(order: BatchOrder, start: int, rank: int, world_size: int) -
     """Yield this rank's batches from global batch `start` on; as many on all ranks, so the last may be padding."""
     for first in range(start, len(order), world_size):
         number = first + rank
+        # The last group may not have a batch for every rank, but collective calls need all of them.
         yield order[number] if number < len(order) else [PADDING_ROW]

@@ -51,6 +51,7 @@ def shuffle_buffers(sources: list[StreamSource], size: int, seed: int, epoch: in
     buffer: list[list[Row]] = [[] for _ in sources]
     while weights.any():
         several = len(sources) > 1
+        # "right", so that a source of weight 0 is never drawn. A single source takes no random numbers.
         chosen = int(np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(), "right")) if several else 0
         row = next(readers[chosen], None)
         if row is None:
@@ -76,7 +77,9 @@ def encode_buffer(sources: list[StreamSource], buffer: list[list[Row]], row_coun
     for source, rows, counted in zip(sources, buffer, row_counts, strict=True):
         parts: list[tuple[list[Row], Encoded]] = list(encode_batches(iter(rows), source.encoder, num_proc))
         for batch, encoded in parts:
+            # Counts go on over buffers; the store has those of its own rows.
             counted.add(batch, encoded)
+        # A source without rows in this buffer still needs its columns.
         stores.append(MemoryStore(parts or [([], source.encoder([]))], source.info))
     return RowSet(stores)
 
@@ -148,9 +151,11 @@ class StreamLoader:
             yield from self._batches_by_buffer()
             return
         size, world_size = self._batch_size, self._shard.world_size
+        # Each rank collates its share of the rows of a group; all ranks read all of them.
         own = slice(self._shard.rank * size, (self._shard.rank + 1) * size)
         rows = self._rows()
         while group := list(islice(rows, size * world_size)):
+            # Set before the batch is handed out: a checkpoint after its step must not repeat it.
             self._position = group[-1][0]
             yield self._collate([items[number] for _, items, number in group[own]])
 
@@ -161,6 +166,7 @@ class StreamLoader:
             rows = self._order_of(items.lengths, epoch, buffer, self._rule, begun).rows.tolist()
             for place in range(done, len(rows)):
                 yield Position(epoch, buffer, place + 1, begun), items, rows[place]
+            # A step that this buffer leaves incomplete is completed by the next one.
             begun, done = (begun + len(rows)) % self._rule.rows_per_step, 0
 
     def _batches_by_buffer(self) -> Iterator[Batch]:
@@ -181,6 +187,7 @@ class StreamLoader:
             buffers = self._buffers()
             upcoming = ahead.submit(next, buffers)
             while True:
+                # Also raises what went wrong while reading.
                 buffer = upcoming.result()
                 upcoming = ahead.submit(next, buffers)
                 yield buffer
@@ -193,6 +200,7 @@ class StreamLoader:
             useful = start > 0  # buffers before the position had usable rows
             size, seed = self._settings["window_size"], self._settings["seed"]
             for number, buffer in enumerate(shuffle_buffers(self._sources, size, seed, epoch)):
+                # Drawn again, since the draws of later buffers depend on them, but not encoded.
                 if number < start:
                     continue
                 rows = encode_buffer(self._sources, buffer, row_counts, self._num_proc)
@@ -204,6 +212,7 @@ class StreamLoader:
             if not useful:
                 raise _useless(self._sources, row_counts)
             self._report_dropped(epoch, row_counts)
+            # Only the first epoch begins in the middle.
             start = 0
 
     def _report_new_reasons(self, row_counts: list[RowCounts]) -> None:
