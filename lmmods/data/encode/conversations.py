@@ -31,6 +31,7 @@ def fewest_left_out(places: list[int], encoded: Callable[[int], Cut | None]) -> 
     Raises:
         RowProblem: It is too long even from the last of them on.
     """
+    # Cached, as encoding is expensive and the result is needed again.
     made = cache(encoded)
     first = bisect_left(places, True, key=lambda place: made(place) is not None)
     if first == len(places):
@@ -95,6 +96,7 @@ class SFTEncoder:
         Raises:
             RowError: A row is too long under on_overflow: error.
         """
+        # Render all rows first, so that their texts are encoded in one call. A row may give several.
         rendered: list[tuple[int, RenderedRow]] = []
         dropped = []
         counts: Counter = Counter()
@@ -112,6 +114,7 @@ class SFTEncoder:
                 fitted.append((place, row.conversation.weight, *self._fitted(row, ids, response, place, counts)))
             except RowProblem as problem:
                 problems.setdefault(place, str(problem))
+        # A row counts as dropped only if none of its turns is left; the others count as dropped turns.
         kept = {place for place, *_ in fitted}
         dropped += [(place, problem) for place, problem in problems.items() if place not in kept]
         counts["turns_dropped"] += sum(place in kept for place in problems)
@@ -131,6 +134,7 @@ class SFTEncoder:
 
     def normalise(self, conversation: Conversation) -> Conversation:
         """Apply the settings of system prompt and reasoning. Raises RowProblem for invalid text."""
+        # Content is most of a turn; the slower check of all its fields is for turns that have more.
         for message in conversation.messages:
             check_unicode(message["content"])
             if len(message) > 2:
@@ -140,6 +144,7 @@ class SFTEncoder:
             messages = [_without_reasoning(message) for message in messages]
         has_system = messages[0]["role"] == "system"
         replaces = self.choices.replace_system_prompt or not has_system
+        # Formats with a template of their own (`plain` text) have no place for a system turn.
         if self.choices.system_prompt is not None and replaces and find_format(self.dataset_format).template is None:
             messages = [{"role": "system", "content": self.choices.system_prompt}, *messages[int(has_system):]]
         return conversation if messages is conversation.messages else replace(conversation, messages=messages)
@@ -153,15 +158,18 @@ class SFTEncoder:
     def render(self, conversation: Conversation, counts: Counter) -> list[RenderedRow]:
         """Render a prepared conversation to rows, and count what happened to it. Raises RowProblem."""
         messages = conversation.messages
+        # Number of turns up to the last one of the assistant; what follows has no answer to learn.
         answered = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
         for key in conversation.unused:
             counts[f"{UNUSED}{key}"] += 1
         if self.prompts_only:
+            # The answer is what the model is to write.
             messages = messages[:-1] if answered == len(messages) else messages
             conversation = replace(conversation, messages=messages)
             return [RenderedRow(self.renderer.prompt(conversation), conversation, [])]
         if not answered:
             raise RowProblem("no response")
+        # In float32, as it is stored: a tiny weight may round to 0.
         if not np.float32(conversation.weight):
             raise RowProblem("the row's weight is 0")
         if messages[0]["role"] == "assistant" and find_format(self.dataset_format).template is None:
@@ -194,6 +202,7 @@ class SFTEncoder:
             counts["rows_cut"] += 1
             counts["turns_cut"] += num_turns - len(row.conversation.messages)
             counts["tokens_cut"] += before - len(ids)
+            # Fits by now, so nothing more is removed.
             ids, labels, prompt, _ = self._labelled(ids, response, place, counts)
             return ids, labels, prompt, before - len(ids)
         return self._labelled(ids, response, place, counts)
@@ -206,6 +215,7 @@ class SFTEncoder:
         """
         messages = conversation.messages
         start = int(messages[0]["role"] == "system")
+        # A shorter conversation begins with a question; the first one (the whole conversation) is known not to fit.
         asked = [place for place, message in enumerate(messages) if message["role"] == "user" and place > start]
         return fewest_left_out(asked, lambda first: self._encoded(
             replace(conversation, messages=[*messages[:start], *messages[first:]])))
@@ -232,7 +242,9 @@ class SFTEncoder:
             counts["tokens_cut"] += sum(removed)
             ids, response = self.shortened(ids, response, prompt, removed)
         train_on_all = self.choices.train_on == "all" and not self.prompts_only
+        # Labels are not shifted: position t holds the id of token t, and the loss of t - 1 predicts it.
         labels = ids if train_on_all else np.where(response >= 0, ids, IGNORED)
+        # The first token is never predicted.
         if not self.prompts_only and not (labels[1:] != IGNORED).any():
             raise RowProblem("nothing left to learn after cutting")
         counts["responses_complete"] += int(not removed.answer and not self.prompts_only)
@@ -240,19 +252,23 @@ class SFTEncoder:
 
     def _prompt_length(self, response: np.ndarray) -> int:
         """Number of tokens before the last response, from the response number of each token."""
+        # argmax finds the first token of the highest number.
         return len(response) if self.prompts_only else int(np.argmax(response == response.max(initial=-1)))
 
     def excess(self, prompt: int, answer: int) -> tuple[int, int, int]:
         """Tokens over the limits: of the prompt, of the answer, and of both together besides those."""
         limits = self.limits
+        # The limits of each part apply first; what is still too long together remains.
         source = max(0, prompt - (limits.source_max_length or prompt))
         target = max(0, answer - (limits.target_max_length or answer))
+        # A prompt of predict leaves room for at least one token.
         return source, target, max(0, prompt - source + answer - target - limits.max_length + int(self.prompts_only))
 
     def shortened(self, ids: np.ndarray, response: np.ndarray, prompt: int, removed: "Truncation"
                    ) -> tuple[np.ndarray, np.ndarray]:
         """Remove the truncated tokens; the begin token is kept."""
         first, left = int(ids[0] == self.text.bos_id), removed.left
+        # A cut inside an earlier response: the rest must not be learned without its beginning.
         if left and response[first + left] == response[first + left - 1]:
             response = np.where(response == response[first + left], -1, response)  # its beginning is cut off
         keep = np.r_[:first, first + left : prompt - removed.right, prompt : len(ids) - removed.answer]
@@ -278,6 +294,7 @@ class SFTEncoder:
                               answer=0 if self.prompts_only else target + total)
         if limits.on_overflow == "truncate" and not self.prompts_only:
             return Truncation(left=source, answer=target + total)
+        # Only the prompt may be cut, and it keeps at least two tokens: the first may be the begin token.
         if target or source + total >= prompt - 1:
             raise RowProblem("response longer than the limits")
         return Truncation(left=source + total)

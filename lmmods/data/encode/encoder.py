@@ -94,6 +94,7 @@ def describe_dropped(info: dict[str, Any]) -> str:
 def arrow_column(column: Ragged | np.ndarray) -> pa.Array:
     if not isinstance(column, Ragged):
         return pa.array(column)
+    # Arrow's lists: element i is values[offsets[i]:offsets[i + 1]].
     offsets = np.concatenate([[0], np.cumsum(column.lengths)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(column.values))
 
@@ -126,19 +127,25 @@ class TextEncoder:
         self.eos_id: int | None = tokenizer.eos_token_id
         self.bos_id: int | None = tokenizer.bos_token_id
         unknown = tokenizer.unk_token_id
+        # GPT-2's unknown token is its end token: ends of documents would be counted as unknown.
         self.unk_id: int | None = None if unknown in (self.eos_id, self.bos_id) else unknown
         self.control: dict[str, int] = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()
                                         if token.special}
+        # A copy: the settings below must not change the tokenizer of others.
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        # Some tokenizers (GPT-2) name their end token as the begin token, but begin no text with it.
         first = backend.encode("a").ids[:1]
         self.uses_bos = self.bos_id is not None and (first == [self.bos_id] or self.bos_id != self.eos_id)
+        # Settings saved in tokenizer.json would pad or cut rows.
         backend.no_padding()
         backend.no_truncation()
         self._set_backend(backend)
+        # The token of "a", or of the space before it, tells whether the tokenizer prepends one.
         self._adds_space = backend.encode("a", add_special_tokens=False).tokens[:1] in (["▁a"], ["Ġa"], ["▁"], ["Ġ"])
         self._adds_space_after_control = self._adds_space and self._space_follows_control(backend)
         self._split: dict[str, list[str | int]] = {}
         self.control_names = {number: name for name, number in self.control.items()}
+        # Longest first, so that a token which begins with another is found; "(?!)" matches nothing.
         names = sorted(self.control, key=len, reverse=True)
         self.control_pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
 
@@ -157,6 +164,7 @@ class TextEncoder:
         if not self.control:
             return True
         backend.encode_special_tokens = False
+        # Some tokenizers prepend a space to each text between control tokens, others at the beginning of a row only.
         joint = backend.encode(next(iter(self.control)) + "a", add_special_tokens=False).ids
         backend.encode_special_tokens = True
         return joint[1:] == self._ids(["a"])[0]
@@ -164,6 +172,7 @@ class TextEncoder:
     def split_control(self, text: str) -> list[str | int]:
         """Split template text at its control tokens: non-empty texts and ids, in order."""
         if text not in self._split:
+            # Texts of named templates repeat; those of Jinja templates contain the conversation, hence the limit.
             if len(self._split) > 10_000:
                 self._split.clear()
             self._split[text] = self._split_control(text)
@@ -187,6 +196,7 @@ class TextEncoder:
         joined = -1
         for text, template, response in segments:
             for part in self.split_control(text) if template else (text,):
+                # A control token or another response ends the run: tokens never merge across its border.
                 if texts and (response != joined or isinstance(part, int)):
                     runs.append(Run("".join(texts), joined))
                     texts = []
@@ -206,10 +216,12 @@ class TextEncoder:
         texts: list[str] = []
         inner: list[bool] = []
         for runs in rows:
+            # Collect the texts of all rows for one call of the tokenizer, which encodes them in parallel.
             before: Run | None = None
             for run in runs:
                 if isinstance(run.content, str):
                     texts.append(run.content)
+                    # The first run of a response.
                     begins = apart and before is not None and run.response not in (-1, before.response)
                     inner.append(not begins and self._continues(before))
                 before = run
@@ -220,9 +232,11 @@ class TextEncoder:
         """True if a run after `before` must not get the tokenizer's own leading space."""
         if not self._adds_space or before is None:
             return False
+        # Behind text the space would be a second one; behind a control token it depends on the tokenizer.
         return isinstance(before.content, str) or not self._adds_space_after_control
 
     def _join(self, runs: list[Run], encoded: Iterator[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        # `encoded` holds the texts of all rows in order, so each row takes as many as it has.
         parts = [next(encoded) if isinstance(run.content, str) else (run.content,) for run in runs]
         lengths = [len(part) for part in parts]
         ids = np.fromiter(chain.from_iterable(parts), np.int32, sum(lengths))
@@ -233,6 +247,7 @@ class TextEncoder:
             return self._ids(texts)
         context = CONTEXTS[0]
         encoded = self._ids([context + text if flag else text for text, flag in zip(texts, inner, strict=True)])
+        # Remove the context's ids. If it was merged with the text, they are no prefix: try another context.
         removed = self._ids([context])[0]
         for number, (ids, flag) in enumerate(zip(encoded, inner, strict=True)):
             if flag:
@@ -245,6 +260,7 @@ class TextEncoder:
             removed, ids = self._ids([context, context + text])
             if ids[: len(removed)] == removed:
                 return ids[len(removed) :]
+        # Every context merges: accept the leading space.
         return self._ids([text])[0]
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
@@ -311,7 +327,7 @@ class TextRowEncoder:
         columns = {"input_ids": Ragged.from_lists(lists)}
         counts["tokens"] += len(columns["input_ids"].values)
         counts["unknown_tokens"] += int((columns["input_ids"].values == self.text.unk_id).sum())
-        counts["labelled_tokens"] = counts["tokens"]
+        counts["labelled_tokens"] = counts["tokens"]  # all are learned
         return Encoded(columns, np.array(places, np.int64), dropped, counts)
 
     def _text(self, row: dict[str, Any]) -> str:
@@ -327,6 +343,7 @@ class TextRowEncoder:
         if self.gap is None:
             return self.text.encode_texts(texts, [not ends_of(row)[0] for row in rows])
         gap = Run(self.text.control[self.gap], -1)
+        # A gap behind every part but the last; parts may be empty.
         parted = [[run for part in text.split(self.gap) for run in (Run(part, -1), gap)][:-1] for text in texts]
         runs = [[run for run in row if run.content != ""] for row in parted]
         return [ids.tolist() for ids, _ in self.text.encode_rows(runs)]
@@ -338,4 +355,5 @@ class TextRowEncoder:
         num_truncated = 0 if self.longest is None else max(0, len(begin) + len(ids) + len(end) - self.longest)
         counts["rows_cut"] += bool(num_truncated)
         counts["tokens_cut"] += num_truncated
+        # The left end is cut, but `begin` stays.
         return np.array([*begin, *ids[num_truncated:], *end], np.int32)

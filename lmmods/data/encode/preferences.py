@@ -55,6 +55,7 @@ class PreferenceEncoder:
                 found += self._read(row, place, counts)
             except RowProblem as problem:
                 problems[place] = str(problem)
+        # All answers of the batch in one call of the tokenizer, in the order in which `found` holds them.
         written = iter(self._encoded([each for row in found for each in row.rendered]))
         kept = []
         for row in found:
@@ -102,6 +103,7 @@ class PreferenceEncoder:
             shared = _num_shared(chosen.conversation.messages, rejected.conversation.messages)
             pair = [self._written(conversation, shared, counts) for conversation, _ in judged]
             return [_Row(place, pair, True)]
+        # Only for its checks: equal answers, or answers to different prompts.
         if len(judged) == 2:
             _num_shared(*(conversation.messages for conversation, _ in judged))
         return [_Row(place, [self._written(conversation, _last_answer(conversation), counts)], is_wanted)
@@ -109,9 +111,11 @@ class PreferenceEncoder:
 
     def _written(self, conversation: Conversation, start: int, counts: Counter) -> RenderedRow:
         """Render a conversation whose answers from the turn at `start` on are scored. Raises RowProblem."""
+        # Earlier answers belong to the prompt.
         messages = [{**message, "scored": False} if message["role"] == "assistant" and place < start else message
                     for place, message in enumerate(conversation.messages)]
         found = self.conversations.render(replace(conversation, messages=messages), counts)
+        # A template that renders turns differently once they are answered gives a row per turn.
         if len(found) != 1:
             raise RowProblem("an answer of several turns, which the chat template writes differently")
         return found[0]
@@ -134,16 +138,19 @@ class PreferenceEncoder:
             tokens = self._with_fewer_turns(row.rendered)
         removed = [self.conversations.truncation(prompt, len(ids) - prompt, row.place)
                    for (ids, _), prompt in zip(tokens, map(_prompt_length, tokens), strict=True)]
+        # Both answers must follow the same prompt, so it loses what the longer one needs; ends are cut one by one.
         left, right = max(each.left for each in removed), max(each.right for each in removed)
         cut = [self._cut(each, Truncation(left, right, own.answer)) for each, own in zip(tokens, removed, strict=True)]
         labelled = [(ids, np.where(response >= 0, ids, IGNORED).astype(np.int32)) for ids, response in cut]
         if not all((labels[1:] != IGNORED).any() for _, labels in labelled):
             raise RowProblem("an answer has nothing left after cutting")
+        # They may differ in text alone, for example in white space, or behind the cut.
         if len(labelled) == 2 and np.array_equal(*(ids for ids, _ in labelled)):
             raise RowProblem("the two answers are equal in tokens")
         lost = before - sum(len(ids) for ids, _ in labelled)
         counts["rows_cut"] += lost > 0
         counts["tokens_cut"] += lost
+        # Where a prompt opens a tag that one answer lacks, as <think>, that answer begins earlier than the other.
         return labelled, min(map(_prompt_length, cut)), lost
 
     def _fits(self, tokens: Tokens) -> bool:
@@ -181,6 +188,7 @@ class PreferenceEncoder:
 
 def _prompt_length(tokens: Tokens) -> int:
     """Number of tokens before the first scored one."""
+    # Not the last response, as in SFTEncoder: answers may have several turns.
     return int(np.argmax(tokens[1] >= 0))
 
 
@@ -190,6 +198,7 @@ def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
                   min(len(chosen), len(rejected)))
     if shared == len(chosen) == len(rejected):
         raise RowProblem("the two answers are equal")
+    # Both must go on with an answer: a comparison of different questions says nothing.
     ends = [messages[shared]["role"] if shared < len(messages) else None for messages in (chosen, rejected)]
     if ends != ["assistant", "assistant"]:
         raise RowProblem("the two conversations part before an answer")

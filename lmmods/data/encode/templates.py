@@ -199,6 +199,7 @@ class TemplateRenderer:
         self.eos = eos_token
         end = self.template.end.replace("{eos}", eos_token)
         self.notes: list[str] = []
+        # As plain text it would be several tokens, on which generation could not stop.
         if end not in encoder.control:
             self.notes.append(f"template {name}: {end} is no token of this tokenizer, responses end in {eos_token} "
                               "instead (data.add_tokens can add it)")
@@ -247,9 +248,12 @@ class TemplateRenderer:
             if message["role"] != "assistant":
                 segments += self._turn(message)
                 continue
+            # Turns that are not learned are like a prompt; numbers count learned ones only.
             turn = number if (scored := message.get("scored", True)) else -1
+            # The opening belongs to the prompt, as inference writes it; the terminator is learned.
             segments += [Segment(template.response, True, -1), Segment(message["content"], False, turn),
                          Segment(self.end, True, turn)]
+            # Nothing follows the last terminator, where generation ends.
             if position + 1 < len(messages) or goes_on:
                 segments.append(Segment(template.after, True, -1))
             number += scored
@@ -267,6 +271,7 @@ class TemplateRenderer:
             return messages
         if not rest or rest[0]["role"] != "user":
             raise RowProblem("a system turn without a user turn after it")
+        # Without a system turn in the layout, `_turn` puts the text into the first user turn.
         return [{**rest[0], "system": first["content"]}, *rest[1:]]
 
     def _turn(self, message: Message) -> list[Segment]:
@@ -286,6 +291,7 @@ class TemplateRenderer:
 
     def _fill(self, layout: str, message: Message) -> list[Segment]:
         """Insert texts as separate segments, never into a string that is parsed again."""
+        # Every second piece names a placeholder. Its text is no template, so control tokens in it stay text.
         pieces = PLACEHOLDER.split(layout.replace("{eos}", self.eos))
         return [Segment(message[piece], False, -1) if place % 2 else Segment(piece, True, -1)
                 for place, piece in enumerate(pieces) if piece]

@@ -117,16 +117,17 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
 
 
 def _set_options(tokenizer, options: TokenizerOptions) -> None:  # noqa: ANN001
-    """Set what transformers leaves as it is where tokenizer.json stands beside no class of BERT's.
+    """Set options in the normalizer of tokenizer.json, where transformers ignores them unless the class is BERT's.
 
     Raises:
-        UserError: An option is not how the tokenizer then reads text.
+        UserError: The tokenizer does not read text as an option says.
     """
     normalizer = tokenizer.backend_tokenizer.normalizer
     for name, value in (options.options or {}).items():
         attribute, character, changed = EFFECTS[name]
         if isinstance(normalizer, normalizers.BertNormalizer):
             setattr(normalizer, attribute, value)
+        # Judge by the effect: options that a class ignores must not pass silently.
         read = normalizer.normalize_str(character) if normalizer else character
         if (read == changed) is not value:
             raise UserError(f"data.tokenizer_options.{name} is {str(value).lower()}, but the tokenizer of "
@@ -145,8 +146,11 @@ def _add_tokens(result: RepairedTokenizer, options: TokenizerOptions) -> None:
             continue
         if name in vocabulary and name not in known:
             result.notes.append(f"data.add_tokens: {name} keeps its id {vocabulary[name]} and is no longer split")
+        # Tokens of the template are special, so that users cannot type them; others must be found in text.
         is_special = not options.whole_words or written is not None and name in written
+        # Not normalised: matched in the text as written, before lower-casing and the like.
         tokenizer.add_tokens([AddedToken(name, special=is_special, normalized=False)], special_tokens=is_special)
+    # New tokens get the ids behind the old ones.
     added = list(range(size, len(tokenizer)))
     result.new_tokens += added
     result.trainable_new_tokens += added
@@ -168,6 +172,7 @@ def repair(tokenizer, roles: dict[str, str], new_padding: bool = True) -> Repair
     """
     result = RepairedTokenizer(tokenizer)
     size, vocabulary = len(tokenizer), tokenizer.get_vocab()
+    # The user's choices first, so that known names fill only what is left.
     tokenizer.add_special_tokens(dict(roles))
     for role, names in KNOWN_NAMES.items():
         known = next((name for name in names if name in vocabulary), None)
@@ -179,10 +184,12 @@ def repair(tokenizer, roles: dict[str, str], new_padding: bool = True) -> Repair
         tokenizer.add_special_tokens({"pad_token": shared or "[PAD]"})
         if shared:
             result.notes.append(f"pad_token was missing: {shared} pads, masked out and never scored")
+    # Only ids beyond the old vocabulary need new rows in the network.
     padding_is_new = tokenizer.pad_token_id >= size
     if padding_is_new:
         result.notes.append(f"pad_token {tokenizer.pad_token} is new: the vocabulary grows from {size} to {size + 1}")
     result.new_tokens = list(range(size, len(tokenizer)))
+    # Padding is never scored, nor attended to, so its embedding has nothing to learn.
     padding = tokenizer.pad_token_id if padding_is_new else None
     result.trainable_new_tokens = [token for token in result.new_tokens if token != padding]
     return result

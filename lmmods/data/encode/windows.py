@@ -56,6 +56,7 @@ def _questions_of(row: Row) -> Iterator[Row]:
             continue
         for question in questions:
             values = {"title": article.get("title"), "context": paragraph.get("context"), **question}
+            # SQuAD 2.0 lists wrong answers to unanswerable questions here.
             yield row._replace(values={key: value for key, value in values.items() if key != "plausible_answers"})
 
 
@@ -68,6 +69,7 @@ def gold_answers(row: dict[str, Any]) -> list[tuple[str, int]]:
     answers, is_impossible = row.get("answers"), row.get("is_impossible")
     if isinstance(is_impossible, str):
         raise RowProblem("is_impossible is neither true nor false")
+    # No answers: a valid label, unlike damaged ones.
     if answers is None or is_impossible:
         return []
     if isinstance(answers, str):
@@ -89,6 +91,7 @@ def locate(context: str, text: str, start: int) -> Answer | None:
 
     Differences in white space (double spaces, line ends) are ignored.
     """
+    # A wrong offset may lie outside the context.
     start = min(max(start, 0), len(context))
     text = text.strip() if context[start : start + len(text)] != text else text
     if text and context[start : start + len(text)] == text:
@@ -126,6 +129,7 @@ class WindowEncoder:
 
     def __post_init__(self) -> None:
         self._plain, self._windows = Tokenizer.from_str(self.backend), Tokenizer.from_str(self.backend)
+        # `_plain` measures questions, `_windows` cuts contexts; settings saved in tokenizer.json apply to neither.
         for tokenizer in (self._plain, self._windows):
             tokenizer.no_padding()
             tokenizer.no_truncation()
@@ -149,6 +153,8 @@ class WindowEncoder:
                 kept.append((place, *self._read(row, counts)))
             except RowProblem as problem:
                 dropped.append((place, str(problem)))
+        # Pairs are encoded in one call, in parallel. A long context gives its first window as `encoding`, the others as
+        # `overflowing`.
         questions = self._short([question for _, question, _, _ in kept], counts)
         contexts = [context for _, _, context, _ in kept]
         sides = (questions, contexts) if self.question_first else (contexts, questions)
@@ -160,6 +166,7 @@ class WindowEncoder:
             for window in windows:
                 for name, value in window.items():
                     columns[name].append(value)
+            # All windows of a question point to its row.
             places += [place] * len(windows)
             counts["questions"] += 1
             counts["questions_of_several_windows"] += len(windows) > 1
@@ -187,6 +194,7 @@ class WindowEncoder:
         if not answers:
             counts["questions_without_answer"] += 1
             return texts[0].lstrip(), texts[1], None
+        # Trained on the first answer, like the original implementation; scores use all of them.
         text, start = answers[0]
         found = locate(texts[1], text, start)
         if found is None:
@@ -198,14 +206,17 @@ class WindowEncoder:
     def _short(self, questions: list[str], counts: Counter) -> list[str]:
         for number, encoding in enumerate(self._plain.encode_batch(questions, add_special_tokens=False)):
             if len(encoding.ids) > self.question_max_length:
+                # Cut in characters, behind the last token that is kept.
                 questions[number] = questions[number][: encoding.offsets[self.question_max_length - 1][1]]
                 counts["questions_cut"] += 1
         return questions
 
     def _window(self, encoding: Encoding, answer: Answer | None | str) -> dict[str, Any]:
         ids = np.array(encoding.ids, np.int32)
+        # [T]: sequence 0 or 1 of the pair, None for special tokens.
         in_context = np.array([sequence == int(self.question_first) for sequence in encoding.sequence_ids])
-        offsets = np.where(in_context[:, None], np.array(encoding.offsets, np.int32).reshape(-1, 2), -1)
+        offsets = np.where(in_context[:, None], np.array(encoding.offsets, np.int32).reshape(-1, 2), -1)  # [T, 2]
+        # Tokenizers without CLS: position 0 means no answer.
         cls = int(np.argmax(ids == self.cls_id)) if self.cls_id is not None else 0
         start, end = (IGNORED, IGNORED) if answer == "unknown" else _span(offsets, answer, cls)
         return {"input_ids": ids, "token_type_ids": np.array(encoding.type_ids, np.int32), "offsets": offsets.ravel(),
@@ -214,12 +225,13 @@ class WindowEncoder:
 
 def _span(offsets: np.ndarray, answer: Any, cls: int) -> tuple[int, int]:
     """First and last token of the answer, or the CLS position if it is not entirely in the window."""
-    context = np.flatnonzero(offsets[:, 1] > offsets[:, 0])
+    context = np.flatnonzero(offsets[:, 1] > offsets[:, 0])  # context tokens with text
     if answer is None or not len(context):
         return cls, cls
     start, end = answer
     if offsets[context[0], 0] > start or offsets[context[-1], 1] < end:
         return cls, cls
+    # The tokens that overlap the answer, which may begin or end inside one.
     first = context[np.flatnonzero(offsets[context, 1] > start)[0]]
     last = context[np.flatnonzero(offsets[context, 0] < end)[-1]]
     return int(first), int(last)
