@@ -106,10 +106,12 @@ class ChatTemplateRenderer:
             texts = [written.text(num_turns, False) for num_turns in (1, 2)]
         except RowProblem:  # the template does not support such turns
             return ""
+        # What the texts end in alike after turns of different roles, from its first control token on.
         same = os.path.commonprefix([text[::-1] for text in texts])[::-1]
         tokens = self.encoder.control_pattern
         same = same[found.start():] if (found := tokens.search(same)) else ""
         before = texts[0].removesuffix(same).rstrip()
+        # If no control token ends the turn itself, the first of the common ones does, and the rest is appended.
         ended = any(token.end() == len(before) for token in tokens.finditer(before))
         return same if ended or not same else same[tokens.match(same).end():]
 
@@ -124,6 +126,7 @@ class ChatTemplateRenderer:
         with suppress(RowProblem):
             written = _Turns(self, Conversation([asked, answer, asked]))
             behind = written.text(3, False).partition(PROBE)[2].lstrip()
+            # Templates that leave out the answer of a last turn give no evidence.
             if (token := self.encoder.control_pattern.match(behind)) and PROBE in written.text(2, False):
                 return token[0]
         return self.eos_token
@@ -143,6 +146,7 @@ class ChatTemplateRenderer:
                 continue
             with suppress(RowProblem):  # the template does not support such turns
                 for row in self.rows(conversation, "all"):
+                    # The last part of each response that is not white space: later entries replace earlier ones.
                     ends = {part.response: part for part in row.segments if part.response >= 0 and part.text.strip()}
                     found += [part.text for part in ends.values() if part.template]
         return list(dict.fromkeys(found))
@@ -184,6 +188,7 @@ class _Turns:
         text, spans = self.text(num_turns, False), self._marked_spans(scored, num_turns)
         if spans is None:
             answers = [self._answer(place) for place in scored]
+            # Each turn must be shown exactly as a model that answers there would see and write it.
             if not all(text.startswith(answer[: span.end]) for answer, span in answers):
                 return None
             spans = [[self._closed(text, span)] for _, span in answers]
@@ -211,6 +216,7 @@ class _Turns:
         """Spans that {% generation %} marks in each scored turn; None without marks."""
         if not self._template.has_marks or BEGIN not in (marked := self._chat.marked(num_turns, False)):
             return None
+        # Every second part lies between marks; `at` counts characters without the marks, as in `text`.
         spans, at = [], 0
         for number, part in enumerate(re.split(f"[{BEGIN}{END}]", marked)):
             if number % 2:
@@ -220,6 +226,7 @@ class _Turns:
         answers = [place for place, message in enumerate(self._conversation.messages[:num_turns])
                    if message["role"] == "assistant"]
         first = {place: number for number, place in enumerate(answers)}  # index of each turn's first span
+        # A turn may have several spans, or none: count the marks in the text before it.
         if len(spans) != len(answers):
             first = {place: self._chat.marked(place, False).count(BEGIN) if place else 0 for place in answers}
         after = dict(zip(answers, [*list(first.values())[1:], len(spans)], strict=True))
@@ -227,6 +234,7 @@ class _Turns:
 
     def _with_end(self, text: str, start: int, end: int) -> _Span:
         """A marked span, including the control token that ends the turn if it directly follows the mark."""
+        # The mark may include the control token that ends the turn, or close before it.
         inner = list(self._control.finditer(text, start, end))
         if inner and not text[inner[-1].end():end].strip():
             return _Span(start, end, True)
@@ -242,13 +250,16 @@ class _Turns:
         prompt of inference.
         """
         prompt, answered = self.text(place, True), self.text(place + 1, False)
+        # The usual case: the turn adds to its prompt.
         if answered.startswith(prompt):
             return answered, self._span(answered, len(prompt))
+        # The question is unchanged, and the texts differ only in how the answer is opened.
         if answered.startswith(self.text(place, False).rstrip()):
             start = self._common(prompt, answered)
             if OPENED.fullmatch(prompt[start:].strip()):
                 return answered, self._span(answered, start)
         else:
+            # Texts with different answers diverge where the answer begins.
             start = self._common(self._chat.answered_by(place, PROBE), answered)
         span = self._span(answered, start)
         return prompt + answered[start: span.end], _Span(len(prompt), len(prompt) + span.end - start, span.closed)
@@ -264,6 +275,7 @@ class _Turns:
         """The span from `start` to the control token that ends the turn; line breaks after it are the next
         prompt's."""
         answered = answered.removesuffix(self._renderer.behind)
+        # Only a control token at the very end closes the turn; others, such as those of tool calls, are inside it.
         found = list(self._control.finditer(answered, start))
         if not found or answered[found[-1].end():].strip():
             return _Span(start, max(start, len(answered.rstrip())), False)
@@ -271,7 +283,7 @@ class _Turns:
 
     def _closed(self, text: str, span: _Span) -> _Span:
         """Close a span: without a terminator, as in GLM's template, the token that opens the next turn ends it."""
-        space = len(text) - span.end - len(text[span.end:].lstrip())
+        space = len(text) - span.end - len(text[span.end:].lstrip())  # white space behind the span
         following = None if span.closed else self._control.match(text, span.end + space)
         return _Span(span.start, following.end(), True) if following else span
 
@@ -279,6 +291,7 @@ class _Turns:
         """Keys of a scored turn that the template leaves out. Raises RowProblem if too little is left to learn."""
         message = self._chat.messages[place]
         written = "".join(text[span.start:span.end] for span in spans)
+        # A template without support for tools may drop calls in silence: the row would teach an empty answer.
         if any(call["function"]["name"] not in written for call in message.get("tool_calls", ())):
             raise RowProblem("the chat template does not show calls of tools")
         if not self._control.sub("", written).strip():
@@ -294,6 +307,7 @@ class _Turns:
                 segments += self._split(text[at:span.start], -1)
                 segments += self._split(text[span.start:span.end], number)
                 at = span.end
+            # The template left the turn open, so that a model would not learn to end it.
             if spans and not spans[-1].closed:
                 segments.append(Segment(self._renderer.terminator, True, number))
         return segments + self._split(text[at:], -1)
@@ -304,6 +318,7 @@ class _Turns:
             if isinstance(part, int):
                 segments.append(Segment(self._renderer.encoder.control_names[part], True, response))
             else:
+                # Special tokens that users typed come back, as text.
                 for name, character in self._chat.hidden.items():
                     part = part.replace(character, name)
                 segments.append(Segment(part, False, response))
@@ -343,6 +358,7 @@ class ChatText:
         reasoning = [message.get("reasoning_content", "") for message in conversation.messages]
         found, self.hidden = self._hide_control((messages, given, reasoning))
         self.messages, self._given, self.reasoning = found
+        # By (number of turns, open response): the same text is needed as prompt and as answer.
         self._texts: dict[tuple[int, bool], str] = {}
         self._calls_as_text = False
 
@@ -360,6 +376,7 @@ class ChatText:
         everything = "\0".join(_strings(value))
         if not pattern.search(everything):
             return value, {}
+        # Private-use characters that do not occur in the conversation, so that the way back is unique.
         free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in everything)
         names = sorted({match.group() for match in pattern.finditer(everything)})
         hidden = dict(zip(names, free, strict=False))
@@ -393,6 +410,7 @@ class ChatText:
                     raise
         text = self._template.render_marked([_with_json_arguments(message) for message in messages], open_response,
                                      **self._given)
+        # From here on for all texts of the conversation, which must agree in form.
         self._calls_as_text = True
         return text
 

@@ -113,6 +113,7 @@ class ChatTemplate:
     def render_marked(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **given: Any) -> str:
         """Like `render`, with BEGIN and END around text marked by {% generation %}."""
         template = _compiled(self.source)
+        # Most values are texts, which need no walk through their parts.
         size = sum(len(value) if value.__class__ is str else _size(value, {})
                    for message in messages for value in message.values()) + _size(given, {})
         _left.steps = STEPS + STEPS_PER_MESSAGE * len(messages) + STEPS_PER_CHARACTER * size
@@ -128,6 +129,8 @@ class ChatTemplate:
         except REFUSALS as error:
             raise RowProblem(f"the chat template refuses the conversation: {str(error)[:100]}") from error
         finally:
+            # No budget outside of a rendering: what Jinja would compute of constants while it compiles fails there, and
+            # is left to the rendering.
             _left.steps = _left.characters = 0
 
 
@@ -151,6 +154,7 @@ class _Compiled:
         try:
             return self._template.render(**given)
         except RowProblem as problem:
+            # transformers' callers expect the errors of Jinja.
             raise problem.__cause__ or problem from None
 
 
@@ -183,6 +187,7 @@ _left = _Left()
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> Template:
+    # Counts are inserted into the syntax tree, which is then compiled: expressions pay when they are evaluated.
     sandbox = CountingSandbox()
     return sandbox.from_string(_CountingNodes().visit(sandbox.parse(source)))
 
@@ -235,6 +240,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         theirs = chat_template_environment()
+        # Not optimised: Jinja would fold constants at compile time. A tag that marks text replaces transformers' own.
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False,
                          extensions=[*(type(extension) for extension in theirs.extensions.values()
                                        if "generation" not in extension.tags), GenerationMarks])
@@ -251,6 +257,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805 - Jinja's
         _spend_steps(1 + len(args) + len(kwargs))
         kind = __obj.__class__
+        # Macros and the like are not checked here: their bodies count by themselves.
         if kind is BuiltinMethodType or kind is MethodType:
             args = __self._checked_method(__obj, args, kwargs)
             if isinstance(__obj.__self__, dict) and __obj.__name__ != "copy":
@@ -271,8 +278,10 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
             _check_product(name, (owner, *args, *kwargs.values()))
         if name in BACKWARDS:
             _spend_characters(len(owner) * max([1, *(len(value) for value in args if isinstance(value, str))]))
+        # Most methods go through the whole of their owner; those of dict look up one key.
         if kind is not dict and name not in PREFIXES:
             _weighed(owner)
+        # `get` compares its key, but only passes the default on.
         for value in (*(args[:1] if kind is dict else args), *kwargs.values()):
             _weighed(value)
         return args
@@ -313,12 +322,14 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         if isinstance(left, int | float) and isinstance(right, int | float):
             if left.__class__ is int and right.__class__ is int:
                 bits = left.bit_length(), right.bit_length()
+                # Bits of the result, or at least of the larger operand.
                 wanted = {"*": sum(bits), "**": bits[0] * max(right, 0)}.get(operator, max(bits))
                 if wanted > MAX_BITS:
                     raise LimitReached("a number of too many digits")
             return super().call_binop(context, operator, left, right)
         if operator == "*" or operator == "%" and isinstance(left, str):
             _check_product(operator, (left, *(right if isinstance(right, tuple) else (right,))))
+        # The result of + is as large as both operands, and is weighed below.
         elif operator != "+":
             _weighed(left)
             _weighed(right)
@@ -347,10 +358,12 @@ class _CountingNodes(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.For:
         node = self._counted_body(node)
         if node.test is not None:
+            # Items that the condition skips cost time, too.
             node.test = nodes.And(_step_node(node.test), node.test, lineno=node.lineno)
         return node
 
     def _counted_body(self, node: Any) -> Any:
+        # Before visiting, which adds nodes to the body.
         count = _step_node(*node.body)
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))
@@ -374,6 +387,7 @@ class _CountingNodes(NodeTransformer):
 
     def _weighed_list(self, node: Any) -> Any:
         self.generic_visit(node)
+        # `for a, b in …` assigns to a tuple. A literal of constants is no larger than the template.
         is_target = getattr(node, "ctx", "load") != "load"
         return node if is_target or node.find(nodes.Name) is None else _filter_node(" weigh", node)
 
@@ -486,7 +500,7 @@ def _size(value: Any, known: dict[int, int]) -> int:
 
 def _size_of_single(value: Any) -> int:
     if isinstance(value, int):
-        return 1 + value.bit_length() // 3
+        return 1 + value.bit_length() // 3  # at least its decimal digits
     if value is None or isinstance(value, float | Undefined):
         return 1
     if isinstance(value, LoopContext):
@@ -500,6 +514,7 @@ def _check_product(name: str, values: Iterable[Any]) -> None:
              for value in values if isinstance(value, str) and re.search(r"[%{]", value)]  # widths in format strings
     for value in values:
         sizes.append(abs(value) if isinstance(value, int) else _size(value, {}))
+    # No listed function makes more than the product of its two largest arguments.
     largest = sorted([1, 1, *sizes])[-2:]
     if largest[0] * largest[1] > _left.characters:
         raise LimitReached(f"{name} would make too much text")
@@ -528,6 +543,7 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         _spend_steps(1)
         if name in ITERATING:
             args = tuple(map(_listed, args))
+        # Before the call: measure the arguments and what the result could become.
         values = (*args, *kwargs.values())
         if name in EXPANDING:
             _check_product(name, values)
@@ -537,6 +553,7 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                     _weighed(value)
         if name in CHECKS:
             CHECKS[name](*args, **kwargs)
+        # Results of generators cannot be measured yet: each item counts when it is taken.
         found = function(*args, **kwargs)
         return _counted_items(found) if hasattr(found, "__next__") else _weighed(found)
 
@@ -584,7 +601,7 @@ def _depth(value: Any, known: dict[int, int]) -> int:
     if not isinstance(value, list | tuple | dict):
         return 0
     if (found := known.get(id(value))) is None:
-        known[id(value)] = 0
+        known[id(value)] = 0  # ends the recursion of a list that contains itself
         parts = value.values() if isinstance(value, dict) else value
         found = known[id(value)] = 1 + max((_depth(part, known) for part in parts), default=0)
     return found
