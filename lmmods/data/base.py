@@ -61,13 +61,16 @@ class Loaders:
         lengths = items.lengths
 
         def order_of(epoch: int, rule: OrderRule) -> BatchOrder:
+            # To measure memory: the batch that needs the most comes first.
             if task.longest_first:
                 return evaluation_order(lengths, task.batch_size)
             order = training_order(lengths, task.batch_size, [task.seed, epoch], rule,
                                    task.shuffle and not overfit, task.group_by_length)
+            # A share is of all batches, a number is of each rank's.
             if overfit:
                 whole = len(order) if isinstance(overfit, float) else shard.world_size
                 order = order.first(max(int(overfit * whole), 1))
+            # Row numbers count through the epochs, which tells items their draw.
             return order.shifted(epoch * len(lengths))
 
         return StatefulLoader(items, order_of, self.collator(seeded=True), shard, task.batch_size,
@@ -81,6 +84,7 @@ class Loaders:
         def order_of(lengths: np.ndarray, epoch: int, buffer: int, rule: OrderRule, begun: int) -> BatchOrder:
             order = training_order(lengths, task.batch_size, [task.seed, epoch, buffer], rule, task.shuffle,
                                    task.group_by_length, begun)
+            # As `training`, with a distinct draw for each buffer of each epoch.
             return order.shifted(draw_number(epoch, buffer) * len(lengths))
 
         settings = {"window_size": task.stream_window, "seed": task.seed}
@@ -105,6 +109,7 @@ class Loaders:
     def collator(self, seeded: bool = False) -> Callable[[list], Batch]:
         """Return the collator of items, with dropout seeds if `seeded`."""
         packed = ("position_ids", "segment_ids") if self._task.packing else ()
+        # Dropout acts in training only.
         seeds = (SEEDS,) if seeded else ()
         keys = (*self._task._batch_keys(), *packed, *seeds)
         return self._task._batch_collator(self._collator(keys, self._task._side()))
@@ -222,6 +227,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         Raises:
             UserError: `max_length` is more than the model can take.
         """
+        # A tokenizer that the recipe names comes before the model's.
         if self._tokenizer.path is None and pretrained is not None:
             self._tokenizer = replace(self._tokenizer, path=pretrained, revision=revision)
         self._tokenizer = replace(self._tokenizer, trust_remote_code=trust_remote_code)
@@ -366,6 +372,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue training at a saved position. Raises UserError if it belongs to other data."""
+        # Without a loader yet, the position is kept for `train_dataloader`.
         if self._loader is not None:
             self._loader.load_state_dict(state_dict)
         elif state_dict:
@@ -443,5 +450,6 @@ class NumberedSet(Dataset):
     def __getitem__(self, number: int) -> dict[str, Any] | None:
         if number < 0:
             return None
+        # `row` and `draw` seed dropout, so they depend neither on the order nor on the batch.
         draw, place = divmod(number, len(self))
         return {**self.items[number if self.redrawn else place], "row": place, "draw": draw}

@@ -43,6 +43,7 @@ class CLMData(CLMDataFields, DataModule):
         if self.tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-text token to part documents; name one with data.eos_token")
         text = TextEncoder(self.tokenizer)
+        # A prompt leaves room for one generated token, and must not end its document.
         end, longest = ([], self.max_length - 1) if prompts_only else ([self.tokenizer.eos_token_id], None)
         return TextRowEncoder(self.text_column, text, self._begin(text), end, longest), {"format": "text"}
 
@@ -50,10 +51,12 @@ class CLMData(CLMDataFields, DataModule):
         return ("input_ids", "labels")
 
     def _arrange(self, rows: RowSet) -> BlockSet:
+        # Packing keeps documents apart; without it, joining wastes no tokens on padding.
         joined = not self.packing if self.join is None else self.join
         return BlockSet(rows, self.max_length, joined)
 
     def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
         ids = row["input_ids"]
+        # Rows of a validation set end in the end token, behind which there is nothing to continue.
         ids = ids[:-1] if len(ids) and ids[-1] == self.tokenizer.eos_token_id else ids
         return {"input_ids": ids[-self.max_length + 1 :], "index": row["index"]}

@@ -83,6 +83,7 @@ class PreferenceData(PreferenceDataFields, ConversationData):
             network: All that determines the reference model's numbers.
         """
         rows, items = self._rows(role), self._loaders.items(role)
+        # The second answer is another row's: drawn by the seed, cut to max_length.
         lent = {"seed": self.seed, "max_length": self.max_length} if self.answers == "mismatched" else {}
         key = fingerprint({"network": network, "answers": self.answers, **lent,
                            "stores": [store.name for store in rows.stores], "rows": fingerprints.of_array(rows.chosen)})

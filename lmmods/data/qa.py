@@ -88,6 +88,7 @@ class QAData(QADataFields, DataModule):
         for index, (start, end) in sorted(logits.items()):
             behind = self.window(role, index)
             length = len(behind["offsets"])
+            # Without the padding of the batch.
             inside = slice(len(start) - length, None) if self._side() == "left" else slice(length)
             found = WindowLogits(start[inside], end[inside], behind["offsets"], behind["cls_position"])
             windows.setdefault(behind["question"], []).append(found)
@@ -97,6 +98,7 @@ class QAData(QADataFields, DataModule):
             chosen.add(key, *choose_answer(as_text(row["context"], "context"), parts, self.spans))
             rows.append({**row, "prediction": chosen.predictions[key]})
         scores = {}
+        # A score over some of the questions would be taken for one over all.
         if windows and all(self.is_labelled(role, question) for question in windows):
             scores = self._scores(chosen, {key: self.golds(role, question) for question, key in keys.items()})
         files = {"predictions.json": chosen.predictions, "nbest_predictions.json": chosen.nbest}
@@ -163,6 +165,7 @@ class QAData(QADataFields, DataModule):
                             f"{', '.join(first.values)}. Map yours with data.columns, or give SQuAD JSON")
         tokenizer = self.tokenizer
         specials = tokenizer.num_special_tokens_to_add(pair=True)
+        # Windows overlap by `stride` tokens, so one must hold more than that to advance.
         room = self.max_length - self.question_max_length - specials
         if room <= self.stride:
             raise UserError(f"data.max_length {self.max_length} leaves {room} tokens for context beside a question of "

@@ -101,6 +101,7 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
     edges = np.unique(np.linspace(0, max_length, 11).astype(int))
     padding = {name: padding_share(lengths, order.rows, batch_size, multiple, max_length, tokens.sum() / num_answers)
                for name, order in waste.items()}
+    # Only rows of one sequence can be packed.
     if len(lengths) <= PACKED_TRIAL and num_answers == 1:
         packs = best_fit_decreasing(lengths, max_length)
         padding["packed"] = float(1 - lengths.sum() / (len(packs) * max_length))
@@ -115,9 +116,11 @@ def padding_share(lengths: np.ndarray, order: np.ndarray, batch_size: int, multi
                   num_tokens: float) -> float:
     """Share of padding if rows of `num_tokens` in total are batched in `order`, `batch_size` at a time."""
     ordered = lengths[order]
-    longest = np.maximum.reduceat(ordered, np.arange(0, len(ordered), batch_size))
+    longest = np.maximum.reduceat(ordered, np.arange(0, len(ordered), batch_size))  # of each batch
+    # As `Collator.padded`.
     padded = np.maximum(longest, np.minimum(-(-longest // multiple) * multiple, max_length))
     sizes = np.full(len(longest), batch_size)
+    # The last batch may be short.
     sizes[-1] = len(ordered) - batch_size * (len(longest) - 1)
     return float(1 - num_tokens / (padded * sizes).sum())
 

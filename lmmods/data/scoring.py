@@ -67,8 +67,10 @@ def choose_answer(context: str, windows: list[WindowLogits], settings: SpanSetti
                       "end_logit": float(window.end[window.cls_position])})
         nbest.sort(key=lambda entry: -entry["score"])
     if not nbest:
+        # No span is possible, for example in a context of special tokens alone.
         nbest = [{"text": "", "score": 0.0, "start_logit": 0.0, "end_logit": 0.0}]
     scores = np.array([entry.pop("score") for entry in nbest])
+    # Softmax over the list, shifted so that no exponential overflows.
     shares = np.exp(scores - scores.max())
     for entry, share in zip(nbest, shares / shares.sum(), strict=True):
         entry["probability"] = float(share)
@@ -82,9 +84,10 @@ def choose_answer(context: str, windows: list[WindowLogits], settings: SpanSetti
 
 def _candidates(window: WindowLogits, settings: SpanSettings) -> list[tuple[float, float, float, int, int]]:
     """(score, start, end, first character, character behind the last) of the best spans of a window."""
-    starts = np.argsort(-window.start, kind="stable")[: settings.n_best_size]
+    starts = np.argsort(-window.start, kind="stable")[: settings.n_best_size]  # [N] tokens, N = n_best_size at most
     ends = np.argsort(-window.end, kind="stable")[: settings.n_best_size]
-    length = ends[None, :] - starts[:, None] + 1
+    length = ends[None, :] - starts[:, None] + 1  # [N, N] tokens of each span
+    # Spans must begin and end in the context.
     inside = (window.offsets[starts, 0] >= 0)[:, None] & (window.offsets[ends, 0] >= 0)[None, :]
     found = []
     for i, j in zip(*np.nonzero(inside & (length >= 1) & (length <= settings.max_answer_length)), strict=True):

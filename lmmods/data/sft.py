@@ -35,6 +35,7 @@ class ConversationData(ConversationFields, DataModule):
             find_format(self.dataset_format)
         self.roles = self.roles or {}
         self.turn_fields = self.turn_fields or {}
+        # Part of the tokenizer's options: added tokens that occur in the template become special.
         named = TEMPLATES.get(self.template or "alpaca", "")
         self._tokenizer = replace(self._tokenizer, template=str(named))
         if is_template_file(self.template):
@@ -88,6 +89,7 @@ class ConversationData(ConversationFields, DataModule):
         template = self.chat_template
         found = []
         for place, message in enumerate(messages):
+            # Templates may refuse a conversation up to some turn; its prompt is then left out.
             if place and message["role"] == "assistant":
                 with suppress(*REFUSALS), bounded_rendering():
                     found.append(list(self.tokenizer.apply_chat_template(

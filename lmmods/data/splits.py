@@ -58,6 +58,7 @@ class SourceStores:
         """Return the reader of a source with its content hash, computed here or by the preparing process."""
         key = repr(source)
         reader = self._readers[key] = self._readers.get(key) or self._task._reader(source)
+        # Another process has hashed the files, which may be large.
         if key in self._contents:
             reader.adopt(self._contents[key])
         else:
@@ -75,6 +76,7 @@ class SourceStores:
         """Rows of a source, their encoder, and facts from its first row. Raises UserError if there is none."""
         reader.check_adopted()
         first, left_out = None, None
+        # The first row without a problem decides on the encoder.
         for row in reader:
             if row.problem is None:
                 first = row
@@ -91,6 +93,7 @@ class SourceStores:
     def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
         """Yield rows of one example each; rows that were skipped during reading pass unchanged."""
         left_out: list[Row] = []
+        # `append` returns None, so a row with a problem is set aside; the loop yields it before the next usable one.
         usable = (row for row in rows if row.problem is None or left_out.append(row))
         for row in self._task._regrouped(usable, info):
             while left_out:
@@ -119,6 +122,7 @@ class Splits:
         """Read, encode and write what a stage needs and the cache lacks. Raises UserError."""
         for role in STAGE_ROLES[stage]:
             origin = self._origin(role)
+            # A stream is never stored.
             if not self._task.streaming or origin != "train":
                 for source in self.sources.get(origin, []):
                     self._stores.store(source, origin == "predict", is_first, prepares=True)
@@ -134,6 +138,7 @@ class Splits:
         if role == "val" and "val" not in self.sources:
             return "train"
         if role == "predict" and "predict" not in self.sources:
+            # Without sources of its own, predict takes test rows, else validation rows.
             return "test" if "test" in self.sources else self._origin("val")
         return role
 
@@ -145,6 +150,7 @@ class Splits:
             if needed in self.sets:
                 self.sets[role] = self.sets[needed]
             return
+        # Both sets of a split are opened together.
         if origin not in self.sources or (origin == "train" and "train" in self.sets):
             return
         if origin == "train" and self._task.streaming:
@@ -154,6 +160,7 @@ class Splits:
             return
         rows = RowSet([self._stores.store(source, role == "predict", is_first) for source in self.sources[origin]])
         if origin == "train":
+            # Split before weighting: a repeated row must not be in both sets.
             rows, held_out = split(rows, self._task.val_size, self._task.seed)
             if len(held_out):
                 self.sets["val"] = held_out

@@ -52,6 +52,7 @@ class Store:
         self.info: dict[str, Any] = json.loads((folder / "info.json").read_text())
         self._columns: dict[str, _ListColumn | np.ndarray] = {}
         for name, column in _open_table(folder / "encoded.arrow").items():
+            # Numbers become one array in memory; lists, which are most of the bytes, stay in the mapped file.
             is_list = pa.types.is_list(column.type)
             self._columns[name] = _ListColumn(column) if is_list else _numbers(column.combine_chunks())
         self._rows = _open_table(folder / "rows.arrow")
@@ -96,6 +97,7 @@ class MemoryStore:
 
     def __init__(self, parts: list[tuple[list[Row], Encoded]], info: dict[str, Any]) -> None:
         self._rows = [row for batch, _ in parts for row in batch]
+        # Positions count within a batch, `index` within the store.
         starts = np.cumsum([0] + [len(batch) for batch, _ in parts])
         self._columns: dict[str, _ListColumn | np.ndarray] = {}
         for name, column in parts[0][1].columns.items():
@@ -143,12 +145,14 @@ class _ListColumn:
     """Rows of an Arrow list column as numpy views: no copy, about a microsecond each."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
+        # Per chunk: element i of the list column is values[offsets[i]:offsets[i + 1]].
         self._values = [_numbers(chunk.values) for chunk in column.chunks]
         self._offsets = [_numbers(chunk.offsets) for chunk in column.chunks]
         self._starts = np.cumsum([0] + [len(chunk) for chunk in column.chunks])
         self.lengths = np.concatenate([np.diff(offsets) for offsets in self._offsets] or [[]]).astype(np.int64)
 
     def __getitem__(self, number: int) -> np.ndarray:
+        # The last chunk that starts at or before `number`; "right" passes over empty ones.
         chunk = int(np.searchsorted(self._starts, number, "right")) - 1
         place = number - self._starts[chunk]
         offsets = self._offsets[chunk]

@@ -66,6 +66,7 @@ class Cache:
             UserError: The source is damaged or holds no usable row, or the cache cannot be written.
         """
         key = fingerprint({**settings, "source": reader.fingerprint()})
+        # A store is never changed: other settings, contents or code are another folder.
         folder = cache_folder(self.folder) / f"{settings['task'].lower()}-{key}"
         store = self._opened(folder, reader, prepare, rebuild, contents)
         self._checked.add(folder)
@@ -127,6 +128,7 @@ def remove(folder: Path, identity: int | None = None) -> None:
     Args:
         identity: Inode of the store to remove; a new one that another process has put there is kept.
     """
+    # In the same folder, as a rename is atomic only within a file system.
     old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
     try:
         if identity is not None and folder.lstat().st_ino != identity:
@@ -149,6 +151,7 @@ CHARACTERS_PER_BATCH = 1 << 20
 
 def fingerprint(settings: dict[str, Any]) -> str:
     """Hash (32 hex digits) of settings and of all code that reads and encodes data."""
+    # Code is hashed as text: any change in these files, even of a comment, invalidates every store.
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=repr).encode(), digest_size=16)
     package = Path(lmmods.__path__[0])
     for path in [*sorted((package / "data").rglob("*.py")), package / SOURCE]:
@@ -198,6 +201,7 @@ def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: i
 def commit(temporary: Path, folder: Path, files: Sequence[str] = FILES) -> None:
     """Rename a finished folder of these files to its final name, unless another process was faster."""
     try:
+        # Fails if the folder exists: another process was faster, and its store is equal if it is whole.
         temporary.rename(folder)
     except OSError:
         if damage(folder, contents=False, files=files):
@@ -248,6 +252,7 @@ def encode_batches(rows: Iterable[Row], encoder: Encoder, num_proc: int) -> Iter
             while waiting:
                 yield _result(*waiting.popleft())
         finally:
+            # The reader of these batches may stop early, or an error end it.
             pool.shutdown(cancel_futures=True)
 
 
@@ -264,6 +269,7 @@ def _executor(encoder: Encoder, num_proc: int) -> Iterator[tuple[Executor, Calla
 
 
 def _result(batch: list[Row], future: Future) -> tuple[list[Row], Encoded]:
+    # Only these rows were sent to the encoder: convert its positions back to those in the batch.
     places = [place for place, row in enumerate(batch) if row.problem is None]
     try:
         encoded = future.result()
@@ -335,6 +341,7 @@ class _Writer:
             "line": np.array([row.line for row in batch], np.int64),
         })
         columns = {name: arrow_column(column) for name, column in encoded.columns.items()}
+        # Positions count within a batch, rows.arrow all rows read.
         columns["index"] = pa.array(encoded.positions.astype(np.int64) + self.row_counts.num_rows)
         self._write("encoded.arrow", columns)
         self.row_counts.add(batch, encoded)
@@ -342,6 +349,7 @@ class _Writer:
     def _write(self, name: str, columns: dict) -> None:
         table = pa.record_batch(columns)
         if name not in self._tables:
+            # All batches have the schema of the first one.
             file = pa.OSFile(str(self._folder / name), "wb")
             self._tables[name] = file, pa.ipc.new_stream(file, table.schema)
         self._tables[name][1].write_batch(table)

@@ -23,6 +23,7 @@ class RowSet(Dataset):
     def __init__(self, stores: list[Store], chosen: np.ndarray | None = None) -> None:
         self.stores = stores
         self._starts = np.cumsum([0] + [len(store) for store in stores])
+        # Kept rows and rows as read are counted through all stores, each in its own numbering.
         self._index_starts = np.cumsum([0] + [store.info["rows_read"] for store in stores])
         self.chosen = np.arange(self._starts[-1]) if chosen is None else chosen
 
@@ -98,12 +99,14 @@ def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSe
     usable = np.zeros(total, bool)
     usable[index] = True
     num_usable = int(usable.sum())
+    # A share above 0 is at least one row.
     count = val_size if isinstance(val_size, int) else max(round(val_size * num_usable), int(val_size > 0))
     if not 0 <= count < num_usable or val_size < 0:
         raise UserError(f"data.val_size is {val_size}, but the source has {num_usable} usable rows of {total}; give a "
                         "share below 1.0 or fewer rows")
     drawn = np.random.default_rng([seed, total]).permutation(total)
     held_out = np.zeros(total, bool)
+    # The first `count` usable rows in the order of the draw.
     held_out[drawn[usable[drawn]][:count]] = True
     in_validation = held_out[index]
     return rows.subset(np.flatnonzero(~in_validation)), rows.subset(np.flatnonzero(in_validation))
@@ -113,12 +116,14 @@ def weighted(rows: RowSet, weights: list[float], seed: int) -> RowSet:
     """Repeat or subsample rows by the weights of their stores: 2 takes each twice, 0.5 a random half by the seed."""
     if all(weight == 1 for weight in weights):
         return rows
+    # The store of each selected row.
     store_of = np.searchsorted(np.cumsum([len(store) for store in rows.stores]), rows.chosen, "right")
     random = np.random.default_rng([seed, len(rows)])
     parts = []
     for number, weight in enumerate(weights):
         places = np.flatnonzero(store_of == number)
         whole = int(weight)
+        # A weight of 2.5 takes each row twice and a random half once more.
         extra = random.permutation(places)[: round((weight - whole) * len(places))]
         parts += [np.tile(places, whole), np.sort(extra)]
     return rows.subset(np.concatenate(parts))
