@@ -66,11 +66,13 @@ class EarlyStoppingRule:
         self.wait_count = int(state["wait_count"])
         self.best_score = float(state["best_score"] if "best_score" in state else state["best"])
         self.message = state.get("stopping_reason_message") or ""
+        # Older states do not name the reason.
         waited = Reason.PATIENCE_EXHAUSTED if self.wait_count >= self.patience else Reason.NOT_STOPPED
         self.reason = Reason(state.get("stopping_reason", waited))
 
     def begin(self, validates: bool) -> str:
         """Start or resume. Return why a resumed run stays stopped (unless `patience` was raised), else ""."""
+        # Without validations the end of an epoch is the only chance to check.
         if self.check_on_train_epoch_end is None:
             self.check_on_train_epoch_end = not validates
         if self.reason is Reason.PATIENCE_EXHAUSTED and self.wait_count < self.patience:
@@ -101,12 +103,15 @@ class EarlyStoppingRule:
         return True
 
     def _check(self, value: float) -> tuple[Reason, str]:
+        # First: a comparison with NaN is always false, so the thresholds would not see it.
         if self.check_finite and not math.isfinite(value):
             return Reason.NON_FINITE_METRIC, "is not a number"
         if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
             return Reason.STOPPING_THRESHOLD, f"is better than stopping_threshold {self.stopping_threshold}"
+        # With both signs reversed, better means worse.
         if self.divergence_threshold is not None and self._better(-value, -self.divergence_threshold):
             return Reason.DIVERGENCE_THRESHOLD, f"is worse than divergence_threshold {self.divergence_threshold}"
+        # An improvement by more than `min_delta`.
         if self._better(value - (self.min_delta if self.mode == "max" else -self.min_delta), self.best_score):
             self.best_score, self.wait_count = value, 0
             if self.verbose:

@@ -65,6 +65,7 @@ class MMLUEvaluator(MMLUFields):
                             f"{'every answer is A' if asked else 'there is no row'}; questions with at least two "
                             "different answers are needed.")
         if self.limit is not None and self.limit < len(asked):
+            # Evenly spaced, since the rows may be sorted by subject.
             asked = [asked[place * len(asked) // self.limit] for place in range(self.limit)]
         prompts, answers, self._subjects = (list(part) for part in zip(*asked, strict=True))
         self._answers = np.array(answers)
@@ -87,13 +88,15 @@ class MMLUEvaluator(MMLUFields):
 
     def _find_choices(self, prompts: list[str], tokenizer: Any, text: TextEncoder, letters: str) -> None:
         """Find the letters' tokens after each prompt, as columns of `choice_ids`."""
+        # Few distinct tails: finding the tokens takes several calls of the tokenizer.
         by_tail: dict[str, list[int]] = {}
         for prompt in prompts:
             if prompt[-TAIL:] not in by_tail:
                 by_tail[prompt[-TAIL:]] = choice_tokens(tokenizer, text, prompt, letters)
+        # [K], the union over all tails, so that one set of logits is gathered for every prompt.
         self.choice_ids = np.unique(list(by_tail.values()))
         columns = {tail: np.searchsorted(self.choice_ids, tokens) for tail, tokens in by_tail.items()}
-        self._columns = np.stack([columns[prompt[-TAIL:]] for prompt in prompts])
+        self._columns = np.stack([columns[prompt[-TAIL:]] for prompt in prompts])  # [N, number of letters]
 
     def batches(self, datamodule: Any, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
         """Yield this process's batches: `input_ids` padded on the right, `attention_mask`, `index` (-1: padding).
@@ -118,7 +121,7 @@ class MMLUEvaluator(MMLUFields):
             logits: For each prompt's index, [K] logits of `choice_ids` after it.
         """
         self.latest_step = step
-        rows = np.stack([logits[index] for index in range(len(self.prompt_ids))]).astype(np.float64)
+        rows = np.stack([logits[index] for index in range(len(self.prompt_ids))]).astype(np.float64)  # [N, K]
         found = choice_scores(np.take_along_axis(rows, self._columns, axis=1), self._answers, self._subjects)
         shown = "  ".join(f"{name} {found[name]:.4g}" for name in CHOICE_SCORES)
         say(f"mmlu/{self.name}, {len(rows)} questions: {shown}")
@@ -151,11 +154,13 @@ def choice_tokens(tokenizer: Any, text: TextEncoder, prompt: str, letters: str) 
     tokenizers; it must not change the prompt's text. Raises UserError: neither form is a single token for each letter.
     """
     for space in ("", " ") if prompt[-1:].isspace() else (" ", ""):
+        # Encode prompt and letter together, as a text in training would be, rather than the letter by itself.
         begun, *whole = text.encode_texts([prompt, *(prompt + space + letter for letter in letters)],
                                           [False] * (1 + len(letters)))
         read, *before = (tokenizer.decode(ids, clean_up_tokenization_spaces=False)
                          for ids in (begun, *(ids[:-1] for ids in whole)))
         tokens = [ids[-1] for ids in whole]
+        # The last token is the letter alone if what precedes it reads like the prompt.
         if all(one == read for one in before) and len(set(tokens)) == len(letters):
             return tokens
     raise UserError(f"mmlu.source: behind {prompt[-40:]!r} this tokenizer does not make one token of each of the "

@@ -47,9 +47,11 @@ class SampleWriter(SampleFields):
             folder.files.claim(self._path.name)
         if resumed_step is None:
             return
+        # A killed run may have left a half-written line.
         rows = [row for row in mended_samples(self._path) if row["step"] <= resumed_step]
         if self._path.exists():
             self._rewrite(rows)
+        # The untrained model no longer exists, so its answers come from the file.
         self._base = {row["prompt"]: row["output"] for row in rows if row["step"] == 0}
         if self.prompts and self.compare_base and not self._base.keys() >= set(self.prompts):
             warn(f"{self._path} does not hold what the model answered before training to every prompt; where it does "
@@ -71,6 +73,7 @@ class SampleWriter(SampleFields):
         base = self._base if self.compare_base else {}
         rows = [{"step": step, "prompt": prompt, "base": base.get(prompt), "output": output}
                 for prompt, output in zip(self.prompts, outputs, strict=True)]
+        # Replaced as a whole rather than appended, so that a repeated step does not come twice.
         self._rewrite([row for row in mended_samples(self._path) if row["step"] < step] + rows)
         for row in rows:
             prompt, output = _short(row["prompt"], PROMPT_WIDTH), _short(row["output"], OUTPUT_WIDTH)

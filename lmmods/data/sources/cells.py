@@ -31,6 +31,7 @@ def check_unicode(value: Any) -> None:
         except UnicodeEncodeError as error:
             raise RowProblem("text with a lone surrogate (half of a character)") from error
     elif isinstance(value, dict | list):
+        # The items of a list, or the keys of an object.
         for key in value:
             check_unicode(key)
         for item in value.values() if isinstance(value, dict) else ():
@@ -44,6 +45,7 @@ def check_unicode(value: Any) -> None:
 def parsed(text: str, name: str) -> Any:
     """Parse a cell of JSON text: lists and objects in files whose cells are all text. Raises RowProblem."""
     try:
+        # NaN and Infinity are Python's extension of JSON.
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise RowProblem(f"{name} is text, but not JSON") from error
@@ -58,6 +60,7 @@ def _no_constant(name: str) -> Any:
 
 def is_deeper_than(value: Any, depth: int) -> bool:
     """True if lists and objects are nested more than `depth` deep."""
+    # Level by level: recursion could exceed Python's limit, which is what this guards against.
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(depth + 1):
         level = [
@@ -73,6 +76,7 @@ def is_deeper_than(value: Any, depth: int) -> bool:
 
 def is_longer_than(value: Any, characters: int) -> bool:
     """True if the strings in a value, at any depth, have more characters in total; each element counts as one, too."""
+    # Stops as soon as the limit is exceeded, so that huge values cost no more than the limit.
     waiting = [value]
     while waiting and characters >= 0:
         item = waiting.pop()

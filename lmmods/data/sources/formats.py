@@ -80,6 +80,7 @@ def marked(column: str, user: str, assistant: str) -> Converter:
 
 
 def _transcript(text: str, column: str, user: str, assistant: str) -> list[Message]:
+    # The group keeps the markers: text before the first, then marker and text in turn.
     head, *parts = re.split(f"({re.escape(user)}|{re.escape(assistant)})", text)
     if not parts:
         raise RowProblem(f"{column} has no {user!r} or {assistant!r} in it")
@@ -104,8 +105,10 @@ def preferred(row: RowReader) -> list[Message]:
     prompt = row.values[asked]
     if isinstance(chosen, str) and chosen.startswith(HUMAN):
         return marked("chosen", HUMAN, ASSISTANT)(row)
+    # The answer continues a transcript.
     if isinstance(chosen, str) and isinstance(prompt, str) and prompt.startswith(HUMAN):
         return _transcript(row.text(asked) + row.text("chosen"), asked, HUMAN, ASSISTANT)
+    # `chosen` holds the whole conversation, or continues the turns of the prompt.
     if answer and answer[0]["role"] != "assistant":
         if any(message["content"] == prompt for message in answer):
             row.values.pop(asked)  # the conversation contains it
@@ -145,6 +148,7 @@ def _moss_turns(turn: Values) -> list[Values]:
         said.append({"role": "tool", "content": results})
     if answer is not None:
         said.append({"role": "assistant", "content": answer, "reasoning_content": thoughts})
+    # Keys that are not known here stay with the last turn, where they are reported as unused.
     return [*said[:-1], {**turn, **said[-1]}]
 
 
@@ -313,6 +317,7 @@ def _read_beside(reading: RowReader, conversation: Conversation, form: Format) -
     values = reading.values
     for column in MEDIA:
         one = column.removesuffix("s")
+        # Plural columns are media; a singular one may be a plain text column, unless the turns have a place for it.
         is_placed = any(f"<{one}>" in message["content"] for message in conversation.messages)
         if not is_blank(values.get(column)) or (is_placed and not is_blank(values.get(one))):
             raise RowProblem(f"the row holds {column}, which this task cannot show")
@@ -324,6 +329,7 @@ def _read_beside(reading: RowReader, conversation: Conversation, form: Format) -
         return
     if (system := reading.optional("system")).strip():
         turn: Message = {"role": "system", "content": system}
+        # Some data sets repeat the system turn in a column.
         if conversation.messages[:1] != [turn]:
             conversation.messages.insert(0, turn)
     for column in ("tools", "functions"):
@@ -362,6 +368,7 @@ def find_format(name: str) -> Format:
 
 def format_of(row: Values) -> str | None:
     """Return the name of the first format that fits a row; None if none does."""
+    # The first that fits: FORMATS lists more specific layouts before those whose columns they share.
     return next((name for name, layout in FORMATS.items()
                  if all(column in row for column in layout.columns) and layout.sniff(row)), None)
 

@@ -91,6 +91,7 @@ def read_answers(layout: str, row: Values, roles: Roles, turn_fields: dict[str, 
         if is_blank(row.get(name)):
             raise RowProblem(f"{name} is empty or missing")
     rest = {name: value for name, value in row.items() if name != "rejected"}
+    # Each answer is read as the chosen one, so both are converted alike.
     chosen, rejected = (read_conversation(layout, {**rest, "chosen": row[name]}, roles, turn_fields)
                         for name in ("chosen", "rejected"))
     return [Judged(chosen, True), Judged(rejected, False)]
@@ -144,6 +145,7 @@ def _scored(answer: Values, column: str) -> tuple[float, Any]:
     text = next((answer[name] for name in TEXTS if not is_blank(answer.get(name))), None)
     for name in (*SCORES, "rank"):
         if answer.get(name) is not None:
+            # Rank 1 is the best, scores are better if higher.
             return _number(answer[name], f"{column}.{name}") * (-1 if name == "rank" else 1), text
     raise RowProblem(f"{column} holds an answer without {', '.join(SCORES)} or rank")
 
@@ -153,6 +155,6 @@ def _number(value: Any, name: str) -> float:
         number = float("nan") if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = float("nan")
-    if number != number:
+    if number != number:  # NaN
         raise RowProblem(f"{name} holds a score that is no number")
     return number

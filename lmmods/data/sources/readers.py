@@ -103,6 +103,8 @@ def _decoded(file: BinaryIO, path: str) -> Iterator[str]:
         read = file.read(READ_AT_ONCE)
         is_last = not read
         found = rest + read
+        # Decode up to the first NUL. A character cut by the end of the piece stays in `found[used:]`; at the end of the
+        # file it is an error.
         bad, is_nul = found.find(0), True
         try:
             text, used = codecs.utf_8_decode(found if bad < 0 else found[:bad], "strict", is_last and bad < 0)
@@ -111,6 +113,7 @@ def _decoded(file: BinaryIO, path: str) -> Iterator[str]:
             text, used = codecs.utf_8_decode(found[:bad], "strict", False)
         text = text[1:] if start == 0 and text.startswith("\ufeff") else text
         if bad >= 0:
+            # Whole lines before the bad one are still read, so that the first error of a file is the one reported.
             yield text[: text.rfind("\n") + 1]
             line += found.count(b"\n", 0, bad)
             if is_nul:
@@ -126,6 +129,7 @@ def _lines(texts: Iterable[str], first: int = 1) -> Iterator[tuple[int, str | Pa
     """Yield lines with numbers and line ends; one of more than LONGEST characters in parts, never held whole."""
     number, held, size, is_parted = first, [], 0, False
     for text in texts:
+        # `held` collects an incomplete line; `is_parted` is True once parts of it have been yielded.
         *whole, last = text.split("\n")
         for line in whole:
             if held or is_parted:
@@ -135,6 +139,7 @@ def _lines(texts: Iterable[str], first: int = 1) -> Iterator[tuple[int, str | Pa
         if last:
             held.append(last)
             size += len(last)
+        # Too long to hold: pass it on in parts.
         if size > LONGEST or is_parted and held:
             yield number, Part("".join(held), False)
             held, size, is_parted = [], 0, True
@@ -170,11 +175,13 @@ def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[R
     if window.text[at : at + 1] == "[":
         yield from _json_array(window, at, path)
         return
+    # Not an array: a line that is an object, with more behind it, is the first of JSON Lines.
     window.read(at)
     end = window.line_end()
     if window.text[end:].strip() and _is_record(window.text[:end]):
         yield from _jsonl_rows(_lines(itertools.chain((window.text,), texts), window.first_line), path)
         return
+    # One document over several lines, which can only be parsed as a whole.
     while not window.has_ended:
         if len(window.text) > LONGEST_DOCUMENT:
             raise UserError(f"{path}: a JSON document of more than {LONGEST_DOCUMENT:,} characters that is no array of "
@@ -186,6 +193,7 @@ def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[R
         line = window.first_line - 1 + getattr(error, "lineno", 1)
         raise UserError(f"{path}:{line}: broken JSON ({_why(error)})") from error
     arrays = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
+    # An array named data holds the records; without one, the only array does, whatever its name.
     if "data" in (values if isinstance(values, dict) else ()) and isinstance(values["data"], list):
         arrays = [values["data"]]
     has_records = len(arrays) == 1 and all(isinstance(item, dict) or _is_conversation(item) for item in arrays[0])
@@ -215,6 +223,7 @@ class _Window:
         """Discard what lies before a position and read as much again as is held; returns the position's new value."""
         self.first_line = self.line(at)
         held, size = [self.text[at:]], 0
+        # Doubling: a value is parsed again after each reading, which stays linear in its length this way.
         while size <= len(held[0]) and not self.has_ended:
             text = next(self._texts, None)
             self.has_ended = text is None
@@ -254,16 +263,20 @@ class _Window:
         while True:
             try:
                 value, end = DECODER.raw_decode(self.text, at)
+                # A number at the end of the window may go on behind it; a list or an object has its closing bracket.
                 if end < len(self.text) or self.has_ended or isinstance(value, dict | list):
                     return (TOO_LONG if end - at > LONGEST else value), end
             except BROKEN_JSON as error:
+                # Broken, or merely cut by the end of the window: which of the two shows once there is no more to read.
                 is_cut = isinstance(error, json.JSONDecodeError) and not self.has_ended
                 where = self.first_line - 1 + error.lineno if isinstance(error, json.JSONDecodeError) else None
                 broken = _Broken(where, error.msg if where else _why(error))
                 if not is_cut:
                     raise broken from error
+                # Find the end without parsing, so that memory stays bounded.
                 if len(self.text) - at > LONGEST:
                     end, size = self._skip(at, broken)
+                    # Complete, and still not valid.
                     if size <= LONGEST:
                         raise broken from error
                     return TOO_LONG, end
@@ -277,6 +290,7 @@ class _Window:
             found = (REST_OF_TEXT.match if is_text else BRACKET.search)(self.text, at)
             if found:
                 at = found.end()
+                # Brackets inside of strings do not count; a quote begins or ends a string.
                 opens = {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
                 depth, is_text = depth + opens, found[0] == '"' and not is_text
             elif self.has_ended:
@@ -370,6 +384,7 @@ def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str
             is_part = isinstance(text, Part)
             if is_part:
                 quotes += text.text.count('"')
+                # It can be dropped alone only if it is one whole record: none is open, and its quotes are balanced.
                 is_lost = size > 0 or header is None or text.ends and quotes % 2 == 1
             if is_lost if is_part else size + len(text) > LONGEST:
                 raise UserError(f"{path}:{line if size else number}: the record that starts here has more than "
@@ -385,6 +400,7 @@ def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str
     header: list[str] | None = None
     reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     while True:
+        # `lines` sets `line` and `size` while the reader takes as many lines as the record has.
         size = 0
         try:
             fields = next(reader, None)
@@ -430,13 +446,16 @@ def _read_txt(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Ro
     size, first, starts = 0, 1, True
     for number, line in _lines(_decoded(file, path)):
         blank = isinstance(line, str) and not line.strip()
+        # A document ends with this line; at the end of a file the last one ends anyway.
         closes = documents == "line" or (documents == "paragraph" and blank)
         if isinstance(line, Part):
+            # A line too long to hold: yield its pieces, and keep the rest for what follows.
             *parts, rest = _parted("".join((*piece, line.text)))
             for part in parts:
                 yield _piece(path, first, [part], starts, False)
                 first, starts = number, False
             piece, size, closes = [rest], len(rest), closes and line.ends
+        # A long document is divided before this line; before a blank one only if it is much longer.
         elif size > (LONG_PIECE if blank else TEXT_PIECE) and documents != "line":
             yield _piece(path, first, piece, starts, False)
             piece, size, first, starts = [], 0, number, False
@@ -501,6 +520,7 @@ def _batches_to_rows(batches: Any, path: str) -> Iterator[Row]:
         is_nested = any(pa.types.is_nested(column.type) for column in batch.schema)
         # in these types many rows may share the same bytes
         is_shared = any(SHARED.search(str(column.type)) for column in batch.schema)
+        # A small batch holds no long row, so that only the rows of others are measured one by one.
         is_small = batch.nbytes * (batch.num_rows if is_shared else 1) <= LONGEST
         for part in [batch] if is_small else (batch.slice(place, 1) for place in range(batch.num_rows)):
             is_too_long = not is_small and not is_shared and part.nbytes > LONGEST

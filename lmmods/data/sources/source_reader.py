@@ -81,6 +81,7 @@ class SourceReader:
         mapping = self.source.columns or {}
         rest, renamed = dict(values), {}
         for name, new in mapping.items():
+            # Columns are taken out, so that they appear under the new name alone.
             found = _taken(rest, name)
             if found is None:
                 raise UserError(f"{file}:{line}: no column {name!r} (named in data.columns); "
@@ -99,6 +100,7 @@ class SourceReader:
 
         It does not depend on passwords or tokens.
         """
+        # Redacted, or a new password would invalidate the store.
         parts = (redacted(asdict(self.source)), self.documents, list(map(redact, self.files)), self.content)
         return hashlib.blake2b(repr(parts).encode()).hexdigest()
 
@@ -132,6 +134,7 @@ class SourceReader:
         Raises:
             UserError: This process has computed another hash.
         """
+        # `content` is a cached property: setting it spares this process the hashing.
         if "content" not in vars(self):
             self.content, self._is_adopted = content, True
         self._check_same(content)
@@ -163,6 +166,7 @@ def _taken(values: dict, name: str) -> tuple[Any] | None:
     inner = values.get(first)
     if not rest or not isinstance(inner, dict):
         return None
+    # Copied, as the caller's row must not change.
     values[first] = inner = dict(inner)
     return _taken(inner, rest)
 
@@ -266,6 +270,7 @@ def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
         here = waiting.pop(0) if waiting else links.pop(0)
         try:
             status = os.stat(here)
+            # The inode identifies a folder under all its names.
             if (status.st_dev, status.st_ino) in met:
                 continue
             met.add((status.st_dev, status.st_ino))
@@ -287,6 +292,7 @@ def _glob(pattern: str) -> Iterator[str]:
         yield from glob.glob(pattern)
         return
     place = parts.index("**")
+    # Everything behind the first `**` is matched in each folder below.
     head, tail = "/".join(parts[:place]), "/".join(parts[place + 1 :]) or "*"
     roots = glob.glob(head) if head else ["/" if pattern.startswith("/") else "."]
     for root in filter(os.path.isdir, roots):
@@ -310,6 +316,7 @@ def _local_path(url: str) -> str | None:
 
 
 def _find_remote(url: str) -> list[str]:
+    # A chain such as zip://*.csv::https://…: fsspec expands the pattern of one part, the others are put back around it.
     first, chained, rest = url.partition("::")
     before, behind = ("", chained + rest) if "://" in first else (first + chained, "")
     if "hf://" in url:

@@ -46,6 +46,7 @@ def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
     for root in roots:
         messages, answers = [root.values], replies.get(root.values.get("message_id"), [])
         while answers:
+            # Rank 0 is the best reply; unranked ones come last.
             best = min(answers, key=lambda row: _rank(row.values)).values
             messages.append(best)
             # an id that is its own ancestor would never end

@@ -101,6 +101,7 @@ class RowReader:
         self.unused.update(dict.fromkeys(f"{name}.{key}" for key, value in values.items() if not is_blank(value)))
 
     def _holds_turns(self, value: list | dict) -> bool:
+        # A list of objects holds turns; a single object is a turn if it names its speaker.
         first = value[0] if value and isinstance(value, list) else value
         return isinstance(first, dict) and (first is not value or any(key in value for key in self._keys["role"]))
 
@@ -160,6 +161,7 @@ class RowReader:
         if message["role"] == "assistant":
             content = self._add_calls(message, content, turn, role, name)
         if content is None and "tool_calls" not in message:
+            # A key with null tells more than a missing one.
             null = next((key for key in self._keys["content"] if key in turn), None)
             raise RowProblem(f"{name}.{null} is null" if null else f"{name} holds a turn without role or content")
         message["content"] = "" if content is None else as_text(content, f"{name}.{content_key}")
@@ -174,6 +176,7 @@ class RowReader:
             if not isinstance(part, dict):
                 raise RowProblem(f"{name} holds a part that is neither text nor an object")
             part = dict(part)
+            # Some data sets omit the type of parts; then the key of the content tells it.
             kind = part.pop("type", None) or next((key for key in SHOWN if not is_blank(part.get(key))), "text")
             if kind in ("thinking", "reasoning") and isinstance(part.get(kind), str):
                 message["reasoning_content"] = message.get("reasoning_content", "") + part.pop(kind)
@@ -208,6 +211,7 @@ class RowReader:
         for key in DETAILS:
             if not is_blank(turn.get(key)):
                 raise RowProblem(f"{name}.{key} scores parts of a turn, which is not possible here; score whole turns")
+        # `masked` means the opposite of the others. A turn is learned only if none of them forbids it.
         flags = [(key, _flag(turn.pop(key), f"{name}.{key}")) for key in (*self._keys["scored"], "masked")
                  if turn.get(key) is not None]
         if flags:
@@ -229,6 +233,7 @@ class RowReader:
                     spoken.append((role, content))
         if not spoken:
             raise RowProblem(f"{name} holds a turn without role or content")
+        # Other keys (reasoning, calls) go to the last text of the assistant.
         last = max((place for place, (role, _) in enumerate(spoken) if role == "assistant"), default=len(spoken) - 1)
         return [self._message({"role": role, "content": content} | (turn if place == last else {}), "role", name)
                 for place, (role, content) in enumerate(spoken)]
@@ -252,6 +257,7 @@ def in_order(turns: Values) -> list | Values:
 def _natural(key: str) -> list[tuple[int, str]]:
     """Sort key that orders by the numbers in a key, however long; every second part of the split is a number."""
     parts = enumerate(re.split(r"(\d+)", key))
+    # Numbers compare by length, then digit by digit: int() would refuse thousands of digits.
     return [(len(part.lstrip("0")), part.lstrip("0")) if place % 2 else (0, part) for place, part in parts]
 
 
