@@ -60,7 +60,7 @@ def stream_key(seed: int, name: str) -> int:
 
 def lora_a(num_inputs: int) -> Uniform:
     """Distribution of PEFT's initial A: `torch.nn.init.kaiming_uniform_` with a = sqrt(5), as torch computes it."""
-    # Equals 1 / sqrt(num_inputs), but in torch's order of operations, which rounds alike.
+    # Equals 1 / sqrt(num_inputs), but in torch's order of operations, so that it rounds the same.
     gain = math.sqrt(2 / (1 + math.sqrt(5) ** 2))
     bound = math.sqrt(3) * (gain / math.sqrt(num_inputs))
     return Uniform(-bound, bound)

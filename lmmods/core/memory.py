@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lmmods.core.experts import mixture_of
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Size of a network in words, and the arithmetic of training it, computed alike on both engines.
+# Size of a network, and the arithmetic of training it, the same on both engines.
 
 # Bytes of a 4-bit weight: half a byte, an 8-bit scale per 64 weights, a 32-bit scale per 256 scales.
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
@@ -123,7 +123,7 @@ class StepMemory:
         available: Bytes that the step may take; infinite if there is no limit to compare with.
         method: How `parts` was found.
         refusal: Message of a compiler that found no room; None if there is none.
-        trusts_compiler: Only `refusal` tells whether the step fits, as the compiler may move what it counts.
+        trusts_compiler: Only `refusal` decides whether the step fits, as the compiler may move what it counts.
     """
 
     parts: dict[str, float]

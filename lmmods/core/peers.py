@@ -124,11 +124,11 @@ class Connection:
         for option, value in (("TCP_KEEPIDLE", timeout // 2), ("TCP_KEEPINTVL", timeout // 8), ("TCP_KEEPCNT", 4),
                               ("TCP_USER_TIMEOUT", 1000 * timeout)):
             if hasattr(socket, option):
-                with suppress(OSError):  # it is gone, as `receive` tells
+                with suppress(OSError):  # the other end is gone, which `receive` reports
                     self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), max(value, 1))
 
     def send(self, word: str) -> None:
-        with suppress(OSError):  # it is gone, as `receive` tells
+        with suppress(OSError):  # the other end is gone, which `receive` reports
             self.socket.sendall(f"{word}\n".encode())
 
     def end(self, deadline: float) -> None:
@@ -176,7 +176,7 @@ class Peers:
         self._has_left = self._has_failed = self._others_take_leave = False
         self._fails = threading.Event()
         self._is_connected = threading.Event()  # to the first process, or this is the first and knows all others
-        self._num_others = 0  # if the environment tells
+        self._num_others = 0  # if the environment says so
         self._stays_until = -math.inf  # `time.monotonic`, for others to connect
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         if hasattr(os, "register_at_fork"):

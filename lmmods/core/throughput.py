@@ -86,9 +86,9 @@ class Pace:
 
     def mark(self, step: int) -> None:
         """Record that `step` steps are done."""
-        # A clock that stands still during validations.
+        # A clock that stops during validations.
         self._latest = step, self._clock() - self._paused
-        # Measurement starts behind the first step, which compiles and allocates.
+        # Measurement starts after the first step, which compiles and allocates.
         self._first = self._first or self._latest
 
     def pause(self) -> None:

@@ -70,7 +70,7 @@ class Loaders:
             if overfit:
                 whole = len(order) if isinstance(overfit, float) else shard.world_size
                 order = order.first(max(int(overfit * whole), 1))
-            # Row numbers count through the epochs, which tells items their draw.
+            # Row numbers count through the epochs; from the number an item finds its draw.
             return order.shifted(epoch * len(lengths))
 
         return StatefulLoader(items, order_of, self.collator(seeded=True), shard, task.batch_size,

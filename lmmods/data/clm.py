@@ -57,6 +57,6 @@ class CLMData(CLMDataFields, DataModule):
 
     def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
         ids = row["input_ids"]
-        # Rows of a validation set end in the end token, behind which there is nothing to continue.
+        # Rows of a validation set end in the end token, after which there is nothing to continue.
         ids = ids[:-1] if len(ids) and ids[-1] == self.tokenizer.eos_token_id else ids
         return {"input_ids": ids[-self.max_length + 1 :], "index": row["index"]}

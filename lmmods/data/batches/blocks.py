@@ -50,7 +50,7 @@ class BlockSet(Dataset):
         if number < 0:
             return None
         at, end = int(self._starts[number]), int(self._ends[number])
-        # The first row that ends behind `at`; empty rows are passed over.
+        # The first row that ends after `at`; empty rows are skipped.
         place = first = int(np.searchsorted(self._row_ends, at, "right"))
         parts = []
         while at < end:

@@ -24,7 +24,7 @@ from lmmods.data.store.arrow_store import MemoryStore
 from lmmods.data.store.cache import encode_batches
 from lmmods.data.store.rows import RowSet
 
-ENDLESS = 10**12  # `len` of an endless loader; with a length, nobody prefetches to find its end
+ENDLESS = 10**12  # `len` of an endless loader: without a length, Lightning would prefetch to find its end
 
 
 @dataclass

@@ -106,7 +106,7 @@ class ChatTemplateRenderer:
             texts = [written.text(num_turns, False) for num_turns in (1, 2)]
         except RowProblem:  # the template does not support such turns
             return ""
-        # What the texts end in alike after turns of different roles, from its first control token on.
+        # The common ending of texts whose last turns have different roles, from its first control token on.
         same = os.path.commonprefix([text[::-1] for text in texts])[::-1]
         tokens = self.encoder.control_pattern
         same = same[found.start():] if (found := tokens.search(same)) else ""
@@ -283,7 +283,7 @@ class _Turns:
 
     def _closed(self, text: str, span: _Span) -> _Span:
         """Close a span: without a terminator, as in GLM's template, the token that opens the next turn ends it."""
-        space = len(text) - span.end - len(text[span.end:].lstrip())  # white space behind the span
+        space = len(text) - span.end - len(text[span.end:].lstrip())  # white space after the span
         following = None if span.closed else self._control.match(text, span.end + space)
         return _Span(span.start, following.end(), True) if following else span
 

@@ -140,7 +140,7 @@ class TextEncoder:
         backend.no_padding()
         backend.no_truncation()
         self._set_backend(backend)
-        # The token of "a", or of the space before it, tells whether the tokenizer prepends one.
+        # The first token shows whether the tokenizer prepends a space, as part of the word or by itself.
         self._adds_space = backend.encode("a", add_special_tokens=False).tokens[:1] in (["▁a"], ["Ġa"], ["▁"], ["Ġ"])
         self._adds_space_after_control = self._adds_space and self._space_follows_control(backend)
         self._split: dict[str, list[str | int]] = {}
@@ -232,7 +232,7 @@ class TextEncoder:
         """True if a run after `before` must not get the tokenizer's own leading space."""
         if not self._adds_space or before is None:
             return False
-        # Behind text the space would be a second one; behind a control token it depends on the tokenizer.
+        # After text the space would be an extra one; after a control token it depends on the tokenizer.
         return isinstance(before.content, str) or not self._adds_space_after_control
 
     def _join(self, runs: list[Run], encoded: Iterator[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -343,7 +343,7 @@ class TextRowEncoder:
         if self.gap is None:
             return self.text.encode_texts(texts, [not ends_of(row)[0] for row in rows])
         gap = Run(self.text.control[self.gap], -1)
-        # A gap behind every part but the last; parts may be empty.
+        # A gap after every part but the last; parts may be empty.
         parted = [[run for part in text.split(self.gap) for run in (Run(part, -1), gap)][:-1] for text in texts]
         runs = [[run for run in row if run.content != ""] for row in parted]
         return [ids.tolist() for ids, _ in self.text.encode_rows(runs)]

@@ -144,7 +144,7 @@ class PreferenceEncoder:
         labelled = [(ids, np.where(response >= 0, ids, IGNORED).astype(np.int32)) for ids, response in cut]
         if not all((labels[1:] != IGNORED).any() for _, labels in labelled):
             raise RowProblem("an answer has nothing left after cutting")
-        # They may differ in text alone, for example in white space, or behind the cut.
+        # They may differ in text alone, for example in white space, or only beyond the cut.
         if len(labelled) == 2 and np.array_equal(*(ids for ids, _ in labelled)):
             raise RowProblem("the two answers are equal in tokens")
         lost = before - sum(len(ids) for ids, _ in labelled)

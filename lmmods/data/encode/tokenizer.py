@@ -150,7 +150,7 @@ def _add_tokens(result: RepairedTokenizer, options: TokenizerOptions) -> None:
         is_special = not options.whole_words or written is not None and name in written
         # Not normalised: matched in the text as written, before lower-casing and the like.
         tokenizer.add_tokens([AddedToken(name, special=is_special, normalized=False)], special_tokens=is_special)
-    # New tokens get the ids behind the old ones.
+    # New tokens get the ids after the old ones.
     added = list(range(size, len(tokenizer)))
     result.new_tokens += added
     result.trainable_new_tokens += added

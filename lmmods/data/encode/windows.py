@@ -206,7 +206,7 @@ class WindowEncoder:
     def _short(self, questions: list[str], counts: Counter) -> list[str]:
         for number, encoding in enumerate(self._plain.encode_batch(questions, add_special_tokens=False)):
             if len(encoding.ids) > self.question_max_length:
-                # Cut in characters, behind the last token that is kept.
+                # Cut the text after the last token that is kept.
                 questions[number] = questions[number][: encoding.offsets[self.question_max_length - 1][1]]
                 counts["questions_cut"] += 1
         return questions

@@ -175,7 +175,7 @@ def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[R
     if window.text[at : at + 1] == "[":
         yield from _json_array(window, at, path)
         return
-    # Not an array: a line that is an object, with more behind it, is the first of JSON Lines.
+    # Not an array: a line that is an object, with more text after it, is the first of JSON Lines.
     window.read(at)
     end = window.line_end()
     if window.text[end:].strip() and _is_record(window.text[:end]):
@@ -263,11 +263,11 @@ class _Window:
         while True:
             try:
                 value, end = DECODER.raw_decode(self.text, at)
-                # A number at the end of the window may go on behind it; a list or an object has its closing bracket.
+                # A number may continue beyond the end of the window; a list or an object has its closing bracket.
                 if end < len(self.text) or self.has_ended or isinstance(value, dict | list):
                     return (TOO_LONG if end - at > LONGEST else value), end
             except BROKEN_JSON as error:
-                # Broken, or merely cut by the end of the window: which of the two shows once there is no more to read.
+                # Broken, or merely cut by the end of the window: only reading on can decide.
                 is_cut = isinstance(error, json.JSONDecodeError) and not self.has_ended
                 where = self.first_line - 1 + error.lineno if isinstance(error, json.JSONDecodeError) else None
                 broken = _Broken(where, error.msg if where else _why(error))

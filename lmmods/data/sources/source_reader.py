@@ -292,7 +292,7 @@ def _glob(pattern: str) -> Iterator[str]:
         yield from glob.glob(pattern)
         return
     place = parts.index("**")
-    # Everything behind the first `**` is matched in each folder below.
+    # Whatever follows the first `**` is matched in each folder below.
     head, tail = "/".join(parts[:place]), "/".join(parts[place + 1 :]) or "*"
     roots = glob.glob(head) if head else ["/" if pattern.startswith("/") else "."]
     for root in filter(os.path.isdir, roots):

@@ -161,7 +161,7 @@ class RowReader:
         if message["role"] == "assistant":
             content = self._add_calls(message, content, turn, role, name)
         if content is None and "tool_calls" not in message:
-            # A key with null tells more than a missing one.
+            # Name the key that is null, if there is one.
             null = next((key for key in self._keys["content"] if key in turn), None)
             raise RowProblem(f"{name}.{null} is null" if null else f"{name} holds a turn without role or content")
         message["content"] = "" if content is None else as_text(content, f"{name}.{content_key}")
@@ -176,7 +176,7 @@ class RowReader:
             if not isinstance(part, dict):
                 raise RowProblem(f"{name} holds a part that is neither text nor an object")
             part = dict(part)
-            # Some data sets omit the type of parts; then the key of the content tells it.
+            # Some data sets omit the type of parts; then the key of the content determines it.
             kind = part.pop("type", None) or next((key for key in SHOWN if not is_blank(part.get(key))), "text")
             if kind in ("thinking", "reasoning") and isinstance(part.get(kind), str):
                 message["reasoning_content"] = message.get("reasoning_content", "") + part.pop(kind)

@@ -32,7 +32,7 @@ from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.arrow_store import FILES, MANIFEST, Store, damage
 
 BYTES_PER_PROCESS = 20_000_000  # below this, starting another process costs more than it saves
-SOURCE = "recipe/source.py"  # beside the data package, what decides how rows are read
+SOURCE = "recipe/source.py"  # outside the data package, but determines how rows are read
 ATTEMPTS = 3  # at opening a store that other processes may replace meanwhile
 Prepare = Callable[[], tuple[Iterable[Row], Encoder, dict[str, Any]]]
 
@@ -82,7 +82,7 @@ class Cache:
                 if rebuild and folder not in self._checked:
                     remove(folder)
                 elif os.path.lexists(folder):
-                    # The inode tells a damaged store from a new one that another process may put in its place
+                    # The inode distinguishes the damaged store from a new one that another process may put in its place
                     # meanwhile.
                     identity = folder.lstat().st_ino
                     wrong = wrong or damage(folder, contents and folder not in self._checked)
