@@ -1,4 +1,4 @@
-"""LoRA adapters on both engines: which modules get one, which train in full besides, and the files of an adapter."""
+"""LoRA adapters on both engines: which modules get one, which others train in full, and the files of an adapter."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from lmmods.core.settings import LoRA
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 KEY = "model.adapter"  # the key that names an adapter, unless a command has an option for it
-# Names of the output layer for answer spans; it is newly initialised, so it trains in full besides an adapter.
+# Names of the output layer for answer spans; it is newly initialised, so it trains in full alongside an adapter.
 ANSWER_HEADS = ("qa_outputs", "classifier")
 # Layers by model type that PEFT (0.21) mistakes for experts, which used to have these names.
 _TAKEN_FOR_EXPERTS = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
@@ -77,7 +77,7 @@ def modules_in_full(lora: LoRA, modules: Iterable[str], linear: Iterable[str]) -
 
 
 def tokens_to_train(data: Any, num_rows: int) -> list[int]:
-    """Ids of the tokens that a model must learn besides an adapter: new ones, and those without a row in its embedding.
+    """Ids of tokens whose rows train alongside an adapter: new ones, and those without a row in the model's embedding.
 
     Args:
         data: The data module. A token used only for padding is never learned.
@@ -91,7 +91,7 @@ def tokens_to_train(data: Any, num_rows: int) -> list[int]:
 
 def trained_rows(tokens: list[int], embedding: str, output: str | None, in_full: Collection[str], *, tied: bool,
                  has_bias: bool) -> dict[str, list[int]]:
-    """The rows of new tokens that train besides an adapter, by module.
+    """The rows of new tokens that train alongside an adapter, by module.
 
     An untied output layer needs rows too: a row that is the mean of all rows gives the mean of all logits, which is
     never the largest, so the token would never be chosen.
@@ -299,6 +299,7 @@ def reading_weights(pretrained: str) -> Iterator[None]:
     """Wrap the reading of a folder's or hub id's weights. Raises UserError if they cannot be read."""
     try:
         yield
+    # Also in UNREADABLE, but with a message of its own: loading with pickle would run foreign code.
     except pickle.UnpicklingError as error:
         raise UserError(
             f"model.pretrained: a pytorch_model.bin of {pretrained} is damaged, or holds more than tensors, and is not "
@@ -316,6 +317,7 @@ def reading_weights(pretrained: str) -> Iterator[None]:
 def check_weights(pretrained: str) -> None:
     """Raise UserError for files that are not weights at all, for which libraries have unhelpful messages."""
     folder = Path(pretrained)
+    # Files of torch are read only where there are none of safetensors.
     for file in sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
         check_file("model.pretrained", file)
 

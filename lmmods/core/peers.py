@@ -276,7 +276,7 @@ class Peers:
         """At the end of the program: True if it has failed, so that the others do not shut down together with it.
 
         The first process, on which the libraries of the others depend, waits here until these have ended: they have
-        been told, and take `ENDING` at most.
+        been notified, and take `ENDING` at most.
         """
         peers = cls._current
         if peers is None or not peers._has_failed or peers._others_take_leave:
@@ -452,7 +452,7 @@ class Peers:
             connection.send(ALIVE)
 
     def _wait_to_fail(self) -> None:
-        """Wait a little for this process to fail itself: a mistake that all find is best reported in its own words."""
+        """Wait briefly for this process to fail itself, as an error that all processes meet is best reported by each."""
         timeout = self._timeout or KEEP_ALIVE
         # Runs in the watching thread, so heartbeats must be sent here meanwhile.
         for _ in range(math.ceil(ENDING * BEATS / timeout)):

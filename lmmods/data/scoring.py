@@ -58,11 +58,13 @@ def choose_answer(context: str, windows: list[WindowLogits], settings: SpanSetti
     null = min(((window.start[window.cls_position] + window.end[window.cls_position], window) for window in windows),
                key=lambda pair: pair[0])
     null_score = float(null[0])
+    # Spans of all windows compete with each other.
     candidates.sort(key=lambda candidate: -candidate[0])
     nbest = [{"text": context[first:last], "score": float(score), "start_logit": float(start), "end_logit": float(end)}
              for score, start, end, first, last in candidates[: settings.n_best_size]]
     if settings.version_2_with_negative:
         window = null[1]
+        # Only SQuAD 2.0 has questions without an answer, so only there the empty answer competes.
         nbest.append({"text": "", "score": null_score, "start_logit": float(window.start[window.cls_position]),
                       "end_logit": float(window.end[window.cls_position])})
         nbest.sort(key=lambda entry: -entry["score"])
@@ -74,6 +76,7 @@ def choose_answer(context: str, windows: list[WindowLogits], settings: SpanSetti
     shares = np.exp(scores - scores.max())
     for entry, share in zip(nbest, shares / shares.sum(), strict=True):
         entry["probability"] = float(share)
+    # The best non-empty answer: thresholds on the odds choose between it and the empty one.
     best = next((place for place, entry in enumerate(nbest) if entry["text"]), None)
     best_text = nbest[best]["text"] if best is not None else ""
     odds = null_score - (float(scores[best]) if best is not None else 0.0)

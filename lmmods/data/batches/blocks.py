@@ -18,6 +18,7 @@ class BlockSet(Dataset):
 
     def __init__(self, rows: RowSet, max_length: int, joined: bool) -> None:
         self.rows = rows
+        # A block is a pair of positions [start, end) in the concatenated rows, which are never copied.
         sizes = rows.lengths
         self._row_ends = np.cumsum(sizes)
         if joined:

@@ -65,6 +65,7 @@ class Widths:
 class _Batches:
     """Batch sampler of the DataLoader; `upcoming` is set before each pass."""
 
+    # Replaced rather than passed anew: persistent workers live only as long as their DataLoader.
     upcoming: Iterator[list[int]] = iter(())
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -78,6 +78,7 @@ class BatchOrder:
     @property
     def rows(self) -> np.ndarray:
         """All row numbers, batches kept together; the short batch comes last."""
+        # Neither the order of `_batches`, which only version 1 sets, nor the count of `first` applies here.
         return self._order + self._offset
 
     def __getitem__(self, number: int) -> list[int]:

@@ -236,6 +236,7 @@ METHODS: dict[type, set[str]] = {
 class CountingSandbox(ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates, with a budget for all that it computes."""
 
+    # All operators go through `call_binop`.
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
     def __init__(self) -> None:
@@ -252,6 +253,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         # names with a space, which no template can spell
         self.filters |= {" step": _step, " text": _text, " weigh": _weighed, " key": _weighed_key,
                          " part": _weighed_part}
+        # Called with each value that is printed.
         self.finalize = pass_environment(lambda _, value: _weighed(value))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805 - Jinja's

@@ -314,6 +314,7 @@ def template_jinja(renderer: TemplateRenderer) -> str:
     """
     template, eos = renderer.template, renderer.eos
     default = template.default_system and _joined(template.system, eos, _quoted(template.default_system))
+    # Every tag strips the white space around it, so that the line breaks below are not part of the text.
     lines = [
         _written(_quoted(renderer.bos)) if renderer.bos else "",
         "{%- for message in messages -%}",
@@ -346,6 +347,7 @@ def _user(renderer: TemplateRenderer) -> list[str]:
     turn = _written(_joined(template.user, eos))
     if template.system is not None:
         return [turn]
+    # The turn right after the system turn also shows its text.
     with_system = _joined(template.user.replace("{content}", template.system_in_user), eos)
     return [f"{{%- if loop.index0 == 1 and messages[0]['role'] == 'system' -%}}{_written(with_system)}"
             f"{{%- else -%}}{turn}{{%- endif -%}}"]
@@ -373,4 +375,5 @@ def _written(expression: str) -> str:
 
 
 def _quoted(text: str) -> str:
+    # JSON's escapes are valid in Jinja's string literals, too.
     return json.dumps(text, ensure_ascii=False)

@@ -233,7 +233,7 @@ class _Window:
         return 0
 
     def line(self, at: int) -> int:
-        """Line number of a position, which must not lie before the last one asked for."""
+        """Line number of a position, which must not precede that of the last call."""
         self._line += self.text.count("\n", self._counted, at)
         self._counted = at
         return self._line

@@ -179,7 +179,7 @@ def _remote_key(path: str) -> str:
 
 
 def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets is imported only when used
-    """The split of a hub data set as a memory-mapped table. Raises UserError when it cannot be had."""
+    """The split of a hub data set as a memory-mapped table. Raises UserError if it cannot be loaded."""
     import datasets
 
     repository = NAMED_SETS.get(source.path, source.path)

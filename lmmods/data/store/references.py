@@ -1,4 +1,4 @@
-"""Log-probabilities of answers under the reference model: computed once, stored beside the tokens.
+"""Log-probabilities of answers under the reference model: computed once, stored next to the tokens.
 
 They are a folder of the cache, named by the fingerprint of everything they depend on, with the same numbers on both
 engines:
@@ -40,6 +40,7 @@ class ReferenceStore:
         """Return the log-probabilities [rows, answers], or None if they have not been computed."""
         if not self.folder.exists():
             return None
+        # Checksums included: wrong numbers would change the loss without any other sign.
         wrong = damage(self.folder, files=(LOGPS,))
         if wrong is None:
             found = np.load(self.folder / LOGPS, allow_pickle=False)
