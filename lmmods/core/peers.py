@@ -452,7 +452,7 @@ class Peers:
             connection.send(ALIVE)
 
     def _wait_to_fail(self) -> None:
-        """Wait briefly for this process to fail itself, as an error that all processes meet is best reported by each."""
+        """Wait briefly for this process to fail itself: an error that all processes meet is best reported by each."""
         timeout = self._timeout or KEEP_ALIVE
         # Runs in the watching thread, so heartbeats must be sent here meanwhile.
         for _ in range(math.ceil(ENDING * BEATS / timeout)):
