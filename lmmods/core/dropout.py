@@ -86,7 +86,7 @@ def dropped_steps(rate: float) -> int:
     if not 0 <= rate < 1:
         raise UserError(f"A dropout rate of the model's configuration is {rate}: give one from 0 up to but not "
                         "including 1.")
-    # A rate above 0 drops at least one step, and no rate below 1 drops all: `keep_scale` stays finite.
+    # A rate above 0 drops something, and none below 1 drops everything: `keep_scale` stays finite.
     return min(max(round(rate * STEPS), int(rate > 0)), STEPS - 1)
 
 

@@ -36,7 +36,7 @@ class LazyArray:
         return np.asarray(self[(slice(None),) * self.ndim], dtype or self.dtype)
 
     def astype(self, dtype: Any) -> "LazyArray":
-        """The same values in another dtype of numpy; the array must be numpy's."""
+        """The same values in another dtype, for arrays of numpy."""
         return LazyArray(self.shape, dtype, lambda part: self[part].astype(dtype, copy=False))
 
     def scaled(self, factor: np.generic | float) -> "LazyArray":

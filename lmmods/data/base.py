@@ -193,6 +193,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # The __init__ that dataclasses generate does not call Lightning's.
         lightning.LightningDataModule.__init__(self)
         self.eval_batch_size = self.eval_batch_size or self.batch_size
         self._tokenizer = replace(self._tokenizer, pad_token=self.pad_token, bos_token=self.bos_token,

@@ -96,7 +96,7 @@ def _read(loader: DataLoader, batches: _Batches, upcoming: Iterator[list[int]], 
         rank = place % size
         return rank in own or rank == 0 and min(own) >= min(size, count - place)
 
-    # The DataLoader runs ahead of what is yielded, so both iterate by themselves.
+    # The DataLoader runs ahead of what is yielded, so each needs its own iterator.
     upcoming, known = tee(upcoming)
     batches.upcoming = (numbers for place, numbers in enumerate(upcoming) if is_read(place))
     own_batches = iter(loader)

@@ -127,7 +127,7 @@ def _grouped(order: np.ndarray, lengths: np.ndarray, size: int, begun: int, rand
     end = start + num_steps * size
     first, rows, last = np.split(order, [start, end])
     stretch_of = np.arange(len(rows)) // (size * SORTED_TOGETHER)
-    # Stretch by stretch (the last key comes first), longest first -> [num_steps, size], steps shuffled.
+    # Sort by stretch (the last key is the primary one), then longest first -> [num_steps, size], steps shuffled.
     rows = rows[np.lexsort((-lengths[rows], stretch_of))].reshape(num_steps, size)[random.permutation(num_steps)]
     return np.concatenate([_longest_first(first, lengths), rows.ravel(), _longest_first(last, lengths)])
 

@@ -67,6 +67,7 @@ def shuffle_buffers(sources: list[StreamSource], size: int, seed: int, epoch: in
 
 def draw_number(epoch: int, buffer: int) -> int:
     """Return a distinct number for each buffer of each epoch (Cantor's pairing function)."""
+    # epoch * buffers + buffer would need the number of buffers, which is unknown.
     return (epoch + buffer) * (epoch + buffer + 1) // 2 + buffer
 
 
@@ -244,5 +245,6 @@ class StreamLoader:
         check_same(state, self._settings)
         self._rule = OrderRule.from_state(state)
         self._rule.check(state, self._batch_size)
+        # Version 1 counts micro-batches instead of rows.
         self._position = Position(state["epoch"], state["window"], state.get("rows", state.get("batches")),
                                   state.get("begun", 0))

@@ -151,7 +151,7 @@ class TextEncoder:
 
     def _set_backend(self, backend: Tokenizer) -> None:
         self._backend = backend
-        self._backend.encode_special_tokens = True
+        self._backend.encode_special_tokens = True  # names of special tokens in a text stay text
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_backend": self._backend.to_str()}
@@ -215,8 +215,8 @@ class TextEncoder:
         """
         texts: list[str] = []
         inner: list[bool] = []
+        # Collect the texts of all rows for one call of the tokenizer, which encodes them in parallel.
         for runs in rows:
-            # Collect the texts of all rows for one call of the tokenizer, which encodes them in parallel.
             before: Run | None = None
             for run in runs:
                 if isinstance(run.content, str):

@@ -133,7 +133,7 @@ class WindowEncoder:
         for tokenizer in (self._plain, self._windows):
             tokenizer.no_padding()
             tokenizer.no_truncation()
-            tokenizer.encode_special_tokens = True
+            tokenizer.encode_special_tokens = True  # names of special tokens in a text stay text
         strategy = "only_second" if self.question_first else "only_first"
         self._windows.enable_truncation(self.max_length, stride=self.stride, strategy=strategy)
 
@@ -153,14 +153,14 @@ class WindowEncoder:
                 kept.append((place, *self._read(row, counts)))
             except RowProblem as problem:
                 dropped.append((place, str(problem)))
-        # Pairs are encoded in one call, in parallel. A long context gives its first window as `encoding`, the others as
-        # `overflowing`.
         questions = self._short([question for _, question, _, _ in kept], counts)
         contexts = [context for _, _, context, _ in kept]
         sides = (questions, contexts) if self.question_first else (contexts, questions)
         pairs = list(zip(*sides, strict=True))
         columns: dict[str, list] = {name: [] for name in (*LISTS, "start_positions", "end_positions", "cls_position")}
         places = []
+        # Pairs are encoded in one call, in parallel. A long context gives its first window as `encoding`, the others as
+        # `overflowing`.
         for (place, _, _, answer), encoding in zip(kept, self._windows.encode_batch(pairs), strict=True):
             windows = [self._window(window, answer) for window in (encoding, *encoding.overflowing)]
             for window in windows:
