@@ -146,6 +146,7 @@ def saved_name(name: str) -> str:
     """PEFT's name of a parameter in its file, from its name in the model, which contains the adapter's name."""
     name = name.replace(".modules_to_save.default.", ".").replace(".lora_magnitude_vector.default.weight",
                                                                   ".lora_magnitude_vector")
+    # For example q_proj.lora_A.default.weight -> q_proj.lora_A.weight.
     return re.sub(r"\.(lora_\w+|trainable_tokens_delta)\.default\b", r".\1", name)
 
 

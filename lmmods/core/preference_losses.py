@@ -244,8 +244,8 @@ class PreferenceLoss:
             logps: [B] float32, summed log-probability of the tokens of the answer.
             desirable: [B] bool, True if the answer is wanted.
             reference: [B], `logps` under the reference model.
-            baseline: Estimated divergence from the reference, the same for all rows of a step and without gradient; 0
-                for a method without.
+            baseline: Estimated divergence from the reference, without gradient and the same for all rows of a step, or
+                of an evaluated set; 0 for a method without.
         """
         scores = logps - reference
         logits = self.beta * (scores - baseline)

@@ -119,8 +119,9 @@ def preferred(row: RowReader) -> list[Message]:
 
 # MOSS
 
-SPEAKER_MARK = re.compile(r"^(?:<\|[\w ]+\|>|\[\w+\]):")
-END_MARK = re.compile(r"<eo[a-z]>$")
+SPEAKER_MARK = re.compile(r"^(?:<\|[\w ]+\|>|\[\w+\]):")  # <|Human|>: or [Human]:
+END_MARK = re.compile(r"<eo[a-z]>$")  # <eoh>
+# name(arguments), then a comma or the end; in arguments, parentheses are allowed only within quotes.
 COMMAND = re.compile(r'(\w+)\(((?:"(?:[^"\\]|\\.)*"|[^()"])*)\)(?:\s*,\s*|\s*$)')
 
 

@@ -58,6 +58,7 @@ class Store:
         self._rows = _open_table(folder / "rows.arrow")
 
     def __reduce__(self):  # noqa: ANN204
+        # Worker processes map the files themselves, instead of receiving copies of the arrays.
         return Store, (self.folder,)
 
     @property
