@@ -85,7 +85,7 @@ def lazy_file(file: Path, framework: str = "numpy", empty: Callable = np.empty) 
         # A slice knows its shape from the header alone; nothing is read yet.
         stored = opened.get_slice(name)
         shape = stored.get_shape()
-        # safetensors cannot slice a scalar.
+        # A scalar has no slice `[:0]`, which gives the dtype below; it is small enough to read at once.
         if not shape:
             return lazy(opened.get_tensor(name), empty)
         # The header names the dtype in safetensors' terms; an empty slice has that of the library.
