@@ -67,6 +67,7 @@ def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
     if problem is None:
         AttentionInterface.register(VARLEN, _Varlen(kernel or varlen_attn))
         AttentionMaskInterface.register(VARLEN, _mask)
+        # Logits of a packed row before and after the switch decide whether it stays.
         before = _packed_logits(model)
         model.set_attn_implementation(VARLEN)
         problem = _disagreement(model, before)
@@ -98,7 +99,8 @@ def _attend_float32(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     dtype = compute_dtype(value)
     if attention_mask is not None and attention_mask.is_floating_point():
-        attention_mask = attention_mask.float()
+        attention_mask = attention_mask.float()  # sdpa requires the dtype of the queries
+    # Autocast would cast the inputs of sdpa back to 16 bits.
     with torch.autocast(query.device.type, enabled=False):
         mixed, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
     return mixed.to(dtype), None
@@ -126,6 +128,7 @@ def _disagreement(model: nn.Module, before: Tensor) -> str | None:
 @torch.no_grad()
 def _packed_logits(model: nn.Module) -> Tensor:
     weight = model.get_input_embeddings().weight
+    # A row of 64 tokens in three documents, to be compared between kernels.
     positions = torch.cat([torch.arange(length, device=weight.device) for length in (40, 7, 17)]).unsqueeze(0)
     ids = torch.arange(64, device=weight.device).unsqueeze(0) % model.config.get_text_config().vocab_size
     return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
@@ -141,7 +144,7 @@ def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None
     """Mask function of transformers: no mask for packed rows, whose documents `_Varlen` finds by `position_ids`."""
     from transformers.masking_utils import sdpa_mask
 
-    if attention_mask is None and q_length == kv_length:
+    if attention_mask is None and q_length == kv_length:  # no padding, no cache
         return None
     return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **options)
 
@@ -161,13 +164,15 @@ class _Varlen:
         if attention_mask is not None or positions is None or query.shape[2] != key.shape[2]:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
         dtype = compute_dtype(value)  # rotary embeddings return float32 under autocast
+        # [B, heads, T, D] -> [B * T, heads, D], the rows one after another.
         rows = [x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (query, key, value)]
         starts, longest = self._documents(positions, len(query))
         # torch 2.11's kernel supports grouped query attention without an argument
         grouped = query.shape[1] != key.shape[1] and "enable_gqa" in inspect.signature(self._kernel).parameters
+        # window_size (-1, 0): any number of tokens back and none ahead, the causal mask within a document.
         mixed = self._kernel(*rows, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0),
                              **{"enable_gqa": True} if grouped else {})
-        return mixed.view(len(query), -1, *mixed.shape[1:]), None
+        return mixed.view(len(query), -1, *mixed.shape[1:]), None  # [B, T, heads, D]
 
     def _documents(self, positions: Tensor, num_rows: int) -> tuple[Tensor, int]:
         """Return the starts of documents in the concatenated rows, with their total length, int32; and the longest one.
@@ -177,7 +182,9 @@ class _Varlen:
         if self._last[0] is not positions:
             every = positions.expand(num_rows, -1)
             begins = torch.ones_like(every, dtype=torch.bool)
+            # The first token of a row always begins a document; another does where positions do not go on by 1.
             begins[:, 1:] = every.diff(dim=1) != 1
+            # Cumulative lengths of the documents, 0 first: [documents + 1].
             starts = F.pad(begins.flatten().nonzero().squeeze(1), (0, 1), value=every.numel()).int()
             self._last = positions, (starts, int(starts.diff().max()))
         return self._last[1]

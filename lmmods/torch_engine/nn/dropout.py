@@ -44,16 +44,19 @@ class TokenDropout:
         self._is_off = False
         self._told: set[str] = set()
         self.has_sites = False
+        # Code from the hub may call dropout at rates that are not in its configuration.
         own_code = any(_package(module) not in MODULES_ONLY | {"transformers", "lmmods"} for module in model.modules())
         calls_functions = has_rates(model.config) or own_code
         if compiled:
             self._drop = torch.compiler.disable(self._drop)
         for name, module in model.named_modules():
+            # Sites are named as without PEFT, so a network has the same masks with and without an adapter.
             name = _PEFT.sub("", name)
             if isinstance(module, nn.Dropout):
                 self.has_sites |= module.p > 0
                 module.forward = partial(self._module_forward, module, name)
             elif calls_functions and _package(module) not in MODULES_ONLY and not (compiled and _is_plain(module)):
+                # A wrapped forward is excluded from compilation, so modules that call neither function stay unwrapped.
                 self.has_sites = True
                 forward = _FunctionsReplaced(self, module, name)
                 module.forward = torch.compiler.disable(forward) if compiled else forward
@@ -82,6 +85,7 @@ class TokenDropout:
     def begin(self, batch: dict[str, Tensor]) -> None:
         """Prepare for the forward pass of this batch, and its backward pass."""
         seeds = batch.get("token_seeds")
+        # [B, A, T] -> [B * A, T] for rows of several sequences, as the network sees them. Counts of calls restart.
         self._tokens, self._calls = None if seeds is None else self.own(seeds).flatten(0, -2).int(), {}
         if seeds is None and self.has_sites:
             self._tell("Dropout: the batches have no token_seeds, so masks depend on how rows are cut into batches.")
@@ -97,6 +101,7 @@ class TokenDropout:
 
     def contexts(self) -> tuple[Any, Any]:
         """Return the contexts of a checkpointed block: its forward, and its recomputation with the same masks."""
+        # Copies of the counts at the start of the block: its recomputation must number its calls as the first run did.
         return nullcontext(), _Again(self, self._tokens, dict(self._calls))
 
     def swap(self, tokens: Tensor | None, calls: dict[str, int]) -> tuple[Tensor | None, dict[str, int]]:
@@ -128,11 +133,13 @@ class TokenDropout:
             return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if enable_gqa:
             key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+        # The formula of sdpa written out, as its kernels draw their own masks: scores and weights [B, heads, T, T].
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         scores = torch.matmul(query * scale, key.transpose(-2, -1))
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if attn_mask is not None and attn_mask.dtype == torch.bool:
+            # Not -inf: a query that may see no key, as in padding, would be NaN.
             scores.masked_fill_(~attn_mask, torch.finfo(scores.dtype).min)
         elif attn_mask is not None:
             scores += attn_mask
@@ -145,13 +152,13 @@ class TokenDropout:
             return _dropout(x, rate)
         tokens = self._tokens.to(x.device)  # under model.max_memory layers are on other devices
         (batch, length), shape = tokens.shape, tuple(x.shape)
-        if x.ndim == 4 and shape[::3] == (batch, length) and shape[2] == length:
+        if x.ndim == 4 and shape[::3] == (batch, length) and shape[2] == length:  # attention weights [B, heads, T, T]
             # a Dropout inside the attention module has the same site as the module's own attention function
             name = f"{_attending(name)}.weights"
             kept = self._attention_mask(name, tokens, shape[1], rate)
-        elif shape[:-1] in ((batch, length), (batch * length,)):
+        elif shape[:-1] in ((batch, length), (batch * length,)):  # features [B, T, F] or [B * T, F]
             kept = self._feature_mask(name, tokens.flatten(), shape[-1], rate).reshape(shape)
-        elif shape[:-1] == (batch,):
+        elif shape[:-1] == (batch,):  # pooled features [B, F]; the sum of seeds wraps at 32 bits
             kept = self._feature_mask(name, tokens.sum(1, dtype=torch.int32), shape[-1], rate)
         else:
             self._tell(f"Dropout: {name} drops of a tensor {list(shape)}, in which tokens are not told apart, so its "
@@ -256,11 +263,13 @@ CHUNK = 2**15
 
 def feature_mask(seeds: Tensor, site: int, num: int, rate: float) -> Tensor:
     """`core.dropout.feature_mask`: mask [N, num] from the seeds [N] of tokens."""
+    # The first fold of `finalise` distributes over XOR: fold [N] words and [half] features, not N * half XORs.
     words, half = _folded(finalise(seeds ^ _signed(site))), -(-num // 2)
+    # Upper halves of the bits decide features 0 to half - 1, lower halves the rest.
     kept = torch.empty(len(seeds), 2, half, dtype=torch.bool, device=seeds.device)
     _decide(words.view(1, -1, 1), _features(half, seeds.device).view(1, 1, -1), kept[None, :, 0], kept[None, :, 1],
             least_kept(rate))
-    return kept.view(len(seeds), 2 * half)[:, :num]
+    return kept.view(len(seeds), 2 * half)[:, :num]  # an odd `num` leaves one over
 
 
 def attention_mask(seeds: Tensor, site: int, num_heads: int, rate: float) -> Tensor:
@@ -269,6 +278,7 @@ def attention_mask(seeds: Tensor, site: int, num_heads: int, rate: float) -> Ten
     queries = _folded(finalise(seeds ^ _signed(site)))
     pairs = torch.from_numpy(feature_seeds(half).view(np.int32)).to(seeds.device)
     kept = torch.empty(batch, 2 * half, length, length, dtype=torch.bool, device=seeds.device)
+    # One pair of heads at a time, so that temporaries are [B, T, T].
     for pair in range(half):
         keys = _folded(finalise(seeds ^ pairs[pair]))
         _decide(queries[:, :, None], keys[:, None], kept[:, pair], kept[:, half + pair], least_kept(rate))
@@ -305,8 +315,10 @@ def _decide(queries: Tensor, keys: Tensor, upper: Tensor, lower: Tensor, least: 
         upper: [B, T, S] bool, written to; likewise `lower`.
     """
     batch, length, width = upper.shape
+    # A block is some queries of one row or, if whole rows fit, of several rows. GPUs take everything at once.
     rows = min(max(CHUNK // width, 1), length) if queries.device.type == "cpu" else length
     together = max(CHUNK // (length * width), 1) if queries.device.type == "cpu" else batch
+    # Buffers that all blocks share; the last block may be smaller.
     bits = torch.empty(min(together, batch), rows, width, dtype=torch.int32, device=queries.device)
     other = torch.empty_like(bits)
     for first in range(0, batch, together):
@@ -315,6 +327,8 @@ def _decide(queries: Tensor, keys: Tensor, upper: Tensor, lower: Tensor, least: 
         for start in range(0, length, rows):
             part = queries[some, start : start + rows]
             x, y = bits[: part.shape[0], : part.shape[1]], other[: part.shape[0], : part.shape[1]]
+            # `finalise` from its first product, in place. The lower 16 bits of `least` are 0, so both comparisons see
+            # only an upper half: that of x, and that of y, which holds the lower half.
             torch.bitwise_xor(part, of_keys, out=x)
             x.mul_(_signed(FINAL_1))
             torch.bitwise_right_shift(x, 13, out=y)

@@ -76,6 +76,7 @@ class GradientAccumulation:
 
     def add_chunk(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
         """Add a further chunk of the micro-batch added last."""
+        # float64, as float32 rounds counts of tokens from 2^24 on.
         new = torch.stack([sums.total.detach(), sums.weight, num_tokens, num_rows]).double()
         if sums.metrics is not None:
             new = torch.cat([new, sums.metrics.flatten().double()])
@@ -100,13 +101,16 @@ class GradientAccumulation:
         Returns:
             Norm of the averaged gradient.
         """
+        # Over all processes. Those of a tensor-parallel group computed the same loss, which counts once.
         sums = strategy.reduce(self._sums, reduce_op="sum") / sharding.num_repeats(strategy)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        weight = torch.where(sums[1] > 0, sums[1], 1)
+        weight = torch.where(sums[1] > 0, sums[1], 1)  # a step without labels has gradient 0, not NaN
+        # Undoes the divisions of the losses (`divisor`) and the mean over processes (`num_losses`), then divides by the
+        # weight of the whole step: the result depends neither on micro-batches nor on processes.
         factor = self.divisor(accumulated) * sharding.num_losses(strategy) / weight
         for device in {grad.device for grad in grads}:  # several under model.max_memory
             scale_all([sharding.local(grad) for grad in grads if grad.device == device], factor.to(device))
-        norm = total_norm(grads)
+        norm = total_norm(grads)  # before Lightning clips
         self.finish(sums, norm, optimizer.param_groups[0]["lr"])
         return norm
 
@@ -149,7 +153,9 @@ class GradientAccumulation:
         """
         self._sums, self.num_batches, self._gradients = None, state.get("num_batches", 0), {}
         if state:
+            # The sums are added over processes, so only one may start with the saved ones.
             self._sums = state["sums"] if is_first else torch.zeros_like(state["sums"])
+            # The saved gradients were divided by the divisor of the run that saved them.
             factor = state["divisor"] / self.divisor(accumulated)
             self._gradients = {name: grad.scaled(factor) if isinstance(grad, LazyArray) else grad * factor
                                for name, grad in state["gradients"].items()}
@@ -159,8 +165,10 @@ class GradientAccumulation:
         for name, grad in self._gradients.items():
             param = params[name]
             if isinstance(param, DTensor):
+                # FSDP2 adds means over the losses to `.grad`, so the saved sum enters as a mean.
                 param.grad = sharding.placed_like(grad, param) / num_losses
             elif is_first:
+                # DDP averages `.grad` over processes in the step's last backward pass: one process holds the sum.
                 param.grad = sharding.placed_like(grad, param)
         self._gradients = {}
 
@@ -223,16 +231,18 @@ def split_rows(batch: dict[str, Tensor], num_tokens: int) -> list[dict[str, Tens
     mask = batch["attention_mask"]
     width, num_answers = mask.shape[-1], mask[0].numel() // mask.shape[-1]
     lengths = width - mask.flip(-1).argmax(-1)  # up to the last real token
-    lengths = lengths.view(len(mask), -1).amax(1)
+    lengths = lengths.view(len(mask), -1).amax(1)  # [B]: the longest sequence of each row
     lengths = (-(-lengths // MULTIPLE) * MULTIPLE).clamp(max=width)
+    # Longest first: the first row of a chunk determines its length. Stable, so equal lengths keep their order.
     order = torch.argsort(lengths, descending=True, stable=True)
     chunks, start, longest = [], 0, lengths[order].tolist()
     while start < len(order):
-        size = max(num_tokens // (num_answers * longest[start]), 1)
+        size = max(num_tokens // (num_answers * longest[start]), 1)  # all rows as wide as the first
         chunks.append((order[start : start + size], longest[start]))
         start += size
-    if len(chunks) == 1 and longest[0] == width:
+    if len(chunks) == 1 and longest[0] == width:  # nothing to split or trim
         return [batch]
+    # Tensors of the mask's rank have a position axis; others have one value per row.
     return [{name: values[rows][..., :length] if values.ndim == mask.ndim else values[rows]
              for name, values in batch.items()}
             for rows, length in chunks]

@@ -52,8 +52,10 @@ class LMHead:
         layer, tokens, rows = found
         if self.layer.token_adapter.disable_adapters:  # base model only
             return layer(hidden)
+        # Once per device: copying a Python list to a GPU synchronises, and the head runs once per chunk.
         if self._tokens is None or self._tokens.device != hidden.device:
             self._tokens = torch.tensor(tokens, device=hidden.device)
+        # [N, H] -> [N, V], with the columns of the K trained tokens replaced by [N, K]: only K rows receive a gradient.
         return layer(hidden).index_copy(-1, self._tokens, F.linear(hidden, rows.to(layer.weight.dtype)))
 
     @property
@@ -92,10 +94,12 @@ class LMHead:
 
     def _matches(self, model: nn.Module) -> bool:
         """True if this head reproduces the model's own logits, checked on a few tokens."""
+        # Distinct tokens, [1, 8]. Both logits come from the same hidden states, so only the head can make them differ.
         ids = torch.arange(8, device=self.layer.weight.device).unsqueeze(0) % self.vocab_size
         with torch.no_grad(), _capture(self.layer, keep=True) as captured:
-            logits = model(input_ids=ids, use_cache=False).logits
+            logits = model(input_ids=ids, use_cache=False).logits  # [1, 8, V]
             own = self(captured[0])
+        # Relative to the largest logit, as logits near 0 have its absolute rounding error.
         return torch.allclose(own.float(), logits.float(), rtol=1e-3, atol=1e-3 * logits.abs().max().item())
 
 
@@ -116,7 +120,9 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
     sums = token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights, device)
     if mixture is None:
         return sums
+    # [B, T]. Padding is routed to experts like any token, but must not count as load.
     real = batch["segment_ids" if "segment_ids" in batch else "attention_mask"] > 0
+    # [B, T]. Its row sums weight the rows' balance losses as their tokens weight the loss.
     counted = (targets != IGNORED) * (1.0 if weights is None else weights)
     return with_load(sums, outputs.router_logits, mixture, real, counted.sum(1), balance_loss)
 
@@ -132,8 +138,9 @@ def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
     targets, _ = _targets(batch)
     hidden, *rest, _ = _before_head(model, head, batch)
     scored = targets != IGNORED
+    # [B, T, H] -> [N, H]: labelled positions of all rows, in row-major order.
     logps = token_log_probs(hidden[scored], targets[scored], *rest, device)
-    rows = scored.nonzero()[:, 0]
+    rows = scored.nonzero()[:, 0]  # [N]
     return logps.new_zeros(len(targets)).index_add(0, rows, logps), scored.sum(1)
 
 
@@ -155,11 +162,13 @@ def _before_head(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
     # each other, so packed rows have no mask.
     inputs |= {"position_ids": batch["position_ids"]} if "position_ids" in batch else {
         "attention_mask": batch["attention_mask"]}
+    # Under context parallelism the mask's place holds the segments of the whole rows, see `ContextParallel.attend`.
     if "row_segments" in batch:
         inputs["attention_mask"] = batch["row_segments"]
     if head is None:
         outputs = model(**inputs)
         return outputs.logits, lambda x: x, [], outputs.logits.shape[-1], False, outputs
+    # The layer itself runs on zero positions: the model's own logits [B, T, V] are never computed.
     with _capture(head.layer) as captured:
         outputs = model(**inputs)
     return captured[0], head, head.params(), head.vocab_size, head.plain, outputs
@@ -173,12 +182,13 @@ def choice_logits(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor
         batch: `input_ids` and `attention_mask` [B, T], padded on the right.
     """
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
-    last = batch["attention_mask"].sum(1) - 1
+    last = batch["attention_mask"].sum(1) - 1  # [B], index of each row's last token
     rows = torch.arange(len(last), device=last.device)
     if head is None:
         return model(**inputs).logits[rows, last][:, choices].float()
     with _capture(head.layer) as captured:
         model(**inputs)
+    # [B, T, H] -> [B, H] -> [B, V] -> [B, K]
     return head(captured[0][rows, last])[:, choices].float()
 
 
@@ -188,12 +198,14 @@ def keeps_packed_apart(model: nn.Module) -> bool:
     Checked on a few tokens, as it depends on the architecture: without `position_ids` (OPT) they do.
     """
     device = model.get_input_embeddings().weight.device
+    # Two documents of 6 tokens in one row. Only the first one differs between the two passes, so the logits of the
+    # second are equal unless it attends to the first.
     ids = torch.arange(12, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
     other = ids.clone()
     other[:, :6] = ids[:, :6].flip(1)
     positions = torch.arange(6, device=device).repeat(2).unsqueeze(0)
     was_training = model.training
-    model.eval()
+    model.eval()  # dropout would make the passes differ
     try:
         with torch.no_grad():
             first, second = (model(input_ids=row, position_ids=positions, use_cache=False).logits[:, 6:].float()
@@ -212,6 +224,7 @@ def _capture(layer: nn.Module, keep: bool = False) -> Iterator[list[Tensor]]:
 
     def hook(_module, args):
         captured.append(args[0])
+        # [B, T, H] -> [B, 0, H]: the layer is still called, as the model goes on to use its output.
         return None if keep else (args[0][:, :0], *args[1:])
 
     handle = layer.register_forward_pre_hook(hook)

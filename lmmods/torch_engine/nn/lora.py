@@ -69,7 +69,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
             kind = "int8" if module.weight.dtype == torch.int8 else "4 bits"
             raise UserError(quantised_in_full(name, kind))
-        fill(module)
+        fill(module)  # PEFT copies its values
     stacked = [name for name, parameter in model.named_parameters() if is_stacked(name, parameter)]
     adapted_parameters(settings, [*packed, *stacked], in_full)
     answers = [name for name in ANSWER_HEADS if task_type == "QUESTION_ANS" and hasattr(model, name)]
@@ -91,12 +91,14 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         task_type=task_type,
     )
     with stand_ins(model):
+        # PEFT would cast an adapter in half precision to float32; `_cast_trainable` sets the dtype instead.
         wrapped = _outlined(model, config) if abstract else get_peft_model(model, config, autocast_adapter_dtype=False)
     # PEFT may move targets there, for model types whose experts used to be modules of these names.
     if found := set(config.target_parameters or ()) - set(settings.target_parameters or ()):
         raise UserError(f"lora.targets: PEFT takes {', '.join(targets)} of a {model.config.model_type} for adapters on "
                         f"its experts or their router ({', '.join(sorted(found))}). Name layers of the attention.")
     wrapped = _cast_trainable(wrapped, dtype)
+    # PEFT drew from torch's generator. Draw again from a stream per parameter, the same in any process and order.
     if not abstract:
         start_adapter(wrapped, seed)
     return wrapped
@@ -164,6 +166,7 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
             with _all_loaded(model, folder, key):
                 wrapped = PeftModel.from_pretrained(model, folder, is_trainable=trains, config=config,
                                                     autocast_adapter_dtype=not trains)
+    # One that diverged in training loads without an error and gives NaN.
     for name, parameter in wrapped.named_parameters():
         if ".default" in name and not parameter.isfinite().all():
             raise does_not_fit(folder, no_numbers(saved_name(name)), key)
@@ -176,6 +179,7 @@ def _all_loaded(model: nn.Module, folder: str | Path, key: str) -> Iterator[None
     missing, extra = [], []
 
     def note(_: nn.Module, found: Any) -> None:
+        # The base's own weights are always missing in an adapter's files.
         missing.extend(name for name in found.missing_keys
                        if re.search(r"\.lora_\w+\.default\b|\.modules_to_save\.default\.", name))
         extra.extend(found.unexpected_keys)
@@ -203,6 +207,7 @@ def _token_rows(model: nn.Module, tokens: list[int], in_full: set[str]) -> dict[
     names = {module: name for name, module in model.named_modules()}
     embedding, output = names[model.get_input_embeddings()], model.get_output_embeddings()
     if tokens:
+        # PEFT copies these rows, so deferred values must be read now.
         fill(model.get_input_embeddings())
         fill(output)
     rows = trained_rows(tokens, embedding, names.get(output), in_full,
@@ -273,10 +278,11 @@ def _obstacle(layer: nn.Module) -> str | None:
 def _forward(layer: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Map features [..., in] to [..., out] in the compute dtype."""
     dtype = _compute_dtype(layer.base_layer, x)
+    # One position per row is decoding, for which bitsandbytes has its own kernels.
     if args or kwargs or dtype is None or x.shape[-2] == 1 or not _plain_layer(layer):
         return type(layer).forward(layer, x, *args, **kwargs)
     [name] = layer.active_adapters
-    dropped = layer.lora_dropout[name](x)
+    dropped = layer.lora_dropout[name](x)  # x itself if nothing is dropped
     found = _AdaptedProduct.apply(x, None if dropped is x else dropped, layer.lora_A[name].weight,
                                   layer.lora_B[name].weight, layer.scaling[name], layer.base_layer, dtype)
     return found.view(*x.shape[:-1], -1)  # not a view made inside the function: some networks modify it in place
@@ -316,12 +322,14 @@ class _AdaptedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, scaling: float, base: nn.Module,
                 dtype: torch.dtype) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1]).to(dtype)
+        flat = x.reshape(-1, x.shape[-1]).to(dtype)  # [N, in]
         into = flat if dropped is None else dropped.reshape(flat.shape).to(dtype)
         low_a, low_b = a.to(dtype), b.to(dtype)
-        inner = into @ low_a.t()
+        inner = into @ low_a.t()  # [N, r]
         bias = None if base.bias is None else base.bias.to(dtype)
+        # In place on the base's output [N, out]: no copy of it, and no pass to scale and add.
         result = F.linear(flat, _matrix(base, dtype), bias).addmm_(inner, low_b.t(), alpha=scaling)
+        # The base's matrix is not saved: a quantised one would then stay in memory in full.
         ctx.save_for_backward(into, inner, low_a, low_b)
         ctx.base, ctx.scaling, ctx.types = base, scaling, (x.dtype, a.dtype, b.dtype)
         ctx.shape = x.shape[:-1]
@@ -331,9 +339,10 @@ class _AdaptedProduct(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         into, inner, a, b = ctx.saved_tensors
         shape, (dtype_x, dtype_a, dtype_b) = ctx.shape, ctx.types
-        grad_inner = (grad @ b).mul_(ctx.scaling)
+        grad_inner = (grad @ b).mul_(ctx.scaling)  # [N, out] [out, r] -> [N, r]
         grad_b = (grad.t() @ inner).to(dtype_b).mul_(ctx.scaling)
         grad_a = (grad_inner.t() @ into).to(dtype_a)
+        # The adapter's part of the gradient goes through dropout if there is any, else straight into that of x.
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ _matrix(ctx.base, grad.dtype)

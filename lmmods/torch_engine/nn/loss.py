@@ -68,11 +68,14 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
     """
     if plain:
         return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct, weights)
+    # [B, T, H] -> [N, H], N labelled positions. `nonzero` synchronises with a GPU, once per micro-batch.
     scored = (targets != IGNORED).flatten().nonzero().squeeze(1)
     hidden = hidden.flatten(0, 1).index_select(0, scored)
     targets = targets.flatten().index_select(0, scored)
     weights = None if weights is None else weights.flatten().index_select(0, scored)
     chunk = _chunk_length(vocab_size, device or hidden.device)
+    # Gradient mode is an argument, as it is always off inside `forward`. The head holds `params` already; passing them
+    # makes autograd ask for their gradients.
     total, correct = _ChunkedCrossEntropy.apply(hidden, targets, weights, head, chunk, count_correct,
                                                 torch.is_grad_enabled(), *params)
     weight = total.new_tensor(len(targets)) if weights is None else weights.sum()
@@ -81,7 +84,7 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
 
 def _chunk_length(vocab_size: int, device: torch.device) -> int:
     """Return the positions of a chunk."""
-    return max((CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), 1)
+    return max((CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), 1)  # float32 logits
 
 
 def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None) -> LossSums:
@@ -114,6 +117,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, targets, head, chunk, *params):
         device = hidden.device.type
+        # `backward` runs outside the caller's autocast context.
         ctx.autocast = {"enabled": torch.is_autocast_enabled(device), "dtype": torch.get_autocast_dtype(device)}
         ctx.head, ctx.chunk = head, chunk
         ctx.save_for_backward(hidden, targets, *params)
@@ -121,7 +125,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         found = hidden.new_empty(len(targets), dtype=torch.float32)
         for part, fast in _chunks(len(targets), chunk, head, hidden):
             with fast:
-                log_probs = F.log_softmax(products.forward(hidden[part], False).float(), dim=-1)
+                log_probs = F.log_softmax(products.forward(hidden[part], False).float(), dim=-1)  # [n, V]
             found[part] = log_probs.gather(1, targets[part].unsqueeze(1)).squeeze(1)
         return found
 
@@ -133,6 +137,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
             products = _products(ctx.head, params)
             for part, fast in _chunks(len(targets), ctx.chunk, ctx.head, hidden):
                 with fast:
+                    # d log p / d logits = one_hot - softmax: negated here, and again by the factor -grad.
                     grad_logits = F.softmax(products.forward(hidden[part], True).float(), dim=-1)
                     grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
                     grad_hidden[part] = products.backward(grad_logits.mul_(-grad[part].unsqueeze(1)))
@@ -165,6 +170,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, targets, weights, head, chunk, count_correct, is_training, *params):
+        # `needs_input_grad` is set under `no_grad` too, as when a model with trainable parameters is evaluated.
         wants_grad = is_training and any(ctx.needs_input_grad)
         products = _products(head, params)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -172,7 +178,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
         for part, fast in _chunks(len(targets), chunk, head, hidden):
             with fast:
-                log_probs = F.log_softmax(products.forward(hidden[part], wants_grad).float(), dim=-1)
+                log_probs = F.log_softmax(products.forward(hidden[part], wants_grad).float(), dim=-1)  # [n, V]
                 picked = log_probs.gather(1, targets[part].unsqueeze(1)).squeeze(1)
                 total -= (picked if weights is None else picked * weights[part]).sum()
                 if count_correct:
@@ -180,12 +186,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     correct += (hits if weights is None else hits * weights[part]).sum()
                 if wants_grad:
                     # Gradient of cross-entropy, softmax - one_hot, in place: autograd would make two more passes.
+                    # Overwrites `log_probs`, so everything that reads them comes before.
                     grad_logits = log_probs.exp_()
                     grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
                     if weights is not None:
                         grad_logits *= weights[part].unsqueeze(1)
                     grad_hidden[part] = products.backward(grad_logits)
         if wants_grad:
+            # Gradients of `total` itself; `backward` multiplies them by its incoming gradient.
             ctx.save_for_backward(grad_hidden, *products.param_grads(params))
         ctx.mark_non_differentiable(correct)
         return total, correct
@@ -205,12 +213,14 @@ class _AnyHead:
         self._sums: list[Tensor] = []
 
     def forward(self, piece: Tensor, wants_grad: bool) -> Tensor:
+        # A graph per chunk, cut from the network's at `piece` and freed by `backward`.
         with torch.set_grad_enabled(wants_grad):
             self._piece = piece.detach().requires_grad_(wants_grad)
             self._logits = self._head(self._piece)
         return self._logits.detach()
 
     def backward(self, grad_logits: Tensor) -> Tensor:
+        # `autograd.grad` leaves the parameters' `.grad` alone: the outer graph adds to it.
         grad, *rest = torch.autograd.grad(self._logits, [self._piece, *self._params],
                                           grad_logits.to(self._logits.dtype))
         if self._sums:
@@ -220,7 +230,7 @@ class _AnyHead:
         return grad
 
     def param_grads(self, params: tuple[Tensor, ...]) -> list[Tensor]:
-        sums = self._sums or [torch.zeros_like(p) for p in params]
+        sums = self._sums or [torch.zeros_like(p) for p in params]  # no chunk ran: no position is scored
         return [grad.to(p.dtype) for grad, p in zip(sums, params, strict=True)]
 
 
@@ -249,6 +259,7 @@ class _LinearHead:
         if self._softcap is None:
             return logits
         squashed = logits.div_(self._softcap).tanh_()
+        # Only `backward` reads it.
         self._squashed = squashed if wants_grad else None
         return squashed * self._softcap
 
@@ -258,6 +269,8 @@ class _LinearHead:
         if self._scale != 1:
             grad_logits *= self._scale
         grad = grad_logits.to(self._dtype)
+        # [n, V]^T [n, H] -> [V, H], summed over chunks in float32, as 16 bits would round small terms away.
+        # `addmm_` takes a single dtype, so 16-bit products are added separately.
         if self._trains and self._sum is None:
             self._sum = (grad.t() @ self._piece).float()
         elif self._trains and self._dtype == torch.float32:
