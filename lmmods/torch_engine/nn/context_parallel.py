@@ -84,6 +84,7 @@ class ContextParallel:
         from transformers.masking_utils import sdpa_mask
 
         check_network(model, size)
+        # Lightning's mesh is (data, tensor); the processes that share a row are neighbours in its data dimension.
         matrices = mesh["tensor_parallel"].size()
         every = init_device_mesh(mesh.device_type, (mesh.size() // (size * matrices), size, matrices),
                                  mesh_dim_names=("data", "context", "tensor"))
@@ -98,11 +99,12 @@ class ContextParallel:
 
     def _length(self, length: int) -> int:
         """Return the padded length of rows of `length` tokens."""
-        return -(-length // (2 * self.size)) * 2 * self.size
+        return -(-length // (2 * self.size)) * 2 * self.size  # rounded up
 
     def _pieces(self, length: int) -> list[range]:
         """Return the positions of the two pieces of the first process, of the second one, and so on."""
         each = length // (2 * self.size)
+        # Under a causal mask early pieces have few keys and late ones many: each process has one of both.
         return [range(piece * each, (piece + 1) * each)
                 for rank in range(self.size) for piece in (rank, 2 * self.size - 1 - rank)]
 
@@ -130,6 +132,7 @@ class ContextParallel:
         segments = batch["segment_ids"] if "segment_ids" in batch else batch["attention_mask"]
         segments = F.pad(segments, (0, self._length(ids.shape[1]) - ids.shape[1])).int()
         weights = shift_weights(batch.get("loss_weights"))
+        # Padding has segment 0, no target and no weight, so it changes neither loss nor attention of real tokens.
         return {"input_ids": self.own(ids), "position_ids": self.own(positions),
                 "row_segments": segments[:, None, None], "targets": self.own(shift_labels(batch["labels"]), IGNORED),
                 **({} if weights is None else {"target_weights": self.own(weights)})}
@@ -138,13 +141,15 @@ class ContextParallel:
 
     def whole(self, x: Tensor) -> Tensor:
         """Gather x [t, ...] from all processes, in the order of the row: [T, ...]."""
+        # [T, ...], process after process
         found = x.new_empty(self.size * len(x), *x.shape[1:])
         torch.distributed.all_gather_into_tensor(found, x.contiguous(), group=self._group)
-        return found.index_select(0, self._order(len(found), x.device).argsort())
+        return found.index_select(0, self._order(len(found), x.device).argsort())  # undo the order of the processes
 
     def summed(self, x: Tensor) -> Tensor:
         """Reduce-scatter x [T, ...]: this process's positions of the sum over processes, [t, ...]."""
         found = x.new_empty(len(x) // self.size, *x.shape[1:])
+        # The scatter hands out equal consecutive parts, so positions are put in the order of the processes first.
         torch.distributed.reduce_scatter_tensor(found, x.index_select(0, self._order(len(x), x.device)),
                                                 group=self._group)
         return found
@@ -173,25 +178,29 @@ class ContextParallel:
         """
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        # Whole rows, as in generation, have a bool mask or none.
         if attention_mask is None or attention_mask.dtype != torch.int32:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
         dtype = compute_dtype(value)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         blocks = list(self._blocks(query, key, attention_mask, options.get("sliding_window")))
         mixed = _CutAttention.apply(*(x.to(dtype) for x in (query, key, value)), self, blocks, scale)
-        return mixed.transpose(1, 2), None
+        return mixed.transpose(1, 2), None  # [B, heads, t, D] -> [B, t, heads, D]
 
     def _blocks(self, query: Tensor, key: Tensor, row_segments: Tensor, window: int | None) -> Iterator["_Block"]:
         segments, begins = row_segments[:, 0, 0], self._begins(row_segments)
         length = segments.shape[1]
         sharers = query.shape[1] // key.shape[1]
         on_cpu = (self._device or query.device).type == "cpu"
+        # Queries times keys of a block whose float32 mask stays within the limit, for all rows and sharing heads.
         most = (MASK_BYTES if on_cpu else MASK_BYTES_GPU) // (4 * len(query) * sharers)
         window, before = length if window is None else window, 0
         for piece in self._own(length):
+            # `begins` never decreases, so the first query of a piece looks back furthest.
             size = max(min(BLOCK, most // (piece.stop - begins[piece.start])), 1)
             for start in range(piece.start, piece.stop, size):
                 queries = range(start, min(start + size, piece.stop))
+                # Causal, and no further back than document or window.
                 keys = range(max(begins[start], start - window + 1), queries.stop)
                 yield _Block(slice(before, before + len(queries)), queries, keys, segments, window)
                 before += len(queries)
@@ -207,6 +216,7 @@ class ContextParallel:
             segments = row_segments[:, 0, 0]
             places = torch.arange(segments.shape[1], device=segments.device)
             is_new = F.pad(segments.diff(dim=1) != 0, (1, 0))
+            # The latest start up to each position, then the earliest over rows: keys that any row needs, [T].
             self._last = row_segments, (is_new * places).cummax(1).values.amin(0).tolist()
         return self._last[1]
 
@@ -223,6 +233,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        # Every process's loss depends on the total, so the gradient of x is the sum of theirs.
         return _Total.apply(grad, ctx.group), None
 
 
@@ -248,18 +259,20 @@ class _Block(NamedTuple):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Compute attention of the block: [B, heads, queries, size] from [B, heads, queries or keys, size]."""
-        sharers = query.shape[1] // key.shape[1]
+        sharers = query.shape[1] // key.shape[1]  # query heads per key head
         # Query heads that share a key head are concatenated: no kernel supports both a mask and fewer key heads.
         mask = self._mask().repeat(1, 1, sharers, 1)
+        # [B, heads, q, D] -> [B, key heads, sharers * q, D]: the queries of sharing heads follow each other.
         mixed = F.scaled_dot_product_attention(query.unflatten(1, (-1, sharers)).flatten(2, 3), key, value, mask,
                                                scale=scale)
-        return mixed.unflatten(2, (sharers, -1)).flatten(1, 2)
+        return mixed.unflatten(2, (sharers, -1)).flatten(1, 2)  # back to [B, heads, q, D]
 
     def _mask(self) -> Tensor:
         queries, keys = (torch.arange(places.start, places.stop, device=self.segments.device)
                          for places in (self.queries, self.keys))
-        back = queries[:, None] - keys
+        back = queries[:, None] - keys  # [q, k]
         seen = (back >= 0) & (back < self.window)
+        # [B, 1, q, k], True where attended.
         return (seen & (self.segments[:, queries, None] == self.segments[:, None, keys]))[:, None]
 
 
@@ -269,6 +282,7 @@ class _CutAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, rows: ContextParallel, blocks: list[_Block],
                 scale: float) -> Tensor:
+        # Keys and values of the whole row are gathered again in `backward` instead of being saved.
         ctx.save_for_backward(query, key, value)
         ctx.rows, ctx.blocks, ctx.scale = rows, blocks, scale
         keys, values = _gathered(rows, key, value)
@@ -279,8 +293,10 @@ class _CutAttention(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         keys, values = _gathered(ctx.rows, key, value)
+        # Gradients of keys and values are float32, as each sums over many blocks and processes: [2, B, heads, T, D].
         of_query, sums = torch.empty_like(query), torch.zeros(2, *keys.shape, device=keys.device)
         for block in ctx.blocks:
+            # Each block's attention is recomputed, with a graph that lives for this block only.
             with torch.enable_grad():
                 parts = [part.detach().requires_grad_()
                          for part in (query[:, :, block.own], block.of_keys(keys), block.of_keys(values))]
@@ -288,6 +304,7 @@ class _CutAttention(torch.autograd.Function):
             of_query[:, :, block.own], *others = torch.autograd.grad(mixed, parts, grad[:, :, block.own])
             for total, part in zip(sums, others, strict=True):
                 block.of_keys(total).add_(part)
+        # Each process has the gradient of all keys due to its own queries: sum over processes, keep the own positions.
         of_key, of_value = ctx.rows.summed(sums.movedim(3, 0)).movedim(0, 3).to(key.dtype)
         return of_query, of_key, of_value, None, None, None
 

@@ -48,7 +48,7 @@ def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, genera
     Returns:
         [B * num_return_sequences, T + T_new] prompts and answers, padded after the end of an answer.
     """
-    config = copy.deepcopy(generation_config)
+    config = copy.deepcopy(generation_config)  # `update` and the settings below change it
     kwargs = config.update(**kwargs) | _custom_method(config, synced, draws)
     # Hidden from transformers, which would fetch code from the hub. Not None, which the model's own defaults replace.
     config.penalty_alpha, config.num_beam_groups, config.diversity_penalty = 0.0, 1, 0.0
@@ -94,7 +94,7 @@ def sample(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcesso
     while _goes_on(bool(finished.all()), synced, input_ids.device):
         place = input_ids.shape[1] - prompt_length
         outputs, model_kwargs = _forward(model, input_ids, model_kwargs, prompt=not place)
-        scores = logits_processor(input_ids, outputs.logits[:, -1].float())
+        scores = logits_processor(input_ids, outputs.logits[:, -1].float())  # [B, V]
         # A process that waits for others may run out of numbers; its further tokens are masked anyway.
         token = drawn(scores, draws[:, min(place, draws.shape[1] - 1)])
         input_ids = torch.cat([input_ids, token.masked_fill(finished, _pad_token(generation_config))[:, None]], 1)
@@ -111,9 +111,10 @@ def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
         scores: [B, V] logits.
         numbers: [B] in [0, 1).
     """
-    added = (scores.softmax(-1) / UNIT).round().long().cumsum(-1)
+    added = (scores.softmax(-1) / UNIT).round().long().cumsum(-1)  # [B, V] int64, multiples of UNIT
     # Scaled by the actual total, which rounding keeps from being exactly 1, and kept below it.
     wanted = (numbers * added[:, -1]).long().minimum(added[:, -1] - 1)
+    # The number of tokens whose cumulative probability does not exceed the wanted one is the id of the first that does.
     return (added <= wanted[:, None]).sum(-1)
 
 
@@ -126,23 +127,28 @@ def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: Lo
     (1 - alpha) p(v | x) - alpha max_j cos(h_v, h_j), where h_j are the hidden states of the tokens so far.
     """
     outputs, model_kwargs = _forward(model, input_ids, model_kwargs | {"output_hidden_states": True}, prompt=True)
+    # The states h_j to compare with, [B, T, H], of the last layer.
     context = _context(outputs.hidden_states[-1], model_kwargs.get("attention_mask"))
     logits, k = outputs.logits[:, -1], min(top_k, outputs.logits.shape[-1])
     rows = torch.arange(len(input_ids), device=input_ids.device)
+    # Rows of the cache that the candidates continue: at first each prompt's own row, K times.
     origin, finished = rows.repeat_interleave(k), torch.zeros_like(rows, dtype=torch.bool)
     # From here on masks and positions have a row per candidate; `reorder_cache` expands the cache likewise.
     model_kwargs |= {name: value.repeat_interleave(k, 0) for name, value in model_kwargs.items()
                      if torch.is_tensor(value)}
     while _goes_on(bool(finished.all()), synced, input_ids.device):
-        probs, tokens = logits_processor(input_ids, logits.float()).softmax(-1).topk(k)
-        candidates = torch.cat([input_ids.repeat_interleave(k, 0), tokens.view(-1, 1)], 1)
+        probs, tokens = logits_processor(input_ids, logits.float()).softmax(-1).topk(k)  # [B, K]
+        candidates = torch.cat([input_ids.repeat_interleave(k, 0), tokens.view(-1, 1)], 1)  # [B * K, T + 1]
         _reorder_cache(model_kwargs, origin)
         outputs, model_kwargs = _forward(model, candidates, model_kwargs)
+        # [B * K, T, H] -> last position [B * K, H] -> [B, K, H]
         states = F.normalize(outputs.hidden_states[-1][:, -1].float(), dim=-1).unflatten(0, (-1, k))
+        # Cosines [B, K, H] [B, H, T] -> [B, K, T]; their maximum over the context is the penalty.
         best = ((1 - penalty_alpha) * probs - penalty_alpha * (states @ context.mT).amax(-1)).argmax(-1)
         token = tokens[rows, best].masked_fill(finished, _pad_token(generation_config))
         input_ids = torch.cat([input_ids, token[:, None]], 1)
         context = torch.cat([context, states[rows, best][:, None]], 1)
+        # The chosen candidate's pass already has the next logits [B, V] and cache, so a step runs the model once.
         logits, origin = outputs.logits[rows * k + best, -1], (rows * k + best).repeat_interleave(k)
         finished |= stopping_criteria(input_ids, None)
     return input_ids
@@ -166,26 +172,30 @@ def group_beam_search(model: nn.Module, input_ids: Tensor, logits_processor: Log
     `input_ids` is [B * num_beams, T]; returns the best answers of all groups, [B * num_return_sequences, T + T_new].
     """
     config, prompt_length = generation_config, input_ids.shape[1]
+    # [B * G * S, T] -> [B, G, S, T]
     ids = input_ids.unflatten(0, (-1, num_beam_groups, config.num_beams // num_beam_groups))
     groups = [_Group(part, config) for part in ids.unbind(1)]
     while _goes_on(not any(group.open.any() for group in groups), synced, input_ids.device):
         ids = torch.stack([group.ids for group in groups], 1)
         outputs, model_kwargs = _forward(model, ids.flatten(0, 2), model_kwargs, ids.shape[-1] == prompt_length)
-        log_probs = outputs.logits[:, -1].float().log_softmax(-1).unflatten(0, ids.shape[:3])
+        log_probs = outputs.logits[:, -1].float().log_softmax(-1).unflatten(0, ids.shape[:3])  # [B, G, S, V]
+        # [B, V], how many beams of the earlier groups chose each token in this step.
         taken = torch.zeros_like(log_probs[:, 0, 0])
         for n, group in enumerate(groups):
             # As in transformers 4, processors follow the penalty. Some identify rows by index, so they get all rows.
             scores = (log_probs - diversity_penalty * taken[:, None, None]).flatten(0, 2)
             scores = logits_processor(ids.flatten(0, 2), scores).view_as(log_probs)[:, n]
             taken += group.advance(scores, stopping_criteria)
+        # Rows of the cache [B, G * S]: beams within a prompt, then `first` adds the prompt's offset.
         parents = torch.cat([group.parents + n * group.size for n, group in enumerate(groups)], 1)
         first = torch.arange(len(parents), device=parents.device)[:, None] * config.num_beams
         if model_kwargs["use_cache"]:
             _reorder_cache(model_kwargs, (first + parents).flatten())
+    # All groups compete for the answers that are returned.
     scores = torch.cat([group.best_scores for group in groups], 1)
     top = scores.topk(config.num_return_sequences).indices[..., None]
     best = torch.cat([group.best for group in groups], 1).take_along_dim(top, 1)
-    best = best[..., :(best != UNUSED).sum(-1).max()].flatten(0, 1)
+    best = best[..., :(best != UNUSED).sum(-1).max()].flatten(0, 1)  # cut after the longest answer
     return best.masked_fill(best == UNUSED, _pad_token(config))
 
 
@@ -206,13 +216,14 @@ class _Group:
         """Extend each beam by a token, given scores [B, S, V]; returns how many beams chose each token [B, V]."""
         # Enough candidates that S of them continue, even if end tokens are the likeliest for every beam.
         count, was_open = self.size * max(2, 1 + len(self.eos)), self.open[:, None]
+        # [B, S, V] -> [B, S * V] -> [B, count]
         scores, picked = (self.scores[..., None] + log_probs).flatten(1).topk(count)
         parents, tokens = picked // log_probs.shape[-1], picked % log_probs.shape[-1]
         ids = torch.cat([self.ids.take_along_dim(parents[..., None], 1), tokens[..., None]], -1)
         ended = stopping_criteria(ids.flatten(0, 1), None).view_as(tokens)
         self._keep_finished(ids, scores, ended)
         # Running ones first, then those ended by length only: other groups are penalised for these, not for end tokens.
-        kept = (ended.int() + torch.isin(tokens, self.eos)).argsort(dim=1, stable=True)[:, :self.size]
+        kept = (ended.int() + torch.isin(tokens, self.eos)).argsort(dim=1, stable=True)[:, :self.size]  # [B, S]
         self.scores, self.parents = scores.masked_fill(ended, LOST).gather(1, kept), parents.gather(1, kept)
         self.ids = ids.take_along_dim(kept[..., None], 1)
         self.open = self.open & self._may_improve() & ~ended.all(1)
@@ -223,6 +234,7 @@ class _Group:
     def _keep_finished(self, ids: Tensor, scores: Tensor, ended: Tensor) -> None:
         """Add ended candidates [B, K, T] to the finished beams, if they are among the first S."""
         won = ended & self.open[:, None]
+        # Candidates are sorted by score. One that ends below the first S is dropped, not finished.
         won[:, self.size:] = False
         scores = scores / (ids.shape[-1] - self.prompt_length) ** self.config.length_penalty
         scores = torch.cat([self.best_scores, scores.masked_fill(~won, -torch.inf)], 1)
@@ -233,6 +245,7 @@ class _Group:
     def _may_improve(self) -> Tensor:
         """Return [B], True if a running beam may still beat the worst finished one; rule by `early_stopping`."""
         worst, penalty, early = self.best_scores[:, -1], self.config.length_penalty, self.config.early_stopping
+        # Under "never" with a positive penalty, the best that a running beam can still reach is at the maximum length.
         length = self.config.max_length if early == "never" and penalty > 0 else self.ids.shape[-1]
         best = self.scores[:, 0] / (length - self.prompt_length) ** penalty
         return worst == -torch.inf if early is True else best > worst
@@ -244,6 +257,7 @@ def _forward(model: nn.Module, ids: Tensor, kwargs: dict[str, Any], prompt: bool
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=length, is_first_iteration=prompt, **kwargs)
     outputs = model(**inputs, return_dict=True)
     carried = {name: value for name, value in outputs.items() if name in CARRIED}
+    # Each input gains the column of the new token: [B, T] -> [B, T + 1].
     grown = {name: torch.cat([kwargs[name], column(kwargs[name][..., -1:])], -1) for name, column in COLUMNS.items()
              if kwargs.get(name) is not None}
     return outputs, kwargs | grown | carried
@@ -268,6 +282,7 @@ def _goes_on(is_done: bool, synced: bool, device: torch.device) -> bool:
     """True if another step is needed by this process or, if `synced`, by any process."""
     if not synced:
         return not is_done
+    # A collective call: each process must take part in every step, finished or not.
     waiting = torch.tensor(float(not is_done), device=device)
     torch.distributed.all_reduce(waiting)
     return waiting.item() > 0

@@ -39,16 +39,19 @@ def with_load(sums: LossSums, router_logits: tuple[Tensor, ...], mixture: Mixtur
         coefficient: Weight of the load-balancing loss.
     """
     real, layers = real.float(), []
+    # A row of padding only has no tokens: its load is 0, not NaN.
     num_tokens = real.sum(1, keepdim=True).clamp(min=1)
     for logits in router_logits:
-        probabilities = logits.float().softmax(-1).view(*real.shape, -1)
+        probabilities = logits.float().softmax(-1).view(*real.shape, -1)  # [B * T, E] -> [B, T, E]
         chosen = probabilities.detach().topk(mixture.per_token, -1).indices
+        # One-hot choices [B, T, E]. They have no gradient: the loss reaches the router through the probabilities only.
         taken = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)
+        # f and P of the docstring, [B, E]; padding counts in neither.
         counts, means = (torch.einsum("bte,bt->be", x, real) / num_tokens for x in (taken, probabilities))
-        even = counts * (mixture.num / mixture.per_token)
-        layers.append(torch.stack([mixture.num * (counts * means).sum(-1), even.amax(-1), even.amin(-1)]))
+        even = counts * (mixture.num / mixture.per_token)  # load relative to an even one, 1 for each expert if balanced
+        layers.append(torch.stack([mixture.num * (counts * means).sum(-1), even.amax(-1), even.amin(-1)]))  # [3, B]
     by_row = torch.stack(layers).mean(0)  # [3, B]
-    summed = by_row @ row_weights.to(by_row)
+    summed = by_row @ row_weights.to(by_row)  # [3, B] [B] -> [3]
     metrics = torch.stack([summed.detach(), row_weights.sum().to(summed).expand(3)], 1)
     return sums._replace(total=sums.total + coefficient * summed[0], metrics=metrics)
 
@@ -76,9 +79,12 @@ def pack(model: nn.Module, states: dict[str, Any]) -> None:
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
         if not isinstance(module, _Recomputing):
+            # The layer's own class follows in the method resolution order, so that `super().forward` is its forward.
             kind = type(module)
             module.__class__ = type(kind.__name__, (_Recomputing, kind), {})
+            # Recorded before the parametrisation moves these parameters to a submodule, which loses their order.
             module.parameter_order = [name for name, _ in module.named_parameters(recurse=False)]
+        # `unsafe` permits codes and matrices to differ in shape and dtype.
         parametrize.register_parametrization(module, own, _Matrices(state), unsafe=True)
 
 
@@ -101,6 +107,7 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
                 codes = module.parametrizations[name].original
                 packed.append((module, name, codes, matrices))
                 parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+                # One element, expanded: takes no memory.
                 empty = torch.zeros((), dtype=matrices.state.dtype, device=codes.device).expand(matrices.state.shape)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
             for name in module.parameter_order:  # the order in which PEFT wraps parameters
@@ -113,6 +120,7 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
         for module, name, codes, matrices in packed:
             setattr(module, name, codes)
             parametrize.register_parametrization(module, name, matrices, unsafe=True)
+        # PEFT's forward cannot handle a parameter that is parametrised already.
         for _, layer in lora_layers(model):
             if (name := adapted_parameter(layer)) and isinstance(layer.get_base_layer(), _Recomputing):
                 layer.forward = partial(_adapted, layer, name)
@@ -148,9 +156,11 @@ class _Recomputing(nn.Module):
     """Base class given to layers with packed experts: autograd saves codes, not dequantised matrices."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Within a call each matrix is dequantised once, however often the layer reads it.
         with parametrize.cached():
             if not torch.is_grad_enabled() or hides_saved_tensors():  # under checkpointing nothing is saved
                 return super().forward(*args, **kwargs)
+            # By identity, as the matrices report their owner to `note` when they are dequantised.
             call = _Call({id(own): partial(_again, self, name) for name, own in _matrices(self).items()})
             try:
                 for own in _matrices(self).values():
@@ -158,6 +168,7 @@ class _Recomputing(nn.Module):
                 with saved_tensors_hooks(call.keep, call.give):
                     return super().forward(*args, **kwargs)
             finally:
+                # From here on only codes are kept; matrices still needed are dequantised again in the backward pass.
                 call.matrices.clear()
                 for own in _matrices(self).values():
                     own.call = None
@@ -198,6 +209,7 @@ class _Call:
 
     def __init__(self, makers: dict[int, Callable[[], Tensor]]):
         self._sources = {number: _Source(make) for number, make in makers.items()}
+        # Holding the tensors keeps the ids of their storages from being reused during the call.
         self.matrices: dict[int, tuple[Tensor, _Source]] = {}  # by their storages
 
     def note(self, matrices: Tensor, owner: _Matrices) -> None:
@@ -206,7 +218,9 @@ class _Call:
     def keep(self, tensor: Tensor) -> Tensor | _Part:
         _, source = self.matrices.get(storage_of(tensor), (None, None))
         if source is None:
+            # Detached: an output saved with its own graph would be a reference cycle.
             return tensor.detach()
+        # Of a view of the matrices only the geometry is saved; all views of a parameter share its source.
         return _Part(source, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def give(self, kept: Tensor | _Part) -> Tensor:
@@ -235,6 +249,7 @@ def _adapted(layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     if layer.disable_adapters or not has_one_adapter(layer):
         return layer.base_layer(*args, **kwargs)
     matrices = layer.get_base_layer().parametrizations[name]
+    # Part of the parametrisation for this call only, so that matrices and sum form one tensor for the layer.
     matrices.append(_Sum(*layer.get_delta_factors(layer.active_adapters[0])))
     try:
         return layer.base_layer(*args, **kwargs)

@@ -72,8 +72,9 @@ class FirstValues:
         """Return the values of some rows, float32 [len(rows), ...]."""
         part = (slice(rows.start, rows.stop), *[slice(None)] * (len(self.shape) - 1))
         values = draw_part(self.seed, self.name, self.distribution, self.shape, part)
-        first = rows.start * math.prod(self.shape[1:])
+        first = rows.start * math.prod(self.shape[1:])  # place of the first element in the whole, flattened
         for start, end, constant in self.constants:
+            # Clipped to these rows: an end at or below the start selects nothing.
             values.reshape(-1)[max(start - first, 0):max(end - first, 0)] = constant
         return torch.from_numpy(values)
 
@@ -111,20 +112,23 @@ class FirstWeights(DispatchMode):
         """
         def names() -> dict[int, str]:
             tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+            # Reversed, so that a tied tensor gets the first of its names.
             return {_memory(tensor): file_name(name) for name, tensor in reversed(tensors) if _is_real(tensor)}
 
+        # Initialisation may tie tensors, so names are taken again after it.
         before, modules = names(), {module: name for name, module in model.named_modules()}
         # torch.manual_seed stores a traceback for each kind of device, even without any: too slow to call per module
         set_seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
         def enter(module: nn.Module) -> None:
             self._place, self._num_unnamed = modules[module], 0
-            set_seed(stream_key(self._seed, self._place) >> 64)
+            set_seed(stream_key(self._seed, self._place) >> 64)  # from 128 bits to torch's 64
 
         self._names = before
         with before_each_module(enter), instead_of_truncated_normals(self._draw_truncated):
             initialize()
         self._names = names()
+        # What one draw fills becomes a placeholder; the rest is completed below.
         if by_parts:
             for name, param in model.named_parameters():
                 waiting = self._waiting.get(_memory(param)) if _is_real(param) else None
@@ -142,12 +146,14 @@ class FirstWeights(DispatchMode):
                 self._complete(memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        # Draws and the constants that follow them in parts of a tensor (a padding row of zeros) are recorded, not run.
         if func in DISTRIBUTIONS and _is_real(args[0]) and args[0].is_floating_point():
             self._write(args[0], self._draw, (DISTRIBUTIONS[func](*args[1:]),))
             return args[0]
         if func in CONSTANTS and _is_real(args[0]) and _memory(args[0]) in self._waiting and not _is_whole(args[0]):
             self._write(args[0], lambda _, tensor, *value: func(tensor, *value), args[1:])
             return args[0]
+        # Any other operation needs the values, unless it overwrites all of them. Views and shapes do not.
         if self._waiting and not func.is_view and func not in SHAPES_ALONE:
             for tensor in tensors_in((args, kwargs)):
                 if _is_real(tensor) and _memory(tensor) in self._waiting:
@@ -165,7 +171,7 @@ class FirstWeights(DispatchMode):
         if not waits:
             self._num_unnamed += memory not in self._names
             self._waiting[memory] = _Memory(tensor, f"{self._place}#{self._num_unnamed}")
-        if _is_whole(tensor):
+        if _is_whole(tensor):  # a write to the whole replaces what came before
             self._waiting[memory].writes.clear()
         self._waiting[memory].writes.append((tensor, write, values))
         if not (waits or _is_whole(tensor)):  # the rest of the storage has values already
@@ -181,6 +187,7 @@ class FirstWeights(DispatchMode):
         if plain.device.type == "cpu" and plain.dtype == torch.float32 and plain.is_contiguous() and _is_whole(plain):
             fill(self._seed, name, distribution, plain.numpy())
         else:
+            # Drawn for the whole storage, of which the tensor is a view: a part gets the values it has in the whole.
             size = plain.untyped_storage().nbytes() // plain.element_size()
             values = torch.from_numpy(draw(self._seed, name, distribution, (size,)))
             plain.copy_(values.as_strided(plain.shape, plain.stride(), plain.storage_offset()))

@@ -69,6 +69,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         UserError: The model cannot be found or read, or its files are quantised in a way that `abstract` cannot build.
     """
     compute = COMPUTE_DTYPES[precision]
+    # Mixed precision computes with 16-bit copies of a trained weight, whose float32 values keep small updates.
     stored = compute if frozen or precision.endswith("true") else torch.float32
     if trust_remote_code:
         warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
@@ -78,6 +79,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     saved = saved_quantization(config)
     check_saved_quantization(saved, pretrained, quantize, frozen)
     is_packed = saved not in (None, MXFP4)
+    # bitsandbytes quantises weights on the device that they are placed on.
     options: dict[str, Any] = {"device_map": {"": device or "cpu"}} if quantize or is_packed else {}
     if max_memory is not None:
         options = placement(max_memory)
@@ -107,6 +109,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
             if max_memory is not None and "dispatched on the CPU or the disk" in str(error):  # by bitsandbytes
                 raise no_room(max_memory) from error
             raise
+    # Missing weights of the base mean wrong files; those of a new head are normal and reported below.
     if missing := sorted(name for name in found["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")):
         raise UserError(f"model.pretrained: {pretrained} lacks {len(missing)} weights of {type(model).__name__}, among "
                         f"them {', '.join(missing[:3])}: its config.json is of another architecture, or files are "
@@ -140,6 +143,7 @@ def _outlined(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, at
             weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]
             model.set_submodule(name, packed_outline(layer, weight, quantization))
         states = {}
+        # Stacked experts, which bitsandbytes itself leaves unquantised.
         for name, parameter in list(model.named_parameters()):
             if is_stacked(name, parameter):
                 path, _, own = name.rpartition(".")
@@ -207,6 +211,7 @@ def resize_embeddings(model: nn.Module, num_tokens: int, abstract: bool = False)
         return []
     say(new_rows_message(num_tokens, old))
     model.resize_token_embeddings(num_tokens, mean_resizing=False)
+    # A matrix that embedding and head share is filled twice, with equal values: only old rows are read.
     for layer in {model.get_input_embeddings(), model.get_output_embeddings()} - {None} if not abstract else ():
         for param in {layer.weight, getattr(layer, "bias", None)} - {None}:
             param.data[old:] = torch.from_numpy(mean_row(param.data[:old].float().cpu().numpy()))

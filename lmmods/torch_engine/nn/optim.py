@@ -47,6 +47,7 @@ def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     if len(meshes) < 2:
         return torch.nn.utils.get_total_norm([_row_norms(grad) for grad in grads])
     # torch does not combine norms of DTensors on several meshes
+    # Squares of local shards. Each shard is summed once per process that holds it, hence the division by the copies.
     squares = [torch.nn.utils.get_total_norm([_row_norms(sharding.local(grad))]).square() / sharding.num_copies(grad)
                for grad in grads]
     total = torch.stack(squares).sum()
@@ -76,6 +77,7 @@ def follow_recipe(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings
         settings: The `group_settings` of the recipe's optimiser, from before the checkpoint was loaded.
     """
     for number, values in enumerate(settings):
+        # The recipe's factor at the checkpoint's step. `lr` is set too, as the scheduler only does so at its next step.
         group, factor = optimizer.param_groups[number], schedule.lr_lambdas[number](schedule.last_epoch)
         group.update(values, initial_lr=values["lr"], lr=values["lr"] * factor)
         schedule.base_lrs[number] = values["lr"]

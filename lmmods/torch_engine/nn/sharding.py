@@ -30,6 +30,7 @@ def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh) -> None:
     if mesh["tensor_parallel"].size() > 1:
         cut_matrices(network, mesh["tensor_parallel"])
         everyone = init_device_mesh(mesh.device_type, (mesh.size(),))
+    # Inner modules first: each call shards the parameters below it that are not sharded yet.
     for block in _blocks(network):
         fully_shard(block, mesh=data)
     # By default the root module stays gathered after a forward pass, and a checkpoint would not hold its shards.
@@ -63,6 +64,7 @@ def is_first(strategy: Any) -> bool:
 
 def num_copies(tensor: Tensor) -> int:
     """Return how many processes hold each shard of a sharded tensor."""
+    # Mesh dimensions that split the tensor; processes along the others hold equal shards.
     parts = [size for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
              if not placement.is_replicate()]
     return torch.distributed.get_world_size() // math.prod(parts)
@@ -113,6 +115,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, range]:
 
 def share_of(length: int, rank: int, size: int) -> range:
     """Return the rows, of `length`, that `shard` gives to process `rank` of `size`."""
+    # As `Shard(0)`, which splits like `torch.chunk`: ceil(length / size) rows each, fewer or none for the last.
     each = math.ceil(length / size)
     return range(min(each * rank, length), min(each * (rank + 1), length))
 
@@ -123,6 +126,7 @@ def placed_like(full: Tensor | LazyArray, param: Tensor) -> Tensor:
     Of a lazy array no more than this process's rows are read if `param` is sharded over one mesh dimension.
     """
     if isinstance(full, LazyArray):
+        # Rows of a shard on several mesh dimensions are not one range, so the array is read in full.
         if isinstance(param, DTensor) and full.shape == param.shape and len(param.placements) == 1:
             _, rows = local_rows(param)
             return like_shard(full.over_first(slice(rows.start, rows.stop)), param)
@@ -194,6 +198,7 @@ def cut_matrices(network: nn.Module, mesh: DeviceMesh) -> None:
         parts = [module]
         if is_lora_of_linear(module):
             _check_adapter(module, kind, mesh.size())
+            # Of an adapter B A x, the matrix that shares the cut dimension with W is cut; the other stays whole.
             parts = [module.base_layer, *(module.lora_B if kind in FIRST else module.lora_A).values()]
         elif type(module) is not nn.Linear:
             raise UserError(f"lora.modules_to_save: {kind} cannot be cut by tensor_parallel_size {mesh.size()}. Adapt "

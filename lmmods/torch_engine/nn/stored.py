@@ -43,7 +43,7 @@ class Kept:
 
     def __init__(self, whole: Tensor):
         self._length = whole.shape[0]
-        self._part = whole[self._share(torch.distributed.get_rank())].clone()
+        self._part = whole[self._share(torch.distributed.get_rank())].clone()  # cloned, so that the whole can be freed
 
     def _share(self, rank: int) -> slice:
         own = share_of(self._length, rank, torch.distributed.get_world_size())
@@ -54,6 +54,7 @@ class Kept:
 
     def whole(self) -> Tensor:
         found = self._part.new_zeros(self._length, *self._part.shape[1:])
+        # One broadcast per process, as shares may differ in length.
         for rank in range(torch.distributed.get_world_size()):
             own = self._share(rank)
             part = self._part if rank == torch.distributed.get_rank() else torch.empty_like(found[own])
@@ -81,7 +82,7 @@ class Codes:
 
         self._matrix = matrix if matrix.ndim == 2 else matrix.below_each_other()
         self.double, self.storage, self.device = double, storage, device
-        num_bytes = -(-matrix.size // 2)
+        num_bytes = -(-matrix.size // 2)  # two codes per byte
         if num_bytes % storage.itemsize:
             raise ValueError(f"{num_bytes} bytes of 4-bit codes cannot be kept as {storage}")
         self.shape = (num_bytes // storage.itemsize, 1)
@@ -91,6 +92,7 @@ class Codes:
 
     def rows(self, rows: range) -> Tensor:
         codes, scales = self._quantized(rows)
+        # Scales are not negative, and 0 where a process has no rows: their maximum is the union.
         torch.distributed.all_reduce(scales, torch.distributed.ReduceOp.MAX)
         self._complete(scales)
         return codes
@@ -106,16 +108,20 @@ class Codes:
 
         width, size = BLOCK // 2, self.storage.itemsize  # in bytes
         scales = torch.zeros(-(-self._matrix.size // BLOCK), device=self.device)
+        # A process without rows still takes part in the reduction in `rows`, with zeros.
         if not rows:
             return torch.empty(0, 1, dtype=self.storage, device=self.device), scales
+        # Blocks that overlap these rows, quantised in full: a block's scale depends on all of its 64 values.
         first, last = rows.start * size // width, -(-rows.stop * size // width)
         packed, state = quantize_4bit(self._flat(first * BLOCK, min(last * BLOCK, self._matrix.size)).to(self.device),
                                       quant_type=self.state.quant_type)
         scales[first:last] = state.absmax
+        # Of the packed bytes only those of these rows; the first block may begin before them.
         own = packed.view(-1)[rows.start * size - first * width:rows.stop * size - first * width]
         return own.clone().view(self.storage).unsqueeze(1), scales
 
     def _flat(self, first: int, last: int) -> Tensor:
+        # Values `first` to `last` of the flattened matrix, read as the rows of the matrix that contain them.
         length = self._matrix.shape[1]
         begin = first // length
         found = self._matrix.over_first(slice(begin, -(-last // length))).reshape(-1)
@@ -125,9 +131,11 @@ class Codes:
         from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
 
         state, offset, nested = self.state, None, None
+        # As in bitsandbytes: scales minus their mean, quantised in blocks of 256. Needs all scales.
         if self.double:
             offset = scales.mean()
             scales, nested = quantize_blockwise(scales - offset, blocksize=NESTED_BLOCK)
+        # In place, as layers and parameters already refer to this state.
         vars(state).update(vars(QuantState(
             scales, state.shape, get_4bit_type(state.quant_type, self.device), BLOCK, state.quant_type, state.dtype,
             offset, nested)))
@@ -189,7 +197,7 @@ def fill(module: nn.Module | None) -> bool:
     found = [param for param in module.parameters() if hasattr(param, "source")] if module is not None else []
     for param in found:
         param.data = param.source.whole().to(param.device, param.dtype)
-        del param.source
+        del param.source  # an ordinary parameter from here on
     return bool(found)
 
 
