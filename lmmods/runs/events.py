@@ -44,7 +44,7 @@ class Questions(Protocol):
 
 @dataclass(frozen=True)
 class RunState:
-    """Current position of a run. Callables are evaluated anew after each event, since early stopping may end the run.
+    """Current position of a run. Callables are evaluated again after each event, since early stopping may end the run.
 
     Args:
         step_done: True if the micro-batch completed an optimiser step.

@@ -64,10 +64,10 @@ class RunFolder:
         """Hold the folder for one command; the command's first process takes the lock.
 
         Args:
-            command: Name of the command, shown to whoever finds the folder in use.
+            command: Name of the command, shown if another process finds the folder in use.
             check: Checks whether the command may do its work in the folder; raises UserError.
             is_first: True in the first process of the command.
-            tells_later: Store the error as `problem` instead of raising it: other processes already wait to be told.
+            tells_later: Store the error as `problem` instead of raising it: other processes wait for it.
         """
         try:
             try:

@@ -42,7 +42,7 @@ class SmoothedLoss:
     """Exponential moving average of the steps' losses, weighted by scored tokens.
 
     A ratio of two decayed sums, so the first values are not biased towards zero (the bias correction of Kingma and Ba
-    2015). With rows grouped by length, the loss of one step tells more about how hard its rows are than about the
+    2015). With rows grouped by length, the loss of one step depends more on how hard its rows are than on the
     progress of training.
     """
 
@@ -93,7 +93,7 @@ class StepMetrics:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_tokens, self.num_rows, self.latest = state["num_tokens"], state["num_rows"], state["latest"]
-        self.smoothed = SmoothedLoss(*state.get("smoothed", ()))  # missing in older checkpoints: starts anew
+        self.smoothed = SmoothedLoss(*state.get("smoothed", ()))  # missing in older checkpoints: starts again from zero
 
     def add(self, step: int, epoch: float, step_metrics: Callable[[], dict[str, float]],
             is_done: Callable[[], bool] = lambda: False) -> None:
@@ -111,7 +111,7 @@ class StepMetrics:
         """Record the time if the last step is done by now. Does not wait.
 
         Devices may lag behind the call that starts a step or, like CPUs, compute within it. So neither the time of that
-        call nor that of fetching the step metrics, when the next step has been started, tells when a step was done.
+        call nor that of fetching the step metrics, when the next step has been started, is when a step was done.
         """
         if self._pending and self._pending[-1].seconds is None and self._pending[-1].is_done():
             self._pending[-1].seconds = self._stopwatch.seconds()
@@ -154,7 +154,7 @@ class StepMetrics:
         return {f"train/{name}": value for name, value in row.items()}
 
     def _summary(self) -> str:
-        """Return the latest metrics in short, with the smoothed loss beside the step's own."""
+        """Return the latest metrics in short, with the smoothed loss next to the step's own."""
         row = {name: f"{name} {self.latest[f'train/{name}']:.4g}" for name in ("loss", "lr", "tokens_per_second")
                if f"train/{name}" in self.latest}
         if "loss" in row:

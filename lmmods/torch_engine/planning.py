@@ -2,8 +2,8 @@
 
 The recipe's own network is built, wrapped and trained for one optimiser step on tensors with shapes and dtypes only
 (FakeTensorMode). CPU tensors stand in for GPU tensors, and a process group of the target's size, whose collectives do
-nothing, for its processes. The network is told the target's kind of device, and sharded outside of FakeTensorMode, as
-the ranks of a device mesh are values.
+nothing, for its processes. The network is built for the target's kind of device, and sharded outside FakeTensorMode,
+as the ranks of a device mesh are values.
 """
 
 import copy
@@ -120,6 +120,7 @@ class Ledger(DispatchMode):
 
     def peak(self) -> dict[str, int]:
         """Return the bytes by kind at the peak since `begin`."""
+        # Replay the changes: find the event after which most bytes are live, then sum up the storages until there.
         total = most = sum(self._before.values())
         end = 0
         for place, (_, change) in enumerate(self._events, 1):
@@ -150,14 +151,17 @@ class Ledger(DispatchMode):
         made = [x for x in tensors_in(result) if not (x.is_meta or has_values(x))]
         for tensor in made:
             number = self._number(tensor.untyped_storage())
+            # A storage made by this operation whose last dimension is the vocabulary.
             if number >= before and self._vocab_size in tensor.shape[-1:] and tensor.is_floating_point():
                 self._kinds[number] = "logits"
         if made:
             self.flops += arithmetic(func, args, kwargs, result)
         kind = COLLECTIVES.get(func.overloadpacket.__name__)
         if kind is not None:
+            # Of a gather or scatter the larger tensor counts, which is the whole one.
             sizes = [tensor.nbytes for tensor in tensors_in(args)]
             ranks = group_of(args)
+            # Larger than the group if its ranks are not neighbours, as in a dimension of a mesh.
             span = ranks[-1] + 1 - ranks[0]
             new = Traffic(1, sum(sizes) if kind == "all-reduce" else max(sizes), len(ranks),
                           span if span > len(ranks) else 0)
@@ -168,6 +172,7 @@ class Ledger(DispatchMode):
     def _number(self, storage: torch.UntypedStorage) -> int:
         """Return a storage's number; a new one is counted from now on."""
         place = id(storage)
+        # When torch frees the storage, the reference's callback counts its bytes as gone. `place` may then be reused.
         if place not in self._numbers:
             number, self._num_seen = self._num_seen, self._num_seen + 1
             self._numbers[place] = number, weakref.ref(storage, lambda _: self._gone(place))
@@ -296,6 +301,7 @@ class Planner:
         sharers = (1, 1)
         if isinstance(strategy, FSDP2):
             strategy, task.trainer = copy.copy(strategy), self.trainer
+            # Only their number matters: `check_run` divides it by the sizes of parallelism.
             strategy.parallel_devices = [torch.device("cpu")] * ranks
             strategy.check_run(task)
             sharers = strategy.tensor_parallel_size, strategy.context_parallel_size
@@ -324,6 +330,7 @@ class Planner:
             ledger.name_new("parameters", 0)
             params = list(task.trainable().values())
             first = ledger.num_seen
+            # Storages are labelled by when they are first seen: what appears in between is of this kind.
             for param in params:
                 param.grad = torch.zeros_like(param)
             ledger.name_new("gradients", first)
@@ -331,16 +338,17 @@ class Planner:
             if optimizer is not None:
                 for group in optimizer.param_groups if on_gpu else ():  # torch's default on GPUs
                     group["foreach"] = not group.get("fused")
-                optimizer.step()
+                optimizer.step()  # allocates the optimiser state
             ledger.name_new("optimiser state", first)
             rows, num_batches = self._pieces(task, variant)
             batch = full_batch(self.example, rows, self.data.max_length)
             ledger.name("rows", list(batch.values()))
             # The first sharded step also allocates full tensors, as DTensor infers the sharding of each operation.
             for _ in range(2 if is_sharded else 1):
+                # From the third on, micro-batches cost what the second does, see `_counted`.
                 counts = self._step(task, optimizer, [batch] * min(num_batches, 2), ledger)
             gradients = [sharding.local(param.grad) for param in params if param.grad is not None]
-            ledger.name("gradients", gradients)
+            ledger.name("gradients", gradients)  # gradients of the last pass, which replace those above
             memory = ledger.peak()
         flops, traffic = _counted(counts, num_batches)
         data_ranks = ranks // math.prod(sharers)
@@ -360,7 +368,7 @@ class Planner:
         size = 0
         if self.on.platform == "cpu":
             size = task.chunk_tokens()
-        task.piece_tokens = 0
+        task.piece_tokens = 0  # a chunk is planned as a micro-batch of its own
         if not size:
             return variant.rows, variant.accumulated
         ids = self.example["input_ids"]
@@ -411,6 +419,7 @@ class Planner:
 
 def num_buckets(sizes: list[int]) -> int:
     """Return how many all-reduces DDP makes of gradients of these bytes, given in the order of the parameters."""
+    # DDP fills buckets from the last parameter on, as gradients arrive, and its first bucket is smaller.
     count, filled, limit = 0, 0, BUCKETS[0]
     for size in reversed(sizes):
         filled += size
@@ -448,7 +457,7 @@ def _counted(counts: Counts, num_batches: int) -> tuple[float, dict[str, Traffic
     for found in (counts["survey"], counts["backward"]) if more > 0 else ():
         if not found:
             continue
-        (before, earlier), (after, later) = found
+        (before, earlier), (after, later) = found  # differences of running counts: the cost of the second micro-batch
         flops += more * (after - before)
         for kind, total in later.items():
             old = earlier.get(kind, Traffic(0, 0, 1))

@@ -93,12 +93,14 @@ class Trainer(L.Trainer):
                 strategy=choose_strategy(strategy),
                 default_root_dir=default_root_dir,
                 val_check_interval=val_check_interval,
+                # An interval in steps counts over the whole run; Lightning then requires None.
                 check_val_every_n_epoch=None if isinstance(val_check_interval, int) else check_val_every_n_epoch,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 enable_autolog_hparams=False,
                 use_distributed_sampler=False,
+                # The fraction is enforced by `estimated_stepping_batches`.
                 max_epochs=None if max_epochs is None else math.ceil(max_epochs),
                 max_steps=max_steps,
                 accelerator=accelerator,
@@ -202,7 +204,7 @@ class Trainer(L.Trainer):
         Returns:
             Peak bytes reserved by torch on this process's GPU; None without a GPU.
         """
-        self.callbacks = [DryRun(watch)]
+        self.callbacks = [DryRun(watch)]  # instead of those that write
         super().fit(model, datamodule=datamodule)
         on_gpu = self.strategy.root_device.type == "cuda"
         return torch.cuda.max_memory_reserved(self.strategy.root_device) if on_gpu else None
@@ -218,7 +220,7 @@ class Trainer(L.Trainer):
 
     @contextmanager
     def _run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Hold the run folder for one command. Processes started by a launcher are told of a problem in `setup`."""
+        """Hold the run folder for one command. Processes started by a launcher learn of a problem in `setup`."""
         self._say_engine()
         launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
         try:
@@ -226,6 +228,7 @@ class Trainer(L.Trainer):
                                                                        tells_later=launched):
                 yield
         except torch.distributed.DistError as error:
+            # Once the group exists, a collective of the run has failed; before, processes have not found each other.
             if torch.distributed.is_initialized():
                 raise
             place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -269,6 +272,7 @@ class Trainer(L.Trainer):
         """True if any process has been asked to stop. A collective call: every process must make it."""
         if self.world_size == 1:
             return self.interruption.is_due
+        # One process may have been signalled before the others: all stop if any is asked to.
         asked = torch.tensor(float(self.interruption.is_due), device=self.strategy.root_device)
         return bool(self.strategy.reduce(asked, reduce_op="sum") > 0)
 
@@ -314,6 +318,7 @@ class Trainer(L.Trainer):
 
     def _validates_by_interval(self) -> bool:
         """True if `val_check_interval` makes a validation due after the current batch."""
+        # The batch just done counts.
         here = RunProgress(self.current_epoch, self.fit_loop.batch_idx + 1, step=self.global_step)
         return self.schedule().validates_after(here)
 
@@ -359,6 +364,7 @@ def is_skipped(trainer, skips: bool) -> bool:
     """
     if trainer.resumed_from is None or trainer.limit_train_batches == 0:
         return skips
+    # Why stopping rules keep the resumed run stopped; an empty string for those that do not.
     stopped = [callback.rule.begin(trainer.validates) for callback in trainer.callbacks
                if isinstance(callback, SharedEarlyStopping)]
     if not skips and not any(stopped):

@@ -62,10 +62,12 @@ class Checkpoint(CheckpointPolicy, L.Callback):
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Write a checkpoint of the current position, update `last` and `best`, and remove checkpoints not kept."""
+        # A checkpoint of weights that are not finite could replace the last good one.
         module.accumulation.check_finite(trainer.global_step, trainer.current_epoch)
         path = self._latest = self.path(trainer)
         kept = self.decide(path.name)
 
+        # Other checkpoints are removed only once this one is complete, which may be later, in the writer's thread.
         def on_complete() -> None:
             kept.apply(trainer.run_folder)
             log_checkpoint(trainer.loggers, path)
@@ -108,7 +110,7 @@ class Checkpoint(CheckpointPolicy, L.Callback):
 
     def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
         """Convert Lightning's counts of micro-batches if their size or number per optimiser step has changed."""
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit":  # evaluation uses the weights alone
             data = trainer.datamodule
             progress = recount_loops(checkpoint, type(data).__qualname__, trainer.cut(data))
             module.accumulation.num_batches = progress.accumulated
@@ -153,6 +155,7 @@ class FolderCheckpointIO(CheckpointIO):
         """
         problems = {}
         try:
+            # Each process verifies a share of the files. All raise the same error, so that none waits for the others.
             check_manifest(path, share=(writer_rank.rank, writer_rank.size))
         except UserError as error:
             problems = {writer_rank.rank: str(error)}

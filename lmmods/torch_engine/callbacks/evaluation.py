@@ -60,6 +60,7 @@ class MMLU(MMLUEvaluator, L.Callback):
             for batch in self.batches(trainer.datamodule, trainer.data_rank, trainer.num_data_ranks):
                 batch = {name: part.to(module.device) for name, part in batch.items()}
                 found = module(choice_logits, module.model, module.head, batch, choices).cpu().numpy()
+                # Negative indices are filler rows that even out the processes.
                 logits |= {index: row for index, row in zip(batch["index"].tolist(), found) if index >= 0}
             logits = gather(logits, trainer.world_size)
         return self.score(trainer.global_step, logits)

@@ -47,6 +47,7 @@ class Metrics(L.Callback):
     # Training --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        # Resumed inside a step: its first micro-batches do not count for the speed of this process.
         if module.accumulation.is_open:
             self.steps.laps.leave_out(int(module.accumulation.sums()[2]))
         self.stopwatch.start()
@@ -66,6 +67,7 @@ class Metrics(L.Callback):
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        # Pending steps are counted up to here, so that no validation counts in their time.
         self.steps.fetch()
         self.stopwatch.stop()
 
@@ -79,6 +81,7 @@ class Metrics(L.Callback):
         self._evaluated(trainer, module, "test")
 
     def _evaluated(self, trainer: L.Trainer, module: L.LightningModule, prefix: str) -> None:
+        # Also resets the sums, and gathers over all processes, so it comes before the sanity check returns.
         found, files = module.eval_results(prefix)
         if trainer.sanity_checking:
             return

@@ -62,6 +62,7 @@ class RunEvents(L.Callback):
             trainer.should_stop = True  # makes Lightning validate now, so the final metrics are the final model's
         else:
             trainer.interruption.note_step(trainer.global_step)
+        # An error of the background writer ends the run now, not at the next checkpoint.
         if self._checkpoint is not None:
             self._checkpoint.check(trainer)
         self._perform(self._events.after_batch(self._run_state(trainer, module)), trainer, module)

@@ -38,11 +38,12 @@ def dequantize_by_blocks() -> torch.library.Library:
 
     def dequantize(keys: torch.DispatchKeySet, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
                    shape: list[int], dtype: torch.dtype) -> Tensor:
+        # As [blocks, blocksize] every row is one block, which the kernel handles. The last block is padded.
         packed, num_blocks = packed.view(torch.uint8).reshape(-1), absmax.numel()
         if packed.numel() < num_blocks * blocksize // 2:
             packed = nn.functional.pad(packed, (0, num_blocks * blocksize // 2 - packed.numel()))
         values = kernel.call_boxed(keys, packed, absmax, blocksize, quant_type, [num_blocks, blocksize], dtype)
-        return values.reshape(-1)[:prod(shape)].reshape(shape)
+        return values.reshape(-1)[:prod(shape)].reshape(shape)  # without the padding
 
     library = torch.library.Library("bitsandbytes", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # of overriding a kernel
@@ -86,6 +87,7 @@ class _EightBitProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # x is not needed, as the matrix does not train.
         grad_x = grad @ _eight_bit_matrix(*ctx.saved_tensors, grad.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         return grad_x, None, None, grad_bias

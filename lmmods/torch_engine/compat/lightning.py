@@ -106,6 +106,7 @@ class WatchedLauncher(_SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             self._call_children_scripts()
+            # Rank of the first process of this machine, which is this one.
             first = environment.node_rank() * self.num_processes
             Peers.current().watch_started(dict(enumerate(self.procs, first + 1)))
         _set_num_threads_if_needed(num_processes=self.num_processes)

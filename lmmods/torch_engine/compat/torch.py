@@ -25,7 +25,7 @@ __all__ = ["DispatchMode"]
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """True if this CPU has instructions for bfloat16 products; `torch.cpu.get_capabilities` tells it from 2.13 on."""
+    """True if this CPU has instructions for bfloat16 products; `torch.cpu.get_capabilities` has them from 2.13 on."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 

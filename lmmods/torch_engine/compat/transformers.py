@@ -34,7 +34,7 @@ def layers_to_quantize(model: nn.Module, skip: list[str] | None) -> list[str]:
     """Return the names of the linear layers that bitsandbytes packs: not in `HfQuantizer.get_modules_to_not_convert`.
 
     Args:
-        skip: Modules that `from_pretrained` is told to skip, instead of the output layer.
+        skip: Modules that `from_pretrained` skips instead of the output layer.
     """
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers import HfQuantizer
@@ -66,6 +66,7 @@ def quiet_loading() -> Iterator[None]:
         yield
     except BaseException:
         logger.removeFilter(other)
+        # Loading has failed, so the report may say why.
         for report in reports:
             logger.handle(report)
         raise
@@ -109,6 +110,7 @@ def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
             with reading(), safe_open(self.file, "pt") as file:
                 return file.get_slice(self.name)[part]
 
+        # `copy=True`: what is read must not keep the mapped file in memory.
         def lazy(self, dtype: torch.dtype) -> LazyArray:
             return LazyArray(self.opened.get_shape(), dtype, lambda part: self[part].to(dtype, copy=True), torch.empty)
 
@@ -137,8 +139,10 @@ def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
 
     def deferred(pool: Any, tensor: Any, device: Any = None, dtype: torch.dtype | None = None, tensor_idx: Any = None,
                  **options: Any) -> Callable[[], Any]:
+        # A tensor of a file that becomes a parameter as it is. With `tensor_idx` it is one part of a parameter.
         if tensor_idx is None and isinstance(tensor, Name) and dtype is not None and tensor.get_shape():
             return lambda: tensor.lazy(dtype)
+        # Codes of bitsandbytes in a file are uint8 [n, 1].
         if isinstance(tensor, Name) and tensor.get_dtype() == "U8" and tensor.get_shape()[1:] == [1]:
             return lambda: stand_in(tensor.lazy(torch.uint8), device)
         return materialize(None, tensor, device, dtype, tensor_idx=tensor_idx, **options)
@@ -146,6 +150,7 @@ def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
     def set_param(model: nn.Module, name: str, value: Any, *others: Any) -> None:
         path, _, own = name.rpartition(".")
         before = getattr(model.get_submodule(path), own)
+        # Buffers and scalars are read at once.
         if isinstance(before, nn.Parameter) and before.ndim:
             stands_for, _ = codes.get(storage_of(value), (None, None)) if isinstance(value, Tensor) else (None, None)
             value = wait(value, stands_for)
@@ -190,10 +195,12 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
             for name, value in input_dict.items():
                 value = value[0] if isinstance(value, list) else value
                 if isinstance(value, LazyArray):
+                    # A chosen parameter has no layer of its own; any other is the weight of a linear layer.
                     layer = None if chosen(name, model.get_parameter(name)) else model.get_submodule(
                         name.rpartition(".")[0])
                     if layer is not None:
-                        layer._is_hf_initialized = True
+                        layer._is_hf_initialized = True  # so that the layer is not initialised again
+                        # Conv1D has [in, out]
                         value = value.transposed() if issubclass(layer.source_cls, Conv1D) else value
                     found[name] = wait(value, layer, settings)
                     if layer is None:

@@ -54,6 +54,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     if fields.attention is None:
         say_eager(model)
     num_rows = model.get_input_embeddings().weight.shape[0]
+    # Resizing reads the old rows, so deferred values must be there.
     if num_rows < len(data.tokenizer):
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             fill(layer)
@@ -68,6 +69,8 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
             model = continue_adapter(model, fields.adapter, dtype, fields.adapter_drops, abstract)
         if fields.fast_kernels and not fields.compile:  # the compiler fuses them itself
             fuse_adapters(model)
+    # After the adapters, whose Dropout modules it replaces too. Checkpointing needs its contexts. Compilation is last,
+    # as it must see the network as it will run.
     dropout = TokenDropout(model, compiled=fields.compile, abstract=abstract)
     if fields.gradient_checkpointing:
         enable_checkpointing(model, dropout.contexts)
@@ -163,6 +166,7 @@ def _checkpoint_blocks(model: nn.Module, contexts: Callable[[], tuple[Any, Any]]
     """Checkpoint each call of a block, for architectures that transformers does not support, such as ALBERT."""
     blocks: list[nn.Module] = []
     for module in model.modules():
+        # A list inside a block is part of that block.
         inside = any(module is part for block in blocks for part in block.modules())
         if isinstance(module, nn.ModuleList) and not inside:
             blocks += [block for block in module if not isinstance(block, nn.ModuleList)]

@@ -48,6 +48,7 @@ class Reference:
             self._swap()
 
     def _swap(self) -> None:
+        # In place, as optimiser and sharding hold these tensors.
         for param, copy in self._copies:
             _exchange(param, copy)
 
@@ -103,9 +104,9 @@ def _computed(task: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
         for chunk in split_rows(batch, size) if size else [batch]:
             with evaluating(task.model), trainer.precision_plugin.forward_context():
                 logps, _ = task(task.answer_logps, chunk)
-            found |= dict(zip(chunk["index"].tolist(), logps.float().cpu().numpy(), strict=True))
+            found |= dict(zip(chunk["index"].tolist(), logps.float().cpu().numpy(), strict=True))  # [A] of each row
     logps = np.zeros(shape, np.float32)
     for number, values in gather(found, trainer.world_size).items():
-        if number >= 0:
+        if number >= 0:  # negative numbers are filler rows that even out the processes
             logps[number] = values
     return logps

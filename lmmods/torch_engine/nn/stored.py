@@ -1,7 +1,7 @@
 """Deferred weights of a network that will be sharded: each process reads or draws only its own rows.
 
 Until then the network has placeholders: parameters of the right shape and dtype without memory of their own, whose
-attribute `source` tells where their values are. Code that needs the values earlier calls `fill`.
+attribute `source` gives access to their values. Code that needs the values earlier calls `fill`.
 """
 
 from typing import Protocol

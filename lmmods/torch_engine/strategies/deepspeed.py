@@ -84,6 +84,7 @@ class DeepSpeed(DDPStrategy):
             os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed looks for a GPU otherwise
         import deepspeed
 
+        # Remembered, as deepspeed replaces the parameters in the groups by flat vectors.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         deepspeed.init_distributed(self.process_group_backend, dist_init_required=False)
         engine, zero, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._config(),
@@ -134,6 +135,8 @@ class DeepSpeed(DDPStrategy):
         sums = self.reduce(module.accumulation.sums(), reduce_op="sum")
         divided = GradientAccumulation.divisor(module.trainer.accumulate_grad_batches) * self.world_size
         lr = zero.param_groups[0]["lr"]
+        # `GradientAccumulation.average` multiplies by divisor * world_size / weight; a loss scale divides, so it is the
+        # inverse.
         divide_gradients(zero, max(sums[1].item(), 1) / divided)
         self.model.step()
         divide_gradients(zero, 1.0)  # otherwise it would scale the losses of the next step as well
@@ -164,6 +167,7 @@ class DeepSpeed(DDPStrategy):
         self._link_states(zero)
         vector = flat_vectors(zero, self.stage)[0]
         values = zero.optimizer.state[vector]
+        # Moments have an element per parameter; the rest (`step`) is equal for all parameters of the vector.
         sharded = [key for key, value in values.items() if torch.is_tensor(value) and value.shape == vector.shape]
         rest = {key: value for key, value in values.items() if key not in sharded}
         state = {index: copy.deepcopy(rest)
@@ -185,6 +189,7 @@ class DeepSpeed(DDPStrategy):
         saved, = checkpoint["optimizer_states"]
         zero, values = self.model.optimizer, saved["state"][0]
         sharded = [key for key, value in values.items() if torch.is_tensor(value) and value.ndim]
+        # The flat states must exist before parts of them can be set.
         for vector in flat_vectors(zero, self.stage):
             rest = {key: copy.deepcopy(value) for key, value in values.items() if key not in sharded}
             zero.optimizer.state[vector] = rest | {key: torch.zeros_like(vector) for key in sharded}
@@ -206,6 +211,7 @@ class DeepSpeed(DDPStrategy):
             setters = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
         else:
             setters = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
+            # In stage 3 a process holds one part of the flattened and padded parameter.
             size = shard_size(param)
             full = nn.functional.pad(full.flatten(), (0, size * self.world_size - full.numel()))
             full = full.narrow(0, size * self.global_rank, size)

@@ -23,13 +23,13 @@ class FSDP2(ModelParallelStrategy):
     Checkpoints are the same as those of one process: a run can be resumed with any strategy on any number of processes.
 
     Args:
-        sharded_checkpoints: Each process writes its own shard of the checkpoint, beside training, instead of the first
-            one gathering and writing everything. The folder must be on a file system that all processes share.
+        sharded_checkpoints: Each process writes its own shard of the checkpoint while training continues, instead of
+            the first one gathering and writing everything. All processes must share the folder's file system.
         process_group_backend: `nccl` or `gloo`; null takes the device's default.
         tensor_parallel_size: Processes that compute each micro-batch together, each with a part of the matrices of
             every layer (see `nn.sharding`).
-        context_parallel_size: Processes that compute each micro-batch together, each with a part of the places of every
-            row (see `nn.context_parallel`).
+        context_parallel_size: Processes that compute each micro-batch together, each with some of the positions of
+            every row (see `nn.context_parallel`).
     """
 
     def __init__(self, sharded_checkpoints: bool = False, process_group_backend: str | None = None,
@@ -82,7 +82,7 @@ class FSDP2(ModelParallelStrategy):
         """Return the part of a tensor that this process saves in a checkpoint. A collective call."""
         if self.sharded_checkpoints and is_cut(tensor):
             part, rows = local_rows(tensor)
-            begin = (rows.start, *[0] * (tensor.ndim - 1))
+            begin = (rows.start, *[0] * (tensor.ndim - 1))  # offset of the shard in the whole tensor
             return Shards(tuple(tensor.shape), ((begin, part.detach().to("cpu", copy=True)),) if len(rows) else ())
         full = whole(tensor).detach()
         return full.cpu() if self.is_global_zero else full.new_empty(0)  # the others write nothing
@@ -116,6 +116,7 @@ class FSDP2(ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             params = [param for group in optimizer.param_groups for param in group["params"]]
+            # Moments are sharded like their parameter; scalars (`step`) are whole everywhere.
             state = {index: {key: placed_like(value, params[index]) if getattr(value, "ndim", 0) else value
                              for key, value in values.items()} for index, values in saved["state"].items()}
             optimizer.load_state_dict({**saved, "state": state})

@@ -71,6 +71,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         if self.max_memory is not None and not isinstance(self.trainer.strategy, SingleDeviceStrategy):
             raise UserError("model.max_memory spreads the model over the GPUs within one process: set trainer.devices "
                             "to 1, or take it out and shard the model with trainer.strategy: fsdp.")
+        # Deferred weights are read by rows, but tensor parallelism cuts matrices in two dimensions.
         by_parts = self.device_mesh is not None and sharding.num_repeats(self.trainer.strategy) == 1
         self.built_for = self.trainer.strategy.root_device
         self.model = build_network(self, self.auto_class, self.task_type, self.trainer.datamodule,
@@ -89,6 +90,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         if (num_pieces := sharding.num_pieces(self.trainer.strategy)) > 1:
             self.context_parallel = ContextParallel.over(self.model, self.device_mesh, num_pieces, self.built_for,
                                                          one_document)
+        # Sharded without values, then filled: each process reads only its own rows.
         stored = waiting(self.model)
         sharding.shard(self, self.model, self.device_mesh)
         read_shards(self.model, stored)
@@ -128,17 +130,19 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         # Randomness other than dropout (noise, stochastic depth) depends on seed and position only, so neither an
         # evaluation nor a resume changes it.
+        # Index of this micro-batch among those of all processes.
         place = batch_idx * self.trainer.num_data_ranks + self.trainer.data_rank
         seed_step(base_seed(), self.trainer.current_epoch, place)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the summed loss of the micro-batch's first chunk, scaled; `backward` computes the other chunks."""
         size = self.chunk_tokens()
+        # Lightning runs one backward pass per training step, so `backward` computes the chunks after the first.
         first, *self._chunks = split_rows(batch, size) if size else [batch]
         self._dropout.begin(first)
         sums = self(self.batch_loss, self.complete(first))
         self.accumulation.add(sums, *self._counts(first))
-        return sums.total / GradientAccumulation.GRADIENT_SCALE
+        return sums.total / GradientAccumulation.GRADIENT_SCALE  # Lightning divides it by `accumulate_grad_batches` too
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run Lightning's backward pass, then forward and backward of the remaining chunks; gradients accumulate."""
@@ -148,6 +152,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             with self.trainer.precision_plugin.forward_context():
                 sums = self(self.batch_loss, self.complete(chunk))
             self.accumulation.add_chunk(sums, *self._counts(chunk))
+            # Divided as the first chunk's loss was: there by `training_step` and by Lightning.
             (sums.total / GradientAccumulation.divisor(self.trainer.accumulate_grad_batches)).backward()
         self._chunks = []
 
@@ -159,9 +164,11 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """
         accumulated, strategy = self.trainer.accumulate_grad_batches, self.trainer.strategy
         norm = self.accumulation.average(optimizer, strategy, accumulated)
+        # On a CPU the check waits for no device, so it comes before weights change. 16-mixed skips such steps itself.
         if self.device.type == "cpu" and self.trainer.precision != "16-mixed":
             self.accumulation.check_finite(self.trainer.global_step + 1, self.trainer.current_epoch)
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
+            # Under tensor parallelism gradients are on several meshes, which no foreach kernel combines.
             torch.nn.utils.clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]],
                                                  gradient_clip_val, norm,
                                                  foreach=False if sharding.num_repeats(strategy) > 1 else None)
@@ -190,6 +197,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
 
     def configure_optimizers(self):
         optimizer = build_optimizer(self.named_parameters(), self.optimizer)
+        # From before a checkpoint overwrites them, for `on_train_start`.
         self._group_settings = group_settings(optimizer)
         schedule = build_schedule(optimizer, self.optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -223,7 +231,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Reduce the checkpoint to trainable parameters, and add the gradients of an unfinished optimiser step."""
         trainable = self.trainable()
         state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: state[name] for name in trainable}
+        checkpoint["state_dict"] = {name: state[name] for name in trainable}  # without the frozen base
         checkpoint["param_names"] = list(trainable)
         checkpoint["window"] = self.accumulation.pack(trainable, self.trainer.accumulate_grad_batches)
 
@@ -252,7 +260,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         compute_bytes = 4 if self.trainer.precision == "32-true" else 2
         tokens, chunk = data.batch_size * self.sequences_per_row * data.max_length, self.chunk_tokens()
         if chunk:
-            tokens = min(tokens, max(chunk, data.max_length))
+            tokens = min(tokens, max(chunk, data.max_length))  # a row is never split
         tokens = -(-tokens // sharding.num_pieces(self.trainer.strategy))
         return summary.step_memory(self.model, self.optimizer.name, tokens, self.gradient_checkpointing, compute_bytes,
                                    self.device, self.copied_bytes())

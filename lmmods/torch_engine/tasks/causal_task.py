@@ -38,6 +38,7 @@ class CausalModule(CausalFields, TaskModule):
         self.head = LMHead.from_model(self.model, plain=not self.fast_kernels) if self.max_memory is None else None
         if self.measures_experts:
             self._measure_experts()
+        # Before the check below, which runs the kernel that training will use.
         if self.trainer.datamodule.packing and self.attention is None and self.fast_kernels:
             prefer_varlen(self.model)
         if self.trainer.datamodule.packing and not keeps_packed_apart(self.model):
@@ -70,13 +71,14 @@ class CausalModule(CausalFields, TaskModule):
         seed_step(base_seed(), batch_idx)  # for beam sampling, which uses torch's generator
         data = self.trainer.datamodule
         prompt_length, num_positions = batch["input_ids"].shape[1], self.max_positions()
+        # Learned position embeddings have a fixed number of rows; rotary ones also take later positions.
         if num_positions and getattr(self.model.config.get_text_config(), "rope_parameters", None) is None:
             self.generation.check_positions(prompt_length, num_positions)
         config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
         numbers = draws(base_seed(), batch["index"].tolist(), self.generation.max_new_tokens)
         tokens = self(generate, self.model, batch["input_ids"], batch["attention_mask"], config,
                       self.device_mesh is not None, torch.from_numpy(numbers).to(self.device))
-        return tokens[:, prompt_length:]
+        return tokens[:, prompt_length:]  # without the prompts
 
 
 def generation_config(settings: Generation, tokenizer: Any, stop_token_ids: list[int]) -> Any:

@@ -38,6 +38,7 @@ class MLM(MLMFields, TaskModule):
 
     def _fill(self, batch: dict[str, Tensor], gaps: Tensor) -> tuple[Tensor, Tensor]:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        # [B, T, H] -> [G, H] -> [G, V]: the head sees gaps only.
         logits = self.head(self.head.encoder(**inputs).last_hidden_state[gaps])
         probabilities, tokens = logits.float().softmax(-1).topk(min(self.top_k, logits.shape[-1]))
         return tokens, probabilities
@@ -62,6 +63,7 @@ class MLMHead:
         self.encoder = network.base_model
         self.vocab_size = network.config.vocab_size
         inside = {id(p) for p in self.encoder.parameters()}
+        # A decoder tied to the embedding is in both.
         tied = {id(p) for p in network.get_output_embeddings().parameters()}
         # Modules and names instead of the parameters themselves, which a sharding strategy replaces.
         places = {id(p): (module, name) for module in network.modules()
@@ -74,6 +76,7 @@ class MLMHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, H]."""
         dropout = TokenDropout.from_model(self.model)
+        # The N positions form one row of the head, [1, N, H]. Only the shape of the token ids matters.
         with _stepping_aside(self.encoder, hidden.unsqueeze(0)), dropout.off() if dropout else nullcontext():
             ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
             return self.model(input_ids=ids).logits.squeeze(0)
@@ -93,7 +96,7 @@ def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = F
         device: As in `token_loss`.
     """
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
-    hidden = head.encoder(**inputs).last_hidden_state
+    hidden = head.encoder(**inputs).last_hidden_state  # [B, T, H]; labels of masked positions are not shifted
     return token_loss(hidden, batch["labels"], head, head.params(), head.vocab_size, count_correct, head.plain,
                       device=device)
 

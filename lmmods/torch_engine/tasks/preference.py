@@ -78,9 +78,10 @@ class Preference(PreferenceFields, CausalModule):
             losses, metrics = loss.of_answers(OPERATIONS, logps[:, 0], batch["desirable"].bool(), reference[:, 0],
                                               baseline)
         weights = self._weights(batch)
-        sums = torch.stack([torch.stack([(weights * count * value).sum(), (weights * count).sum()])
+        sums = torch.stack([torch.stack([(weights * count * value).sum(), (weights * count).sum()])  # [M, 2]
                             for value, count in metrics.values()])
         found = LossSums((weights * losses).sum(), weights.sum(), metrics=sums.detach())
+        # Log-probabilities are totals over a row's pieces: each process has the whole loss and counts its share.
         return found if self.context_parallel is None else self.context_parallel.share(found)
 
     def copied_bytes(self) -> int:
@@ -94,6 +95,7 @@ class Preference(PreferenceFields, CausalModule):
     def answer_logps(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the log-probability of each answer and its length in tokens, both [B, A]."""
         shape = batch["labels"].shape[:2]
+        # [B, A, T] -> [B * A, T]
         rows = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
         if self.context_parallel is None:
             logps, lengths = causal_logps(self.model, self.head, rows, self.built_for)
@@ -104,7 +106,7 @@ class Preference(PreferenceFields, CausalModule):
 
     def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
         scored = (batch["labels"][..., 1:] != IGNORED).any(-1)
-        return scored[:, 0] if self._has_baseline else scored.all(-1)
+        return scored[:, 0] if self._has_baseline else scored.all(-1)  # a pair counts if both answers have labels
 
     # Baseline of single answers: divergence of policy and reference on answers to other prompts ----------------------
 
@@ -115,6 +117,8 @@ class Preference(PreferenceFields, CausalModule):
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         accumulated = self.trainer.accumulate_grad_batches
+        # At a first micro-batch, or inside a step after a resume. Weights change between steps only, so the whole
+        # step has the same baseline then.
         if self._has_baseline and (self._baseline is None or batch_idx % accumulated == 0):
             first = batch_idx - batch_idx % accumulated
             batches = self.trainer.datamodule.micro_batches(
@@ -131,7 +135,7 @@ class Preference(PreferenceFields, CausalModule):
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         size = self.chunk_tokens()
         for batch in batches:
-            for chunk in split_rows(batch, size) if size else [batch]:
+            for chunk in split_rows(batch, size) if size else [batch]:  # as in `training_step`
                 with self.trainer.precision_plugin.forward_context():
                     sums += self._divergence(chunk, self._weights(chunk))
         total, weight = self.trainer.strategy.reduce(sums, reduce_op="sum")

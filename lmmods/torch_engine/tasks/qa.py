@@ -73,9 +73,11 @@ def span_loss(start: Tensor, end: Tensor, batch: dict[str, Tensor]) -> LossSums:
         batch: `start_positions`, `end_positions` [B], IGNORED for windows that are not scored; `attention_mask` [B, T].
     """
     padding = batch["attention_mask"] == 0
+    # A finite minimum, as -inf in a row of padding only would give NaN.
     lowest = torch.finfo(torch.float32).min
     losses = [F.cross_entropy(logits.float().masked_fill(padding, lowest), batch[name], ignore_index=IGNORED,
                               reduction="sum")
               for logits, name in ((start, "start_positions"), (end, "end_positions"))]
     weight = (batch["start_positions"] != IGNORED).sum().float()
+    # Both sums are over the same windows, so their mean divided by the weight is the mean of the two losses.
     return LossSums(torch.stack(losses).mean(), weight)
