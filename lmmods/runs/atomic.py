@@ -29,6 +29,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def append_json(path: Path, value: Any) -> None:
     """Append a line to a small .jsonl file. The file is on disk when this returns."""
+    # Rewritten as a whole: an append that is cut off would leave half a line.
     before = read_bytes(path, MAX_TABLE_BYTES) if path.exists() else b""
     _replace(path, before + json.dumps(value, ensure_ascii=False).encode() + b"\n")
 
@@ -100,10 +101,12 @@ def commit_files(temporary: Path, final: Path) -> None:
         UserError: A folder in it is a link.
     """
     sync(temporary)
+    # All places are checked before the first file is moved.
     places = {name: inside(final, name) for name in sorted(files_in(temporary))}
     for name, place in places.items():
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(temporary / name, place)
+    # Reverse order: inner folders come before those that contain them.
     for folder in sorted((path for path in temporary.rglob("*") if path.is_dir()), reverse=True):
         folder.rmdir()
     temporary.rmdir()
@@ -112,6 +115,7 @@ def commit_files(temporary: Path, final: Path) -> None:
 
 def sync(folder: Path) -> None:
     """Flush all files of a folder to disk."""
+    # Folders too, as the entry of a new file is part of its folder.
     for path in (*folder.rglob("*"), folder):
         _flush(path)
 
@@ -132,6 +136,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 def disk_error_in(error: BaseException | None) -> UserError | None:
     """Return the error to report if a failing disk caused an exception, while writing any file; else None."""
     while error is not None:
+        # Libraries wrap the system's error in their own.
         if (reason := disk_problem(error)) is not None:
             where = f" ({error.filename})" if getattr(error, "filename", None) else ""
             return UserError(f"The disk cannot be written: {reason}{where}. Make room; a run goes on with "

@@ -164,6 +164,7 @@ class Shards:
 
     def __getitem__(self, index: int) -> "Shards":
         """The shards of entry `index` along the first dimension."""
+        # Offsets and shards lose the first dimension; only shards that contain the entry have a part of it.
         return Shards(self.shape[1:], tuple((begin[1:], array[index - begin[0]]) for begin, array in self.parts
                                             if begin[0] <= index < begin[0] + len(array)))
 
@@ -177,8 +178,10 @@ def own_shard(begin: tuple[int, ...], array: Any, number: int, count: int
         begin: Offset of the shard.
         array: Its values, with `shape`, `nbytes` and slices.
     """
+    # Too small to divide, or fewer rows than holders: the first holder writes all of it.
     if count == 1 or not array.ndim or array.nbytes < SMALL or array.shape[0] < count:
         return ((begin, np.array(array)),) if number == 0 else ()
+    # Consecutive rows, in shares that differ by at most one row.
     first, last = (len(array) * rank // count for rank in (number, number + 1))
     return (((begin[0] + first, *begin[1:]), np.array(array[first:last])),)
 
@@ -217,7 +220,7 @@ class BackgroundWriter:
         Raises:
             Exception: The error of the checkpoint before.
         """
-        self.wait()
+        self.wait()  # at most one is written at a time
         if writer_rank is not None:
             if writer_rank.rank == 0:
                 # The folder must be empty before any process writes into it, hence the barrier.
@@ -253,6 +256,7 @@ def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLib
     Args:
         folder: Existing content is replaced.
     """
+    # Hidden until complete: readers only look for the final name.
     temporary = _temporary(folder)
     tree, arrays = split(content, library.is_array, library.memory_of)
     by_file: dict[str, dict[str, Any]] = {}
@@ -264,6 +268,7 @@ def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLib
         for file, part in by_file.items():
             library.save(part, temporary / f"{file}.safetensors", {})
         write_json(temporary / PLAIN, tree)
+        # The manifest needs all other files, and the final name comes last: a folder that has it is complete.
         write_manifest(temporary)
         commit_folder(temporary, folder)
 
@@ -291,8 +296,10 @@ def write_shards(folder: Path, content: CheckpointContent, writer_rank: WriterRa
         group, name = place_of(path)
         stored, placed = files.setdefault(group, ({}, {}))
         if not isinstance(array, Shards):
+            # All processes hold it, so one writes it.
             array = Shards(array.shape, (((0,) * array.ndim, array),) if writer_rank.rank == 0 else ())
         for number, (begin, part) in enumerate(array.parts):
+            # A process may hold several shards of one array, but a file needs distinct names.
             key = f"{name}|{number}"
             stored[key] = part
             placed[key] = [name, list(array.shape), list(begin)]
@@ -304,6 +311,8 @@ def write_shards(folder: Path, content: CheckpointContent, writer_rank: WriterRa
             os.replace(hidden, temporary / writer_rank.file(group))
         if writer_rank.rank == 0:
             awaited = {writer_rank.file(group, rank) for group in files for rank in range(writer_rank.size)}
+            # Polled, as a collective would mix with those of training. If another process fails, it moves the folder
+            # away, and `iterdir` raises.
             while not awaited <= {path.name for path in temporary.iterdir()}:
                 time.sleep(POLL_SECONDS)
             write_json(temporary / PLAIN, tree)
@@ -336,10 +345,12 @@ def split(tree: Any, is_array: Callable[[Any], bool],
 
     def walk(node: Any, path: str) -> Any:
         if is_array(node):
+            # Tensors that share memory are one array in the file, and shared again after `join`.
             path = paths.setdefault(memory_of(node), path)
             arrays.setdefault(path, node)
             return {"$array": path}
         if isinstance(node, dict):
+            # Keys that JSON cannot hold, or that look like the markers below, are stored as pairs.
             if all(isinstance(key, str) and not key.startswith("$") for key in node):
                 return {key: walk(value, f"{path}/{key}".lstrip("/")) for key, value in node.items()}
             return {"$items": [[walk(key, path), walk(value, f"{path}/{key}".lstrip("/"))]
@@ -386,6 +397,7 @@ def saving(checkpoint: Path, temporary: Path, num_bytes: int, is_shard: bool = F
         yield
     except (OSError, SafetensorError) as error:
         reason = disk_problem(error)
+        # The disk is fine here, but the folder is gone: the process whose disk failed has moved it away.
         if is_shard and reason is None and not temporary.exists():
             raise UserError(f"{checkpoint} could not be saved: another process could not write its part of it, and "
                             "says why.") from error
@@ -438,8 +450,10 @@ def check_manifest(folder: Path, *names: str, share: tuple[int, int] = (0, 1)) -
     """
     try:
         manifest = json.loads(read_text(folder / MANIFEST))
+        # Every file that will be read must be listed, or damage to it would go unnoticed.
         read = {PLAIN, *(path.name for path in folder.glob("*.safetensors"))}
         unlisted = sorted(read - set(manifest)) if isinstance(manifest, dict) else [PLAIN]
+        # Every n-th file, so that all processes verify about as much.
         own = [] if unlisted else names or sorted(manifest)[share[0]::share[1]]
         damaged = first_damaged(folder, {name: manifest[name] for name in own}) if own else None
     except (OSError, ValueError, RecursionError) as error:
@@ -473,6 +487,7 @@ def open_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointCo
     for top, file in (*SHARDED.items(), ("", REST)):
         for name, array in _opened(folder, sorted(folder.glob(f"{file}*.safetensors")), library).items():
             path = f"{top}/{name}".lstrip("/")
+            # Only parameters, optimiser state and gradients stay lazy.
             arrays[path] = array if array.ndim and path.startswith(LARGE) else library.read(array)
     return read_tree(folder, arrays)
 
@@ -481,6 +496,7 @@ def _opened(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str,
     """Return the arrays whose shards are in `files`, placed by their offsets or else along the first dimension."""
     shapes: dict[str, tuple[int, ...]] = {}
     shards: dict[str, list[tuple[tuple[int, ...], LazyArray]]] = {}
+    # Sorted by name, hence by rank, which the order of shards without offsets relies on.
     for file in files:
         placed = shards_in(file)
         for key, array in library.open(file).items():
@@ -493,6 +509,7 @@ def _opened(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str,
                 name, shape, begin = key, (), ()
             shapes[name] = shape
             shards.setdefault(name, []).append((begin, array))
+    # With offsets, missing shards leave a gap.
     for name, parts in shards.items():
         check_filled(folder, name, sum(array.size for _, array in parts), shapes[name])
     return {name: lazy_array.joined(shapes[name], parts) for name, parts in shards.items()}
@@ -509,6 +526,7 @@ def read_arrays(folder: Path, library: ArrayLibrary = NUMPY) -> dict[str, Any]:
             continue
         shards = [library.load(path) for path in files]
         for name, array in shards[0].items() if shards else ():
+            # Scalars are equal in all files.
             whole = library.concatenate([shard[name] for shard in shards]) if len(shards) > 1 and array.ndim else array
             arrays[f"{top}/{name}".lstrip("/")] = whole
     return arrays
@@ -529,7 +547,7 @@ def assemble(files: list[Path], load: Callable[[Path], dict[str, Any]], empty: C
     for file in files:
         arrays = load(file)
         for key, (name, shape, begin) in (shards_in(file) or {}).items():
-            part = arrays.pop(key)
+            part = arrays.pop(key)  # taken out, so that it can be freed before the next
             if name not in whole:
                 whole[name] = empty(part, shape)
             whole[name][tuple(slice(at, at + size) for at, size in zip(begin, part.shape, strict=True))] = part
@@ -609,6 +627,7 @@ def missing_key(content: dict[str, Any]) -> tuple[str, str] | None:
         value: Any = content
         for key in path.split("|"):
             value = value.get(key) if isinstance(value, dict) else None
+        # bool is a subclass of int, but no count.
         if not isinstance(value, kind) or isinstance(value, bool):
             return path.replace("|", "."), _KINDS[kind]
     return None

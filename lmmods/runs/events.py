@@ -91,10 +91,12 @@ class Events:
         """Events after a micro-batch."""
         if now.step_done:
             yield Event.LOG
+        # A validation checks early stopping itself, with fresh metrics.
         if self.may_stop_early and now.epoch_ends and not now.validates():
             yield Event.CHECK_EPOCH
         if now.step_done and self.samples.is_due(now.step, now.run_ends()):
             yield Event.SAMPLE
+        # If a validation follows, they are asked within it, so that its metrics include them.
         asked_later = now.validates() and self.mmlu.at_validation
         if now.step_done and not asked_later and self.mmlu.is_due(now.step, now.run_ends()):
             yield Event.ASK
@@ -103,6 +105,7 @@ class Events:
             yield from self.in_validation()
             yield from self.after_validation(now)
         elif self._saves(now):
+            # Without a validation: by the rule of checkpoints, at the end of the run, or to stop.
             yield from self._save(now)
 
     def in_validation(self) -> Iterator[Event]:
@@ -124,6 +127,7 @@ class Events:
             yield Event.SAMPLE
         if self.mmlu.is_due(now.step, ends=True):
             yield Event.ASK
+        # No second checkpoint of the same position.
         if self.checkpoint is not None and not now.is_saved():
             yield from self._save(now)
         yield Event.FINISH
@@ -139,7 +143,7 @@ class Events:
     def _save(self, now: RunState) -> Iterator[Event]:
         if self.checkpoint is not None:
             yield Event.SAVE
-        if now.is_interrupted():
+        if now.is_interrupted():  # a collective call: all processes come here under the same conditions
             yield Event.STOP
         elif self.checkpoint is not None and self.publish.repo is not None and self.publish.when == "save":
             yield Event.UPLOAD

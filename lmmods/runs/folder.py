@@ -74,6 +74,7 @@ class RunFolder:
                 if is_first:
                     check_writable(self.root)
                     check_links(self.root, (*NAMES, LIST, LOCK, f"{REPLACED}model"))
+                    # Before `check`, so that no other run changes the folder between its checks and this run.
                     self._lock.take(command)
                     # Finish or undo replacements that a killed process has left half done.
                     for old in (*self.root.glob(f"{REPLACED}model"), *self.checkpoints.glob(f"{REPLACED}step=*")):
@@ -98,6 +99,7 @@ class RunFolder:
         if checkpoint:
             self.check_can_resume(checkpoint, overwrite)
         else:
+            # "auto" restarts an unfinished run that has no checkpoint, without asking.
             self.check_can_start(overwrite or ckpt_path == "auto" and not self.completed.exists())
 
     def check_results(self, recipe: dict[str, Any]) -> None:
@@ -128,6 +130,7 @@ class RunFolder:
     def begin(self, checkpoint: Path | None) -> None:
         """Prepare the folder: delete an earlier run, or everything that came after `checkpoint`."""
         self.root.mkdir(parents=True, exist_ok=True)
+        # A checkpoint of another folder only gives the start of a new run here.
         if checkpoint is not None and self._owns(checkpoint):
             self.completed.unlink(missing_ok=True)
             remove_unfinished(self.checkpoints)
@@ -182,7 +185,7 @@ class RunFolder:
         """Point the link `last` or `best` at a checkpoint, atomically."""
         link = self.checkpoints / alias
         temporary = self.checkpoints / f".{alias}-{os.getpid()}"
-        delete(temporary)
+        delete(temporary)  # one that a killed process with the same number left
         # A symlink cannot be overwritten in place: create it under another name, then rename it over the old one.
         temporary.symlink_to(checkpoint.name)
         os.replace(temporary, link)
@@ -192,6 +195,7 @@ class RunFolder:
 
     def _later_than(self, checkpoint: Path) -> list[Path]:
         position = checkpoint_position(checkpoint.name)
+        # Positions, not names: "step=9" comes before "step=10".
         return [self.checkpoint(name) for name in self.names() if checkpoint_position(name) > position]
 
     def write_start(self, recipe: dict[str, Any], report: dict[str, Any]) -> None:
@@ -226,10 +230,12 @@ class RunFolder:
         """
         old, new = self.files.inside("model"), files_in(exported)
         self.files.claim(*(f"model/{name}" for name in new))
+        # A rename would lose a mount or the files of others, so these folders are filled file by file.
         if exported.parent == self.model or files_in(self.model) - old:
             commit_files(exported, self.model)
         else:
             commit_folder(exported, self.model)
+        # Names that only the old model had.
         self.files.drop(*(f"model/{name}" for name in old - new))
 
     def complete(self) -> None:
@@ -329,10 +335,10 @@ def check_inputs(root: Path, names: Iterable[str], recipe: dict[str, Any]) -> No
     """
     written = {name: (root / name).resolve() for name in names}
     for key, path in _paths(recipe):
-        if not os.path.lexists(path):
+        if not os.path.lexists(path):  # e.g. an id on the hub
             continue
         for name, place in written.items():
-            if path.resolve() == place or place in path.resolve().parents:
+            if path.resolve() == place or place in path.resolve().parents:  # itself, or something inside it
                 raise UserError(f"{key} is {path}, but a run in {root} writes {name} itself. Choose another "
                                 "trainer.default_root_dir, or move what is read out of this one.")
 

@@ -55,20 +55,24 @@ class Comparison:
         if isinstance(was, dict) and isinstance(now, dict):
             self._walk_block(was, now, defaults if isinstance(defaults, dict) else {}, key)
         elif _are_blocks(was) and _are_blocks(now) and len(was) == len(now):
+            # A list of blocks is compared block by block, so that a message names the key that changed within one.
             for number, (old, new) in enumerate(zip(was, now, strict=True)):
                 self._walk(old, new, None, f"{key}[{number}]" if len(was) > 1 else key)
         elif not (_same(key, _plain(was), _plain(now)) or is_among(key, NOT_COMPARED)):
+            # Keys of the batch split wait for `_check_cut`: only together do they tell if a step has the same rows.
             kind = (self.recut if is_among(key, CUT) else self.reported if moved or is_among(key, REPORTED)
                     else self.refused)
             kind.append(Change(key, was, now))
 
     def _walk_block(self, was: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], key: str) -> None:
         facts = {*FACTS, *(["config"] if "path" in now else [])}
+        # If a fingerprint is known on both sides it decides, and the path may differ: the file has moved.
         # The configuration of an adapter or a network alone does not identify its weights.
         known = any(None not in (was.get(fact), now.get(fact)) for fact in (facts if key == "model.config" else FACTS))
         for name in {**was, **now}:
             old, new = (side.get(name, defaults.get(name)) for side in (was, now))
             inner = f"{key}.{name}".removeprefix(".")
+            # A fact that only one side has is neither equal nor changed.
             if name in facts and None in (old, new):
                 self.unknown += [] if known or old == new else [inner]
             else:
@@ -112,6 +116,7 @@ class RunIdentity:
         if was is None:
             lines.append(f"{checkpoint} does not tell which recipe wrote it, so nothing could be compared.")
         else:
+            # Without data this process has no facts; the first process compares them.
             found = Comparison(was, self.tree, self._defaults, trust_places=data is None)
             problem = _check_cut(found, Cuts(state, was, self.tree, self._defaults, cut))
             self._reported = found.reported
@@ -132,6 +137,7 @@ class RunIdentity:
         if was is None:
             return []
         model = {key: value for key, value in identity_tree(self._recipe, None, reads_model=True)["model"].items()
+                 # Only keys that the checkpoint's identity has. The optimiser does not matter for evaluation.
                  if key in was["model"] and key != "optimizer"}
         found = Comparison({"model": {key: was["model"][key] for key in model}}, {"model": model}, self._defaults)
         changes = [*found.refused, *found.reported]
@@ -175,6 +181,7 @@ def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) 
         tree["trainer"]["val_check_interval"] = f"{interval} steps"  # earlier versions counted micro-batches
     tree["trainer"].pop("default_root_dir", None)
     for block in ("model", "data"):
+        # Merged to one level, so that keys do not depend on the recipe's nesting.
         tree[block] = {"class_path": tree[block]["class_path"], **tree[block].get("init_args", {})}
     _name_data(tree, facts)
     model, revision = tree["model"], tree["model"].pop("revision", None)
@@ -184,7 +191,7 @@ def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) 
             if facts or reads_model:
                 model[key] |= model_facts(name, model[key]["revision"], key == "adapter", key != "config")
     limit = tree["trainer"].get("limit_train_batches")
-    if isinstance(limit, float) and limit == 1:
+    if isinstance(limit, float) and limit == 1:  # all batches, the default
         tree["trainer"]["limit_train_batches"] = None
     return tree
 
@@ -197,10 +204,11 @@ def _name_data(tree: dict[str, Any], facts: dict[str, Any]) -> None:
         if data.get(key) is not None:
             data[key] = _named_sources(data[key], columns, facts.get(key))
     path = data.get("tokenizer")
+    # A tokenizer that comes with the model is named by the model, so renaming both is one change.
     data["tokenizer"] = {"path": None if path == tree["model"].get("pretrained") else path,
                          "content": facts.get("tokenizer")}
     data["max_length"] = {"content": facts.get("max_length", data.get("max_length"))}
-    if data.get("seed") == tree.get("seed_everything"):
+    if data.get("seed") == tree.get("seed_everything"):  # defaults to the run's seed
         data["seed"] = None
 
 
@@ -222,6 +230,7 @@ def saved_identity(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | N
     state = read_plain(checkpoint)
     config = checkpoint.parent.parent / "config.yaml"
     if state.get("identity") or not config.is_file():
+        # The checkpoint's own identity, or, for versions that saved none, the recipe next to it.
         return state, _with_unit(state["identity"]) if state.get("identity") else None
     try:
         return state, identity_tree(read_recipe(config), None)
@@ -245,6 +254,7 @@ class Cuts:
                  now: Cut):
         self._trainers = tuple({**defaults.get("trainer", {}), **side["trainer"]} for side in (was, tree))
         data = {**defaults.get("data", {}), **was["data"]}
+        # Identities hold keys as in recipes, so missing ones have the defaults of this version.
         self.was = Cut(int(data.get("batch_size") or 1), int(self._trainers[0].get("accumulate_grad_batches") or 1),
                        state.get("world_size", 1))
         self.now = now
@@ -273,6 +283,7 @@ class Cuts:
     def _epoch(self, trainer: dict[str, Any], cut: Cut) -> int:
         """Rows of an epoch after limits."""
         rows, overfit = self._num_rows, trainer.get("overfit_batches") or 0
+        # A share is taken of micro-batches of `cut.rows` rows, and leaves at least one of them.
         if rows is not None and overfit and isinstance(overfit, float):
             return min(max(int(overfit * -(-rows // cut.rows)), 1) * cut.rows, rows)
         whole = ENDLESS if rows is None else -(-rows // cut.at_once)
@@ -288,6 +299,7 @@ def fitting(rows: int, now: Cut) -> str:
     def largest(least: int, of: int) -> int:
         return next(size for size in range(min(least, of), 0, -1) if of % size == 0)
 
+    # The largest number of ranks, then the largest micro-batch, that divide the step without a rest.
     ranks = largest(now.ranks, rows)
     size = largest(now.rows, rows // ranks)
     cut = Cut(size, rows // ranks // size, ranks)
@@ -298,7 +310,9 @@ def fitting(rows: int, now: Cut) -> str:
 def _check_cut(found: Comparison, cuts: Cuts) -> str:
     """Sort changes of the batch split into reported or refused ones. Returns `Cuts.problem`."""
     problem = cuts.problem()
+    # Other micro-batches of the same step are harmless, so they are reported only.
     (found.refused if problem else found.reported).extend(found.recut)
+    # A limit in micro-batches has to change with their size; `problem` has checked that the rows stay the same.
     scaled = [change for change in found.refused
               if not problem and cuts.micro_batches_differ and change.key == "trainer.limit_train_batches"]
     found.reported += scaled
@@ -344,6 +358,7 @@ def _are_blocks(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """Normalise a value for comparison: tuples become lists, empty containers None."""
+    # None for empty containers, so that an absent key equals an empty one.
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if _plain(item) is not None} or None
     return [_plain(item) for item in value] or None if isinstance(value, (list, tuple)) else value

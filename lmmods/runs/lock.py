@@ -70,6 +70,7 @@ class FolderLock:
     def take(self, command: str) -> None:
         """Acquire the lock. Raises UserError: another process holds it, or may hold it."""
         try:
+            # Again if the file or folder was deleted while this process took it.
             while self._file is None:
                 self._make_folders()
                 self._try(command)
@@ -97,6 +98,7 @@ class FolderLock:
             self._file = None
 
     def _try(self, command: str) -> None:
+        # O_NOFOLLOW: a link under this name is refused, not written through.
         try:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)  # Windows has none
         except FileNotFoundError:  # another process has just removed the folder that it had created
@@ -138,6 +140,7 @@ class FolderLock:
                 raise
             reaches_all = False
         record = _read(file)
+        # Where other machines do not see the lock, the record of the holder decides.
         if not reaches_all and record and not _is_dead(record):
             raise self._in_use(record)
         return True
@@ -162,7 +165,7 @@ class FolderLock:
         folder = self.path.parent
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        self._made = self._made or missing
+        self._made = self._made or missing  # of the first attempt, whose folders a later one finds existing
 
     def _remove_folders(self) -> None:
         for folder in self._made:
@@ -192,6 +195,7 @@ def mount_of(path: Path) -> str:
     if not table.exists():
         return ""
     device = os.stat(path).st_dev
+    # Mount points are listed by device number, "major:minor".
     name = f" {os.major(device)}:{os.minor(device)} "
     return next((line for line in table.read_text(encoding="utf-8", errors="replace").splitlines() if name in line), "")
 

@@ -63,6 +63,7 @@ class Progress:
 
     def loops(self, is_last_of_epoch: bool) -> dict[str, Any]:
         """Return the state of Lightning's loops at this moment."""
+        # Lightning reads many more counts than this project has; those of finished work are all equal.
         steps = {"ready": self.step, "completed": self.step}
         none = {"total": dict(_NO_BATCHES), "current": dict(_NO_BATCHES)}
         return {
@@ -101,12 +102,14 @@ def read_progress(content: CheckpointContent, data_key: str, now: Cut) -> Progre
         UserError: The checkpoint lies inside one of these batches.
     """
     fit, data = content["loops"]["fit_loop"], content[data_key]
+    # "ready" includes the micro-batch in whose hook Lightning saved, which is not counted as completed yet.
     counts, accumulated = fit["epoch_loop.batch_progress"], content["window"].get("num_batches", 0)
     batches, total = counts["current"]["ready"], counts["total"]["ready"]
+    # Counts are of global micro-batches: those of all ranks together.
     before = data["batch_size"] * content.get("world_size", 1)
     if before != now.at_once:
         batches, total = recount(batches, data, before, now)
-        accumulated = accumulated * before // now.at_once
+        accumulated = accumulated * before // now.at_once  # the same rows, in micro-batches of the new size
     return Progress(fit["epoch_progress"]["current"]["completed"], batches, total, content["global_step"], accumulated)
 
 
@@ -123,14 +126,15 @@ def recount(ready: int, data: dict[str, Any], before: int, now: Cut) -> tuple[in
     """
     rows, earlier, ends = ready * before, 0, False
     if "num_rows" in data:  # a stream is one endless epoch
+        # Earlier epochs had whole passes over the rows, in the new size: their last micro-batch may be smaller.
         earlier, ends = data["epoch"] * -(-data["num_rows"] // now.at_once), rows >= data["num_rows"]
-        rows = min(rows, data["num_rows"])
+        rows = min(rows, data["num_rows"])  # a last micro-batch that is not full counts as its real rows
     if rows % now.at_once and not ends:
         raise UserError(
             f"This checkpoint stands inside a step, behind {rows} rows of an epoch, which {now.devices} with "
             f"data.batch_size {now.rows} do not come to in whole micro-batches. Resume from a checkpoint between two "
             "steps, whose name has no +, or with the batch size and devices that wrote it.")
-    current = -(-rows // now.at_once)
+    current = -(-rows // now.at_once)  # rounded up for the last micro-batch of the epoch
     return current, earlier + current
 
 

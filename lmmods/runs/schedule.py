@@ -47,8 +47,10 @@ class Schedule:
         """
         epoch = steps_per_epoch(batches_per_epoch, batches_per_step)
         by_share = isinstance(val_check_interval, float)
+        # Rounded down to whole steps, at least one. None is a whole epoch, by `interval or epoch` below.
         interval = max(int(epoch * val_check_interval), 1) if by_share else val_check_interval
         steps = num_steps(batches_per_epoch, batches_per_step, max_epochs, max_steps)
+        # An integer counts over the run; a share of an epoch starts again with each epoch.
         return cls(batches_per_epoch, batches_per_step, steps, num_val_batches, interval or epoch,
                    isinstance(val_check_interval, int), val_epochs)
 
@@ -75,12 +77,14 @@ class Schedule:
         """Number of validations after optimiser step `step`, including the one at the end of the run."""
         if not self.num_val_batches or step >= self.num_steps:
             return 0
+        # A run validates at its end in any case, which adds one unless the interval is due there anyway.
         at_end = self._validations(self.num_steps) == self._validations(self.num_steps - 1)  # not due by interval
         return self._validations(self.num_steps) - self._validations(step) + at_end
 
     def _batches(self, step: int) -> int:
         """Global micro-batches of the first `step` optimiser steps."""
         epochs, steps = divmod(step, self.steps_per_epoch)
+        # The last step of an epoch may be shorter.
         return epochs * self.batches_per_epoch + min(steps * self.batches_per_step, self.batches_per_epoch)
 
     def _validations(self, steps: int) -> int:
@@ -92,6 +96,7 @@ class Schedule:
         epochs, steps = divmod(steps, self.steps_per_epoch)
         each = self.steps_per_epoch // self.steps_per_validation
         is_due = (epochs + 1) % self.val_epochs == 0
+        # Whole epochs with validations, then the current one, if it is an epoch with validations.
         return epochs // self.val_epochs * each + (steps // self.steps_per_validation if is_due else 0)
 
     def ends_epoch(self, progress: Progress) -> bool:
@@ -108,6 +113,7 @@ class Schedule:
             return progress.step % self.steps_per_validation == 0
         if self.val_epochs is None or (progress.epoch + 1) % self.val_epochs:
             return False
+        # Steps done in this epoch, including a shorter last one.
         return steps_per_epoch(progress.batches, self.batches_per_step) % self.steps_per_validation == 0
 
 

@@ -102,6 +102,7 @@ class StepMetrics:
         Steps before it are counted while it runs, so that the device never waits, unless `fetch` has counted them
         already.
         """
+        # The step before is due for a report, or many are pending: fetch while the device already computes this one.
         if self._pending and (self._pending[-1].step % self.every == 0 or len(self._pending) >= MOST_PENDING):
             self.fetch()
         self._pending.append(PendingStep(step, epoch, step_metrics, is_done))
@@ -127,16 +128,20 @@ class StepMetrics:
         """
         if not self._pending:
             return {}
+        # All values first: from here on nothing waits for the device.
         fetched = [(pending, pending.step_metrics()) for pending in self._pending]
         last, self._pending = self._pending[-1], []
+        # The time when the last step was seen to be done; the present if no one looked.
         seconds = self._stopwatch.seconds() if last.seconds is None else last.seconds
         for pending, step_metrics in fetched:
             if not self._skips_overflows:
+                # Epochs done to the epoch's index: 1.0 is the end of epoch 0.
                 check_finite(step_metrics, pending.step, max(math.ceil(pending.epoch) - 1, 0))
             self.num_tokens += int(step_metrics["num_tokens"])
             self.num_rows += int(step_metrics["num_rows"])
             self.laps.add(int(step_metrics["num_tokens"]), seconds)
             self.smoothed.add(step_metrics["loss"], step_metrics["weight"])
+        # Only multiples of `every` are reported: metrics of this step, and the speed since the last row.
         if last.step % self.every:
             return {}
         row = self._row(last.epoch, step_metrics)
