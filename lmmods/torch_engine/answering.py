@@ -91,7 +91,7 @@ class TextModel:
         answer = found[0, len(prompt):].tolist()
         ended = bool(answer) and answer[-1] in stop_token_ids
         if watch is None:
-            all(map(on_token, answer[:len(answer) - ended]))
+            all(map(on_token, answer[:len(answer) - ended]))  # stops at the first False
         return ended
 
     def _autocast(self) -> contextlib.AbstractContextManager:
@@ -109,6 +109,7 @@ class _Watch(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         token = int(input_ids[0, -1])
+        # End tokens stop generation by themselves and are not passed on.
         stops = token not in self._ends and not self._on_token(token)
         return torch.full((len(input_ids),), stops, device=input_ids.device)
 

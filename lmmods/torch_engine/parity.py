@@ -22,6 +22,7 @@ def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
     network = module.model
     with torch.no_grad():
         for name, param in _named(module).items():
+            # B starts at 0, which would hide any error in A.
             if ".lora_B." in name:
                 param.copy_(torch.from_numpy(moved_adapter(name, param.cpu().numpy())))
     batches = [{name: torch.from_numpy(values).to(module.device) for name, values in row.items()} for row in rows]

@@ -57,6 +57,7 @@ def _wrong_with(name: str, device: torch.device) -> str:
             plain = layer.weight.CB.float() * layer.weight.SCB.float().unsqueeze(1) / 127
         else:
             packed, state = bnb.functional.quantize_4bit(weight.to(device), quant_type=name)
+            # The product is compared with its own dequantised matrix, so only float32 rounding may differ.
             layer, allowed = (lambda x: bnb.matmul_4bit(x, packed.t(), quant_state=state)), 1e-4
             plain = bnb.functional.dequantize_4bit(packed, state)
         found, wanted = layer(inputs.to(device)).float(), inputs.to(device) @ plain.float().t()
@@ -74,7 +75,7 @@ def processes_meet() -> str:
     if sys.platform != "linux" or not dist.is_available():
         return ""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind(("127.0.0.1", 0))  # port 0: the system picks a free one
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
     said = context.SimpleQueue()

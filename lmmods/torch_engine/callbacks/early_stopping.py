@@ -23,6 +23,7 @@ class SharedEarlyStopping(L.Callback):
         """Replace a callback of Lightning's class EarlyStopping; others, subclasses included, are returned as is."""
         if type(callback) is not EarlyStopping:
             return callback
+        # Lightning has negated min_delta for mode "min": undo that.
         sign = 1 if callback.mode == "max" else -1
         return cls(EarlyStoppingRule(min_delta=sign * callback.min_delta,
                                      check_on_train_epoch_end=checks_at_epoch_end(callback),
@@ -46,4 +47,5 @@ class SharedEarlyStopping(L.Callback):
         """Check the metrics if due, after a validation or at the end of an epoch without one."""
         if self.rule.is_due(validated, epoch_ends(trainer)) and not trainer.fast_dev_run:
             found = self.rule.check({name: value.item() for name, value in trainer.callback_metrics.items()})
+            # All processes stop together, even if their metrics differ by rounding.
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(found, all=False) or trainer.should_stop

@@ -146,7 +146,7 @@ def outline_template() -> nn.Module:
     def product(x: torch.Size, _codes: torch.Size, shape: list[int], *_: Any, **__: Any) -> int:
         return 2 * prod(x) * shape[0]
 
-    bnb.functional.quantize_blockwise(torch.zeros(256))
+    bnb.functional.quantize_blockwise(torch.zeros(256))  # fills the cache of scales
     template = bnb.nn.Linear4bit(1, 1, bias=False)
     del template.weight
     return template

@@ -44,6 +44,7 @@ def decide_loops(trainer: L.Trainer, skips: Callable[[bool], bool], validates: C
 
     class EpochLoop(_TrainingEpochLoop):
         def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+            # False inside a step: the run goes on first.
             stops = self.trainer.should_stop and self.trainer.fit_loop._can_stop_early
             return self.trainer.enable_validation and (stops or validates())
 

@@ -97,6 +97,7 @@ def arithmetic(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> i
     """
     if func is GROUPED:
         return 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
+    # Operators that the table does not have, such as elementwise ones, count 0.
     count = flop_registry.get(_ON_GPU.get(func.overloadpacket, func.overloadpacket))
     return 0 if count is None else count(*args, **kwargs, out_val=result)
 

@@ -89,9 +89,11 @@ class ContextParallel:
         every = init_device_mesh(mesh.device_type, (mesh.size() // (size * matrices), size, matrices),
                                  mesh_dim_names=("data", "context", "tensor"))
         rows = cls(every["context"].get_group(), device, one_document)
+        # transformers finds the attention function and its mask by name, so the last registered network is served.
         AttentionInterface.register(NAME, rows.attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
+        # Masks of a process are those of its own tokens.
         TokenDropout.from_model(model).own = rows.own
         return rows
 
@@ -181,6 +183,7 @@ class ContextParallel:
         # Whole rows, as in generation, have a bool mask or none.
         if attention_mask is None or attention_mask.dtype != torch.int32:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+        # Rotary embeddings return float32 under autocast, so queries and keys are cast back.
         dtype = compute_dtype(value)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         blocks = list(self._blocks(query, key, attention_mask, options.get("sliding_window")))

@@ -43,6 +43,7 @@ def stays_float32() -> bool:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     worst = 0.0
+    # Several shapes, as the kernel is chosen by shape.
     for rows, inner, columns in ((256, 256, 1024), (1024, 512, 64), (64, 2048, 256)):
         a, b = torch.randn(rows, inner, generator=random), torch.randn(inner, columns, generator=random)
         exact = a.double() @ b.double()

@@ -138,6 +138,7 @@ class _Matrices(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
+        # `Module.to` moves the codes, but not the scales in the state.
         if self.state.absmax.device != codes.device:
             self.state.to(codes.device)
         matrices = dequantize_4bit(codes, self.state)

@@ -47,6 +47,7 @@ class _Memory:
 
     def is_simple(self) -> bool:
         """True if one draw in row-major order fills all of it, followed at most by constants in contiguous parts."""
+        # The first write is to the whole: `_write` drops those before it. Of a draw, `values` is the distribution.
         (tensor, _, values), *parts = self.writes
         return (_is_whole(tensor) and tensor.is_contiguous() and isinstance(values[0], Normal | Uniform)
                 and all(part.is_contiguous() and not isinstance((*value, 0)[0], Normal | Uniform)
@@ -184,6 +185,7 @@ class FirstWeights(DispatchMode):
 
     def _draw(self, name: str, tensor: Tensor, distribution: Normal | Uniform) -> None:
         plain = tensor.detach()
+        # In place without a temporary, the usual case.
         if plain.device.type == "cpu" and plain.dtype == torch.float32 and plain.is_contiguous() and _is_whole(plain):
             fill(self._seed, name, distribution, plain.numpy())
         else:

@@ -138,6 +138,7 @@ def _outlined(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, at
     with choosing_attention(attention):
         model = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
     if quantization is not None and hasattr(quantization, "bnb_4bit_quant_type"):
+        # What from_pretrained's quantiser does as weights arrive, done here without values.
         for name in layers_to_quantize(model, quantization.llm_int8_skip_modules):
             layer = model.get_submodule(name)
             weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]

@@ -56,6 +56,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     """
     from peft import LoraConfig, get_peft_model
 
+    # Check targets and modules by name before PEFT changes the model, so that errors name keys of the recipe.
     linear, has_experts = _adaptable(model), mixture_of(model.config) is not None
     adapted = adapted_layers(settings, linear, has_experts, model.config.model_type)
     in_full = modules_in_full(settings, dict(model.named_modules()), linear)
@@ -305,6 +306,7 @@ def _compute_dtype(base: nn.Module, x: Tensor) -> torch.dtype | None:
     device = x.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
+    # 8-bit layers compute in the dtype of x, 4-bit ones in their `compute_dtype`, plain ones in that of the weight.
     stored = x.dtype if is_8bit(base) else getattr(base, "compute_dtype", None) or base.weight.dtype
     return x.dtype if stored == x.dtype else None
 

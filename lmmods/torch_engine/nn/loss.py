@@ -90,6 +90,7 @@ def _chunk_length(vocab_size: int, device: torch.device) -> int:
 def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None) -> LossSums:
     scored = (targets != IGNORED).float()
     weights = scored if weights is None else scored * weights.flatten()
+    # Per position, as weights differ; IGNORED ones have loss and weight 0.
     total = (F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none") * weights).sum()
     correct = ((logits.argmax(-1) == targets) * weights).sum() if count_correct else None
     return LossSums(total, weights.sum(), correct)
@@ -141,7 +142,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
                     grad_logits = F.softmax(products.forward(hidden[part], True).float(), dim=-1)
                     grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
                     grad_hidden[part] = products.backward(grad_logits.mul_(-grad[part].unsqueeze(1)))
-            return grad_hidden, None, None, None, *products.param_grads(params)
+            return grad_hidden, None, None, None, *products.param_grads(params)  # targets, head and chunk have none
 
 
 def _products(head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] | list[Tensor]) -> "_AnyHead | _LinearHead":
@@ -191,7 +192,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
                     if weights is not None:
                         grad_logits *= weights[part].unsqueeze(1)
-                    grad_hidden[part] = products.backward(grad_logits)
+                    grad_hidden[part] = products.backward(grad_logits)  # [n, V] -> [n, H]
         if wants_grad:
             # Gradients of `total` itself; `backward` multiplies them by its incoming gradient.
             ctx.save_for_backward(grad_hidden, *products.param_grads(params))
@@ -246,7 +247,7 @@ class _LinearHead:
         device = layer.weight.device.type
         autocast = torch.is_autocast_enabled(device)
         self._dtype = torch.get_autocast_dtype(device) if autocast else layer.weight.dtype
-        self._weight = layer.weight.detach().to(self._dtype)
+        self._weight = layer.weight.detach().to(self._dtype)  # autocast would cast it in every chunk
         self._trains, self._sum = layer.weight.requires_grad, None
         self._scale, self._softcap = scale, softcap
         self._squashed: Tensor | None = None

@@ -24,6 +24,7 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
     groups = [{"params": [p for name, p in named if decays(name, p.ndim)], "weight_decay": settings.weight_decay},
               {"params": [p for name, p in named if not decays(name, p.ndim)], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
+    # Torch has none of these.
     if "8bit" in settings.name or settings.name.startswith("paged") or settings.name == "lion":
         return _bitsandbytes(groups, settings)
     if settings.name == "adamw":
@@ -56,6 +57,7 @@ def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _row_norms(grad: torch.Tensor) -> torch.Tensor:
+    # Accumulated in float32 also for 16-bit gradients.
     return torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32) if grad.ndim > 1 else grad
 
 

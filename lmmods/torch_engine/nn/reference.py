@@ -26,6 +26,7 @@ class Reference:
 
     def __init__(self, model: nn.Module, kind: Literal["base", "copy"], trainable: dict[str, nn.Parameter]) -> None:
         self._model, self._kind = model, kind
+        # A base without adapter needs no copy: it does not train.
         params = [sharding.local(param.detach()) for param in trainable.values()] if kind == "copy" else []
         self._copies = [(param, param.clone()) for param in params]
 

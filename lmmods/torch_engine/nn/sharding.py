@@ -95,7 +95,7 @@ def whole(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "ds_id"):
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters([tensor]):
+        with deepspeed.zero.GatheredParameters([tensor]):  # valid inside only, hence the copy
             return tensor.detach().clone()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

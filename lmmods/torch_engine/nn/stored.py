@@ -206,6 +206,7 @@ def waiting(model: nn.Module) -> dict[str, Source]:
     found = {name: param.source for name, param in model.named_parameters() if hasattr(param, "source")}
     for param, places in _places(model).items():
         if hasattr(param, "source"):
+            # All modules that hold a tied parameter get the same new one, so that it stays tied.
             _put(places, torch.empty(param.shape, dtype=param.dtype, device="meta"), param.requires_grad)
     return found
 
@@ -219,6 +220,7 @@ def read_shards(model: nn.Module, sources: dict[str, Source]) -> None:
     params, places = dict(model.named_parameters()), _places(model)
     for name in list(sources):
         param, source = params[name], sources.pop(name)
+        # In the same order on all processes, as some sources are collective.
         part = source.rows(local_rows(param)[1]).to(param.dtype)
         _put(places[param], like_shard(part, param), param.requires_grad)
 

@@ -44,6 +44,7 @@ def summarize(model: nn.Module) -> Summary:
 def num_elements(param: Tensor) -> int:
     """Return the number of elements of a parameter; for a packed 4-bit one, the number of weights."""
     state = getattr(param, "quant_state", None)
+    # Under ZeRO-3 a parameter is empty while it is sharded; `ds_numel` is its full size.
     return state.shape.numel() if state is not None else getattr(param, "ds_numel", param.numel())
 
 
@@ -69,6 +70,7 @@ def training_flops(model: nn.Module) -> int:
     mixture = mixture_of(model.config)
 
     def active(name: str, param: Tensor) -> int:
+        # Of experts only the share that a token is routed to computes.
         taken = mixture is not None and ".experts." in name
         return round(num_elements(param) * mixture.share) if taken else num_elements(param)
 
@@ -109,6 +111,7 @@ def planned_shape(config: Any, auto_class: str) -> NetworkShape:
     stacked = [parameter.shape for name, parameter in model.named_parameters() if is_stacked(name, parameter)]
     return NetworkShape(num_params=sum(map(num_elements, model.parameters())),
                         num_linear=sum(shape.numel() for shape in linear + stacked),
+                        # A [r, in] and B [out, r]: in + out parameters of each layer per rank.
                         lora_per_rank=sum(map(sum, linear)), widths=widths_of(config))
 
 
