@@ -143,6 +143,7 @@ class Ledger(DispatchMode):
             return NotImplemented  # DTensor dispatches again, with the operations on local shards
         if func in ANSWERS and not has_values(args[0]):
             return ANSWERS[func](args[0])
+        # The length of a mask's result would be a value: take all elements.
         if func in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1]):
             args = (args[0], _all_places(args[1]), *args[2:])
         before = self._num_seen
@@ -541,6 +542,7 @@ def take_step(module: TaskModule, optimizer: torch.optim.Optimizer | None, batch
             yield batch
             seen("survey")
 
+    # The order of calls is that of Lightning's loops, so that peak memory is too.
     module.survey(surveyed())
     for place, batch in enumerate(batches):
         with module.trainer.precision_plugin.forward_context():

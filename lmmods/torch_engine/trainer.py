@@ -79,6 +79,7 @@ class Trainer(L.Trainer):
             callbacks += checkpoints or [Checkpoint()]
         progress = Progress() if enable_progress_bar else None
         self._metrics = metrics = Metrics(progress.show) if progress else Metrics()
+        # The order matters: StartReport prepares the folder, and RunEvents saves the state of all before it.
         callbacks = [StartReport(), metrics, *callbacks, RunEvents(metrics, callbacks), PredictionWriter()]
         callbacks += [progress] if progress else []
         plugins = list(plugins) if isinstance(plugins, list) else [plugins] if plugins else []
@@ -87,6 +88,7 @@ class Trainer(L.Trainer):
             plugins.append(SLURMEnvironment(auto_requeue=False))
         try:
             super().__init__(
+                # Loggers, checkpoints, progress bar and summary are this project's own.
                 logger=False,
                 callbacks=callbacks,
                 precision=precision,
@@ -99,7 +101,7 @@ class Trainer(L.Trainer):
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 enable_autolog_hparams=False,
-                use_distributed_sampler=False,
+                use_distributed_sampler=False,  # the data module divides batches among processes
                 # The fraction is enforced by `estimated_stepping_batches`.
                 max_epochs=None if max_epochs is None else math.ceil(max_epochs),
                 max_steps=max_steps,

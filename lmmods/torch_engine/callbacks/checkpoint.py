@@ -80,7 +80,7 @@ class Checkpoint(CheckpointPolicy, L.Callback):
         """Add the run's identity and its number of ranks."""
         checkpoint["world_size"] = trainer.num_data_ranks
         checkpoint["identity"] = trainer.identity.tree
-        if self._inside_epoch:
+        if self._inside_epoch:  # at the end of a run Lightning's own counts are right
             correct_epochs(checkpoint)
 
     def save_at_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -138,6 +138,7 @@ class FolderCheckpointIO(CheckpointIO):
         """Start writing this process's shards in the background; arguments as in `BackgroundWriter.save`."""
         if self.writer is None:
             self.writer = BackgroundWriter()
+        # A copy, as training changes the tensors while they are being written.
         self.writer.save(path, frozen(checkpoint), then or (lambda: None), writer_rank, barrier, TORCH)
 
     def load_checkpoint(self, path: str | os.PathLike, map_location: Any = None, weights_only: bool | None = None

@@ -97,7 +97,7 @@ class ContextParallel:
         TokenDropout.from_model(model).own = rows.own
         return rows
 
-    # Places ----------------------------------------------------------------------------------------------------------
+    # Positions -------------------------------------------------------------------------------------------------------
 
     def _length(self, length: int) -> int:
         """Return the padded length of rows of `length` tokens."""

@@ -116,6 +116,7 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
         device: As in `token_loss`.
     """
     targets, weights = _targets(batch)
+    # `rest` is head, its parameters, V and plain.
     hidden, *rest, outputs = _before_head(model, head, batch, **({"output_router_logits": True} if mixture else {}))
     sums = token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights, device)
     if mixture is None:

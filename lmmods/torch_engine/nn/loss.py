@@ -260,11 +260,11 @@ class _LinearHead:
         if self._softcap is None:
             return logits
         squashed = logits.div_(self._softcap).tanh_()
-        # Only `backward` reads it.
-        self._squashed = squashed if wants_grad else None
+        self._squashed = squashed if wants_grad else None  # only `backward` reads it
         return squashed * self._softcap
 
     def backward(self, grad_logits: Tensor) -> Tensor:
+        # In place, back through soft cap and scale: no caller needs `grad_logits` afterwards.
         if self._squashed is not None:  # tanh' = 1 - tanh^2, in float32
             grad_logits *= self._squashed.float().square_().neg_().add_(1)
         if self._scale != 1:

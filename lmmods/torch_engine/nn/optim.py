@@ -24,7 +24,7 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
     groups = [{"params": [p for name, p in named if decays(name, p.ndim)], "weight_decay": settings.weight_decay},
               {"params": [p for name, p in named if not decays(name, p.ndim)], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    # Torch has none of these.
+    # torch has none of these.
     if "8bit" in settings.name or settings.name.startswith("paged") or settings.name == "lion":
         return _bitsandbytes(groups, settings)
     if settings.name == "adamw":

@@ -130,7 +130,7 @@ class DeepSpeed(DDPStrategy):
         deepspeed averages the gradients of the processes and divides the average by its loss scale before clipping, so
         the loss scale is set to the divisor.
         """
-        closure()
+        closure()  # forward and backward pass of the step's last micro-batch
         module, zero = self.lightning_module, self.model.optimizer
         sums = self.reduce(module.accumulation.sums(), reduce_op="sum")
         divided = GradientAccumulation.divisor(module.trainer.accumulate_grad_batches) * self.world_size
