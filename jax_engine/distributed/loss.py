@@ -86,6 +86,7 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
         total, correct = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
                                         targets.reshape(-1), weights.reshape(-1))
         return LossSums(total, weights.sum(), correct if count_correct else None)
+    # A custom derivative cannot close over traced arrays: the head's parameters must become arguments.
     pure_head, way, params = convert(head, hidden, vocab_size, on)
     found = lines(hidden, params, targets, weights, way)
     total, correct = _chunked_cross_entropy(pure_head, way, count_correct, *found)
@@ -116,6 +117,7 @@ def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
     outside = batch["attention_mask"] == 0
     log_probs = jax.nn.log_softmax(jnp.where(outside[..., None], jnp.finfo(jnp.float32).min, logits), axis=1)
     positions = jnp.stack([batch["start_positions"], batch["end_positions"]], axis=-1)
+    # IGNORED is negative: gather any valid index in its place, since the next line drops the value.
     picked = jnp.take_along_axis(log_probs, jnp.maximum(positions, 0)[:, None], axis=1)[:, 0]
     total = -jnp.where(positions == IGNORED, 0.0, picked).sum() / 2
     return LossSums(total, (batch["start_positions"] != IGNORED).sum().astype(jnp.float32))
@@ -132,12 +134,16 @@ def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, we
             *chunk_of(way, number, hidden, order, targets, weights))
         return jax.tree.map(lambda summed, new: summed + new.sum(), sums, values)
 
+    # The number of chunks is only known at run time. JAX cannot differentiate such a loop in reverse, hence the custom
+    # rule.
     params = laid_out(params, way)
     return jax.lax.fori_loop(0, num_chunks, step, (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)))
 
 
 def _forward(head, way, count_correct, hidden, params, targets, weights, order, num_chunks):
+    # With `symbolic_zeros` each argument is a pair: its value, and whether it is being differentiated.
     hidden, targets, weights, order, num_chunks = (arg.value for arg in (hidden, targets, weights, order, num_chunks))
+    # A frozen head gets no gradient sums, which are as large as its table, in float32.
     trained = [i for i, p in enumerate(params) if p.perturbed]
     params = laid_out([p.value for p in params], way)
     ranks = len(hidden)
@@ -154,7 +160,9 @@ def _forward(head, way, count_correct, hidden, params, targets, weights, order, 
         total, correct, by_position, by_param = carry
         h, t, w = chunk_of(way, number, hidden, order, targets, weights)
         (new_total, new_correct), (g_hidden, g_params) = differentiate(h, [params[i] for i in trained], t, w)
+        # [groups, lines of a group * C, D] -> [R, C, D]
         g_hidden = split_over_ranks(g_hidden.reshape(ranks, way.chunk, -1))
+        # Each position is in one chunk only, so its gradient is complete; those of parameters add up over chunks.
         by_position = jax.lax.dynamic_update_slice_in_dim(by_position, g_hidden, number * way.chunk, 1)
         by_param = [summed + new for summed, new in zip(by_param, g_params, strict=True)]
         return total + new_total.sum(), correct + new_correct.sum(), by_position, by_param
@@ -165,6 +173,8 @@ def _forward(head, way, count_correct, hidden, params, targets, weights, order, 
              # one sum per group of lines, so that they are reduced over devices once after the loop, not per iteration
              [sums_laid_out(jnp.zeros((groups, *params[i].shape), jnp.float32), way) for i in trained])
     total, correct, by_position, by_param = jax.lax.fori_loop(0, num_chunks, step, start)
+    # Undo the sort and drop the padding, [R, M', D] -> [R, M, D]. Positions in no chunk have no label: their gradient
+    # is 0.
     g_hidden = jnp.take_along_axis(by_position, places(order, hidden)[..., None], axis=1)
     g_params: list[Array | None] = [None] * len(params)
     for i, summed in zip(trained, by_param, strict=True):
@@ -173,9 +183,11 @@ def _forward(head, way, count_correct, hidden, params, targets, weights, order, 
 
 
 def _backward(head, way, count_correct, gradients, cotangents):
+    # The loss is a sum, so the gradients from the forward pass are only scaled. argmax hits have no gradient.
     factor = cotangents[0]
     if isinstance(factor, SymbolicZero):
         return None, None, None, None, None, None
+    # No gradient for targets, weights, order and number of chunks.
     scaled = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
     return *scaled, None, None, None, None
 
@@ -194,11 +206,13 @@ def _chunked_log_probs(head, way, hidden, params, targets):
         new = split_over_ranks(new.reshape(len(losses), way.chunk))
         return jax.lax.dynamic_update_slice_in_dim(losses, new, number * way.chunk, 1)
 
+    # Chunks without labels are not visited: their losses stay 0.
     losses = jax.lax.fori_loop(0, found.num_chunks, step, split_over_ranks(jnp.zeros(found.targets.shape)))
     return -in_rows(jnp.take_along_axis(losses, places(found.order, found.hidden), axis=1), targets.shape)
 
 
 def _log_probs_forward(head, way, hidden, params, targets):
+    # `trained` repeats some of `values`: which parameters are differentiated is known only here.
     values = [p.value for p in params]
     trained = {i: p.value for i, p in enumerate(params) if p.perturbed}
     log_probs = _chunked_log_probs(head, way, hidden.value, values, targets.value)
@@ -227,6 +241,7 @@ def _cross_entropy(head, count_correct, hidden, params, targets, weights, axes=(
     """Return the summed loss and argmax hits of positions [C, D], with targets and weights [C], 0 if not scored."""
     logits = _logits(head, hidden, params, axes)
     hits = ((logits.argmax(1) == targets) * weights).sum() if count_correct else jnp.zeros((), jnp.float32)
+    # Select rather than only multiply: 0 times a loss that is not finite would be NaN.
     return jnp.where(weights != 0, _losses_of(logits, targets, axes) * weights, 0.0).sum(), hits
 
 
@@ -244,6 +259,7 @@ def _losses_of(logits: Array, targets: Array, axes: tuple[str, ...]) -> Array:
     if axes:  # mask and sum over the sharded vocabulary: a gather by target would move logits between devices
         picked = jnp.where(jnp.arange(logits.shape[1]) == targets[:, None], logits, 0.0).sum(1)
     else:
+        # IGNORED is negative; callers drop the value found in its place.
         picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
     return jax.nn.logsumexp(logits, axis=1) - picked
 
@@ -300,12 +316,15 @@ def convert(head: Callable[[Array], Array], hidden: Array, vocab_size: int, on: 
             ) -> tuple[Callable, Way, list[Array]]:
     """Return the head as a pure function of (positions, *params), how to apply it, and the params it closed over."""
     flat = hidden.reshape(-1, hidden.shape[-1])
+    # Trace twice, because the converted function is fixed to the shape it is traced with, and the length of a chunk
+    # depends on the parameters found. One position is enough to find them.
     pure_head, params = jax.closure_convert(head, flat[:1])
     num_lines, axes = num_visible_ranks() * num_sequence_parts(), _vocabulary_axes(params, vocab_size)
     together = num_lines // num_groups(axes, num_lines)
     chunk_bytes = CHUNK_BYTES if target(on).platform == "cpu" else CHUNK_BYTES_GPU
     # Per device a chunk has C * V logits, sharded vocabulary or not, and hidden states [together * C, D].
     widest = max(vocab_size, together * flat.shape[1] if axes else 0)
+    # At least one position, and at most a whole line.
     way = Way(min(max(chunk_bytes // (4 * widest), 1), len(flat) // num_lines), axes)
     pure_head, params = jax.closure_convert(head, flat[:together * way.chunk])
     return pure_head, way, params
@@ -319,7 +338,10 @@ def _vocabulary_axes(params: list[Array], vocab_size: int) -> tuple[str, ...]:
     if not on_mesh() or any(p.ndim > 1 and p.shape[0] != vocab_size for p in params):
         return ()
     sizes = jax.sharding.get_abstract_mesh().shape
+    # The trailing dimension, of length 1, stands for the features: only the sharding of rows matters.
     axes = tuple(axis for axis in partition("head.weight", (vocab_size, 1), sizes)[0] if sizes[axis] > 1)
+    # A group holds all lines but those along `data` (see `num_groups`), so the table must be sharded over every other
+    # axis along which lines are split.
     return axes if {axis for axis in (*DATA_AXES, SEQUENCE) if sizes[axis] > 1} <= {"data", *axes} else ()
 
 
@@ -331,10 +353,13 @@ def num_groups(axes: tuple[str, ...], num_lines: int) -> int:
 def lines(hidden: Array, params: list[Array], targets: Array, weights: Array, way: Way) -> Lines:
     """Arrange rows [B, T] as lines, labelled positions first; each stays on its rank."""
     hidden, targets, weights = (split_over_ranks(_in_lines(x)) for x in (hidden, targets, weights))
+    # Labels first, in row order. Hidden states are not sorted here but taken chunk by chunk: a sorted copy would be as
+    # large as the batch.
     order = jnp.argsort(targets == IGNORED, axis=1, stable=True)
     pad = ((0, 0), (0, -targets.shape[1] % way.chunk))
     return Lines(hidden, params, jnp.pad(jnp.take_along_axis(targets, order, axis=1), pad, constant_values=IGNORED),
                   jnp.pad(jnp.take_along_axis(weights, order, axis=1), pad), jnp.pad(order, pad),
+                  # The longest line's: all devices must run the same number of iterations.
                   -(-(targets != IGNORED).sum(1).max() // way.chunk))
 
 
@@ -343,6 +368,7 @@ def _in_lines(x: Array) -> Array:
     parts = num_sequence_parts()
     if parts == 1:
         return x.reshape(num_visible_ranks(), -1, *x.shape[2:])
+    # [ranks * b, parts * t, ...] -> [ranks, b, parts, t, ...] -> [ranks * parts, b * t, ...]
     rows = x.reshape(num_visible_ranks(), -1, parts, x.shape[1] // parts, *x.shape[2:])
     return rows.swapaxes(1, 2).reshape(num_visible_ranks() * parts, -1, *x.shape[2:])
 
@@ -352,6 +378,7 @@ def in_rows(x: Array, shape: tuple[int, ...]) -> Array:
     parts = num_sequence_parts()
     if parts == 1:
         return x.reshape(shape)
+    # [ranks * parts, b * t] -> [ranks, parts, b, t] -> [ranks * b, parts * t]
     return x.reshape(num_visible_ranks(), parts, -1, shape[1] // parts).swapaxes(1, 2).reshape(shape)
 
 
@@ -361,11 +388,13 @@ def split_over_ranks(x: Array) -> Array:
 
 def each_group(way: Way, function: Callable, in_axes: int | tuple = 0) -> Callable:
     """Vectorise `function`, which takes the positions of one group of lines, over groups."""
+    # `spmd_axis_name` keeps the groups sharded over `data` where `function` constrains its arrays.
     return jax.vmap(function, in_axes, spmd_axis_name="data" if way.axes else None)
 
 
 def places(order: Array, hidden: Array) -> Array:
     """Return [R, M]: the index in its sorted line of each position of `hidden` [R, M, D]."""
+    # The argsort of a permutation is its inverse. Indices past M are padding.
     return jnp.argsort(order[:, : hidden.shape[1]], axis=1)
 
 
@@ -376,6 +405,8 @@ def chunk_of(way: Way, number: Array, hidden: Array, order: Array, *columns: Arr
     taken = [jnp.take_along_axis(hidden, places[..., None], axis=1), *columns]
     if not way.axes:
         return taken
+    # [R, C, ...] -> [groups, lines of a group * C, ...]: the constraint gathers these positions on all devices of a
+    # group.
     groups = num_groups(way.axes, len(hidden))
     return [constrain(x.reshape(groups, -1, *x.shape[2:]), PartitionSpec("data")) for x in taken]
 

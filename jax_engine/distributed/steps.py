@@ -58,6 +58,8 @@ class Steps:
         self._clipping, self._predict, self._survey_rows = clipping, predict, survey
         self.surveys = survey is not None
         compile = parallel.compile
+        # The kind of each argument and result (see `interface`). Donated buffers are reused by the results, so that a
+        # device never holds two states. Batches and frozen parameters are not donated.
         self._new_state = compile(lambda trainable: (new_state(trainable, optimizer.init),), ("state",), ("state",),
                                   donate=(0,))
         self._names = (metric_names, statistic_names)
@@ -154,11 +156,13 @@ class Steps:
     # Functions to compile --------------------------------------------------------------------------------------------
 
     def _survey_step(self, state, frozen, accumulation, batch):
+        # Not summed over ranks yet: `_differentiate` does that.
         found = self._survey_rows(merge(state["trainable"], frozen), _rows_of(batch))
         return ({**accumulation, "statistics": jax.tree.map(jnp.add, accumulation["statistics"], found)},)
 
     def _accumulate_step(self, state, frozen, accumulation, batch):
         gradients, sums = self._differentiate(state, frozen, batch, accumulation.get("statistics"))
+        # In float32 whatever the dtype of the parameters: in 16 bits small gradients would be lost in the sum.
         added = jax.tree.map(lambda old, new: old + new.astype(old.dtype), accumulation["gradients"], gradients)
         return ({**accumulation, "gradients": added, "sums": jax.tree.map(jnp.add, accumulation["sums"], sums)},)
 
@@ -167,6 +171,7 @@ class Steps:
         if self.surveys:
             statistics = self._survey_rows(merge(state["trainable"], frozen), _rows_of(batch))
         gradients, sums = self._differentiate(state, frozen, batch, statistics)
+        # float32 as after `_accumulate_step`, so that both ways give the same step.
         return self._apply(state, jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums, scalars)
 
     def _update_step(self, state, accumulation, scalars):
@@ -178,19 +183,23 @@ class Steps:
 
     def _predict_step(self, trainable, frozen, batch):
         predicted = self._predict(merge(trainable, frozen), _rows_of(batch))
+        # [ranks * B, ...] -> [ranks, B, ...]
         return (jax.tree.map(lambda x: x.reshape(num_visible_ranks(), -1, *x.shape[1:]), predicted),)
 
     def _differentiate(self, state, frozen, batch, statistics):
         """Return the gradient of the summed loss, and the sums, over the micro-batches of the visible ranks."""
         rows = _rows_of(batch)
+        # Statistics are complete before the first gradient, so they enter it as constants.
         known = () if statistics is None else (self._parallel.sum(statistics),)
 
         def summed(trainable):
             sums = self._loss(merge(trainable, frozen), rows, True, False, *known)
             return sums.total, (sums.weight, sums.metrics or {})
 
+        # Of a sum, not a mean: the weight of the whole step is only known after its last micro-batch.
         (total, (weight, metrics)), gradients = jax.value_and_grad(summed, has_aux=True)(state["trainable"])
         scored = scored_rows(rows)
+        # Rows of preference tasks are [N, answers, T]. Padding rows have a mask of 1 at one position, hence `scored`.
         num_tokens = (rows["attention_mask"].reshape(len(scored), -1) * scored[:, None]).sum()
         return gradients, {"total": total, "weight": weight, "num_tokens": num_tokens, "num_rows": scored.sum(),
                            **metrics}
@@ -200,6 +209,7 @@ class Steps:
         # The one all-reduce of a step. Dividing by the weight of all ranks afterwards gives the mean over all scored
         # positions, however unevenly they are spread over ranks and micro-batches.
         gradients, sums = self._parallel.sum((gradients, sums))
+        # A step without any label leaves gradients of 0 instead of 0 / 0.
         gradients = jax.tree.map(lambda g: g / jnp.where(sums["weight"] > 0, sums["weight"], 1), gradients)
         norm = optax.global_norm(gradients)
         gradients = _clip(gradients, norm, self._clipping)
@@ -215,6 +225,7 @@ def fetch_step_metrics(step_metrics: dict[str, Array]) -> dict[str, float]:
     """
     fetched = jax.device_get(step_metrics)
     plain = {name: value.item() for name, value in fetched.items() if value.ndim == 0}
+    # Metrics of the task are pairs: sum and weight.
     metrics = {name: (value[0] / value[1]).item() for name, value in fetched.items() if value.ndim and value[1]}
     return {**plain, "loss": plain["total"] / (plain["weight"] or 1), **metrics}
 

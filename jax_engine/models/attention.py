@@ -27,6 +27,7 @@ def attention_mask(batch: dict[str, Array], causal: bool, window: int | None) ->
     seen = seen_places(jnp.arange(length)[:, None], jnp.arange(length)[None], causal, window)[None, None]
     if "segment_ids" in batch:
         segments = batch["segment_ids"]
+        # A query sees its own document, and no padding. Padded queries see nothing: see `attend`.
         same = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
         return seen & same[:, None]
     if "attention_mask" in batch:
@@ -79,15 +80,21 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float 
         [B, T, heads * head_dim].
     """
     batch, length, heads, size = q.shape
+    # [B, T, heads, D] -> [B, T, K, G, D]: K kv heads, each for G consecutive query heads.
     q = q.reshape(batch, length, k.shape[2], -1, size)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
+    # [B, K, G, T, S] float32.
     scores = (scores if more is None else scores + more.reshape(scores.shape)) * scale
+    # The smallest finite number, since a row of -inf only would become NaN in the softmax.
     scores = jnp.where(mask[:, :, None], capped(scores, cap), jnp.finfo(jnp.float32).min)
     if sinks is not None:
+        # The sink takes part in the softmax as a last key, [..., S + 1]; its weight is dropped, because it has no
+        # value.
         sinks = sinks.astype(jnp.float32).reshape(k.shape[2], -1)[:, :, None, None]
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., :k.shape[1]]
     if seeds is not None and rate:
+        # [B, K, G, T, S] -> [B, heads, T, S]: masks are drawn by number of the query head.
         by_head = weights.reshape(batch, heads, length, -1)
         weights = dropped_weights(by_head, rate, seeds, "layers.attn.weights").reshape(weights.shape)
     mixed = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
@@ -109,6 +116,7 @@ class Attention(nnx.Module):
         else:
             self.qkv = Linear(arch.hidden_size, inner + 2 * kv, "layers.attn.qkv", **kwargs)
         own_places = arch.relative is not None and not arch.relative.shared
+        # Projections of the relative-position table, if it does not share those of the content.
         self.place_k, self.place_q = (
             Linear(arch.hidden_size, inner, f"layers.attn.{name}", **kwargs) if own_places and score in
             arch.relative.scores else None for name, score in (("place_k", "c2p"), ("place_q", "p2c")))
@@ -116,6 +124,7 @@ class Attention(nnx.Module):
         self.o = Linear(inner, arch.hidden_size, "layers.attn.o", **kwargs)
         self.sinks = parameter((arch.num_heads,), Normal(arch.layer_std)) if arch.sinks else None
         if arch.qk_norm:
+            # A norm per head has one weight for all heads.
             sizes = (arch.head_dim, arch.head_dim) if arch.qk_norm == "head" else (inner, kv)
             self.q_norm, self.k_norm = (Norm(size, arch.norm, arch.norm_eps) for size in sizes)
 
@@ -136,10 +145,12 @@ class Attention(nnx.Module):
             q = self._turn(q, angles)
             k = self._turn(k, angles) if key_angles is None else k
         if cache is not None:
+            # [B, T, K, D] into [B, S, K, D] at slots start, ..., start + T - 1.
             k, v = (jax.lax.dynamic_update_slice_in_dim(cache[name], new.astype(cache[name].dtype), start, axis=1)
                     for name, new in (("k", k), ("v", v)))
             cache = {"k": k, "v": v}
         k, v = k.astype(q.dtype), v.astype(q.dtype)
+        # Frequencies that depend on the length change as the text grows, so cached keys are rotated anew in each step.
         k = k if key_angles is None else self._turn(k, key_angles)
         return self.o(self._mix(q, k, v, mask, scale, seeds, cache is None, more), seeds), cache
 
@@ -152,8 +163,10 @@ class Attention(nnx.Module):
             return mask(q, k, v)
         rate = 0.0 if seeds is None else self.arch.attention_dropout
         sinks = None if self.sinks is None else self.sinks[...]
+        # Context parallelism: `mask` describes the pattern, and brings its own `attend`.
         if not isinstance(mask, Array):
             return mask.attend(q, k, v, scale, rate, seeds, self.arch.attention_cap, sinks)
+        # Blocked attention takes equal numbers of queries and keys, so not those of a cache.
         if whole_rows and not rate and self.blocked and more is None:
             return attend_blocked(self.arch.causal, self.arch.attention_cap, q, k, v, mask, scale, sinks)
         return attend(q, k, v, mask, scale, rate, seeds, self.arch.attention_cap, more, sinks)
@@ -170,6 +183,7 @@ class Attention(nnx.Module):
         """Return queries [B, T, heads, head_dim], and keys and values [B, T, kv_heads, head_dim]."""
         arch = self.arch
         if arch.qkv == "fused_by_head":
+            # Rows of the matrix: query, key and value of head 0, then those of head 1, ...
             parts = self.qkv(x, seeds).reshape(*x.shape[:2], arch.num_heads, 3, arch.head_dim)
             return [parts[..., place, :] for place in range(3)]
         if arch.qkv == "fused":
@@ -178,6 +192,7 @@ class Attention(nnx.Module):
         else:
             q, k, v = self.q(x, seeds), self.k(x, seeds), self.v(x, seeds)
         if arch.qk_norm == "projection":
+            # Before the heads are separated, so that the norm spans all of them.
             q, k = self.q_norm(q), self.k_norm(k)
         if arch.qkv_limit is not None:
             q, k, v = (jnp.clip(part, -arch.qkv_limit, arch.qkv_limit) for part in (q, k, v))
@@ -217,22 +232,29 @@ def attend_blocked(causal: bool, cap: float | None, q: Array, k: Array, v: Array
 def _forward(causal, cap, q, k, v, mask, scale, sinks):
     batch, length, heads, size = q.shape
     shape = (batch, k.shape[2], heads // k.shape[2])
+    # Heads before positions, so that each product is one batched matrix product. K kv heads, G query heads per kv head.
     queries = q.reshape(batch, length, *shape[1:], size).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     mixed, norms = [], []
     for start, end in _blocks(length, causal):
+        # No query of a causal block sees a key after its end.
         seen = end if causal else length
+        # [B, K, G * t, D] by [B, K, s, D] -> [B, K, G * t, s]: the query heads of a kv head share its keys in one
+        # product.
         scores = _product(_flat(queries[..., start:end, :]), keys[:, :, :seen], 3, 3)
         scores = capped(scores.reshape(*shape, end - start, seen) * scale, cap)
         scores = jnp.where(mask[:, :, None, start:end, :seen], scores, jnp.finfo(jnp.float32).min)
+        # Softmax, with the division left to the product's result, which is smaller than the weights.
         largest = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = weights.sum(-1, keepdims=True)
         part = _product(_flat(weights).astype(v.dtype), values[:, :, :seen], 3, 2)
         mixed.append(part.reshape(*shape, end - start, size) / total)
+        # log-sum-exp of each query's scores, from which the backward pass recomputes the weights.
         norms.append((largest + jnp.log(total))[..., 0])
     mixed, norms = jnp.concatenate(mixed, 3), jnp.concatenate(norms, 3)
     if sinks is not None:
+        # A sink adds exp(sink) to each softmax's denominator, and nothing to its numerator.
         with_sinks = jnp.logaddexp(norms, _by_group(sinks, shape[1]))
         mixed, norms = mixed * jnp.exp(norms - with_sinks)[..., None], with_sinks
     out = mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * size).astype(v.dtype)
@@ -243,7 +265,9 @@ def _backward(causal, cap, kept, gradient):
     queries, keys, values, mask, scale, sinks, mixed, norms = kept
     batch, groups, per_group, length, size = queries.shape
     gradient = gradient.reshape(batch, length, groups, per_group, size).transpose(0, 2, 3, 1, 4)
+    # D of Dao et al. (2022), appendix B.2: the softmax's gradient is weights * (d weights - D). [B, K, G, T]
     offset = (gradient * mixed).sum(-1)
+    # Blocks of keys: those of the keys' and values' gradients are complete, while a query's add up over blocks.
     d_queries, d_keys, d_values = jnp.zeros(queries.shape, jnp.float32), [], []
     for start, end in _blocks(length, causal):
         first = start if causal else 0  # first query that attends to a key of this block
@@ -251,21 +275,28 @@ def _backward(causal, cap, kept, gradient):
         own, own_values = keys[:, :, start:end], values[:, :, start:end]
         shape = (batch, groups, end - start, per_group, length - first)
         seen = mask[:, :, first:, start:end].swapaxes(2, 3)[:, :, :, None]
+        # Keys by queries: [B, K, s, G, t].
         scores = capped(_product(own, later, 3, 3).reshape(shape) * scale, cap)
+        # A fully masked query has weights of 1 here, because its norm is the mask's value: hence the zero cotangent
+        # required.
         weights = jnp.exp(jnp.where(seen, scores, jnp.finfo(jnp.float32).min) - norms[:, :, None, :, first:])
         slopes = _product(own_values, later_gradient, 3, 3).reshape(shape) - offset[:, :, None, :, first:]
+        # The derivative of cap * tanh(x / cap) is 1 - tanh(x / cap)^2.
         slopes = weights * slopes if cap is None else weights * slopes * (1 - jnp.square(scores / cap))
         weights, slopes = (x.reshape(*shape[:3], -1).astype(values.dtype) for x in (weights, slopes))
         d_values.append(_product(weights, later_gradient, 3, 2))
         d_keys.append(_product(slopes, later, 3, 2) * scale)
         turned = jax.lax.optimization_barrier(slopes.swapaxes(2, 3))  # XLA would fold it into a slow product
+        # [B, K, G * t, s] by [B, K, s, D] -> [B, K, G, t, D]
         change = _product(turned, own, 3, 2).reshape(*shape[:2], per_group, length - first, size)
         d_queries = d_queries.at[..., first:, :].add(change) if first else d_queries + change
     d_queries = (d_queries * scale).transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, size)
     d_keys, d_values = (jnp.concatenate(parts, 2).transpose(0, 2, 1, 3) for parts in (d_keys, d_values))
     if sinks is not None:
+        # A sink's weight; its value is zero, so only D remains of the softmax's gradient. Sum over rows and queries.
         taken = jnp.exp(_by_group(sinks, groups) - norms)
         sinks = -(taken * offset).sum((0, 3)).reshape(sinks.shape).astype(sinks.dtype)
+    # The mask and the scale are constants.
     return *(x.astype(values.dtype) for x in (d_queries, d_keys, d_values)), None, None, sinks
 
 
