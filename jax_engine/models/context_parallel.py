@@ -52,9 +52,11 @@ class ContextParallel:
         layouts = (cut, cut, cut, rows, whole, whole, rows, whole, PartitionSpec(over_heads))
 
         def local(q, k, v, segments, window, scale, words, site, sinks):
+            # [B, T / parts, K, D] -> [B, T, K, D]
             k, v = (jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True) for x in (k, v))
             rows = ContextParallel(segments, window, self.causal, self.packed)
             seeds = Seeds(words, {"layers.attn.weights": site}) if drops else None
+            # Position in the row of this device's first query.
             first = jax.lax.axis_index(SEQUENCE) * q.shape[1]
             return rows._by_blocks(q, k, v, first, scale, rate, seeds, cap, sinks)
 
@@ -66,9 +68,12 @@ class ContextParallel:
                    cap: float | None, sinks: Array | None) -> Array:
         """`attend` for queries [B, t, heads, head_dim] whose positions in their rows start at `first`."""
         batch, length, heads, _ = q.shape
+        # Blocks of equal size, so that little is padded: first their number, then their size, then the number again,
+        # because a rounded size may need fewer.
         num_blocks = -(-length // max(SCORE_BYTES // (4 * batch * heads * k.shape[1]), 1))
         size = -(-length // num_blocks)
         num_blocks = -(-length // size)
+        # [B, t, heads, D] -> [num_blocks, B, size, heads, D]
         padded = jnp.pad(q, ((0, 0), (0, num_blocks * size - length), (0, 0), (0, 0)))
         blocks = padded.reshape(batch, num_blocks, size, *q.shape[2:]).swapaxes(0, 1)
         wide = k.astype(jnp.float32), v.astype(jnp.float32)  # so that gradients are summed over blocks in float32
@@ -76,6 +81,7 @@ class ContextParallel:
         @jax.checkpoint
         def block(number_and_queries: tuple[Array, Array]) -> Array:
             number, queries = number_and_queries
+            # Padded queries take the position of the last token; their output is cut off.
             places = jnp.minimum(first + number * size + jnp.arange(size), k.shape[1] - 1)
             own = None if seeds is None else seeds._replace(queries=seeds.tokens[:, places])
             keys, values = (x.astype(q.dtype) for x in wide)

@@ -45,6 +45,8 @@ def site_seeds(names: Names, family: Family, arch: Architecture, lora_paths: fro
     for site in [*family.dropouts, *(f"{path}.lora" for path in sorted(lora_paths))]:
         if site.startswith("layers."):
             has = arch.layers_with(site.removesuffix(".lora"))
+            # Layers that share weights are one torch module, called several times: number the calls. A layer without
+            # the site gets an unused 0, so that the scan has a seed for each layer.
             numbers = [site_seed(torch_name(site, stored), arch.passes[:depth].count(stored)) if stored in has else 0
                        for depth, stored in enumerate(arch.passes)]
         else:
@@ -67,6 +69,7 @@ def dropped_weights(weights: Array, rate: float, seeds: Seeds, site: str) -> Arr
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dropped(rate: float, x: Array, tokens: Array, site: Array, queries: Array | None = None) -> Array:
+    # Features [B, T, F], or attention weights [B, heads, t, T].
     if x.ndim == 3:
         kept = feature_mask(tokens, site, x.shape[-1], rate)
     else:
@@ -79,6 +82,7 @@ def _forward(rate, x, tokens, site, queries=None):
 
 
 def _backward(rate, kept, gradient):
+    # Dropout is linear in x, so the gradient takes the same mask and scale.
     return _dropped(rate, gradient, *kept), None, None, None
 
 
@@ -87,6 +91,7 @@ _dropped.defvjp(_forward, _backward)
 
 def feature_mask(tokens: Array, site: Array, num: int, rate: float) -> Array:
     """Return `core.dropout.feature_mask`, [B, T, num], for tokens [B, T]."""
+    # 32 bits of hash decide about two features, hence half as many seeds as features, rounded up.
     words = _finalise(tokens ^ site)
     return _split(words[..., None] ^ feature_seeds(-(-num // 2)), rate, 2)[..., :num]
 
@@ -94,6 +99,7 @@ def feature_mask(tokens: Array, site: Array, num: int, rate: float) -> Array:
 def attention_mask(tokens: Array, site: Array, num_heads: int, rate: float, queries: Array | None = None) -> Array:
     """Return `core.dropout.attention_mask`, [B, num_heads, t, T], for tokens [B, T] and `queries` [B, t], or all."""
     queries = _finalise((tokens if queries is None else queries) ^ site)
+    # [B, pairs of heads, T]; with queries [B, 1, t, 1] -> [B, pairs of heads, t, T].
     keys = _finalise(tokens[:, None] ^ feature_seeds(-(-num_heads // 2))[:, None])
     return _split(queries[:, None, :, None] ^ keys[:, :, None], rate, 1)[:, :num_heads]
 
@@ -106,6 +112,8 @@ def _finalise(h: Array) -> Array:
 
 def _split(mixed: Array, rate: float, axis: int) -> Array:
     bits = _finalise(mixed)
+    # `least_kept` is a multiple of 2^16, so the upper 16 bits of an int32 decide: those of the word for the first half
+    # of the features, and its lower 16 bits, shifted up, for the second.
     halves = jnp.concatenate([bits, bits << 16], axis)
     return jax.lax.bitcast_convert_type(halves, jnp.int32) >= jnp.int32(least_kept(rate))
 

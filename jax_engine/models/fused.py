@@ -50,12 +50,15 @@ def attend_splash(q: Array, k: Array, v: Array, segments: Array | None, scale: f
         ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block))
     seen = masks.FullMask((length, length))
     if causal:
+        # Keys seen before and after the query: (window - 1, 0); without a window (None, 0) is the causal mask.
         seen = masks.LocalMask((length, length), (None if window is None else window - 1, 0), 0)
 
     def local(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+        # Inside `shard_map`, because the mask has one entry per head of this device.
         attend = kernels.make_splash_mha(masks.MultiHeadMask([seen] * q.shape[2]), block_sizes=sizes, head_shards=1,
                                          q_seq_shards=1)
         ids = None if segments is None else kernels.SegmentIds(segments, segments)
+        # [B, T, heads, D] -> [B, heads, T, D]. The kernel has no scale: it goes into the queries.
         heads_first = ((q * scale).astype(q.dtype).swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2))
         return jax.vmap(attend)(*heads_first, ids).swapaxes(1, 2)
 
@@ -100,6 +103,7 @@ class Fused:
             batch: `input_ids` [B, T]; `segment_ids`, or an `attention_mask` of right padding, or neither.
         """
         length, by_mask = batch["input_ids"].shape[1], "segment_ids" in batch or not self.by_length
+        # Without a kernel, `ContextParallel` takes these rows: it needs no mask [T, T], and does not divide the heads.
         if num_sequence_parts() > 1 and (by_mask or self.num_kv_heads % _num_sharers()):
             return None
         if self.implementation == SPLASH:
@@ -108,15 +112,19 @@ class Fused:
         if by_mask:
             if not self.by_mask or length % 2 or length == 1:  # the kernel has no gradient for odd lengths under a mask
                 return None
+            # The mask holds the window too; its causal order repeats `is_causal`.
             options["mask"] = constrain(attention_mask(batch, self.causal, self.window), PartitionSpec(DATA_AXES))
         elif length == 1:
             return None
         elif self.window is not None and self.window < length:
             options["local_window_size"] = (self.window - 1, 0)
         elif not self.causal and "attention_mask" in batch:
+            # Without a causal order, real queries would see the padding after them.
             options["key_value_seq_lengths"] = batch["attention_mask"].sum(1).astype(jnp.int32)
 
         def attend_fused(q: Array, k: Array, v: Array) -> Array:
+            # With context parallelism: from parts of rows with all heads to whole rows of some heads; below the way
+            # back.
             q, k, v = (_laid_out(_in_parts(x), self.num_kv_heads) for x in (q, k, v))
             mixed = _laid_out(jax.nn.dot_product_attention(q, k, v, **options), self.num_kv_heads)
             return _in_parts(mixed).reshape(*q.shape[:2], -1)
@@ -127,6 +135,7 @@ class Fused:
         """`over` for TPUs, where the kernel takes only whole rows, and lengths of whole blocks."""
         if num_sequence_parts() > 1 or by_mask and not self.by_mask or batch["input_ids"].shape[1] % BLOCKS[-1]:
             return None
+        # Right padding is a segment of its own (0), which a causal kernel need not know about.
         segments = batch.get("segment_ids", batch.get("attention_mask") if by_mask or not self.causal else None)
 
         def attend_fused(q: Array, k: Array, v: Array) -> Array:
@@ -152,11 +161,13 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
         return _report(None, f"Attention: plain, as {reason}.")
     if on.is_simulated:
         return _report(None, "Attention: in blocks, in place of the fused kernel, which simulated devices lack.")
+    # `unfit` has made sure that all layers have the same scale and window.
     fused = Fused(arch.num_heads, arch.num_kv_heads, arch.head_dim, str(dtype), arch.causal, arch.attention_scales[0],
                   arch.windows[0])
     if on.platform == "tpu":
         fused = replace(fused, implementation=SPLASH)
     # Extractive QA rows may be left-padded, depending on the tokenizer.
+    # So only by mask: key lengths would take the padding for the text.
     fused = fused if head != "qa" else replace(fused, by_length=False)
     if not on.is_here:
         return _report(fused, f"Attention: {fused.implementation}'s fused kernel, assumed: its check takes the device.")
@@ -195,6 +206,7 @@ def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | 
 def checked(fused: Fused) -> Fused | None:
     """Return `fused` with only the uses that pass their check; None if none does."""
     problems = {use: mismatch(fused, use == "by_mask") for use in ("by_length", "by_mask") if getattr(fused, use)}
+    # One use may fail without the other, which is then kept.
     failed = {use: problem for use, problem in problems.items() if problem is not None}
     passed = replace(fused, **dict.fromkeys(failed, False))
     why = "; ".join(f"{_USES[use]}: {problem}" for use, problem in failed.items())
@@ -220,15 +232,18 @@ def mismatch(fused: Fused, by_mask: bool) -> str | None:
     Compares the outputs of real tokens and the gradients of queries, keys and values.
     """
     random = np.random.default_rng(0)
+    # One use at a time; `by_length=False` sends all rows through the mask.
     fused = replace(fused, by_length=not by_mask, window=None if fused.window is None else CHECK_WINDOW)
     length = CHECK_LENGTH_SPLASH if fused.implementation == SPLASH else CHECK_LENGTH
     shapes = [(2, length, heads, fused.head_dim) for heads in
               (fused.num_heads, fused.num_kv_heads, fused.num_kv_heads, fused.num_heads)]
     q, k, v, weights = (jnp.asarray(random.normal(size=shape), fused.dtype) for shape in shapes)
     places = np.arange(length)
+    # Row 0: three documents. Row 1: two documents, and padding from position 90.
     segments = np.stack([1 + (places > 40) + (places > 77), np.where(places < 90, 1 + (places > 50), 0)])
     batch = {"input_ids": jnp.zeros(segments.shape, jnp.int32), "attention_mask": jnp.asarray(segments > 0, jnp.int32)}
     batch |= {"segment_ids": jnp.asarray(segments, jnp.int32)} if by_mask else {}
+    # A random linear loss of the output of real tokens: the output of padding is arbitrary.
     weights *= jnp.asarray(segments > 0, weights.dtype)[:, :, None, None]
 
     def plain(q: Array, k: Array, v: Array) -> Array:
@@ -249,8 +264,10 @@ def mismatch(fused: Fused, by_mask: bool) -> str | None:
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
     if not all(np.isfinite(x).all() for x in found):
         return "not all numbers are finite"
+    # Gradients are compared at all positions: those of padding are zero in both.
     exact[0], found[0] = (x[segments > 0] for x in (exact[0], found[0]))
     for name, ours, theirs in zip(("output", "d query", "d key", "d value"), exact, found, strict=True):
+        # Allow a few roundings in the compute dtype; a wrong mask or scale differs by far more.
         apart = np.abs(ours - theirs).max() / np.abs(ours).max()
         if apart > 4 * float(jnp.finfo(fused.dtype).eps):
             return f"{name} differs by {apart:.1%} of the largest number"

@@ -89,6 +89,7 @@ class FourBit(Quantized):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        # Only the arrays know the leading axes, such as stacked layers.
         *lead, rows, _ = self.packed.shape
         if self.stacked is None:
             return (*lead, *(self.matrix[::-1] if self.transposed else self.matrix))
@@ -97,6 +98,7 @@ class FourBit(Quantized):
 
     def astype(self, dtype: Any) -> Array:
         lead, rows = self.packed.shape[:-2], self.packed.shape[-2]
+        # [..., rows, C / 2] -> [..., rows, C / 2, 2] -> [..., rows, C / 64, 64], in float32 until the last cast.
         codes = jnp.stack([self.packed >> 4, self.packed & 15], axis=-1)
         values = jnp.asarray(CODEBOOKS[self.kind])[codes].reshape(*lead, rows, -1, BLOCK) * self._scales()[..., None]
         if rows == 1:  # only then flatten: rows may be sharded, and a reshape that joins them would gather
@@ -116,6 +118,7 @@ class FourBit(Quantized):
             return self.absmax
         steps, mean = self.nested
         shape = self.absmax.shape
+        # Blocks are counted through all rows of the matrix, so a group of 256 may span rows.
         steps = jnp.repeat(steps, NESTED_BLOCK, axis=-1)[..., :shape[-2] * shape[-1]].reshape(shape)
         return jnp.asarray(DYNAMIC)[self.absmax] * steps + mean[..., None, None]
 
@@ -155,6 +158,7 @@ def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transpo
     Args:
         stacked: The last three dimensions of `shape` are those of several matrices.
     """
+    # bitsandbytes takes several matrices [E, rows, columns] for one of E * rows rows.
     if stacked:
         *lead, num, rows, columns = shape
         return replace(outline((*lead, num * rows, columns), kind, double), stacked=rows)
@@ -166,6 +170,7 @@ def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transpo
 
     if kind == "int8":
         return EightBit(part(jnp.int8, *matrix), part(jnp.float32, matrix[0]), transposed)
+    # If rows are not whole blocks, `lines` is 1, and the last block is padded.
     lines, blocks = lines_of(matrix), -(-math.prod(matrix) // BLOCK)
     nested = (part(jnp.float32, -(-blocks // NESTED_BLOCK)), part(jnp.float32)) if double else None
     absmax = part(jnp.uint8 if double else jnp.float32, lines, blocks // lines)
@@ -180,6 +185,8 @@ def lines_of(matrix: tuple[int, int]) -> int:
 
 def _dynamic_map() -> np.ndarray:
     """Return the 256 values of the signed dynamic 8-bit type (Dettmers 2016, arXiv 1511.04561), ascending."""
+    # 127 magnitudes with both signs, 0 and 1: 256 values. The exponent e has 2^e of them, between 0.1 and 1 times 10^(e
+    # - 6).
     values = [0.0, 1.0]
     for exponent in range(7):
         bounds = _linspace(2**exponent + 1)
@@ -255,6 +262,7 @@ def quantize(weight: np.ndarray | LazyArray, kind: Quantize, double: bool = True
     """
     weight, scales = lazy_array.lazy(weight), Scales() if scales is None else scales
     if weight.ndim == 3:
+        # One long list of rows; `stacked` remembers how to cut it.
         joined = quantize(weight.below_each_other(), kind, double, False, sharers, scales, place)
         return dataclasses.replace(joined, stacked=weight.shape[1])
     like = outline(weight.shape, kind, double, transposed)
@@ -263,6 +271,7 @@ def quantize(weight: np.ndarray | LazyArray, kind: Quantize, double: bool = True
         rows = _Rows(matrix, sharers, scales, place)
         return EightBit(LazyArray(like.codes.shape, np.int8, rows.codes),
                         LazyArray(like.row_absmax.shape, np.float32, lambda part: rows.scales()[part]), transposed)
+    # All three arrays read the same `_Blocks`, whose scales are computed once.
     blocks = _Blocks(matrix, kind, double, sharers, scales, place)
     steps = like.nested and (
         LazyArray(like.nested[0].shape, np.float32, lambda part: blocks.scales()[1][0][part]),
@@ -296,14 +305,17 @@ class _Lines:
     def note(self, lines: slice, blocks: slice, found: np.ndarray) -> None:
         """Keep scales found while quantising, if there is only one process, which then finds all of them."""
         if self._sharers.size == 1:
+            # NaN marks the blocks that no part has covered.
             whole = self._kept().setdefault("noted", np.full((self.num_lines, self.per_line), np.nan, np.float32))
             whole[lines, blocks] = found.reshape(lines.stop - lines.start, -1)
 
     def all_largest(self) -> np.ndarray:
         """Return `largest` of all blocks, in order. A collective call."""
+        # Quantising all codes has found all scales on the way: the weights need not be read a second time.
         noted = self._kept().pop("noted", None)
         if noted is not None and not np.isnan(noted).any():
             return noted.reshape(-1)
+        # Whole rows to each process, or blocks if the matrix is one line. Joined by rank, the shares are in order.
         rank, size = self._sharers.rank, self._sharers.size
         count = self.num_lines if self.num_lines > 1 else self.per_line
         share = slice(count * rank // size, count * (rank + 1) // size)
@@ -325,11 +337,14 @@ class _Blocks(_Lines):
         """Return the packed codes of these lines and byte columns."""
         lines, columns = part
         width = BLOCK // 2
+        # Quantise whole blocks, and cut the bytes that were asked for.
         blocks = slice(columns.start // width, -(-columns.stop // width))
         codes, largest = _four_bit_codes(self._values(lines, blocks), self._kind)
         self.note(lines, blocks, largest)
+        # The first code of a pair in the high bits.
         packed = (codes[::2] << 4 | codes[1::2]).reshape(lines.stop - lines.start, -1)
         packed = packed[:, columns.start - blocks.start * width:columns.stop - blocks.start * width]
+        # A file of bitsandbytes ends there and is padded with 0 (see `_in_lines`), which is not NF4's code of zero.
         if self.num_lines == 1:  # zeros after the last value
             packed[:, max(-(-self.matrix.size // 2) - columns.start, 0):] = 0
         return packed
@@ -351,6 +366,7 @@ class _Blocks(_Lines):
         first, last = blocks.start * BLOCK, min(blocks.stop * BLOCK, self.matrix.size)
         if self.num_lines > 1 or self.matrix.shape[0] == 1:
             return self.matrix[lines, slice(first, last)].reshape(-1)
+        # Blocks of one long line may begin and end inside rows: read the rows that they touch.
         row = self.matrix.shape[1]
         begin = first // row
         return self.matrix[begin:-(-last // row), :].reshape(-1)[first - begin * row:last - begin * row]
@@ -369,7 +385,9 @@ class _Rows(_Lines):
         absmax = np.abs(values).max(axis=1)
         self.note(rows, slice(0, 1), absmax)
         with np.errstate(divide="ignore", invalid="ignore"):
+            # As torch computes 127 / absmax: the reciprocal times 127, which rounds differently from a quotient.
             codes = np.rint(values[:, columns] * (1 / absmax * np.float32(127))[:, None])
+        # A row of zeros has no scale: codes of NaN become 0.
         return np.where(absmax[:, None] > 0, codes, 0).astype(np.int8)
 
     def scales(self) -> np.ndarray:
@@ -383,6 +401,7 @@ class _Rows(_Lines):
         return np.abs(self._values(lines)).max(axis=1)
 
     def _values(self, rows: slice) -> np.ndarray:
+        # bitsandbytes quantises to 8 bits from float16, whatever the dtype of the weight.
         return self.matrix.over_first(rows).astype(np.float16).astype(np.float32)
 
 
@@ -436,6 +455,7 @@ def _in_lines(flat: LazyArray, shape: tuple[int, int]) -> LazyArray:
     def read(part: Part) -> np.ndarray:
         lines, columns = part
         if shape[0] == 1:
+            # The file may end before the last whole block.
             found = flat.over_first(columns).reshape(-1)
             return np.pad(found, (0, columns.stop - columns.start - found.size))[None]
         found = flat.over_first(slice(lines.start * shape[1], lines.stop * shape[1]))
@@ -451,12 +471,15 @@ def _blocks_of(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     largest = np.abs(blocks).max(axis=1)
     divisor = np.maximum(largest, np.float32(1e-38))
     if rest:
+        # bitsandbytes stores the clipped scale of the shorter last block.
         largest[-1] = divisor[-1]
     return blocks, largest, divisor
 
 
 def _four_bit_codes(flat: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the codes, one per byte and padded to whole blocks, and the absmax of each block."""
+    # The number of midpoints below a value is its rank among the sorted codes. A midpoint itself goes to the lower
+    # code.
     order = np.argsort(CODEBOOKS[kind], kind="stable").astype(np.uint8)
     bounds = CODEBOOKS[kind][order]
     bounds = (bounds[:-1] + bounds[1:]) / 2
@@ -479,11 +502,14 @@ def _four_bit_codes(flat: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray
 
 def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Return scales as 8-bit codes around their mean (double quantisation), on the grid of bitsandbytes' CPU code."""
+    # float64, so that the mean does not depend on the order of summation.
     mean = absmax.mean(dtype=np.float64).astype(np.float32)
+    # Scales are positive and close to each other: around their mean they use both signs of the 8-bit type.
     blocks = np.pad(absmax - mean, (0, -absmax.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
     steps = np.abs(blocks).max(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = np.where(steps[:, None] > 0, blocks / steps[:, None], 0)
     scaled = np.rint((scaled + 1) * np.float32(_GRID / 2)) / np.float32(_GRID) * 2 - 1
+    # The nearest value of DYNAMIC, from the midpoints.
     codes = np.searchsorted((DYNAMIC[:-1] + DYNAMIC[1:]) / 2, scaled).astype(np.uint8)
     return codes.reshape(-1)[:absmax.size], (steps, np.asarray(mean))

@@ -52,12 +52,16 @@ class Rope:
         """
         frequencies = jnp.array(self.inverse_frequencies, jnp.float32)
         if self.long is not None:
+            # [n / 2] -> [B, T, n / 2], where texts of a batch differ in their frequencies.
             frequencies = jnp.where(lengths[..., None] > self.length, jnp.array(self.long, jnp.float32), frequencies)
         if self.growth is not None:
+            # The base grows by stretch ** (d / (d - 2)) for heads of d features, which multiplies frequency i by
+            # stretch ** (-i / (d / 2 - 1)). Texts up to `length` have a stretch of 1.
             stretch = self.growth * jnp.maximum(lengths, self.length) / self.length - (self.growth - 1)
             pairs = len(self.inverse_frequencies)
             frequencies = frequencies * stretch[..., None] ** -(np.arange(pairs, dtype=np.float32) / (pairs - 1))
         angles = (position_ids[..., None].astype(jnp.float32) * frequencies)[:, :, None]
+        # Both features of a pair get the same angle: [B, T, 1, n / 2] -> [B, T, 1, n].
         angles = jnp.repeat(angles, 2, -1) if self.interleaved else jnp.concatenate([angles, angles], -1)
         return jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor
 
@@ -83,6 +87,7 @@ def rope_of(config: PreTrainedConfig, layer_type: str | None = None, *, partial:
         raise _unsupported(parameters, f"the known types are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
 
     def scaled(length: int | None = None) -> tuple[tuple[float, ...], float]:
+        # The functions of transformers return torch tensors; a tuple of floats makes the rope hashable.
         found, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, layer_type=layer_type)
         return tuple(found.tolist()), float(factor)
 
@@ -93,6 +98,7 @@ def rope_of(config: PreTrainedConfig, layer_type: str | None = None, *, partial:
             return replace(rope, length=config.max_position_embeddings, growth=float(parameters["factor"]))
         if kind == "longrope":
             length = parameters["original_max_position_embeddings"]
+            # One token more than the original length selects the long frequencies.
             return replace(rope, length=length, long=scaled(length + 1)[0])
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise _unsupported(parameters, f"{type(error).__name__} {one_line(error)}") from error
@@ -117,9 +123,12 @@ def text_lengths(position_ids: Array, real: Array | None) -> Array:
     Args:
         real: [B, T] bool, False for padding, which belongs to no text. None: no padding.
     """
+    # True if the next position continues the same text.
     steps_on = position_ids[:, 1:] == position_ids[:, :-1] + 1
     if real is not None:
         steps_on &= real[:, 1:] | ~real[:, :-1]
+    # The last token of each text, whose position is the length - 1; a cumulative minimum from the right finds the
+    # nearest.
     last = jnp.pad(~steps_on, ((0, 0), (0, 1)), constant_values=True)
     places = jnp.where(last, jnp.arange(position_ids.shape[1]), position_ids.shape[1])
     ends = jax.lax.cummin(places, axis=1, reverse=True)
@@ -131,6 +140,7 @@ def rotate(x: Array, angles: Angles, interleaved: bool) -> Array:
     cos, sin = angles
     wide, still = jnp.split(x.astype(jnp.float32), [cos.shape[-1]], axis=-1)
     if interleaved:
+        # The pair (a, b) becomes (a cos - b sin, b cos + a sin).
         turned = jnp.stack([-wide[..., 1::2], wide[..., 0::2]], -1).reshape(wide.shape)
     else:
         first, second = jnp.split(wide, 2, axis=-1)
