@@ -84,6 +84,7 @@ class ExpertAdapter(nnx.Module):
     def arrays(self, lora: LoRA, dtype: jnp.dtype) -> tuple[Array, Array]:
         """Return A [E, rank, in] and B [E, out, rank], with the scaling applied to B."""
         a, b = self.lora_A[...].astype(dtype), self.lora_B[...].astype(dtype)
+        # [out, rank * E] -> [out, rank, E] -> [E, out, rank]
         b = b.reshape(len(b), -1, self.num).transpose(2, 0, 1)
         return a.reshape(self.num, -1, a.shape[-1]), b * lora_scaling(lora)
 
@@ -129,8 +130,10 @@ class SparseMLP(nnx.Module):
         probabilities = jax.nn.softmax(self.router(x), axis=-1)
         shares, chosen = jax.lax.top_k(probabilities, experts.per_token)
         if experts.normalised:
+            # The same as a softmax over the chosen experts' logits.
             shares = shares / shares.sum(-1, keepdims=True)
         matrices = self.experts.arrays()
+        # `dense` is left to XLA's partitioner, the other two forms are divided over the mesh by hand.
         mix = partial(_mix, self._inner, self.build.experts, experts.transposed)
         if self.build.experts != "dense" and on_mesh():
             mix = _over_mesh(mix, experts.num)
@@ -149,6 +152,7 @@ class SparseMLP(nnx.Module):
 
 def _load(probabilities: Array, chosen: Array, real: Array) -> Load:
     weights = real.astype(jnp.float32)
+    # [B, T, K, E] -> [B, T, E]. Choices are piecewise constant: only the probabilities carry a gradient.
     taken = jax.nn.one_hot(chosen, probabilities.shape[-1]).sum(-2)
     return Load(*(jnp.einsum("bte,bt->be", x, weights) for x in (jax.lax.stop_gradient(taken), probabilities)),
                 weights.sum(1))
@@ -164,7 +168,10 @@ def _over_mesh(mix, num_experts: int):
     axes = ("expert", "tensor") if num_experts % (sizes["expert"] * sizes["tensor"]) == 0 else ("expert",)
 
     def local(x, shares, chosen, matrices):
+        # Every device along `expert` gets the tokens of all of them, applies its own experts, and the sums go back.
         gathered = [jax.lax.all_gather(part, "expert", tiled=True) for part in (x, shares, chosen)]
+        # Relative to this device's first expert, choices of other devices' experts are out of range and contribute
+        # nothing.
         first = jax.lax.axis_index(axes) * matrices["down_proj"].shape[0]
         found = jax.lax.psum(mix(*gathered[:2], gathered[2] - first, matrices), axes[1:])
         return jax.lax.psum_scatter(found, "expert", tiled=True)
@@ -180,6 +187,7 @@ def _for_shards(matrix: Array | Quantized | tuple[Array, Array], dtype: jnp.dtyp
     """Return the matrix in a form that can be sharded along its first dimension (experts, or all their rows)."""
     if not isinstance(matrix, FourBit):
         return matrix
+    # Doubly quantised scales span experts. One long line of codes cannot be cut by experts: dequantise it.
     return matrix.with_plain_scales() if matrix.packed.shape[-2] > 1 else matrix.astype(dtype)
 
 
@@ -195,17 +203,21 @@ def _mix(inner: Callable[[Array], Array], form: str, transposed: bool, x: Array,
     num = matrices["down_proj"].shape[0]
     shares = jnp.where((chosen >= 0) & (chosen < num), shares, 0)
 
+    # All experts on all tokens: [E, N, D]. `each` [N, E] holds the share of each expert, 0 for those not chosen.
     if form == "dense":
         layer = partial(_layer, form, None, matrices, transposed)
         found = layer(inner(layer(jnp.broadcast_to(tokens, (num, *tokens.shape)), "gate_up_proj")), "down_proj")
         each = (jax.nn.one_hot(chosen, num) * shares[..., None]).sum(1)
         return jnp.einsum("end,ne->nd", found, each).reshape(x.shape)
+    # `ragged_dot` takes rows of any number per expert; blocks must be whole.
     order = _sorted(chosen, num, 1 if form == "ragged" else _block_size(chosen, num))
 
     layer = partial(_layer, form, order, matrices, transposed)
+    # Empty rows have the token N, which is out of range and gives zeros. [N, D] -> [M / block, block, D]
     blocks = jnp.take(tokens, order.tokens, axis=0, mode="fill", fill_value=0)
     blocks = blocks.reshape(len(order.owners), -1, x.shape[-1])
     rows = layer(inner(layer(blocks, "gate_up_proj")), "down_proj").reshape(-1, x.shape[-1])
+    # Back to the choices: [M, D] -> [N, K, D]. A choice out of range has the place M, and gets zeros.
     found = jnp.take(rows, order.places, axis=0, mode="fill", fill_value=0)
     return (found * shares[..., None]).sum(1).reshape(x.shape)
 
@@ -243,8 +255,11 @@ def _codes_forward(form, transposed, blocks, codes, order):
 
 def _codes_backward(form, transposed, kept, gradient):
     like, codes, order = kept
+    # The barrier keeps XLA from sharing the dequantised matrices with the forward pass, which would keep them in
+    # memory.
     matrices = jax.lax.optimization_barrier(codes).astype(like.dtype)
     blocks = jnp.zeros((*gradient.shape[:-1], matrices.shape[1 if transposed else 2]), like.dtype)
+    # The product is linear in the blocks, so their values do not matter to the pullback.
     _, pullback = jax.vjp(lambda blocks: _times(form, transposed, blocks, matrices, order), blocks)
     return *pullback(gradient), None, None
 
@@ -279,18 +294,26 @@ def _block_size(chosen: Array, num: int) -> int:
 
 
 def _sorted(chosen: Array, num: int, block: int) -> _Order:
+    # Choices out of range get the number `num`: they sort last, and are dropped below.
     flat = jnp.where((chosen >= 0) & (chosen < num), chosen, num).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     expert = flat[order]
+    # Rows of each expert, their number in blocks, and the block after each expert's last.
     sizes = jnp.zeros(num, jnp.int32).at[flat].add(1, mode="drop")
     blocks = -(-sizes // block)
     ends = jnp.cumsum(blocks)
+    # An upper bound, since shapes are static: all whole blocks, and one unfinished block of each expert.
     max_blocks = flat.size // block + min(num, flat.size) if block > 1 else flat.size
     before = jnp.cumsum(sizes) - sizes
+    # A choice's row: the first of its expert's blocks, plus its rank among the expert's choices. `% num` only keeps the
+    # index of dropped choices in range.
     place = (ends - blocks)[expert % num] * block + jnp.arange(flat.size) - before[expert % num]
     place = jnp.where(expert < num, place, max_blocks * block)
+    # Choice i belongs to token i // K.
     tokens = jnp.full(max_blocks * block, len(chosen), jnp.int32).at[place].set(order // chosen.shape[1], mode="drop")
+    # Undo the sort, so that a token finds the rows of its choices.
     places = jnp.zeros(flat.size, jnp.int32).at[order].set(place).reshape(chosen.shape)
+    # The first expert whose blocks end after this one. Blocks not in use get a valid expert, but are not visited.
     owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(max_blocks), side="right"), num - 1)
     return _Order(tokens, places, sizes, owners, ends[-1])
 
@@ -307,6 +330,7 @@ def _each_block(transposed: bool, blocks: Array, matrices: Array, owners: Array,
         return jax.lax.dynamic_update_index_in_dim(found, new, number, 0)
 
     size = matrices.shape[2 if transposed else 1]
+    # As many iterations as there are blocks in use, which is known only at run time.
     return jax.lax.fori_loop(0, num_blocks, step, jnp.zeros((*blocks.shape[:2], size), blocks.dtype))
 
 
@@ -323,6 +347,7 @@ def _blocks_backward(transposed, kept, gradient):
 
     # A separate loop, which XLA eliminates if experts do not train.
     d_matrices = jax.lax.fori_loop(0, num_blocks, step, jnp.zeros(matrices.shape, jnp.float32))
+    # The gradient of the blocks is the same product with transposed matrices.
     d_blocks = _each_block(not transposed, gradient, matrices, owners, num_blocks)
     return d_blocks, d_matrices.astype(matrices.dtype), None, None
 

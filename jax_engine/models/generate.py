@@ -57,8 +57,10 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
     mask = np.zeros_like(ids)
     rows = range(len(prompts)) if rows is None else rows
     for row, prompt in enumerate(prompts):
+        # Left-padded, so that all prompts end in the same column and one step extends them all.
         ids[row, width - len(prompt):] = prompt
         mask[row, width - len(prompt):] = 1
+    # Hashable arguments: the compiled programs are cached by them.
     run = _compiled(network, width, astuple(settings), tuple(sorted(eos)))
     if settings.num_beams > 1:  # a beam search draws several tokens per step without replacement, which takes a key
         chance = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), np.array(rows, np.int32))
@@ -79,6 +81,7 @@ def drawn(logits: Array, numbers: Array) -> Array:
     added = jnp.cumsum(jnp.round(jax.nn.softmax(logits, -1) / UNIT).astype(jnp.int32), -1)
     # Scale to the actual total, which rounding moves away from 1, and stay below it.
     wanted = jnp.minimum((numbers * added[:, -1]).astype(jnp.int32), added[:, -1] - 1)
+    # The number of sums up to `wanted` is the index of the first one above it.
     return (added <= wanted[:, None]).sum(-1)
 
 
@@ -130,8 +133,10 @@ def token_steps(network: Network, width: int, total: int, settings: Generation, 
     def begin(params: Tree, ids: Array, mask: Array) -> Tree:
         tokens = jnp.pad(ids, ((0, 0), (0, total - width)))
         real = jnp.pad(mask, ((0, 0), (0, total - width))) > 0
+        # From here on arrays have the full length, so that every step has the same shapes.
         kept, hidden = forward.start(params, tokens, real, width)
         return {"tokens": tokens, "real": real, "place": jnp.int32(width), "kept": kept, "hidden": hidden,
+                # No token has been chosen yet: any array of the right shape serves as `latest`.
                 "latest": tokens[:, 0], "ended": jnp.zeros(len(ids), bool)}
 
     def step(params: Tree, state: Tree, numbers: Array) -> Tree:
@@ -140,6 +145,7 @@ def token_steps(network: Network, width: int, total: int, settings: Generation, 
         tokens = jax.lax.dynamic_update_slice_in_dim(state["tokens"], token[:, None], place, axis=1)
         here = jnp.ones((len(tokens), 1), bool)
         real = jax.lax.dynamic_update_slice_in_dim(state["real"], here, place, axis=1)
+        # Hidden states of the new token, from which the next step chooses.
         kept, hidden = forward.step(params, state["kept"], tokens, real, place)
         ended = state["ended"] | jnp.isin(token, ends)
         return {"tokens": tokens, "real": real, "place": place + 1, "kept": kept, "hidden": hidden, "latest": token,
@@ -162,6 +168,7 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
         UserError: As for `generate`.
     """
     if settings.num_beams > 1:
+        # A beam may be overtaken until the search ends, so nothing can be passed on before.
         [answer] = generate(network, params, [prompt], settings, eos, pad, seed, [row])
         return all(map(on_token, answer)) and len(answer) < settings.max_new_tokens
     check_supported(settings)
@@ -171,6 +178,7 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
     begin, step = _compiled_steps(network, width, width + power_of_two(room), fields, tuple(sorted(eos)))
     ids, mask = np.full((1, width), pad, np.int32), np.zeros((1, width), np.int32)
     ids[0, width - len(prompt):], mask[0, width - len(prompt):] = prompt, 1
+    # The same draws as in `generate`, so a streamed answer is the same.
     state, numbers = begin(params, ids, mask), draws(seed, [row], room)
     for place in range(room):
         state = step(params, state, numbers[:, place])
@@ -231,6 +239,7 @@ class Forward:
         if not self._use_cache:
             return kept, self._whole(params, tokens, real, place + 1)
         position, ones = kept["position"] + 1, jnp.ones((len(tokens), 1), jnp.int32)
+        # One column of all rows; the cache remembers which of the earlier slots are padding.
         batch = {"input_ids": jax.lax.dynamic_slice_in_dim(tokens, place, 1, axis=1), "attention_mask": ones,
                  "position_ids": position[:, None]}
         hidden, cache = self._network.hidden(params, batch, cache=kept["cache"])
@@ -241,6 +250,7 @@ class Forward:
         if not self._use_cache:
             return kept
         cache = kept["cache"]
+        # Keys and values are [layers, N, total, K, D].
         picked = {"k": cache["k"][:, rows], "v": cache["v"][:, rows], "valid": cache["valid"][rows]}
         return {"cache": {**cache, **picked}, "position": kept["position"][rows]}
 
@@ -252,6 +262,7 @@ class Forward:
 
 
 def _positions(real: Array) -> Array:
+    # Positions count real tokens from 0; padding before the text gets 0.
     return jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
 
 
@@ -284,12 +295,14 @@ def repeated(logits: Array, tokens: Array, real: Array, penalty: float) -> Array
         real: [B, S] bool, True for the text so far.
     """
     rows = jnp.arange(len(logits))[:, None]
+    # A maximum, because a token may occur both in the text and as padding.
     seen = jnp.zeros(logits.shape, bool).at[rows, tokens].max(real)
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def no_repeated_ngrams(logits: Array, tokens: Array, real: Array, place: Array, size: int) -> Array:
     """Forbid tokens that would complete an n-gram already in the text before `place`."""
+    # Compare the n - 1 latest tokens with the beginning of the n-gram at every start.
     starts = tokens.shape[1] - size + 1
     latest = jax.lax.dynamic_slice_in_dim(tokens, place - size + 1, size - 1, axis=1) if size > 1 else tokens[:, :0]
     same = jnp.ones((len(tokens), starts), bool)
@@ -297,6 +310,7 @@ def no_repeated_ngrams(logits: Array, tokens: Array, real: Array, place: Array, 
         same &= real[:, offset:offset + starts]
         if offset < size - 1:
             same &= tokens[:, offset:offset + starts] == latest[:, offset, None]
+    # Only n-grams that end before `place`; the last token of each match is banned.
     same &= jnp.arange(starts) + size - 1 < place
     rows = jnp.arange(len(logits))[:, None]
     banned = jnp.zeros(logits.shape, bool).at[rows, tokens[:, size - 1:]].max(same)
@@ -312,6 +326,7 @@ def keep_top_p(logits: Array, p: float, least: int = 1) -> Array:
     """Keep the smallest set of likeliest tokens whose total probability reaches p (Holtzman et al. 2020)."""
     order = jnp.argsort(logits, axis=-1, stable=True)
     rising = jnp.cumsum(jax.nn.softmax(jnp.take_along_axis(logits, order, -1), -1), -1)
+    # In ascending order, a token goes if it and all less likely ones hold at most 1 - p.
     out = (rising <= 1 - p).at[:, -least:].set(False)
     return jnp.where(_scatter(out, order), OUT, logits)
 
@@ -320,6 +335,7 @@ def keep_typical(logits: Array, p: float, least: int = 1) -> Array:
     """Keep the tokens whose surprisal is nearest the entropy, up to a total probability of p (Meister et al. 2022)."""
     logs = jax.nn.log_softmax(logits, -1)
     probs = jnp.exp(logs)
+    # 0 * -inf of tokens that earlier filters have excluded would be NaN.
     entropy = -jnp.where(probs > 0, probs * logs, 0.0).sum(-1, keepdims=True)
     order = jnp.argsort(jnp.abs(-logs - entropy), axis=-1, stable=True)
     rising = jnp.cumsum(jnp.take_along_axis(probs, order, -1), -1)
@@ -354,6 +370,7 @@ def beam_search(network: Network, width: int, settings: Generation, ends: Array)
         batch = ids.shape[0]
         tokens, real = jnp.pad(ids, ((0, 0), (0, new))), jnp.pad(mask, ((0, 0), (0, new))) > 0
         kept, hidden = forward.start(params, tokens, real, width)
+        # Each prompt runs once; its K beams start as copies of the result. [B * K]
         copies = jnp.repeat(jnp.arange(batch), settings.num_beams)
         state = {"groups": [group.start(tokens) for _ in range(num_groups)], "real": real, "place": jnp.int32(width),
                  "kept": forward.pick(kept, copies), "hidden": hidden[copies]}
@@ -361,17 +378,23 @@ def beam_search(network: Network, width: int, settings: Generation, ends: Array)
         def step(state: Tree) -> Tree:
             place = state["place"]
             logs = jax.nn.log_softmax(network.logits(params, state["hidden"]), -1)
+            # [B * K, V] -> [B, G, S, V]
             logs = logs.reshape(batch, num_groups, size, -1)
+            # A key per row and step, so that a row's draws do not depend on the others.
             keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, place - width)
             taken = jnp.zeros_like(logs[:, 0, 0])  # number of beams of earlier groups that chose each token
             groups, parents = [], []
+            # Groups take turns within a step: each is penalised for tokens that earlier groups have chosen at this
+            # place.
             for number, beams in enumerate(state["groups"]):
                 penalised = logs[:, number] - settings.diversity_penalty * taken[:, None] if number else logs[:, 0]
                 beams, origin, took = group.advance(beams, penalised, state["real"], place, keys)
                 groups.append(beams)
+                # From the group's S beams to the prompt's K.
                 parents.append(origin + number * size)
                 taken = taken + took
             real = jax.lax.dynamic_update_slice_in_dim(state["real"], jnp.ones((batch, 1), bool), place, axis=1)
+            # [B, K] parents -> [B * K] rows of the flat batch, by which the caches are reordered.
             rows = (jnp.arange(batch)[:, None] * settings.num_beams + jnp.concatenate(parents, 1)).reshape(-1)
             tokens = jnp.stack([beams["tokens"] for beams in groups], 1).reshape(-1, total)
             kept, hidden = forward.step(params, forward.pick(state["kept"], rows), tokens, real[copies], place)
@@ -381,6 +404,7 @@ def beam_search(network: Network, width: int, settings: Generation, ends: Array)
             return (state["place"] < total) & jnp.stack([beams["open"] for beams in state["groups"]]).any()
 
         groups = jax.lax.while_loop(goes_on, step, state)["groups"]
+        # The best finished beam over all groups of a prompt.
         best = jnp.concatenate([beams["best_scores"] for beams in groups], 1).argmax(1)
         return _at(jnp.concatenate([beams["best"] for beams in groups], 1), best[:, None])[:, 0]
 
@@ -413,21 +437,27 @@ class _Group:
         """
         batch, size, vocabulary = logs.shape
         scores, picked = self._candidates(beams, logs, real, place, keys)
+        # Candidates are indices into the flat [S * V]. Their texts: [B, C, total].
         parents, token = picked // vocabulary, picked % vocabulary
         tokens = _at(beams["tokens"], parents)
         tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[..., None], place, axis=2)
         length, was_open, ends = place + 1 - self._width, beams["open"][:, None], jnp.isin(token, self._ends)
         ended = ends | (length == self._settings.max_new_tokens)
+        # `length` counts new tokens, this one included.
         weight = jnp.float32(length) ** self._settings.length_penalty
         # A candidate that ended can become one of the best only if it is among the first S.
         won = ended & was_open & (jnp.arange(scores.shape[1]) < size)
         best_scores = jnp.concatenate([beams["best_scores"], jnp.where(won, scores / weight, -jnp.inf)], 1)
+        # [B, S + C] -> the S best, best first.
         best_scores, best = jax.lax.top_k(best_scores, size)
         best = _at(jnp.concatenate([beams["best"], tokens[..., self._width:]], 1), best)
         # Running beams first, then those ended by length only: their tokens count towards the diversity penalty of
         # later groups, while end tokens do not.
+        # The last key of a lexsort counts first: 0 running, 1 ended by length, 2 ended by a token; then the score.
         order = jnp.lexsort((-scores, ended.astype(jnp.int32) + ends))[:, :size]
         scores, tokens = _at(jnp.where(ended, LOST, scores), order), _at(tokens, order)
+        # Closed for good once the best running beam, at its present length, does not beat the worst of the finished
+        # ones.
         is_open = beams["open"] & (scores[:, 0] / weight > best_scores[:, -1]) & ~ended.all(1)
         # Beams of a search that has ended continue, but their tokens do not count.
         chosen = jnp.broadcast_to(was_open, order.shape).astype(jnp.float32)
@@ -442,11 +472,13 @@ class _Group:
         logs = constrained(settings, logs.reshape(-1, vocabulary), beams["tokens"].reshape(batch * size, -1),
                            jnp.repeat(real, size, 0), place, self._width, self._ends)
         if settings.do_sample:
+            # More tokens than there are end tokens, so that each beam can go on.
             logs = narrowed(settings, logs, least=1 + max(1, len(self._ends)))
         sums = (beams["scores"][..., None] + logs.reshape(batch, size, vocabulary)).reshape(batch, -1)
         ranks = sums
         if settings.do_sample:  # Gumbel top-k: the largest perturbed scores are a sample without replacement
             ranks = sums + jax.vmap(lambda key: jax.random.gumbel(key, sums.shape[1:]))(keys)
+        # Candidates are chosen by the perturbed scores, and keep their own.
         picked = jax.lax.top_k(ranks, min(count, sums.shape[1]))[1]
         return _at(sums, picked), picked
 

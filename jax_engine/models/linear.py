@@ -135,19 +135,23 @@ class Linear(nnx.Module):
         lora, dtype = self.build.lora, self.build.dtype
         scaling = lora_scaling(lora)
         dropped = dropout(x, lora.dropout, seeds, f"{self.path}.lora")
+        # [rank, in] and [out, rank]; sharded like the weight, and whole only during the product.
         a, b = (gathered(f"{self.path}.{name}", getattr(self, name)[...].astype(dtype))
                 for name in ("lora_A", "lora_B"))
         update = product(product(dropped, a, self.build), b, self.build) * scaling
         if not lora.dora:
             return update
+        # DoRA rescales each row of the merged weight to a trained magnitude.
         delta = self.lora_B[...].astype(jnp.float32) @ self.lora_A[...].astype(jnp.float32)
         base = weight.astype(dtype).astype(jnp.float32)
         merged = base + scaling * (delta.T if self.conv1d else delta)
         # The norm is a constant in the gradient (section 4.3 of the paper).
         norms = jax.lax.stop_gradient(row_norms(merged, self.conv1d))
         factor = (self.lora_magnitude_vector[...] / norms).astype(dtype)
+        # PEFT applies the weight to the dropped input here; without dropout, y is that product already.
         if dropped is not x:
             y = self._product(dropped, weight)
+        # The caller adds y; without dropout the sum is factor * (y + update).
         return (factor - 1) * y + factor * update
 
 
@@ -174,9 +178,11 @@ def _product_backward(conv1d, _result, kept, gradient):
     x, matrix = kept
     d_x = jnp.einsum("...o,io->...i" if conv1d else "...o,oi->...i", gradient, matrix,
                      preferred_element_type=gradient.dtype)
+    # x is [N, in] and the gradient [N, out], with all leading dimensions in N.
     sides = (x, gradient) if x.shape[-1] <= gradient.shape[-1] else (gradient, x)
     d_matrix = jnp.einsum("ni,no->io", *(side.reshape(-1, side.shape[-1]) for side in sides),
                           preferred_element_type=gradient.dtype)
+    # The matrix is [out, in], or with Conv1D [in, out].
     if (sides[0] is x) != conv1d:
         d_matrix = jax.lax.optimization_barrier(d_matrix).T  # XLA would fold it into the product
     return d_x.astype(x.dtype), d_matrix.astype(matrix.dtype)
@@ -192,6 +198,7 @@ def _coded_product(name: str, build: Build, conv1d: bool, x: Array, weight: Quan
 
 
 def _coded_forward(name, build, conv1d, x, weight):
+    # The weight is frozen, so x is not needed again; the empty array keeps its dtype.
     return _coded_product(name, build, conv1d, x, weight), (weight, jnp.zeros(0, x.dtype))
 
 
@@ -247,6 +254,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, num: int, size: int, *, std: float, padding_id: int | None = None,
                  tokens: tuple[int, ...] = (), cut: float | None = None):
+        # Negative ids count from the end, as torch's padding_idx does.
         self.padding_id = None if padding_id is None else padding_id % num
         # With a truncated distribution, transformers draws the padding row as all others.
         self.weight = parameter((num, size), Rows(Normal(std, cut=cut), self.padding_id if cut is None else None))
@@ -257,6 +265,7 @@ class Embedding(nnx.Module):
     def __call__(self, ids: Array) -> Array:
         rows = look_up(self.weight[...], ids)  # ids out of range give NaN, which the trainer reports
         if self.tokens:
+            # Vocabulary id -> row among the trainable ones.
             places = np.full(len(self.weight), -1, np.int32)
             places[list(self.tokens)] = np.arange(len(self.tokens))
             place = jnp.take(places, ids)  # negative if the token's row is the table's or out of range
@@ -264,6 +273,7 @@ class Embedding(nnx.Module):
             rows = jnp.where((place >= 0)[..., None], own, rows)
         if self.padding_id is None:
             return rows
+        # The padding row is looked up like any other, but gets no gradient, as with torch's padding_idx.
         return jnp.where((ids == self.padding_id)[..., None], jax.lax.stop_gradient(rows), rows)
 
 
@@ -283,6 +293,7 @@ class Norm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         wide, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)
         if self.kind in ("layer", "layer_no_bias"):
+            # The mean square of centred features is their variance, so the next line serves both kinds.
             wide = wide - wide.mean(-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
         if self.kind == "rms":
@@ -333,6 +344,7 @@ class FirstValues(LazyArray):
 
     def _drawn(self, part: Part) -> np.ndarray:
         layers, part = (part[0], part[1:]) if self._stacked else (slice(None), part)
+        # One draw per layer, under its own name: the same values as in torch, where layers are separate tensors.
         drawn = [self._layer(name, part).astype(self.dtype) for name in self._names[layers]]
         return np.stack(drawn) if self._stacked else drawn[0]
 
@@ -346,5 +358,6 @@ class FirstValues(LazyArray):
             return draw_part(self._seed, name, start, shape, part)
         rows = draw_part(self._seed, name, start.values, shape, part)
         if start.zeros is not None:
+            # Numbers of the rows in this part, which may not include the padding row.
             rows[np.arange(shape[0])[part[0]] == start.zeros] = 0.0
         return rows

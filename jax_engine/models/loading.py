@@ -62,12 +62,14 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
     Raises:
         UserError: Keys are missing, unexpected, or of another shape.
     """
+    # Assign each tensor of the files to a slot. No values are read yet; problems are collected, to be reported together.
     leaves = Leaves(network, jnp.dtype(dtype), quantize, double_quant, sharers)
     wanted = _wanted(network)
     saved: dict[Slot, dict[str, LazyArray]] = {}  # pieces of weights that are saved quantised
     copies: dict[str, tuple[Slot, LazyArray]] = {}
     problems, dropped = [], []
     for key, value in _tensors(folder, revision):
+        # A tensor may be a piece of a quantised weight (codes, scales), or one expert's part of a stacked matrix.
         owner, piece = mxfp4.piece_of(key) or piece_of(key)
         owner, part = expert_files.whole(network.family, owner)
         slot = _match(owner, wanted, network)
@@ -90,10 +92,12 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
             problems.append(f"{key} (a second time)")
         else:
             leaves.put(place, value)
+    # Pieces of a weight may be spread over files, so it is assembled only now.
     for place, pieces in saved.items():
         if mxfp4.PIECES & pieces.keys():
             continue  # only one of two, so the weight is missing
         leaves.put(place, from_bitsandbytes(pieces, network.arch.conv1d))
+    # Files may hold only the copy of a tied weight: then it is the weight. Otherwise the two are compared below.
     for key, (place, value) in list(copies.items()):
         if place not in leaves.filled:
             leaves.put(place, value)
@@ -102,6 +106,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
         # An adapter unties the two matrices and trains one of them, so the head needs a leaf of its own.
         leaves.put((("head", "weight"), None), leaves.found["embed", "tokens", "weight"][None])
     headless = _check_complete(network, leaves, problems, folder)
+    # After the check for completeness, because this reads values.
     for key, ((path, layer), value) in copies.items():
         if not _equal(leaves.found[path][layer], value.astype(leaves.dtype)):
             raise UserError(f"{folder}: {key} differs from the weight that it is tied to: set tie_word_embeddings: "
@@ -110,6 +115,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
         say(line)
     tree = leaves.tree()
     if headless:
+        # A base model has no head: draw its values.
         head = [path for name, path, _ in network.names(plain=True) if name in headless]
         tree = unflatten(flatten(tree) | flatten(network.first_values(seed, leaves.dtype, head)))
     return adapters.add_adapter(network, tree, seed) if network.lora else tree
@@ -153,6 +159,7 @@ class Leaves:
     def put_part(self, place: Slot, part: expert_files.Part, value: LazyArray) -> list[str]:
         """Fill a part of a slot; return the problems with it."""
         shape = self.network.shape(place[0])
+        # All parts of the leaf: once they are there, they are stacked.
         wanted = expert_files.parts(place[0][-1], shape[0])
         found = self._parts.setdefault(place, {})
         if part not in wanted:
@@ -177,6 +184,7 @@ class Leaves:
     def tree(self) -> Tree:
         """Return the tree of all leaves, with stacked layers."""
         return unflatten({path: parts[None] if None in parts else jax.tree.map(
+            # Layers by number; a leaf outside the layers is alone, under None.
             lambda *layers: lazy_array.stack(layers), *(parts[layer] for layer in sorted(parts)))
             for path, parts in self.found.items()})
 
@@ -193,6 +201,7 @@ def _check_complete(network: Network, leaves: Leaves, problems: list[str], folde
     missing = {name for name, path, layer in network.names(plain=True) if (path, layer) not in leaves.filled}
     head = {name: path for name, path, _ in network.names(plain=True) if path[0] == "head"}
     # The first layers of a head for answer spans may come from another head in the files.
+    # Either the whole head is missing, and then drawn, or it is an error.
     needed = {name for name, path in head.items() if network.head != "qa" or len(path) == 2}
     headless = missing & head.keys() if needed <= missing else set()
     if missing - headless or problems:
@@ -213,6 +222,7 @@ def _wanted(network: Network) -> dict[str, tuple[LeafPath, int | None, bool]]:
 
 def _match(key: str, wanted: dict[str, tuple], network: Network) -> tuple[LeafPath, int | None, bool] | None:
     """Return the slot of a key, in current or older spelling: gamma and beta, another base prefix or none."""
+    # TensorFlow's names of a norm's parameters, in old BERT files.
     key = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", key))
     for older, now in network.family.older.items():
         key = now + key.removeprefix(older) if key.startswith(older) else key
@@ -231,12 +241,14 @@ def _tensors(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray
     check_weights(folder)
     tensors = _open(folder, revision)
     while True:
+        # Files are opened as the iterator advances, so errors come up here.
         with reading_weights(folder):
             found = next(tensors, None)
         if found is None:
             return
         key, array = found
 
+        # The default binds this iteration's array: the function is called after the loop has gone on.
         def read(part: Part, array: LazyArray = array) -> np.ndarray:
             with reading_weights(folder):
                 return array[part]
@@ -250,6 +262,7 @@ def _open(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray]]:
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
+        # A folder may hold other safetensors files as well: the index says which of them are the model.
         files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     elif (folder / "model.safetensors").is_file():
         files = [folder / "model.safetensors"]
@@ -271,11 +284,13 @@ def _open_pickled(folder: Path) -> Iterator[tuple[str, LazyArray]]:
         # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         for key, tensor in content.items():
+            # numpy has no bfloat16, so its bits pass as int16. The default binds this iteration's tensor.
             def read(part: Part, tensor: Any = tensor) -> np.ndarray:
                 tensor = tensor[part].contiguous()
                 return (tensor.view(torch.int16).numpy().view(jnp.bfloat16) if tensor.dtype == torch.bfloat16
                         else tensor.numpy())
 
+            # An empty part gives the dtype without reading values.
             dtype = read((slice(0, 0),) * tensor.ndim).dtype
             yield key, LazyArray(tensor.shape, dtype, read)
 
@@ -288,6 +303,7 @@ def _local(folder: str, revision: str | None) -> Path:
     try:
         with hub.loading("model.pretrained", folder, revision=revision):
             wanted = ["model*.safetensors*", "generation_config.json"]  # an export keeps the second
+            # safetensors only; pickled files are downloaded if there are none.
             path = Path(snapshot_download(folder, revision=revision, allow_patterns=wanted))
             if not list(path.glob("model*.safetensors")):
                 path = Path(snapshot_download(folder, revision=revision, allow_patterns=["pytorch_model*.bin"]))

@@ -60,6 +60,7 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
     in_full, matrices = modules_in_full(lora, modules, linear), _matrices_of_experts(network)
     of_experts = _in_every_layer("lora.target_parameters", adapted_parameters(lora, matrices, in_full), matrices)
     to_save = _in_every_layer("lora.modules_to_save", in_full, modules)
+    # As with PEFT, the head for answer spans always trains in full.
     to_save |= {"head"} if network.head == "qa" else set()
     if both := sorted(adapted & to_save):
         raise UserError(f"lora.modules_to_save: {network.torch_modules(both[0])[0]} is also among lora.targets: "
@@ -132,6 +133,7 @@ def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
         # An adapter unties the two matrices and trains one of them, so the head needs a leaf of its own.
         table = leaves["embed", "tokens", "weight"]
         leaves["head", "weight"] = table.copy() if isinstance(table, np.ndarray) else table
+    # Drawn by torch's names of the leaves, so that both engines start from the same adapter.
     drawn = [path for path in flatten(network.shapes) if path[-1] in ("lora_A", "lora_B")]
     leaves |= flatten(network.init(seed, paths=drawn))
     for path, shape in flatten(network.shapes).items():
@@ -140,9 +142,11 @@ def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
             leaves[path] = np.asarray(leaves[(*path[:-1], "weight")])[list(tokens)].astype(np.float32)
         elif path[-1] == "lora_magnitude_vector":
             weight = leaves[(*path[:-1], "weight")]
+            # Norms are those of the dequantised weight, which is what the product uses. Lazy parts are read first.
             if isinstance(weight, Quantized):
                 weight = jax.tree.map(np.asarray, weight)
             weight = np.asarray(weight.astype(np.float32))
+            # [layers, out, in] or a single [out, in] -> one norm per layer and output.
             norms = [row_norms(layer, network.arch.conv1d) for layer in weight.reshape(-1, *weight.shape[-2:])]
             leaves[path] = np.stack(norms).reshape(shape.shape)
     return unflatten(leaves)
@@ -220,8 +224,10 @@ def adapter_rows(network: Network, lora: LoRA, folder: str | Path) -> dict[str, 
     ends = [name for name in _ends(network) if name]
     by_key = found if isinstance(found, dict) else {ends[0]: found}
     rows = {next((name for name in ends if name.endswith(key)), key): ids for key, ids in by_key.items()}
+    # With tied tables PEFT records the rows of both; here there is one table.
     if network.arch.tied and len(ends) == len(rows) == 2 and rows[ends[0]] == rows[ends[1]]:
         del rows[ends[1]]
+    # `rows_beside` names the tables whose rows can train, whichever the tokens are: 0 is a stand-in.
     if not rows.keys() <= rows_beside(network, lora, [0]).keys():
         raise _unsupported(folder, "trainable_token_indices", found)
     return rows
@@ -239,6 +245,7 @@ def load_adapter(network: Network, folder: str | Path) -> Tree:
                         "Use engine: torch.")
     with fitting_adapter(folder):
         tensors = load_file(file)
+    # Report all differences at once, before anything is converted.
     wanted = {saved_name(name): (name, network.shape(path)) for name, path, _ in network.names()
               if network.trains(path)}
     wrong = [f"{name} {tensors[name].shape} (wanted {shape})" for name, (_, shape) in wanted.items()

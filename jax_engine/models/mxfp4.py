@@ -37,9 +37,12 @@ def values(blocks: LazyArray, scales: LazyArray, dtype: np.dtype) -> LazyArray:
         weights = np.empty(size_of(part), dtype)
         for place, expert in enumerate(range(experts.start, experts.stop)):  # one at a time, to bound memory
             one = slice(expert, expert + 1)
+            # Files have [out, in / 32, 16]; the last dimension of the weight [in, out] selects rows there.
             codes, exponents = (source[one, rows, *[slice(None)] * (source.ndim - 2)][0] for source in (blocks, scales))
             found = VALUES[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*exponents.shape, -1)
+            # [out, in / 32, 32] times 2^exponent per group.
             found = np.ldexp(found, exponents.astype(np.int32)[..., None] - _BIAS)
+            # All of `in` was decoded, to be cut and transposed to [in, out].
             weights[place] = found.reshape(len(found), -1)[:, columns].T
         return weights
 

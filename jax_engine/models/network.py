@@ -63,6 +63,7 @@ class DecoderEmbedding(nnx.Module):
     def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
         """Residual stream [B, T, D] at the bottom."""
         x = self.tokens(batch["input_ids"])
+        # Rounded to the dtype of x, as transformers does (Gemma).
         x = x * jnp.asarray(self.arch.embedding_scale, x.dtype)
         if self.positions is not None:
             x = x + self.positions(position_ids)
@@ -169,8 +170,10 @@ class Neighbours(nnx.Module):
         dtype, (batch, length, size) = self.build.dtype, x.shape
         weight = self.weight[...].astype(dtype).reshape(self.groups, size // self.groups, *self.weight.shape[1:])
         room = weight.shape[-1] // 2
+        # [B, T + width - 1, groups, D / groups]
         padded = jnp.pad(x.astype(dtype), ((0, 0), (room, room), (0, 0))).reshape(batch, -1, self.groups,
                                                                                size // self.groups)
+        # Each token's neighbours: [B, T, groups, D / groups, width].
         near = jnp.stack([padded[:, start:start + length] for start in range(weight.shape[-1])], axis=-1)
         found = jnp.einsum("btgiw,goiw->btgo", near, weight).reshape(x.shape)
         return (found + self.bias[...].astype(dtype)).astype(x.dtype)
@@ -221,6 +224,7 @@ class SpanHead(EncoderHead):
 
     def features(self, hidden: Array, seeds: Seeds | None) -> Array:
         """Return the inputs [B, T, D] of the logits, for hidden states [B, T, D]."""
+        # Dropout belongs to the features and not to the logits, so that `logits` needs no seeds.
         hidden = self.transformed(hidden, seeds) if self.arch.qa_dense else hidden
         return dropout(hidden, self.arch.qa_dropout, seeds, "head")
 
@@ -285,17 +289,22 @@ class Network(Names):
         self._linears: list[str] = []
         self._starts: dict[Path, Start] = {}
         shapes: Tree = {}
+        # Only shapes are traced: the parameters are put into the modules anew in every call (`nnx.merge`).
         for name, part in self._parts().items():
             module = nnx.eval_shape(part)
             own = name.removesuffix(ROUTED)
             self._starts |= {(own, *path): start for path, start in starts(module).items()}
             self._linears += [node.path for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
             self._graphs[name], state = nnx.split(module)
+            # Blocks with and without experts are both `layers`; leaves that they share are stacked together.
             shapes[own] = merge(shapes.get(own, {}), nnx.to_pure_dict(state))
+        # Stack each leaf of a layer over the layers that have it.
         numbers = {path: len(arch.layers_with(".".join(("layers", *path[:-1])))) for path in flatten(shapes["layers"])}
         shapes["layers"] = unflatten({path: jax.ShapeDtypeStruct((numbers[path], *leaf.shape), leaf.dtype)
                                       for path, leaf in flatten(shapes["layers"]).items()})
+        # A tied head without a bias has no parameters.
         self.shapes: Tree = {name: part for name, part in shapes.items() if part}
+        # Names follow from the shapes, and seeds of dropout from the names.
         super().__init__(self.family, self.head, self.shapes, arch, build.adapted, build.adapted_experts, to_save)
         lora_drops = build.lora is not None and build.lora.dropout > 0
         self.drops = lora_drops or any((arch.embedding_dropout, arch.attention_dropout, arch.residual_dropout,
@@ -364,7 +373,9 @@ class Network(Names):
         after_first = None
         if self.arch.convolution is not None:
             after_first = embedding.beside_first(x, real_tokens(batch), seeds)
+        # One mask per distinct window, from which each layer chooses. The key allows None among the numbers.
         windows = sorted(set(self.arch.windows), key=str)
+        # Kernels take whole rows, not a cache.
         kernel = self.fused.over(batch) if self.fused is not None and cache is None else None
         if kernel is not None:
             masks = [kernel]
@@ -373,6 +384,7 @@ class Network(Names):
         elif cache is None:
             masks = [attention_mask(batch, self.arch.causal, window) for window in windows]
         else:
+            # New tokens take the slots from `start` on, the same in all rows.
             start, length = cache["length"], x.shape[1]
             valid = jax.lax.dynamic_update_slice_in_dim(cache["valid"], batch["attention_mask"] > 0, start, axis=1)
             masks = [cached_mask(valid, start, length, window) for window in windows]
@@ -382,6 +394,7 @@ class Network(Names):
         if "norm" in self._graphs:
             x = self._part("norm", params)(x)
         if self.head == "qa":
+            # The part of the head that has dropout runs here, where the seeds are.
             x = self._part("head", params).features(x, seeds)
         if self.head == "causal":
             x = x.astype(self.build.dtype)  # the head computes in this dtype; casting first halves the communication
@@ -392,10 +405,13 @@ class Network(Names):
                 real: Array | None, after_first: Callable[[Array], Array] | None
                 ) -> tuple[Array, Tree | None, Load | None]:
         arch = self.arch
+        # Layers that share weights are chosen by index from the stored ones; others are inputs of the scan.
         shared = arch.passes != tuple(range(arch.num_stored_layers))
+        # What differs between layers, one row each: the scan hands a row to each iteration.
         steps = {"stored": jnp.array(arch.passes),
                  "scale": jnp.array(arch.attention_scales, jnp.float32),
                  "mask": jnp.array([windows.index(window) for window in arch.windows])}
+        # A single kind of rope needs no choice (see `_chosen`).
         steps |= {"rope": jnp.array([self._ropes.index(rope) for rope in arch.ropes])} if len(angles) > 1 else {}
         if not arch.first_norm and "attn_norm" in layers:  # add an unused row, so that the scan has one per layer
             steps["has_norm"] = jnp.arange(arch.num_layers) > 0
@@ -409,6 +425,7 @@ class Network(Names):
 
         def layer(routed: bool, x: Array, step: Tree) -> tuple[Array, tuple[Tree | None, Load | None]]:
             params = jax.tree.map(lambda leaf: jnp.asarray(leaf)[step["stored"]], layers) if shared else step["params"]
+            # The leaves of this layer, without the layer axis.
             block = nnx.merge(self._graphs[_block(routed)], params)
             mask = _chosen(masks, step["mask"])
             turns, key_turns = (_chosen(kinds, step.get("rope")) for kinds in (angles, key_angles))
@@ -416,6 +433,7 @@ class Network(Names):
             x, *kept = block(x, mask, step["scale"], turns, here, step.get("cache"),
                              None if cache is None else cache["length"], key_turns, step.get("has_norm"), real)
             if after_first is not None:
+                # Inside the scan, so that the first layer needs no program of its own.
                 x = jax.lax.cond(step["is_first"], after_first, lambda x: x, x)
             return cut(x), tuple(kept)
 
@@ -432,6 +450,7 @@ class Network(Names):
             return x, tuple(map(list, zip(*kept, strict=True)))
 
         kept = []
+        # Most networks have one stack; mixtures of experts with dense layers may have several.
         for stack in self._stacks:
             x, of_stack = jax.lax.scan(partial(body, stack), x, stack.cut(steps, arch),
                                        unroll=self.unroll if cache is None else 1)
@@ -450,6 +469,8 @@ class Network(Names):
             lengths = text_lengths(position_ids, real)
             return [rope.angles(position_ids, lengths) for rope in self._ropes], []
         lengths = position_ids[:, -1:] + 1  # a text in the cache ends with the latest token
+        # Texts end in the latest slot, so a slot's position is its distance from the slot of the text's first token.
+        # Slots before the text are padding, and get position 0.
         slots = jnp.arange(cache["valid"].shape[1]) - (cache["length"] + position_ids.shape[1] - lengths)
         return ([rope.angles(position_ids, lengths) for rope in self._ropes],
                 [rope.angles(jnp.maximum(slots, 0), lengths) for rope in self._ropes])
@@ -472,6 +493,7 @@ class Network(Names):
         if arch.positions_after_padding:
             if "position_ids" in batch:
                 return batch["position_ids"] + arch.padding_id + 1
+            # As RoBERTa: real tokens count from padding_id + 1, and padding has position padding_id.
             real = (ids != arch.padding_id).astype(jnp.int32)
             return jnp.cumsum(real, axis=1) * real + arch.padding_id
         return batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))
@@ -481,6 +503,7 @@ class Network(Names):
             raise UserError("The batches hold several answers in each row: set model.class_path to Preference, or "
                             "data.class_path to that of the task.")
         arch, length = self.arch, batch["input_ids"].shape[1]
+        # The table's first rows, up to that of the padding, are no positions of text.
         room = arch.max_positions - (arch.padding_id + 1 if arch.positions_after_padding else 0)
         if arch.positions in ("learned", "sinusoid") and length > room and "position_ids" not in batch:
             raise UserError(f"Rows of {length} tokens do not fit this model, which has {room} positions: set "
@@ -522,6 +545,7 @@ def _chosen(kinds: list[Any], number: Array | None) -> Any:
     """Return the arrays or trees of `kinds` at index `number`, which may be traced; None if there are none."""
     if len(kinds) < 2:
         return kinds[0] if kinds else None
+    # A traced index cannot select from a Python list, hence the stack.
     return jax.tree.map(lambda *alike: jnp.stack(alike)[number], *kinds)
 
 
@@ -569,6 +593,7 @@ class Block(nnx.Module):
         self.attn = Attention(arch, build)
         self.mlp = SparseMLP(arch, build) if routed else MLP(arch, build)
         for name in ("attn", "mlp"):
+            # Norms that no layer has are not created, as in OLMo2, which norms outputs only.
             own = {"input", "sum"} & set(arch.norms) and not (name == "mlp" and arch.shared_norm)
             own = own and len(arch.layers_with(f"layers.{name}_norm")) > 0
             for norm, has in ((f"{name}_norm", own), (f"{name}_out_norm", "output" in arch.norms)):
@@ -586,9 +611,11 @@ class Block(nnx.Module):
         """
         arch = self.arch
         normed = self._input(x, self.attn_norm)
+        # The scan applies a norm in all layers; where there is none, its result is not used.
         normed = normed if has_norm is None else jnp.where(has_norm, normed, x)
         mixed, cache = self.attn(normed, mask, scale, angles, seeds, cache, start, key_angles)
         after = self._added(x, mixed, self.attn_norm, self.attn_out_norm, arch.residual_dropout, seeds, "layers.attn")
+        # The MLP reads the stream before attention (parallel) or after it.
         if arch.parallel:
             normed = normed if arch.shared_norm else self._input(x, self.mlp_norm)
         else:
@@ -639,6 +666,7 @@ class LayerStack(NamedTuple):
         for path, leaf in flatten(steps).items():
             has = _layers_with(path, arch)
             if own := self._own(has):
+                # Rows of the leaf that belong to earlier stacks.
                 before = sum(layer < self.first for layer in has)
                 found[path] = jax.tree.map(lambda part, at=(before, len(own)): rows(part, *at), leaf)
         return unflatten(found)
@@ -649,6 +677,7 @@ class LayerStack(NamedTuple):
         for path, leaf in flatten(step).items():
             own = self._own(_layers_with(path, arch))
             if number in own:
+                # An iteration holds the leaf for `own` of its layers, [len(own), ...].
                 place = own.index(number)
                 found[path] = leaf if len(own) == 1 else jax.tree.map(lambda part, at=place: part[at], leaf)
         return unflatten(found)
@@ -671,10 +700,12 @@ def layer_stacks(arch: Architecture) -> list[LayerStack]:
     stacks, first = [], 0
     while first < len(kinds):
         found = []
+        # Extend the pattern of the first `period` layers as often as it repeats.
         for period in range(1, len(kinds) - first + 1):
             pattern, num_steps = kinds[first:first + period], 1
             while kinds[first + num_steps * period:first + (num_steps + 1) * period] == pattern:
                 num_steps += 1
+            # A longer pattern that does not repeat would only unroll its layers.
             if num_steps > 1 or period == 1:
                 found.append(LayerStack(first, tuple(pattern), num_steps))
         stacks.append(max(found, key=lambda stack: len(stack.kinds) * stack.num_steps))
@@ -692,5 +723,7 @@ def joined(kept: list[list[Tree | None]]) -> Tree | None:
     for layers in kept:
         if own := [layer for layer in layers if layer is not None]:
             parts.append(own[0] if len(own) == 1 else jax.tree.map(
+                # n arrays [num_steps, ...] -> [num_steps, n, ...] -> [num_steps * n, ...], which is the order of the
+                # layers.
                 lambda *rows: jnp.stack(rows, 1).reshape(-1, *rows[0].shape[1:]), *own))
     return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts) if len(parts) > 1 else parts[0] if parts else None

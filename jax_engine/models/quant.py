@@ -185,8 +185,7 @@ def lines_of(matrix: tuple[int, int]) -> int:
 
 def _dynamic_map() -> np.ndarray:
     """Return the 256 values of the signed dynamic 8-bit type (Dettmers 2016, arXiv 1511.04561), ascending."""
-    # 127 magnitudes with both signs, 0 and 1: 256 values. The exponent e has 2^e of them, between 0.1 and 1 times 10^(e
-    # - 6).
+    # 127 magnitudes with both signs, 0 and 1: 256 values. Exponent e has 2^e of them, within 0.1 to 1 times 10^(e-6).
     values = [0.0, 1.0]
     for exponent in range(7):
         bounds = _linspace(2**exponent + 1)
@@ -337,7 +336,7 @@ class _Blocks(_Lines):
         """Return the packed codes of these lines and byte columns."""
         lines, columns = part
         width = BLOCK // 2
-        # Quantise whole blocks, and cut the bytes that were asked for.
+        # Quantise whole blocks, and cut the requested bytes out of them below.
         blocks = slice(columns.start // width, -(-columns.stop // width))
         codes, largest = _four_bit_codes(self._values(lines, blocks), self._kind)
         self.note(lines, blocks, largest)
@@ -502,7 +501,7 @@ def _four_bit_codes(flat: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray
 
 def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Return scales as 8-bit codes around their mean (double quantisation), on the grid of bitsandbytes' CPU code."""
-    # float64, so that the mean does not depend on the order of summation.
+    # Summed in float64: in float32 the mean would depend on the order of summation.
     mean = absmax.mean(dtype=np.float64).astype(np.float32)
     # Scales are positive and close to each other: around their mean they use both signs of the 8-bit type.
     blocks = np.pad(absmax - mean, (0, -absmax.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
