@@ -53,13 +53,16 @@ class Checkpointer:
         """Restore the run from a checkpoint written by either engine."""
         run, network, parallel = self._run, self._run.task.network, self._run.parallel
         content = _opened(checkpoint)
+        # The data module's state is under its class name.
         key = type(run.data).__qualname__
+        # First: the steps below read the position from it.
         run.progress = read_progress(content, key, self._cut)
         host = unpack(content, parallel.shapes(run.state), network.to_torch, network.from_torch)
         run.replace_state(parallel.put_state(host))
         if content["window"]:
             run.num_accumulated = run.progress.accumulated
             accumulation = unpack_accumulation(content["window"], network.from_torch, run.task.metric_names)
+            # Tokens trained on before the interruption must not count for the speed after it.
             run.metrics.laps.leave_out(int(accumulation["sums"]["num_tokens"]))
             run.accumulation = parallel.put_sums(accumulation)
         run.metrics.load_state_dict(content["callbacks"]["Metrics"])
@@ -94,7 +97,9 @@ class Checkpointer:
         run, self._latest = self._run, self.path
         path = self.path
         with run.stopwatch.paused():
+            # Copies the state to the host, so that the next step may overwrite it while the writer works.
             content = self._content()
+            # Decided now, while the ranking is that of this step; applied once the checkpoint is complete.
             kept = self._policy.decide(path.name)
             self._writer.save(path, content, lambda: self._on_complete(path, kept), self._writer_rank,
                               lambda: machines.barrier("checkpoint begins"))
@@ -119,6 +124,8 @@ class Checkpointer:
         state = fetch(run.state)
         if run.num_accumulated:
             added = run.parallel.add_up(run.accumulation)
+            # Sums are a few numbers that every process may hold; gradients are as large as the parameters, and written
+            # in shards.
             sums = {**run.parallel.fetch_state({"sums": added["sums"]}), "gradients": fetch(added["gradients"])}
             accumulation = pack_accumulation(sums, run.num_accumulated, network.to_torch, run.task.metric_names)
         return {
@@ -189,6 +196,7 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
         to_torch: `Network.to_torch`.
     """
     params = {PREFIX + name: array for name, array in to_torch(state["trainable"]).items()}
+    # torch numbers parameters through all groups: slots are listed under these numbers, not under names.
     entries: dict[int, dict[str, Any]] = {index: _COUNTERS[settings.name](step) for index in range(len(params))}
     index_of = {name: index for index, name in enumerate(_by_group(params))}
     for slot, tree in state["optimizer"].items():
@@ -198,6 +206,7 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
     return {
         "state_dict": params,
         "param_names": list(params),
+        # Before the first step torch's optimisers have no state.
         "optimizer_states": [{"state": {index: entry for index, entry in entries.items() if entry and step},
                               "param_groups": groups}],
         "lr_schedulers": [_schedule_state(settings, len(groups), step, num_steps)],
@@ -216,6 +225,7 @@ def unpack(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch
     saved = content["state_dict"]
     trainable = unpack_trainable(content, like["trainable"], to_torch, from_torch)
     like = jax.tree.map(_stand_in, like)
+    # The numbers follow from names and dimensions, as when the checkpoint was written.
     names = _by_group({name: saved[name] for name in content["param_names"]})
     (optimizer,) = content["optimizer_states"]
     by_name = {names[index]: {**entry, **entry.get(_BITSANDBYTES, {})} for index, entry in optimizer["state"].items()}
@@ -228,6 +238,7 @@ def unpack_trainable(content: CheckpointContent, like: Tree, to_torch: ToTorch, 
     saved = content["state_dict"]
     wanted = {PREFIX + name: array for name, array in to_torch(jax.tree.map(_stand_in, like)).items()}
     check_parameters(*({name: array.shape for name, array in arrays.items()} for arrays in (saved, wanted)))
+    # Parameters of another dtype are cast, so that a run can resume with another precision.
     return from_torch({name.removeprefix(PREFIX): saved[name].astype(array.dtype) for name, array in wanted.items()})
 
 
@@ -243,12 +254,14 @@ def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch, m
         metric_names: The task's metrics, in the order of their sums in the checkpoint.
     """
     gradients = {PREFIX + name: gradient for name, gradient in to_torch(accumulation["gradients"]).items()}
+    # One float64 vector, which the torch engine has too: SUMS first, then a pair per metric.
     sums = np.concatenate([np.ravel(accumulation["sums"][name]).astype(np.float64) for name in (*SUMS, *metric_names)])
     return {"sums": sums, "num_batches": num_batches, "divisor": 1.0, "gradients": gradients}
 
 
 def unpack_accumulation(saved: AccumulatedGradients, from_torch: FromTorch, metric_names: Sequence[str] = ()) -> Tree:
     """Inverse of `pack_accumulation`; the result goes to `Parallel.put_sums`."""
+    # The torch engine may have divided the gradients to keep them in range.
     divisor = np.float32(saved["divisor"])
     gradients = {name.removeprefix(PREFIX): lazy_array.lazy(gradient).astype(np.float32).scaled(divisor)
                  for name, gradient in saved["gradients"].items()}
@@ -268,6 +281,7 @@ def _schedule_state(settings: Optimizer, num_groups: int, step: int, num_steps: 
 
 def _by_group(params: dict[str, np.ndarray]) -> list[str]:
     """Return names in the order of torch's indices: parameters with weight decay are group 0, all others group 1."""
+    # A stable sort: the order within a group is that of the names.
     return sorted(params, key=lambda name: not decays(name, params[name].ndim))
 
 
@@ -284,6 +298,7 @@ def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> li
         "lion": {"betas": tuple(settings.betas), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
     }[settings.name]
     num_matrices = sum(decays(name, p.ndim) for name, p in params.items())
+    # A group without parameters is left out, as in the torch engine.
     parts = ((range(num_matrices), settings.weight_decay), (range(num_matrices, len(params)), 0.0))
     return [{"params": list(numbers), "lr": lr, "initial_lr": settings.lr, "weight_decay": decay, **options}
             for numbers, decay in parts if numbers]

@@ -29,6 +29,7 @@ def compile_step(lowered: dict[str, jax.stages.Lowered], held: dict[str, int], a
             raise
         refusal = next((line.strip() for line in str(error).splitlines() if "memory" in line.lower()), "no room")
     found = [program.memory_analysis() for program in programs.values()]
+    # The programs of a step run one after the other. Results in donated buffers (aliases) take no memory of their own.
     temporaries = max((part.temp_size_in_bytes + part.output_size_in_bytes - part.alias_size_in_bytes
                        for part in found), default=0)
     memory = StepMemory({**held, "temporaries": temporaries}, available, "compiled by XLA", refusal, trusts_compiler)
@@ -49,6 +50,7 @@ def step_memory(steps: Steps, state: Tree, frozen: Tree, batch: Batch, scalars: 
             "rows": sum(_held(batch[name]) * row.size // batch[name].size for name, row in rows.items())}
     accumulation = None
     if accumulates or steps.surveys:
+        # Real arrays of zeros: their shardings are those of training.
         accumulation = steps.new_accumulation(state)
         held["summed gradients"] = _held(accumulation["gradients"])
     lowered = steps.lower(state, frozen, rows, scalars, accumulation)

@@ -49,6 +49,7 @@ def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtr
     """
     rule, marks = rule_of(settings), flatten(decays)
 
+    # Matrices decay and vectors do not, so the mark tells how many dimensions a single parameter has.
     def is_stack(path: Path, param: Array) -> bool:
         return param.ndim > (2 if marks[path] else 1)
 
@@ -63,11 +64,13 @@ def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtr
         for path, param in flatten(params).items():
             decay = settings.weight_decay if marks[path] else 0.0
 
+            # In float32; slots go back to the dtype that they are stored in. The default binds this iteration's decay.
             def one(gradient, param, state, decay=decay):
                 wide = {name: value.astype(jnp.float32) for name, value in state.items()}
                 change, new = rule.update(gradient.astype(jnp.float32), param.astype(jnp.float32), wide, decay, scalars)
                 return change, {name: value.astype(state[name].dtype) for name, value in new.items()}
 
+            # Layers apart, since Adafactor averages over a parameter: a stack would mix the statistics of its layers.
             step = jax.vmap(one) if is_stack(path, param) else one
             updates[path], slots[path] = step(flat_gradients[path], param, states.get(path, {}))
         return unflatten(updates), _by_slot(slots)
@@ -97,6 +100,7 @@ def _adamw(settings: Optimizer) -> Rule:
     def update(gradient, param, state, decay, scalars):
         mean = beta1 * state["exp_avg"] + (1 - beta1) * gradient
         square = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient * gradient
+        # Bias corrections as torch has them: of the root here, of the mean within `step_size` = lr / (1 - beta1^step).
         root = jnp.sqrt(square) / scalars["bias2_root"] + settings.eps
         change = -(scalars["lr"] * decay) * param - scalars["step_size"] * mean / root
         return change, {"exp_avg": mean, "exp_avg_sq": square}
@@ -126,8 +130,10 @@ def _adafactor(_settings: Optimizer) -> Rule:
             row = average(state["exp_avg_sq_row"], square.mean(-1))
             col = average(state["exp_avg_sq_col"], square.mean(-2))
             new = {"exp_avg_sq_row": row, "exp_avg_sq_col": col}
+            # The second moment is estimated by rows and columns, as row * col / mean(row): [out, 1] times [1, in].
             factors = jax.lax.rsqrt(row / row.mean(-1, keepdims=True))[..., None] * jax.lax.rsqrt(col)[..., None, :]
             change = factors * gradient
+        # Update clipping, with threshold 1 (section 6 of the paper).
         rms = jnp.sqrt(jnp.mean(change * change))
         change = change / jnp.maximum(rms, 1.0)
         decayed = param - (scalars["lr"] * decay) * param
@@ -142,6 +148,7 @@ def _sgd(settings: Optimizer) -> Rule:
     def update(gradient, param, state, decay, scalars):
         gradient = gradient + decay * param
         if settings.momentum:
+            # torch starts the buffer with the first gradient, which zeros give as well without dampening.
             gradient = settings.momentum * state["momentum_buffer"] + gradient
             state = {"momentum_buffer": gradient}
         return -scalars["lr"] * gradient, state
@@ -154,6 +161,7 @@ def _lion(settings: Optimizer) -> Rule:
     beta1, beta2 = settings.betas
 
     def update(gradient, param, state, decay, scalars):
+        # The sign is of an average with beta1, while the moment kept decays with beta2.
         moment = state["state1"]
         change = -(scalars["lr"] * decay) * param - scalars["lr"] * jnp.sign(beta1 * moment + (1 - beta1) * gradient)
         return change, {"state1": beta2 * moment + (1 - beta2) * gradient}

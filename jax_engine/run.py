@@ -69,6 +69,7 @@ class Run:
         Args:
             max_length: Longest row in tokens; None is `data.max_length`.
         """
+        # One prefetcher per pass; leaving the loop early closes it, which drops the batches read ahead.
         prefetcher = Prefetcher(loader, self.parallel, batch_size, self.data.tokenizer.pad_token_id,
                                 max_length or self.data.max_length)
         with prefetcher:
@@ -103,6 +104,7 @@ class Training(Run):
     def note_step(self, step_metrics: dict[str, jax.Array]) -> None:
         """Add the metrics of the latest optimiser step (from `Steps`) to `metrics`, without waiting for the device."""
         progress, schedule = self.progress, self.schedule
+        # `progress.step` already counts this step.
         lr = self.task.optimizer.lr_at(progress.step - 1, schedule.num_steps)
 
         def fetch() -> dict[str, float]:

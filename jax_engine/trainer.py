@@ -78,6 +78,7 @@ class Trainer(JaxTrainerFields):
         self.checkpoint, self.samples = CheckpointPolicy(), SampleWriter()
         self.mmlu, self.publish = MMLUEvaluator(), Publisher()
         self.run_folder = RunFolder(self.default_root_dir)
+        # metrics.csv is always first: at the end, `Exporter.finish` finalizes the others.
         extra = self.logger if isinstance(self.logger, list) else [self.logger]
         self.run_loggers = [MetricsCSV(self.run_folder.metrics_csv),
                             *(logger for logger in extra if isinstance(logger, Logger))]
@@ -111,8 +112,10 @@ class Trainer(JaxTrainerFields):
                         may_stop_early=bool(self.callbacks))
         loop = Loop(run, self.accumulate_grad_batches, events, evaluation, checkpointer, Exporter(run, self.publish),
                     self.callbacks, self.interruption)
+        # First of all: callbacks, `run.is_done` and the summary read what a checkpoint sets.
         if resumed:
             checkpointer.restore(resumed)
+        # A list, because every callback must begin, even if the first one stops the run.
         stopped = [callback.begin(run.schedule.num_val_batches > 0) for callback in self.callbacks]
         run.should_stop = any(stopped)
         # A run killed between its last step and its end still performs the end; a complete one only says so.
@@ -120,6 +123,7 @@ class Trainer(JaxTrainerFields):
                                                                     stopped):
             return
         if not resumed and self.num_sanity_val_steps:
+            # Before the run folder is made ready, so that a mistake in the validation data leaves it as it was.
             evaluation.evaluate("val", limit=self.num_sanity_val_steps, keep=False)
         self._start(run, checkpointer, resumed)
         first_step, began = run.progress.step, time.perf_counter()
@@ -128,6 +132,7 @@ class Trainer(JaxTrainerFields):
             loop.finish()
         finally:
             run.bar.close()
+            # Even after an error: the last checkpoint must be complete before the process ends.
             checkpointer.wait()
         if run.is_first:
             RunEnd(run.folder, model, datamodule, run.metrics, events.checkpoint, first_step, run.progress.step,
@@ -170,6 +175,7 @@ class Trainer(JaxTrainerFields):
             for batch in run.batches(loader, data.eval_batch_size, num_batches):
                 outputs |= run.task.outputs(run.steps, run.weights, batch, data, data.run_seed)
                 run.bar.update()
+        # Each process has the outputs of its own ranks.
         outputs = machines.gather(outputs)
         if run.is_first:
             found = data.predictions(outputs)
@@ -185,6 +191,7 @@ class Trainer(JaxTrainerFields):
         run, loader = self._training_run(model, datamodule, None)
         show_data(datamodule, rows, which)
         print()
+        # Only the shapes of this batch matter: the step is compiled for rows of maximum length, but does not run.
         batch = next(iter(run.batches(loader, datamodule.batch_size, 1)))
         run.memory = step_memory(run.steps, run.state, run.weights.frozen, batch.arrays, run.scalars(),
                                  datamodule.max_length, self.accumulate_grad_batches > 1, at_hand())
@@ -233,6 +240,7 @@ class Trainer(JaxTrainerFields):
         """Set up the devices, connect to the other processes, and resolve `precision: auto`."""
         self.parallel: Parallel = machines.start(self.accelerator, self.devices, self.num_nodes, self.strategy,
                                                 self.detect_anomaly, self.heartbeat_timeout)
+        # The loader then reads the rows of this process's ranks only (see `Prefetcher`).
         if jax.process_count() > 1:
             self.fed_ranks = self.parallel.local_ranks, self.parallel.data_parallel_size
         if self.precision == "auto":
@@ -277,6 +285,7 @@ class Trainer(JaxTrainerFields):
             val_epochs=self.check_val_every_n_epoch)
         peak, state = peak_flops(at_hand().device), run.steps.new_state(run.weights.trainable)
         flops_share = run.flops_per_token / (peak * self.parallel.num_devices) if peak else None
+        # Bound here and extended in place by `_start`: `run.loggers = ...` would leave `report` with the empty list.
         loggers = run.loggers  # empty until the run folder is ready
 
         def report(values: dict[str, float], step: int) -> None:
@@ -284,6 +293,7 @@ class Trainer(JaxTrainerFields):
                 logger.log_metrics(values, step=step)
 
         metrics = StepMetrics(run.stopwatch, self.log_every_n_steps, lambda: flops_share, report, run.bar.update)
+        # `new_state` was donated the parameters of `run.weights`: `replace_state` makes weights of the new ones.
         training = Training(**vars(run), schedule=schedule, metrics=metrics, state=state)
         training.replace_state(state)
         return training, loader
@@ -297,10 +307,12 @@ class Trainer(JaxTrainerFields):
         datamodule.trainer = self
         if checkpoint:
             datamodule.resume_from(read_plain(checkpoint))
+        # The first process fills the cache; the others read it afterwards.
         datamodule.adopt_contents(machines.on_first(lambda: self._prepare_data(datamodule, checkpoint)))
         datamodule.setup(command)
         if command == "fit":
             self.samples.prepare(datamodule, model.max_positions())
+        # `choice_ids` become constants of the compiled `predict`, so they are set before it is traced.
         if command != "predict" and self.mmlu.is_on:
             self.mmlu.prepare(datamodule, model)
             model.choice_ids = self.mmlu.choice_ids
@@ -331,6 +343,7 @@ class Trainer(JaxTrainerFields):
 
     def _start(self, run: Training, checkpointer: Checkpointer, resumed: Path | None) -> None:
         """Prepare the run folder, start the loggers and print the run's summary."""
+        # From here on a signal ends the run with a checkpoint; before, it just ends the process.
         self.interruption.listen()
         step = run.progress.step
         start = RunStart(run.folder, self.identity, self.recipe, run.data, machines.describe(self.parallel), resumed,
@@ -340,6 +353,7 @@ class Trainer(JaxTrainerFields):
             self.samples.begin(self.run_folder, step if resumed else None)
             if resumed and self.enable_checkpointing:
                 checkpointer.resume_from(resumed)
+        # No process may write to the folder before it is ready.
         machines.barrier("run folder")
         run.loggers += self.run_loggers if run.is_first else []
         start.begin_logging(run.loggers)
@@ -389,6 +403,7 @@ class Evaluation:
         with run.stopwatch.paused():
             batches = self.mmlu.batches(data, rank=0, world_size=1)  # every process reads all, see `Prefetcher`
             global_batches = run.batches(batches, data.eval_batch_size, math.inf, max_length=self.mmlu.max_length)
+            # Each process has the logits of its own rows.
             logits = machines.gather(run.task.choice_logits(run.steps, run.weights, global_batches))
         return self.mmlu.score(run.progress.step, logits)
 
@@ -417,9 +432,11 @@ class Exporter:
     def upload(self) -> None:
         """Upload the current model in the background, unless the previous upload is still in progress."""
         run, publish, step = self._run, self._publish, self._run.progress.step
+        # All processes must decide alike: fetching the state is a collective call.
         if machines.any_of(publish.is_busy):
             return say(f"The upload to {publish.repo} is still under way: step {step} is left out.")
         with run.stopwatch.paused():
+            # In the foreground, because the next step reuses the buffers; only the upload itself runs beside training.
             trainable = run.parallel.fetch_state(run.state["trainable"])
             if run.is_first:
                 folder = run.folder.room_for_upload()
@@ -429,11 +446,13 @@ class Exporter:
     def finish(self) -> None:
         """Write model/ and loss.png and mark the run completed."""
         run, folder, step = self._run, self._run.folder, self._run.progress.step
+        # On all processes, although only the first one writes: a collective call.
         trainable = run.parallel.fetch_state(run.state["trainable"])
         if run.is_first:
             folder.merge_metrics(run.metrics.final(step))
             exported = folder.room_for_model()
             self._write(trainable, exported)
+            # Written to another folder first, so that a failed export leaves the old model.
             folder.put_model(exported)
             log_checkpoint(run.loggers, folder.find("last"), ends=True)
             end_manifest(folder, step)
@@ -480,6 +499,7 @@ class Loop:
         run, progress = self.run, self.run.progress
         self._perform(self._events.at_start(resumed))
         run.bar.open("train", run.schedule.num_steps, progress.step, "compiling", run.schedule.validations_after)
+        # Until a micro-batch has been trained on, the position is where the loader starts.
         run.data_position = run.data.state_dict()
         run.stopwatch.start()
         while not run.is_done:
@@ -487,6 +507,7 @@ class Loop:
                 progress.epoch, progress.batches = progress.epoch + 1, 0
                 # The prefetcher has read ahead of the last trained micro-batch: rewind the loader to it.
                 loader.load_state_dict(run.data_position)
+            # A resumed run begins inside an epoch.
             left = run.schedule.batches_per_epoch - progress.batches
             for batch in self._with_statistics(run.batches(loader, run.data.batch_size, left)):
                 self.train_batch(batch)
@@ -497,15 +518,19 @@ class Loop:
         """Train on one micro-batch per rank, take the optimiser step if it is complete, and perform the due events."""
         run, progress, steps, frozen = self.run, self.run.progress, self.run.steps, self.run.weights.frozen
         run.metrics.look()
+        # Counted before the step, because `ends_epoch` asks about the latest micro-batch; `progress.step` is counted
+        # after it, because `scalars` are those of the step to take.
         progress.batches, progress.total_batches = progress.batches + 1, progress.total_batches + 1
         run.data_position = batch.position
         step_done = run.num_accumulated + 1 == self._accumulate or run.ends_epoch
 
         # Step. None of these calls waits for the device, so it computes while the host collates the next batches.
+        # A step of a single micro-batch needs no accumulation, which is as large as the parameters in float32.
         if step_done and not run.num_accumulated:
             state, self._step_metrics = steps.full_step(run.state, frozen, batch.arrays, run.scalars())
             run.replace_state(state)
         else:
+            # It may exist already: restored from a checkpoint, or holding the statistics of the step.
             if run.accumulation is None:
                 run.accumulation = steps.new_accumulation(run.state)
             run.accumulation = steps.accumulate(run.state, frozen, run.accumulation, batch.arrays)
@@ -519,6 +544,7 @@ class Loop:
         # Events. `--stop_at` the last step of the run interrupts nothing.
         if not run.is_done:
             self.interruption.note_step(progress.step)
+        # An error of the background writer ends the run here, not at the next checkpoint.
         self._checkpointer.check()
         self._perform(self._events.after_batch(self._run_state(step_done)))
 
@@ -532,10 +558,12 @@ class Loop:
         run = self.run
         return RunState(
             run.progress.step, step_done, run.ends_epoch,
+            # Asking the other processes makes all wait, so several do it only between steps.
             stops_inside_step=jax.process_count() == 1,
             validates=lambda: run.schedule.num_val_batches > 0 and (
                 run.is_done or run.schedule.validates_after(run.progress)),
             run_ends=lambda: run.is_done,
+            # Signals reach processes at different times: all stop after the same step.
             is_interrupted=lambda: machines.any_of(self.interruption.is_due),
             is_saved=self._checkpointer.is_saved)
 
@@ -566,6 +594,7 @@ class Loop:
                 case Event.UPLOAD:
                     self._exporter.upload()
                 case Event.FINISH:
+                    # The last checkpoint first: `complete` must not be true of a run without it.
                     checkpointer.wait()
                     self._exporter.finish()
                 case Event.PUBLISH:
@@ -587,6 +616,7 @@ class Loop:
                 self.run.should_stop = True
 
     def _stop(self) -> None:
+        # Every process writes part of the checkpoint: none may end before all parts are there.
         self._checkpointer.wait()
         machines.barrier("checkpoint")
         self.interruption.stop(self.run.progress.step,
@@ -598,10 +628,14 @@ class Loop:
         """Yield the batches; if the loss needs statistics of a whole step, compute them before its first batch."""
         run, surveys = self.run, self.run.steps.surveys
         if surveys:
+            # Statistics are not in checkpoints: a step that was interrupted surveys all its rows again.
             again = self._survey(self._batches_of_step())  # no batches unless resumed within a step
             if run.num_accumulated:
                 run.accumulation["statistics"] = again["statistics"]
+        # With a survey a window is a whole step (the rest of it after a resume), held on the devices until trained on;
+        # without, a single micro-batch.
         while window := list(islice(batches, self._accumulate - run.num_accumulated if surveys else 1)):
+            # A step of one micro-batch is surveyed by `full_step`.
             if surveys and len(window) > 1 and not run.num_accumulated:
                 run.accumulation = self._survey(window)
             yield from window
@@ -620,7 +654,9 @@ class Loop:
             UserError: The data cannot be read twice.
         """
         run, ranks = self.run, self.run.parallel.data_parallel_size
+        # In micro-batches of each rank; the data module counts those of all ranks.
         first, count = run.progress.batches - run.num_accumulated, self._accumulate if run.num_accumulated else 0
+        # The last step of an epoch may be shorter.
         count = min(count, run.schedule.batches_per_epoch - first)
         batches = run.data.micro_batches(first * ranks, count * ranks)
         return run.batches(batches, run.data.batch_size, count)
@@ -651,6 +687,7 @@ def dry_run(run: Training, loader: Any, accumulate: int, watch: Callable[[dict[s
     run.metrics = WatchedSteps(run, watch)
     samples, mmlu, publish = SampleWriter(), MMLUEvaluator(), Publisher()
     evaluation = Evaluation(run, samples, mmlu)
+    # One batch, for its memory and its mistakes.
     if run.schedule.num_val_batches:
         evaluation.evaluate("val", limit=1, keep=False)
     run.schedule = run.schedule.without_validation()
@@ -682,6 +719,7 @@ class CompileClock:
         """Record an event of JAX's monitoring when it ends. Nested events end, and so are recorded, first."""
         if not event.startswith(COMPILE_EVENTS):
             return
+        # Drop the spans inside this one, which its seconds include.
         begin = throughput.now() - seconds
         while self._spans[-1][0] >= begin:
             self._spans.pop()

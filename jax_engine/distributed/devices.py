@@ -62,6 +62,8 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     """
     if accelerator != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(accelerator, accelerator))
+    # JAX without a plug-in for other devices can only run on CPUs. It must not be asked: that would initialise it,
+    # after which the settings below have no effect.
     on_cpu = jax.config.jax_platforms == "cpu" or accelerator == "auto" and not entry_points(group="jax_plugins")
     if VIRTUAL_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         if devices not in ("auto", -1, 1):
@@ -71,6 +73,7 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
             keep_freed_memory()
     if detect_anomaly:
         jax.config.update("jax_debug_nans", True)
+    # Before the first use of a device, too.
     _join(num_nodes, heartbeat_timeout)
     _keep_compiled()
     try:
@@ -82,6 +85,7 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     if not 1 <= wanted <= len(local):
         raise UserError(f"trainer.devices is {devices}, but this machine has {len(local)} ({local[0].platform}). "
                         "Lower it, or set it to auto.")
+    # The first `wanted` devices of each process, so that every process takes part.
     by_process: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
@@ -232,6 +236,7 @@ def gather(parts: dict[Any, Any]) -> dict[Any, Any]:
     """Return the union of all processes' mappings, on every process (all-gather)."""
     if jax.process_count() == 1:
         return parts
+    # An all-gather takes arrays of one shape: exchange the sizes first, then pad to the largest.
     own = np.frombuffer(pickle.dumps(parts), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(len(own)))
     padded = np.zeros(int(sizes.max()), np.uint8)
@@ -264,6 +269,7 @@ class Replicas(Parallel):
 
     def compile(self, function, inputs, outputs, donate=()):
         def local(_, *args):
+            # `pmap` has taken the rank axis off; steps see the one visible rank as [1, B, ...].
             args = [jax.tree.map(lambda x: x[None], arg) if kind == "batch" else arg
                     for kind, arg in zip(inputs, args, strict=True)]
             results = function(*args)
@@ -287,6 +293,7 @@ class Replicas(Parallel):
                           for kinds in (inputs, outputs))
 
         def step(*args):
+            # `shard_map` keeps the axis, with length 1, where `pmap` removes it.
             mapped = local(None, *(arg if kind == "scalar" else jax.tree.map(lambda x: x[0], arg)
                                    for kind, arg in zip(inputs, args, strict=True)))
             return tuple(result if kind == "scalar" else jax.tree.map(lambda x: x[None], result)
@@ -304,10 +311,12 @@ class Replicas(Parallel):
         return jax.lax.psum(tree, _AXIS)
 
     def outline(self, tree, kind):
+        # A replica of the state per device. Batches have their rank axis already, scalars need none.
         lead = (self.data_parallel_size,) if kind == "state" else ()
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), tree)
 
     def put_state(self, tree):
+        # A broadcast view: one copy on the host serves all devices.
         return placed(lambda x: self._place(np.broadcast_to(x, (len(self.local_ranks), *np.shape(x)))), tree)
 
     def put_batch(self, batch):
@@ -317,6 +326,7 @@ class Replicas(Parallel):
         return jax.device_put(scalars, NamedSharding(self._mesh, PartitionSpec()))
 
     def fetch_state(self, tree):
+        # All replicas are equal. A copy, because the next step reuses the buffers of the state.
         return jax.tree.map(lambda x: np.array(x.addressable_shards[0].data[0]), tree)
 
     def replica(self, tree):
@@ -338,6 +348,7 @@ class Replicas(Parallel):
         return self.compile(lambda tree: (self.sum(tree),), ("state",), ("state",))(tree)[0]
 
     def shards(self, tree):
+        # Every process holds everything, and writes its share of it.
         return jax.tree.map(lambda x: Shards(x.shape[1:], own_shard(
             (0,) * (x.ndim - 1), x.addressable_shards[0].data[0], jax.process_index(), jax.process_count())), tree)
 

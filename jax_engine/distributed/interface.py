@@ -63,6 +63,7 @@ class Parallel(ABC):
 
     def sum(self, tree: Any) -> Any:
         """Sum over all data-parallel ranks (all-reduce). Call inside a step."""
+        # `Replicas` overrides this.
         return tree  # right for a mesh, where the arrays of a step are global, and sums over rows reduce over ranks
 
     # Host to devices and back ----------------------------------------------------------------------------------------

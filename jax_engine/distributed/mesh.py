@@ -59,6 +59,8 @@ def partition(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> li
     for length, axes in zip(shape[len(shape) - len(wanted):], wanted, strict=True):
         taken: tuple[str, ...] = ()
         for axis in axes:
+            # An array can use an axis for one of its dimensions only, and all axes of a dimension together must divide
+            # it.
             if axis not in used and length % math.prod(sizes[one] for one in (*taken, axis)) == 0:
                 taken += (axis,)
         used |= set(taken)
@@ -85,6 +87,7 @@ def gathered(name: str, tree: Tree) -> Tree:
 
     def gather(path: Any, leaf: Array) -> Array:
         dimensions = partition(".".join(filter(None, (name, _dotted(path)))), leaf.shape, mesh.shape)
+        # `tensor` stays: devices along it share a product, each with its part of the matrix.
         whole = PartitionSpec(*[tuple(axis for axis in axes if axis == "tensor") for axes in dimensions])
         if not jnp.issubdtype(leaf.dtype, jnp.floating):  # quantised codes, which have no gradient
             return jax.lax.with_sharding_constraint(leaf, whole)
@@ -161,11 +164,13 @@ class ShardedMesh(Parallel):
         if math.prod(sizes.values()) != count:
             raise UserError(f"{wanted} do not make up the number of devices, which is {count}. Change one of them so "
                             f"that their product is {count}.")
+        # The order of the axes matters: ranks (DATA_AXES) come first, so the devices that share a rank are consecutive.
         grid = laid_out(devices, tuple(sizes.values()))
         self.mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
         self.data_parallel_size, self.num_devices = math.prod(sizes[axis] for axis in DATA_AXES), count
         self.expert_size, self.sequence_parts = sizes["expert"], sizes[SEQUENCE]
         sharers = count // self.data_parallel_size
+        # A process may hold only some of a rank's devices; it then supplies the rank's rows all the same.
         self.local_ranks = tuple(sorted({place // sharers for place in own_positions(list(grid.flat))}))
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
         self._over_ranks = NamedSharding(self.mesh, PartitionSpec(DATA_AXES))
@@ -174,6 +179,7 @@ class ShardedMesh(Parallel):
     def sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         """Return the sharding of an array of the state, from its dotted path and shape only."""
         dimensions = partition(name, shape, self.mesh.shape)
+        # Say once that an axis of the table shards nothing of an array.
         if not self._reported and set(chain(*_axes_of(name, shape))) != set(chain(*dimensions)):
             self._reported = True
             say(f"Some dimensions are not divisible by the mesh {dict(self.mesh.shape)} and stay whole on each device, "
@@ -198,6 +204,7 @@ class ShardedMesh(Parallel):
             return compiled[0]
 
         def step(*args):
+            # Tracing needs the mesh, too: `on_mesh` and `constrain` look for it.
             with jax.set_mesh(self.mesh):
                 return program(args)(*args)
 
@@ -219,6 +226,8 @@ class ShardedMesh(Parallel):
         return {name: self._place_rows(x) for name, x in batch.items()}
 
     def _place_rows(self, x: np.ndarray) -> Array:
+        # x holds the rows of this process's ranks only, [own ranks, B, ...]. A device asks for its part by global
+        # index.
         local = {rank: position for position, rank in enumerate(self.local_ranks)}
 
         def part(index):
@@ -240,6 +249,7 @@ class ShardedMesh(Parallel):
         return jax.tree.map(self._own_rows, tree)
 
     def _own_rows(self, x: Array) -> np.ndarray:
+        # Devices that share a rank hold copies of its rows: keep one of them.
         parts = {range(self.data_parallel_size)[shard.index[0]]: shard.data for shard in x.addressable_shards}
         return np.concatenate([np.asarray(parts[ranks]) for ranks in sorted(parts, key=lambda ranks: ranks[0])])
 
@@ -258,6 +268,7 @@ def laid_out(devices: Sequence[jax.Device], sizes: tuple[int, ...]) -> np.ndarra
 def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
     """Return True if the chips fill a box of coordinates in one slice, with one device per chip."""
     extents = (max(along) - min(along) + 1 for along in zip(*(device.coords for device in devices), strict=True))
+    # No two devices on a chip, no gaps, and one slice.
     return (len({tuple(device.coords) for device in devices}) == len(devices) == math.prod(extents)
             and len({getattr(device, "slice_index", 0) for device in devices}) == 1)
 
@@ -275,6 +286,7 @@ def _place(x: np.ndarray, sharding: NamedSharding) -> Array:
 
 
 def _shards_of(x: Array) -> Shards:
+    # The holders of a shard divide the writing of it among them, by the number of their copy.
     different = {str(index) for index in x.sharding.devices_indices_map(x.shape).values()}
     copies = len(x.sharding.device_set) // len(different)
     parts = [own_shard(tuple(cut.indices(size)[0] for cut, size in zip(shard.index, x.shape, strict=True)), shard.data,
@@ -283,4 +295,5 @@ def _shards_of(x: Array) -> Shards:
 
 
 def _whole(x: Array) -> np.ndarray:
+    # A copy, because the next step reuses the buffers of the state.
     return np.array(x) if x.is_fully_addressable else np.array(multihost_utils.process_allgather(x, tiled=True))

@@ -71,6 +71,7 @@ class Prefetcher:
         self._thread.start()
         try:
             while (item := self._ready.get()) is not None:
+                # An exception of the thread, passed on through the queue.
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -90,6 +91,7 @@ class Prefetcher:
     def _produce(self) -> None:
         try:
             for host, num_batches, position in self._global_batches():
+                # Copied to the devices here, in the thread, while the previous step computes.
                 if not self._put(GlobalBatch(self._parallel.put_batch(host), host, num_batches, position)):
                     return
             self._put(None)
@@ -111,6 +113,7 @@ class Prefetcher:
         for batch in self._loader:
             group.append(batch if isinstance(batch, Absent)
                          else {name: np.asarray(tensor) for name, tensor in batch.items()})
+            # Micro-batch i of a group goes to rank i. The position is taken here, before the loader reads on.
             if len(group) == self._parallel.data_parallel_size:
                 yield self._stack(group), len(group), self._position()
                 group = []
@@ -122,13 +125,17 @@ class Prefetcher:
 
     def _stack(self, group: list[dict[str, np.ndarray] | Absent]) -> dict[str, np.ndarray]:
         """Stack the micro-batches of this process's ranks to arrays [own ranks, B, ...], padded to a common length."""
+        # Batches of other processes' ranks are `Absent`: only their length is known, and needed, so that all processes
+        # choose the same one.
         pattern = next(batch for batch in group if not isinstance(batch, Absent))
         axis = pattern["input_ids"].ndim - 1  # the token axis
         length = max(batch.length if isinstance(batch, Absent) else batch["input_ids"].shape[axis] for batch in group)
         if self._max_length is not None:
             length = max(length, min(rounded(length), self._max_length))
+        # Context parallelism cuts rows into parts of equal length.
         length = -(-length // self._parallel.sequence_parts) * self._parallel.sequence_parts
         own = self._parallel.local_ranks
+        # Ranks without a micro-batch, at the end of an epoch, get empty rows: `x[:0]` has their shape.
         return {name: np.stack([self._filled(name, group[rank][name] if rank < len(group) else x[:0], length, axis)
                                 for rank in own]) for name, x in pattern.items()}
 
@@ -137,6 +144,7 @@ class Prefetcher:
         tokens = (length,) if x.ndim > axis else ()
         shape = (self._batch_size, *x.shape[1:axis], *tokens, *x.shape[axis + 1:])
         full = np.full(shape, self._fill.get(name, 0), np.float32 if x.dtype.kind == "f" else np.int32)
+        # Padding is on the right, of rows and of tokens.
         full[tuple(slice(size) for size in x.shape)] = x
         if name in ("attention_mask", "segment_ids"):
             full[len(x) :, ..., 0] = 1  # so that no softmax is over an empty set
@@ -148,5 +156,6 @@ def rounded(length: int) -> int:
 
     The result is at most a quarter longer, or the next multiple of 32.
     """
+    # The power of two that is an eighth to a quarter of the length.
     step = max(32, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step

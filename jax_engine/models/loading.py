@@ -62,7 +62,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
     Raises:
         UserError: Keys are missing, unexpected, or of another shape.
     """
-    # Assign each tensor of the files to a slot. No values are read yet; problems are collected, to be reported together.
+    # Assign each tensor of the files to a slot. No values are read yet; problems are collected and reported together.
     leaves = Leaves(network, jnp.dtype(dtype), quantize, double_quant, sharers)
     wanted = _wanted(network)
     saved: dict[Slot, dict[str, LazyArray]] = {}  # pieces of weights that are saved quantised

@@ -140,6 +140,7 @@ class Task(TaskFields, ABC):
         Args:
             trainable: Trainable parameters, on the host; without an adapter, all parameters.
         """
+        # Without an adapter all parameters train, so `trainable` is the whole model.
         if not self.trains_adapter:
             return hub.save(self.network, trainable, folder, self.save_dtype)
         if self.save_dtype:
@@ -165,6 +166,7 @@ class Task(TaskFields, ABC):
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
         """Return the FLOPs per training token."""
         is_head_too = self.head != "qa" and self.network.config.tie_word_embeddings
+        # A table that is only looked up costs no product.
         looked_up = None if is_head_too else ("embed", "tokens", "weight")
         mixture = mixture_of(self.network.config)
         trained, kept = (sum(round(leaf.size * mixture.share) if "experts" in path else leaf.size

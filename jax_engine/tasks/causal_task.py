@@ -44,6 +44,7 @@ class CausalTask(CausalFields, Task):
 
     def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         load = None
+        # The balance loss and its metrics are for training only.
         if training and self._routes:
             hidden, load = self.network.hidden_and_load(params, rows, training)
         else:
@@ -58,6 +59,7 @@ class CausalTask(CausalFields, Task):
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> Array:
         """Return float32 logits [N, K] of `choice_ids` after the last token of each right-padded row."""
+        # [N, T, D] -> [N, D]: the head is applied to one position per row only.
         last = rows["attention_mask"].sum(axis=1) - 1
         hidden = jnp.take_along_axis(self.network.hidden(params, rows), last[:, None, None], axis=1)[:, 0]
         return self.network.logits(params, hidden)[:, self.choice_ids]
@@ -68,6 +70,7 @@ class CausalTask(CausalFields, Task):
         asked = [(batch.host["index"], steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
                  for batch in batches]
         found = ((indices.ravel(), steps.fetch_rows(rows)) for indices, rows in asked)
+        # Padding rows have index -1.
         return {index: row for indices, rows in found
                 for index, row in zip(indices.tolist(), rows.reshape(len(indices), -1)) if index >= 0}
 
@@ -76,6 +79,7 @@ class CausalTask(CausalFields, Task):
         for rank in range(len(batch.host["index"])):
             local = {name: part[rank] for name, part in batch.host.items()}
             rows = np.flatnonzero(local["index"] >= 0)
+            # Without padding: `generate` pads to widths of its own.
             prompts = [local["input_ids"][row][local["attention_mask"][row] > 0].tolist() for row in rows]
             if not prompts:
                 continue
@@ -103,8 +107,11 @@ def with_load(sums: LossSums, load: Load, row_weights: Array, coefficient: float
     num_experts = load.counts.shape[-1]
     num_tokens = jnp.maximum(load.num_tokens, 1)[..., None]
     chosen = load.counts / num_tokens
+    # [L, B, E] -> [L, B] -> [B]
     balance = num_experts * (chosen * load.probabilities / num_tokens).sum(-1).mean(0)
+    # Load of each expert relative to an even one, [L, B, E]; the bound only avoids 0 / 0 in rows of padding.
     even = load.counts / jnp.maximum(load.counts.mean(-1, keepdims=True), 1 / num_experts)
+    # Largest and smallest load, averaged over layers.
     by_row = (balance, even.max(-1).mean(0), even.min(-1).mean(0))
     metrics = {name: jnp.stack([(row_weights * value).sum(), row_weights.sum()])
                for name, value in zip(METRICS, by_row, strict=True)}

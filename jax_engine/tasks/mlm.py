@@ -37,6 +37,7 @@ class MLM(MLMFields, Task):
         outputs = {}
         for rank in range(len(batch.host["index"])):
             rows = {name: part[rank] for name, part in batch.host.items()}
+            # Only masked positions, in row-major order: [gaps, K].
             gaps = rows["input_ids"] == datamodule.tokenizer.mask_token_id
             own = {name: rows[name] for name in ("input_ids", "index")}
             outputs |= datamodule.outputs_by_index(own, tuple(np.asarray(part[rank])[gaps] for part in found))

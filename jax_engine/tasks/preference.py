@@ -61,10 +61,12 @@ def _computed(run: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
     batch_size = data.eval_batch_size
     found = [(batch.host["index"], steps.predict_step(run.weights.trainable, run.weights.frozen, batch.arrays)["logps"])
              for batch in run.batches(data.reference_loader(role), batch_size, math.inf)]
+    # By number of the global batch and rank, so that the parts of all processes have different keys.
     parts = {(number, rank): (index[place], values[place]) for number, (index, rows) in enumerate(found)
              for values in [steps.fetch_rows(rows)] for place, rank in enumerate(steps.local_ranks)}
     logps = np.zeros(shape, np.float32)
     for index, values in gather(parts).values():
+        # Rows come in the order of the loader; the index is their place in the split. Padding has -1.
         logps[index[index >= 0]] = values[index >= 0]
     return logps
 
@@ -116,6 +118,7 @@ class Reference:
 
     def _own(self, params: Tree) -> Tree:
         leaves = flatten(params)
+        # The copy if there is one, else the parameter that both networks share.
         own = {path: leaves.get((COPIES, *path), leaves.get(path)) for path in self._paths}
         return jax.lax.stop_gradient(unflatten(own))
 
@@ -172,10 +175,12 @@ class Preference(PreferenceFields, CausalTask):
                    statistics: dict[str, Array] | None = None) -> LossSums:
         """Return the summed loss and weight of N pairs or answers, each with its own weight."""
         _check(rows, 3)
+        # The other prompt's answer only serves the survey.
         if not self._loss.method.is_paired:
             rows = _answers(rows, slice(0, 1))
         logps = self._log_probs(self.network, params, rows, training=training)
         reference, facts = self._reference_log_probs(params, rows), self._facts(rows)
+        # Only losses with a baseline get statistics.
         baseline = _baseline(jnp, *statistics[BASELINE]) if statistics else 0.0
         losses, metrics = self._measure(_DEVICE, facts, logps, reference, baseline)
         weights = facts["weights"]
@@ -194,6 +199,7 @@ class Preference(PreferenceFields, CausalTask):
 
         `lengths` [..., N, answers]; `weights` [..., N] float32, 0 for padding rows; `desirable` [..., N] if judged.
         """
+        # Number of predicted tokens; the first one is not predicted. Works on the host and on the devices.
         lengths = (rows["labels"][..., 1:] != IGNORED).sum(-1)
         scored = (lengths > 0).all(-1) if self._loss.method.is_paired else lengths[..., 0] > 0
         weights = scored.astype("float32") * (rows["loss_weights"][..., 0, 0] if "loss_weights" in rows else 1)
@@ -209,6 +215,7 @@ class Preference(PreferenceFields, CausalTask):
 
     def _log_probs(self, network: Network | Reference, params: Tree, rows: Rows, **options: bool) -> Array:
         """Return the summed log-probability [N, answers] of each answer's tokens."""
+        # [N, answers, T] -> [N * answers, T]: answers are independent rows for the network.
         flat = {name: rows[name].reshape(-1, rows[name].shape[-1])
                 for name in ("input_ids", "attention_mask", "labels", "token_seeds") if name in rows}
         hidden = network.hidden(params, flat, **options)
@@ -223,6 +230,7 @@ class Preference(PreferenceFields, CausalTask):
 
     def predict(self, params: Tree, rows: Rows) -> Any:
         """Return log-probabilities [N, answers] under model and reference; for rows [N, T], as any causal LM."""
+        # Multiple-choice questions.
         if rows["input_ids"].ndim == 2:
             return super().predict(params, rows)
         found = {"logps": self._log_probs(self.network, params, rows),
@@ -247,6 +255,7 @@ class Preference(PreferenceFields, CausalTask):
     def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
         """Return loss and metrics over all processes. The baseline is over the whole set, whatever the batches."""
         evaluated, self._evaluated = self._evaluated, []
+        # Rows of all processes, in the order of the loader: by global batch, then rank.
         parts = {}
         for number, (steps, facts, found) in enumerate(evaluated):
             by_rank = {**facts, **steps.fetch_rows(found)}
@@ -262,6 +271,7 @@ class Preference(PreferenceFields, CausalTask):
         Args:
             rows: Facts (see `_facts`), `logps` and, with a reference, `reference`.
         """
+        # In float64, whose rounding is far below that of the float32 inputs.
         rows = {name: values.astype(np.float64) if values.dtype == np.float32 else values
                 for name, values in rows.items()}
         weights, reference, baseline = rows["weights"], rows.get("reference"), 0.0

@@ -41,6 +41,7 @@ class QA(QAFields, Task):
         logits = self._spans(params, rows)
         if "start_positions" not in rows:
             return {"logits": logits}
+        # `span_loss` returns sums: apply it to one window at a time, as a batch of one.
         scored = {name: rows[name] for name in ("start_positions", "end_positions", "attention_mask")}
         losses = jax.vmap(lambda x, row: span_loss(x[None], jax.tree.map(lambda leaf: leaf[None], row)).total)(
             logits, scored)
@@ -48,6 +49,7 @@ class QA(QAFields, Task):
 
     def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
         found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
+        # Neither padding rows nor windows without labels.
         scored = (batch.host["index"] >= 0) & (batch.host["start_positions"] != IGNORED)
         self._losses |= dict(zip(batch.host["index"][scored].tolist(), found["loss"][scored].tolist()))
         self._logits |= _by_window(batch, found["logits"])
@@ -56,6 +58,7 @@ class QA(QAFields, Task):
         """Return loss, exact match and F1 over all processes, and the answers' files."""
         losses, logits = gather(self._losses), gather(self._logits)
         self._losses, self._logits = {}, {}
+        # An exact sum, whatever the order in which processes add their windows.
         loss = math.fsum(losses.values()) / len(losses) if losses else math.nan
         found = datamodule.answer(role, logits)
         return {"loss": loss, **found.scores}, found.files
