@@ -48,6 +48,7 @@ def _measure(task: Task, trainable: Tree, frozen: Tree, rows: list[Row], folder:
         hidden = network.hidden(params, row)
         return network.logits(params, hidden.reshape(-1, hidden.shape[-1])[places])
 
+    # As in training: statistics of all rows first, then sums, divided once at the end.
     batches, statistics = [_on_device(row) for row in rows], ()
     if task.survey is not None:
         survey = jax.jit(lambda trainable, frozen, row: task.survey(merge(trainable, frozen), row))

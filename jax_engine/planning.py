@@ -79,6 +79,7 @@ class Planner:
 
     def plan(self, variant: Variant) -> StepPlan:
         """Compile a step of a variant and return what it needs."""
+        # A copy, since several variants are planned; `__post_init__` checks the fields that have changed.
         task = copy.copy(self.task)
         task.gradient_checkpointing, task.quantize, task.lora = variant.checkpointing, variant.quantize, variant.lora
         task.__post_init__()
@@ -95,12 +96,14 @@ class Planner:
         memory = {"parameters": _held(parallel, trainable, "state") + _held(parallel, frozen, "state"),
                   "optimiser state": _held(parallel, state["optimizer"], "state"),
                   "rows": _held(parallel, rows, "batch")}
+        # float32, of this device's shards.
         gradients = sum(4 * part.size for part in jax.tree.leaves(_parts(parallel, trainable, "state")))
         if accumulates:
             memory["summed gradients"] = gradients
         found, programs = compile_step(lowered, memory, self._room())
         traffic, notes = self._traffic(programs, variant.accumulated)
         tokens = rows["input_ids"].size * variant.accumulated
+        # Without accumulation gradients exist only within the step, so the compiler's temporaries include them.
         parts = {} if accumulates else {"gradients": gradients}
         return StepPlan(
             self.on, "simulated" if self.on.is_simulated else "compiled", found.parts, parts, found.available,
@@ -114,8 +117,10 @@ class Planner:
         """Return the FLOPs of a step per device, including recomputation."""
         arch, tokens = task.network.arch, rows["input_ids"]
         trained, forward_alone = task.passes()
+        # Counted without trained parameters, FLOPs are 4 per weight: half of them are the forward pass.
         step, forward = task.flops_per_token(trainable, frozen), task.flops_per_token({}, merge(trainable, frozen)) / 2
         again = task.network.remat == "full"
+        # Full remat repeats the forward pass of the layers: 2 FLOPs per weight.
         if again:
             mixture = mixture_of(task.network.config)
             step += 2 * sum(leaf.size * (mixture.share if "experts" in path else 1)
@@ -124,6 +129,7 @@ class Planner:
         total = (trained * step + forward_alone * forward) * tokens.size
         if "segment_ids" not in rows:
             scores = score_flops(tokens.shape[-1], arch.windows, arch.num_heads * arch.head_dim, arch.causal)
+            # Scores: one product forward, two backward, and with remat one forward again.
             total += (trained * (3 + again) + forward_alone) * scores * (tokens.size // tokens.shape[-1])
         return total * accumulated / self.on.num_devices
 
@@ -133,6 +139,7 @@ class Planner:
         for name, program in programs.items():
             found, loops = collectives(program.as_text())
             unknown += loops
+            # `accumulate` runs once per micro-batch, `update` and `full_step` once per step.
             times = accumulated if name == "accumulate" else 1
             for kind, one in found.items():
                 total[kind] = total.get(kind, Traffic(0, 0, 1)).plus(one, times)
@@ -166,6 +173,7 @@ def outlined_batch(example: dict[str, Any], ranks: int, rows: int, max_length: i
 def _parts(parallel: Parallel, tree: Tree, kind: str) -> Tree:
     """Return the shape and dtype of each array's shard on a device."""
     def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # On a mesh the shard; with replicas one element of the leading device axis.
         shape = x.sharding.shard_shape(x.shape) if x.sharding is not None else (1, *x.shape[1:])
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
@@ -208,15 +216,18 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
     def walk(name: str, times: int, above: tuple[str, ...], in_fusion: bool = False) -> None:
         if name in above:
             return
+        # Instructions are one per line: `%name = f32[8,4]{1,0} all-gather(...), channel_id=1, replica_groups=...`.
         for line in computations.get(name, ()):
             if (found := _INSTRUCTION.match(line)) is None:
                 continue
+            # An asynchronous collective is a pair of -start and -done: only -start counts.
             kind, passes = found[2].removesuffix("-start"), times
             if kind in KINDS:
                 group, channel = _group(line), re.search(r"channel_id=(\d+)", line)
                 size = _whole_bytes(kind, found[1], found[2], group)
                 # TPU programs have a reduce-scatter as a fusion of all-reduce and slice, in a computation of this name.
                 one = ("reduce-scatter" if "all-reduce-scatter" in name else kind, times, size, group)
+                # The most frequent mention counts.
                 key = channel[1] if channel and in_fusion else line
                 found_once[key] = max(found_once.get(key, one), one, key=lambda each: each[1])
             if kind == "while":
@@ -224,6 +235,7 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
                 passes = times * (known or 1)
                 if known is None:
                     unknown.add(line)
+            # Bodies of loops, fusions and conditionals are computations of their own.
             branches = [part.strip().lstrip("%") for part in ",".join(
                 re.findall(r"branch_computations=\{([^}]*)\}", line)).split(",") if part]
             for called in (*_CALLED.findall(line), *branches):
@@ -242,6 +254,7 @@ def _computations(hlo: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in hlo.splitlines():
+        # A computation starts at the margin and ends its first line with a brace.
         if line and not line[0].isspace() and line.rstrip().endswith("{"):
             name = "" if line.startswith("ENTRY") else line.split()[0].lstrip("%").split("(")[0]
             lines = found[name] = []
@@ -256,6 +269,7 @@ def _bytes(shapes: str) -> list[int]:
 
 
 def _width(kind: str) -> int:
+    # The width of other types is the first number in their names: s32, u64, f8e4m3fn.
     digits = re.search(r"\d+", kind)
     return int(digits[0]) if digits else 0
 
@@ -267,16 +281,19 @@ def _whole_bytes(kind: str, shapes: str, operation: str, group: int) -> int:
         sizes = sizes[len(sizes) // 2:]  # results follow the operands
     elif operation.endswith("-start") and kind == "collective-permute":
         sizes = sizes[:1]
+    # A reduce-scatter's result is one shard; an all-gather's is whole already.
     return sum(sizes) * (group if kind == "reduce-scatter" else 1)
 
 
 def _group(line: str) -> int:
     """Return the number of devices in a collective's group."""
+    # Three notations: lists, {{0,1},{2,3}}; axes of a mesh; and [number of groups, devices per group]<=[...].
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
         return listed[1].count(",") + 1
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
         return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2]))
+    # A collective-permute has pairs of devices instead of groups.
     counted = re.search(r"replica_groups=\[(\d+),(\d+)\]", line)
     return int(counted[2]) if counted else 2
 
@@ -287,6 +304,7 @@ def _passes(line: str, computations: dict[str, list[str]]) -> int | None:
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     text = "\n".join(computations.get(condition[1], ())) if condition else ""
+    # Counters are taken to start at 0 and to be compared by `<`, so a single constant in the condition is their bound.
     limits = re.findall(r"= s32\[\](?:\{[^}]*\})? constant\((\d+)\)", text)
     return int(limits[0]) if len(limits) == 1 and "direction=LT" in text else None
 
@@ -294,8 +312,8 @@ def _passes(line: str, computations: dict[str, list[str]]) -> int | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Absent devices for XLA to compile for: TPUs (jax[tpu]), GPUs (jax[cuda12]), or simulated ones.
 
-# GPU properties that XLA needs beside the memory size, from the vendor's tables: multiprocessors (SMs), float32 lanes
-# per SM, KiB of shared memory per SM and per block, MiB of L2 cache, GHz, compute capability.
+# GPU properties that XLA needs in addition to the memory size, from the vendor's tables: multiprocessors (SMs), float32
+# lanes per SM, KiB of shared memory per SM and per block, MiB of L2 cache, GHz, compute capability.
 GPUS = {"H100": (132, 128, 228, 227, 50, 1.98, (9, 0)), "H200": (132, 128, 228, 227, 50, 1.98, (9, 0)),
         "H100-PCIe": (114, 128, 228, 227, 50, 1.755, (9, 0)), "A100": (108, 64, 164, 163, 40, 1.41, (8, 0)),
         "A100-80GB": (108, 64, 164, 163, 40, 1.41, (8, 0)), "A100-PCIe": (108, 64, 164, 163, 40, 1.41, (8, 0)),
@@ -324,6 +342,7 @@ def devices_of(on: Target) -> tuple[Sequence[jax.Device], bool]:
     jax.config.update("jax_platforms", "cpu")
     package = plugin(on)
     if package is None or not has(package):
+        # Without the plug-in, the CPU stands in: as many virtual devices as the target has.
         with suppress(RuntimeError):  # initialised already; the number of devices is checked below
             jax.config.update("jax_num_cpu_devices", on.num_devices)
         found = jax.devices("cpu")[:on.num_devices]
@@ -355,6 +374,7 @@ def tpu_shape(on: Target) -> tuple[int, int, int]:
     if on.num_devices != 1 << bits:
         raise UserError(f"--on: no slice of {on.kind.name} has {on.num_devices} chips: take a power of two.")
     axes = 2 if on.kind.cores == 1 else 3
+    # Divide the bits over the axes; the last axes get what is left over.
     shape = [1 << ((bits + place) // axes) for place in range(axes)]
     assert math.prod(shape) == on.num_devices
     return (*shape, 1)[:3] if axes == 2 else tuple(shape)

@@ -34,7 +34,7 @@ class Run:
         weights: Current parameters, on the devices.
         limits: `trainer.limit_<role>_batches` by role: train, val, test, predict.
         stopwatch: Measures training time only, without validation, checkpoints and compilation.
-        loggers: This process's loggers; empty on all but the first, and there until the run folder is ready.
+        loggers: This process's loggers; empty on all but the first process, and on it until the run folder is ready.
         progress: Training progress.
     """
 

@@ -483,7 +483,7 @@ class Loop:
     Args:
         accumulate: Micro-batches of each rank per optimiser step; the last step of an epoch may have fewer.
         events: Which events follow a micro-batch, and in which order.
-        interruption: Tells if the user has asked to stop.
+        interruption: Says whether the user has asked to stop.
     """
 
     def __init__(self, run: Training, accumulate: int, events: Events, evaluation: Evaluation,

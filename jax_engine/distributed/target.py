@@ -1,4 +1,4 @@
-"""The devices that programs are made for: those present, unless others are handed in.
+"""The devices that programs are made for: those present, unless others are passed.
 
 Networks, losses and distributions take a `Target`, or None for the devices that are present.
 """

@@ -59,6 +59,7 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     if abstract:
         params = {}
     elif fields.pretrained:
+        # Each process reads only what its devices hold, and computes its share of the scales.
         together = Sharers(jax.process_index(), jax.process_count(), machines.gather)
         params = loading.open_weights(network, fields.pretrained, fields.revision, stored, seed,
                                       None if in_files else fields.quantize, fields.double_quant, together)

@@ -63,7 +63,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     Args:
         compute_dtype: Dtype of matrix products; norms, softmax, rotary positions and logits stay in float32.
         lora: Adapters on a frozen base.
-        rows: Tokens whose rows train beside the adapters, by torch's name of their table.
+        rows: Tokens whose rows train alongside the adapters, by torch's name of their table.
         remat: See Network.
         unroll: See Network; without adapters only.
         fast_kernels: Use the implementations that are fast on the target.
@@ -117,11 +117,13 @@ def write_shards(tensors: dict[str, np.ndarray], folder: Path, limit: int = SHAR
     shards: list[dict[str, np.ndarray]] = [{}]
     room = limit
     for name, value in tensors.items():
+        # A tensor larger than the limit gets a file of its own.
         if value.nbytes > room and shards[-1]:
             shards.append({})
             room = limit
         shards[-1][name] = np.ascontiguousarray(value)  # safetensors silently corrupts other arrays
         room -= value.nbytes
+    # Files of an earlier export, numbered differently, would be loaded as well.
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
     if len(shards) == 1:

@@ -70,7 +70,7 @@ class Build:
         lora: Settings of the adapters.
         adapted: Paths of the linear layers with an adapter, for example `layers.attn.q`.
         adapted_experts: Names of the experts' matrices with an adapter: `gate_up_proj`, `down_proj`.
-        rows: Tokens whose rows train beside the adapters, by path of their table: `embed.tokens`, `head`.
+        rows: Tokens whose rows train alongside the adapters, by path of their table: `embed.tokens`, `head`.
         cpu_forms: Use the implementations that are fast on CPUs, of weight gradients and of layer stacks.
         blocked: Compute attention in blocks, which is fast on CPUs.
         attention: The recipe's choice; `eager` is unfused attention.
@@ -249,7 +249,7 @@ class Embedding(nnx.Module):
     """Table [num, size] of embeddings; looking up row `padding_id` gives no gradient, and it starts at zero without
     `cut`.
 
-    Rows of `tokens` are replaced by trainable rows beside a frozen table, as PEFT's trainable tokens.
+    Rows of `tokens` are replaced by trainable rows next to a frozen table, as with PEFT's trainable tokens.
     """
 
     def __init__(self, num: int, size: int, *, std: float, padding_id: int | None = None,

@@ -81,7 +81,7 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
 
 
 def rows_beside(network: Network, lora: LoRA, tokens: list[int]) -> dict[str, list[int]]:
-    """Return the rows of new tokens that train beside an adapter, by torch's name of their table.
+    """Return the rows of new tokens that train alongside an adapter, by torch's name of their table.
 
     Args:
         network: Without adapters.

@@ -14,7 +14,7 @@ from lmmods.core.lazy_array import LazyArray
 from lmmods.runs.checkpoint import Shards
 
 LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude_vector")
-TOKEN_ROWS = "trainable_tokens_delta"  # rows of new tokens that train beside an adapter
+TOKEN_ROWS = "trainable_tokens_delta"  # rows of new tokens that train alongside an adapter
 ADAPTER_LEAVES = (*LORA_LEAVES, TOKEN_ROWS)
 PEFT_PREFIX = "base_model.model."
 EXPERTS = "layers.mlp.experts"
@@ -28,7 +28,7 @@ class Names:
         arch: Determines which layers have which modules.
         adapted: Paths of modules with an adapter.
         adapted_experts: Names of the experts' matrices with an adapter.
-        to_save: Paths of modules that train in full beside adapters.
+        to_save: Paths of modules that train in full alongside adapters.
     """
 
     def __init__(self, family: Family, head: Head, shapes: Tree, arch: Architecture, adapted: frozenset[str],
@@ -46,15 +46,19 @@ class Names:
         wraps = ".base_layer" * len(adapted_experts)
         for depth, name in enumerate(adapted_experts, 1):
             self._modules[f"{EXPERTS}.{name}_lora"] = self._modules[EXPERTS] + wraps[depth * len(".base_layer"):]
+        # torch's order of parameters: by module in order of definition, then by leaf. Layers go one after the other,
+        # each with all its modules, while the tree stacks a leaf over layers.
         order = list(self._modules)
         ranked = sorted(self._leaves, key=lambda path: (order.index(_module(path)), _leaf_rank(path[-1])))
         outer = [path for path in ranked if path[0] != "layers"]
         inner = [path for path in ranked if path[0] == "layers"]
+        # Modules before the layers and after them.
         first = next(i for i, name in enumerate(order) if name.startswith("layers."))
         before = [path for path in outer if order.index(_module(path)) < first]
         after = [path for path in outer if order.index(_module(path)) > first]
         places = [(path, None) for path in before]
         layers_of = {path: arch.layers_with(_module(path)) for path in inner}
+        # A leaf is stacked over the layers that have it, so its index there may differ from the number of the layer.
         places += [(path, layers_of[path].index(layer)) for layer in range(arch.num_stored_layers) for path in inner
                    if layer in layers_of[path]]
         self._places: list[tuple[Path, int | None]] = places + [(path, None) for path in after]
@@ -119,6 +123,7 @@ class Names:
         if ours in self._adapted:
             return f"{theirs}.base_layer.{leaf}"
         if ours == EXPERTS and self._adapted_experts:
+            # PEFT wraps a module of experts once for each adapted matrix.
             return f"{theirs}{'.base_layer' * len(self._adapted_experts)}.{leaf}"
         return (f"{theirs}.modules_to_save.default.{leaf}" if self.trains(path)
                 else PEFT_PREFIX + self._inside(path, layer))
@@ -157,6 +162,7 @@ class Names:
         for name, value in named.items():
             path, layer = known[name]
             pieces.setdefault(path, {})[layer] = value if isinstance(value, LazyArray) else np.asarray(value)
+        # The network stacks layers, so a leaf is either in all of them or in none.
         missing = [self.name(path, layer) for path, parts in pieces.items() if path[0] == "layers"
                    for layer in self._stack(_module(path)) if layer not in parts]
         if missing:
@@ -176,5 +182,6 @@ def _module(path: Path) -> str:
 
 
 def _leaf_rank(leaf: str) -> int:
+    # torch's order of a module's own parameters, then the adapters.
     return ("weight", "bias", "sinks", "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias",
             *ADAPTER_LEAVES).index(leaf)

@@ -249,7 +249,7 @@ class Network(Names):
 
     Args:
         config: transformers' configuration, saved unchanged.
-        to_save: Paths of modules beside the adapters that train in full; empty for full fine-tuning.
+        to_save: Paths of modules that train in full alongside the adapters; empty for full fine-tuning.
         remat: Activations that the backward pass recomputes: none, all but matrix products, or whole layers.
         unroll: Layers per iteration of the scan; None takes 1, or on CPUs all layers of a shallow network (see
             `UNROLL_CPU`).
@@ -272,7 +272,7 @@ class Network(Names):
 
         Args:
             arch: The architecture, with separate tables for embedding and head if one of a tied pair trains.
-            to_save: Paths of modules beside the adapters that train in full.
+            to_save: Paths of modules that train in full alongside the adapters.
         """
         self._define(arch, build, to_save)
 

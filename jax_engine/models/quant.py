@@ -212,7 +212,7 @@ DYNAMIC = _dynamic_map()
 # processes, and gathered.
 
 _GRID = 65535  # steps from -1 to 1 of the grid on which bitsandbytes' CPU code finds the nearest value of DYNAMIC
-# Tensors that bitsandbytes saves beside a weight.
+# Tensors that bitsandbytes saves along with a weight.
 _STATE = "weight.quant_state.bitsandbytes__"
 _PIECE = re.compile(r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+)|SCB|weight_format)$")
 _CHUNK = 1 << 20  # elements quantised at a time, so that they stay in the cache

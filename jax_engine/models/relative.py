@@ -35,9 +35,12 @@ class Relative:
 
 @cache
 def _buckets(span: int, longest: int | None, length: int) -> np.ndarray:
+    # Query minus key: [length, length].
     distance = np.arange(length)[:, None] - np.arange(length)
     if longest is not None:
         middle = span // 2
+        # float32 as in transformers, whose rounding decides about buckets at the borders. The maximum keeps the
+        # logarithm of near distances, which are not used, at 0.
         size = np.maximum(np.abs(distance), middle).astype(np.float32) / np.float32(middle)
         share = np.log(size) / np.log(np.float32((longest - 1) / middle))
         far = np.ceil(share * np.float32(middle - 1)).astype(np.int64) + middle
@@ -54,10 +57,12 @@ class Table(NamedTuple):
 
 def content_to_position(queries: Array, keys: Array, buckets: Array) -> Array:
     """Score queries [B, T, heads, head_dim] against the table's keys [rows, heads, head_dim]: [B, heads, T, T]."""
+    # Score every row of the table, then pick by distance, so that no table rows [T, T, D] are formed.
     by_row = jnp.einsum("bthd,rhd->bhtr", queries, keys, preferred_element_type=jnp.float32)
     return jnp.take_along_axis(by_row, buckets[None, None], axis=-1)
 
 
 def position_to_content(queries: Array, keys: Array, buckets: Array) -> Array:
     """Score the table's queries [rows, heads, head_dim] against keys [B, T, heads, head_dim]: [B, heads, T, T]."""
+    # The same with keys in the place of queries: [B, heads, key, query], turned back by the swap.
     return content_to_position(keys, queries, buckets.T).swapaxes(-1, -2)

@@ -65,7 +65,7 @@ class Task(TaskFields, ABC):
     """A network and its training objective on JAX.
 
     Attributes:
-        metric_names: Names of the metrics that `batch_loss` returns beside the loss.
+        metric_names: Names of the metrics that `batch_loss` returns in addition to the loss.
         statistic_names: Names of the statistics that `survey` returns.
     """
 

@@ -101,7 +101,7 @@ class Reference:
 
         Args:
             trainable: Initial trainable parameters.
-            base: Base weights of the modules that are trained in full beside an adapter.
+            base: Base weights of the modules that train in full alongside an adapter.
         """
         # Copy, because the first step is donated the buffers of the trainable parameters.
         kept = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
