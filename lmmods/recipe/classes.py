@@ -104,9 +104,11 @@ BASES = {"model": TaskFields, "data": DataFields}
 def declared(block: str) -> dict[str, type]:
     """Return the fields of every declared task (`model`) or data module (`data`) by class name: SFT, SFTData."""
     found = {}
+    # Found by their files, so that a new task needs no entry in a list.
     package = importlib.import_module("lmmods.recipe.tasks")
     for module in sorted(each.name for each in pkgutil.iter_modules(package.__path__) if each.name != "base"):
         name = f"{package.__name__}.{module}"
+        # Only classes defined in the module itself, not those it imports.
         for kind in vars(importlib.import_module(name)).values():
             if inspect.isclass(kind) and issubclass(kind, BASES[block]) and kind.__module__ == name:
                 found[class_name(kind)] = kind
@@ -137,6 +139,7 @@ def known_class(block: str, path: str, engine: str) -> type | None:
     """Return the fields of a task or data module by the name or import path of its class; None if it is not declared.
     """
     package, _, name = path.rpartition(".")
+    # The import path of a class outside our package may end in a declared name by chance.
     if package and not f"{package}.".startswith(f"{FOLDERS[engine][block]}."):
         return None
     return declared(block).get(name)

@@ -35,6 +35,7 @@ class RecipeLoader(Loader):
                                for first, resolvers in Loader.yaml_implicit_resolvers.items()}
 
 
+# A subclass of str, so that keys of a mapping compare and hash by their text.
 class Scalar(str):
     """A value or key with its original text in a recipe.
 
@@ -66,6 +67,7 @@ def _constructor(kind: str) -> Callable[[Any, yaml.ScalarNode], Scalar]:
     return lambda loader, node: Scalar.of(node.value, plain(loader, node), node.start_mark.line + 1)
 
 
+# Every scalar keeps its text next to the value that YAML gives it.
 for _kind in ("null", "bool", "int", "float", "str"):
     ScalarLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _constructor(_kind))
 # PyYAML's pattern of floats, except that the dot and the sign of an exponent are optional.
@@ -104,6 +106,7 @@ def as_yaml(content: Any, **style: Any) -> str:
 def config_argument(value: str) -> dict[str, Any]:
     """Read the argument of `--config`: the path of a recipe file, or an inline recipe. Raises UserError: neither."""
     _check_given(value)
+    # A recipe given inline has a brace, a second line or a `key: value`; an existing file comes first.
     if re.search(r"[{\n]|:\s", value) and not _exists(value):
         return _mapping(value, "--config")
     return read_recipe(value)
@@ -128,6 +131,7 @@ def read_value(text: str) -> Any:
         value = guarded(lambda checked: yaml.load(checked, Loader=ScalarLoader))(str(text))
     except yaml.YAMLError:
         return Scalar.of(text, text)
+    # The text as typed, since YAML would drop quotes, comments and spaces around it.
     return value if isinstance(value, dict | list) else Scalar.of(text, text if value is None else value.yaml_value)
 
 
@@ -155,6 +159,7 @@ def with_shipped_recipes(arguments: list[str]) -> list[str]:
     found: list[str] = []
     for word in arguments:
         name, equals, value = word.partition("=")
+        # The word after --config.
         if found and found[-1] in CONFIG_OPTIONS:
             word = as_file(word)
         elif name in CONFIG_OPTIONS and equals:
@@ -185,6 +190,7 @@ def read_text(path: str | Path) -> str:
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(f"{shown}: the file is UTF-16, but a recipe must be UTF-8: iconv -f UTF-16 -t UTF-8.")
     try:
+        # With or without a byte order mark.
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
@@ -201,6 +207,7 @@ def guarded(load: Callable[[str], Any]) -> Callable[[str], Any]:
     """Wrap a YAML loader so that a text is checked before it is loaded."""
 
     def load_checked(text: str) -> Any:
+        # Before `load`, which would expand aliases and recurse without limit.
         check(text)
         try:
             return load(text)
@@ -268,10 +275,12 @@ def check(text: str) -> None:
 
 
 def _check_events(events: Iterable[yaml.Event]) -> None:
+    # Number of values under each anchor, its own aliases expanded; and the collections that are open at this event.
     anchors: dict[str, int] = {}
     open_ones: list[_Collection] = []
     for event in events:
         where = f"line {event.start_mark.line + 1}"
+        # "!" is the non-specific tag, which constructs nothing of its own.
         if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent) and event.tag not in (None, "!"):
             raise BrokenRecipe(f"{where}: the tag {shortened(event.tag)} has no place in a recipe; write the value "
                                "plainly.")
@@ -287,6 +296,7 @@ def _check_events(events: Iterable[yaml.Event]) -> None:
             size, anchor = 1, event.anchor
             _check_scalar(event, open_ones, where)
         elif isinstance(event, yaml.AliasEvent):
+            # Anchors are entered at their end, so a collection cannot contain itself.
             if event.anchor not in anchors:
                 raise BrokenRecipe(f"{where}: *{event.anchor} repeats nothing that stands complete before it.")
             size, anchor = anchors[event.anchor], None
@@ -295,6 +305,7 @@ def _check_events(events: Iterable[yaml.Event]) -> None:
         if anchor is not None:
             anchors[anchor] = size
         if open_ones:
+            # Sizes add up towards the outside, so an alias of aliases is counted in full without being expanded.
             open_ones[-1].size += size
             open_ones[-1].children += 1
             if open_ones[-1].size > MAX_NODES:
@@ -302,8 +313,10 @@ def _check_events(events: Iterable[yaml.Event]) -> None:
 
 
 def _check_scalar(event: yaml.ScalarEvent, open_ones: list[_Collection], where: str) -> None:
+    # Conversion to an integer takes quadratic time. Quoted digits (not implicit) are a text.
     if len(event.value) > MAX_DIGITS and re.fullmatch(r"[-+]?[0-9_]+", event.value) and event.implicit[0]:
         raise BrokenRecipe(f"{where}: a number of {len(event.value)} digits.")
+    # Children of a mapping alternate: a key, its value, ...
     parent = open_ones[-1] if open_ones else None
     if parent is None or not parent.is_mapping or parent.children % 2:
         return

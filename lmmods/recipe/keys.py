@@ -55,6 +55,7 @@ def keys_of(kind: Callable[..., Any], prefix: str = "") -> dict[str, Key]:
 
 @functools.cache
 def _arguments(kind: Callable[..., Any]) -> dict[str, tuple[Any, Any, str]]:
+    # A signature shows a factory instead of the default that it makes.
     made = {each.name: each.default_factory() for each in dataclasses.fields(kind)
             if each.default_factory is not dataclasses.MISSING} if dataclasses.is_dataclass(kind) else {}
     texts = _texts(kind)
@@ -65,6 +66,7 @@ def _arguments(kind: Callable[..., Any]) -> dict[str, tuple[Any, Any, str]]:
 def _texts(kind: Callable[..., Any]) -> dict[str, str]:
     """Return the argument descriptions in the docstrings of a function, or of a class and its bases."""
     return {each.arg_name: " ".join((each.description or "").split())
+            # Base classes first, so that a subclass may describe an argument anew.
             for base in reversed(kind.__mro__ if inspect.isclass(kind) else [kind])
             for each in docstring_parser.parse(base.__doc__ or "").params}
 
@@ -102,6 +104,7 @@ def _is_block(kind: Any) -> bool:
 
 def is_left(hint: Any) -> bool:
     """True if a type contains library classes, whose values only the engine can validate."""
+    # A class that is neither a plain type nor a block of ours belongs to a library; in a list, its items count.
     return any(is_left(inner) if get_origin(each) is list else inspect.isclass(each) and get_origin(each) is None
                and not _is_block(each) and each not in WORDS and each not in (dict, list, timedelta)
                for each in members(hint) for inner in (get_args(each) or (None,)))
@@ -118,6 +121,7 @@ def walk(keys: dict[str, Key], classes: dict[str, tuple[type, ...]]) -> Iterator
         seen: dict[str, Key] = {}
         kind = block_in(key.type)
         for each in classes.get(key.name, (kind,) if kind else ()):
+            # A key that several classes have appears once.
             seen |= {name: inner for name, inner in keys_of(each, key.name).items() if name not in seen}
         yield from walk(seen, {})
 
@@ -131,9 +135,12 @@ def nearest(name: str, names: list[str]) -> str | None:
     """Return the known key nearest to a misspelt one; None if none is near."""
     parent, _, leaf = name.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in names if each.rpartition(".")[0] == parent}
+    # In its own block first: a name that begins like it, then a similar one.
     begun = sorted((each for each in siblings if len(leaf) > 1 and each.startswith(leaf)), key=len)
     if near := begun[:1] or difflib.get_close_matches(leaf, siblings, 1, 0.7):
         return siblings[near[0]]
+    # Then elsewhere in the top-level block, and last in all of the recipe: the same leaf, a similar name, a similar
+    # leaf.
     block = name.partition(".")[0]
     for candidates in ([each for each in names if each.partition(".")[0] == block], names):
         elsewhere = {}
@@ -162,11 +169,13 @@ def in_words(hint: Any, name: str = "") -> str:
             has_null = True
         elif each is bool:
             listed += ["true", "false"]
+        # "a number" covers whole numbers, and "a text" a duration.
         elif not (each is int and float in members(hint) or each is timedelta and str in members(hint)):
             parts.append(_phrase(each, name))
     parts = list(dict.fromkeys(parts))
     if len(listed) > 2 and not parts:
         return f"one of {', '.join(listed)}" + (", or null" if has_null else "")
+    # A comma before the last `or`, where a part has one of its own.
     if has_null and any(" or " in each for each in parts):
         return f"{_joined([*listed, *parts])}, or null"
     return _joined([*listed, *parts, *(["null"] if has_null else [])])

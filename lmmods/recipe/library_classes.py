@@ -46,6 +46,7 @@ class LibraryClasses:
     """
 
     def __init__(self, recipe: Recipe):
+        # Keys whose values the reader has left: of the trainer one by one, of `model` and `data` whole blocks.
         self.keys = [f"trainer.{name}" for name, value in recipe.given["trainer"].items() if value is LEFT]
         self.keys += [block for block, kind in recipe.classes.items() if kind is None]
         self.parser, self.values = Parser(prog="train.py"), Namespace()
@@ -61,7 +62,9 @@ class LibraryClasses:
                 hint = hints[key.partition(".")[2]]
                 self.parser.add_argument(f"--{key}", type=substituted(hint.type, types.libraries), default=hint.default)
         take_no_files(self.parser)  # else `source: rows.jsonl` would load an existing file as a configuration
+        # One --config or option per layer, in order, so that later layers override earlier ones here as well.
         words = [word for layer in recipe.layers for word in self._words(layer)]
+        # For messages, which name keys as they were typed.
         token = _words.set(words)
         try:
             self.values = self.parser.parse_args(words)
@@ -72,6 +75,7 @@ class LibraryClasses:
         """Return the words that set the same values as a layer, without those that are read already."""
         if layer.option and any(f"{layer.place}.".startswith(f"{key}.") for key in self.keys):
             value = layer.value
+            # Dumped again from the tree, in which texts are marked.
             if value[:1] in ("[", "{"):  # texts such as `12345e67` in it keep their meaning
                 tree = layer.tree
                 for part in layer.place.split("."):
@@ -86,6 +90,7 @@ class LibraryClasses:
                 left[block] = inner
             elif isinstance(inner, dict) and (found := {each: value for each, value in inner.items()
                                                         if each.removesuffix("+") == name}):
+                # A key with a `+` appends, and belongs to the same name.
                 left.setdefault(block, {}).update(found)
         return ["--config", as_yaml(left)] if left else []
 
@@ -95,6 +100,7 @@ class LibraryClasses:
         Of a library's class, keys that are null and default to null are left out: a logger has some thirty options.
         """
         values = self.values.clone()
+        # The files that were read, not a key of the recipe.
         values.pop("config", None)
         trainer = values.get("trainer")
         for value in vars(trainer).values() if isinstance(trainer, Namespace) else ():
@@ -128,6 +134,7 @@ def substituted(hint: Any, classes: Mapping[type, Any]) -> Any:
     if get_origin(hint) is list:
         return list[substituted(get_args(hint)[0], classes)]
     if len(members(hint)) > 1:
+        # Members of a union are replaced one by one.
         return Union[tuple(substituted(each, classes) for each in members(hint))]  # noqa: UP007 - members from a list
     return classes.get(hint, hint) if inspect.isclass(hint) else hint
 
@@ -158,6 +165,7 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> None:
         """Print the error and exit with status 2."""
+        # jsonargparse raises the refusal of `guarded_imports` as an ordinary error of parsing.
         denied = re.search(r"Importing '([^']+)' is not allowed", message)
         if denied:
             key = re.search(r'Parser key "([^"]+)"', message)
@@ -217,9 +225,11 @@ def in_english(message: str, types: Mapping[str, Any], given: Sequence[str], kno
     """
     message = " ".join(message.split())
 
+    # jsonargparse names keys relative to the class it is parsing: complete them from the command line.
     def whole(name: str) -> str:
         return next((key for key in given if f".{key}".endswith(f".{name}")), name)
 
+    # The order matters: patterns further down match more messages.
     if found := re.search(r"class_path '([^']+)': (?:No module named|module '[^']+' has no attribute|.*not found)",
                           message):
         return f"There is no class {found[1]}."
@@ -238,6 +248,7 @@ def in_english(message: str, types: Mapping[str, Any], given: Sequence[str], kno
         if wanted:
             shown = "of another kind" if value is None else shortened(value) or "empty"
             classes = {each.rsplit(".", 1)[-1]: each for listed in CLASSES.values() for each in listed.get(key, ())}
+            # The value may be a misspelt class: compare it with the short names.
             near = difflib.get_close_matches(shown, classes, 1, 0.7)
             return f"{key} is {shown}, but must be {wanted}." + (f" Did you mean {classes[near[0]]}?" if near else "")
     if found := re.match(r"the following arguments are required: (.*)", message):

@@ -126,6 +126,8 @@ def parse(arguments: list[str], options: dict[str, Key], example: str = "", chec
     """
     command, *words = arguments
     files: dict[str, dict[Any, Any]] = {}
+    # The engine first, since it determines the keys of `trainer`; then the classes of `model` and `data`, which
+    # determine theirs; then all values.
     engine = engine_of(words, files)
     reader = Reader(recipe_keys(options, engine), engine, files=files)
     layers = reader.layers(words)
@@ -138,11 +140,13 @@ def parse(arguments: list[str], options: dict[str, Key], example: str = "", chec
         reader.check()
     refuse(reader.mistakes, f"{command} {example}")
     values = {name: reader.given.get(name, key.default) for name, key in options.items()}
+    # A recipe's `overwrite` counts only under conditions (`_overwrites`), an option's always.
     typed = [layer for layer in layers if layer.place == "overwrite"]
     if typed and "overwrite" not in options:
         raise UserError(f"--overwrite is for fit: {command} deletes nothing. Leave it out.")
     if "overwrite" in options and not typed:
         values["overwrite"] = _overwrites(layers, reader.given.get("trainer", {}).get("default_root_dir"))
+    # Blocks only: the other keys are options, the seed and the engine.
     given = {name: reader.given.get(name, {}) for name in reader.keys if block_in(reader.keys[name].type)}
     return Recipe(command, engine, values, reader.given.get("seed_everything", reader.keys["seed_everything"].default),
                   given, reader.classes, layers, words)
@@ -175,6 +179,7 @@ def _overwrites(layers: list[Layer], folder: str | None) -> bool:
             tree = plain(layer.tree)
             trainer = tree.get("trainer")
             named = trainer.get("default_root_dir") if isinstance(trainer, dict) else None
+            # If an option or another recipe names the folder, the author of this key did not mean to delete it.
             overwrites = tree["overwrite"] is True and named is not None and named == folder
     return overwrites
 
@@ -283,20 +288,25 @@ class Reader:
             unnamed: Keys that positional words stand for.
         """
         layers, rest, strays = [], list(words), []
+        # Keys of all classes, as the classes of this command line are not known yet.
         known = {key.name for key in walk(self.keys, {block: task_classes(block) for block in TASKS})}
         while rest:
             word = rest.pop(0)
             if word == "--":
                 raise UserError("-- ends the options, and nothing may follow those of a recipe. Take it out.")
+            # A word with a space before `=` is a text that begins with a dash, not an option.
             if not word.startswith("-") or " " in word.partition("=")[0]:
                 strays.append(word)
                 continue
             option, equals, value = word.partition("=")
+            # argparse's short form without a space: -cFILE.
             if option.startswith("-c") and not option.startswith("--") and option != "-c":
                 option, equals, value = "-c", "=", word[2:].removeprefix("=")
             if option.startswith("--print_config"):
                 continue
             if not equals:
+                # No value follows if the next word looks like an option; -, negative numbers and texts with spaces do
+                # not.
                 if not rest or rest[0].startswith("-") and rest[0] != "-" and " " not in rest[0] and (
                         not NUMBER.fullmatch(rest[0])):
                     if option in CONFIG_OPTIONS or _name(option) in known or not self.takes_recipe:
@@ -316,6 +326,7 @@ class Reader:
         """Return the layers of the words that belong to no option."""
         layers = []
         for number, key in enumerate(unnamed):
+            # A list takes all words that are left.
             if get_origin(key.type) is list:
                 taken, words = words[number:], words[:number]
                 if taken:
@@ -336,6 +347,7 @@ class Reader:
 
     def _config(self, value: str) -> Layer:
         tree = self.files[value] if value in self.files else read_with_lines(value)
+        # An inline recipe has a brace or several lines.
         is_file = not re.search(r"[{\n]", value)
         if is_file and (program := written_for(plain(tree))):
             raise UserError(f"{value} is a configuration of {PROGRAMS[program]}, not a recipe. Make one of it: "
@@ -347,8 +359,10 @@ class Reader:
         block = block_in(self.keys[name].type) if name in self.keys else None
         if block and name not in TASKS and not value.lstrip().startswith("{") and _is_file(value):
             return Layer(value, True, {name: read_with_lines(value)})  # --trainer FILE
+        # A text is taken verbatim, as a commit 1234567 is no number.
         is_text = name in self.keys and set(members(self.keys[name].type)) <= {str, type(None)}
         tree = Scalar.of(value, value) if is_text else read_value(value)
+        # Nest the value from the inside out; a `+` appends to the last part of the key.
         for part in reversed(name.split(".")):
             part = Scalar.of(part, part)
             tree = {part: [tree] if option.endswith("+") and part == name.split(".")[-1] and not isinstance(tree, list)
@@ -360,6 +374,7 @@ class Reader:
     def class_of(self, block: str, layers: list[Layer]) -> type | None:
         """Return the declared class that `model` or `data` ends up with; None if it is another one, or none is named.
         """
+        # The last layer that names a class counts.
         name, layer = None, None
         for each in layers:
             for word, value in each.tree.items():
@@ -377,6 +392,7 @@ class Reader:
         self.named.add(block)
         if kind := known_class(block, name, self.engine):
             return kind
+        # A short name: say at once if there is no such class. Import paths are left to the engine.
         if re.fullmatch(r"[A-Z]\w+", name) and name.yaml_value == name:
             try:
                 check_name(block, name, self.engine)
@@ -398,6 +414,7 @@ class Reader:
         result = dict(under)
         for name, value in over.items():
             key, before = keys[name], result.get(name)
+            # A class of its own has other keys than the type of its block.
             kind = self.classes.get(key.name) or block_in(key.type)
             if isinstance(value, dict) and isinstance(before, dict) and kind:
                 result[name] = self._overlaid(before, value, keys_of(kind, key.name), layer)
@@ -420,8 +437,10 @@ class Reader:
         for word, value in tree.items():
             head, _, rest = word.partition(".")
             line = getattr(word, "line", None)
+            # A dotted key `a.b: x` is read as `a: {b: x}`.
             if rest:
                 value = {Scalar.of(rest, rest, line or 1): value}
+            # Keys under `init_args` and keys next to it belong to the same block.
             if names_class and head == "init_args" and isinstance(value, dict):
                 result = self._overlaid(result, self._block(value, keys, name, layer), keys, layer)
                 continue
@@ -439,16 +458,20 @@ class Reader:
 
     def _value(self, value: Any, hint: Any, key: Key, layer: Layer, line: int | None) -> Any:
         """Convert a value to the type of its key; `WRONG` if it is rejected."""
+        # A class of the user's: only its signature can tell the types of its keys.
         if key.name in self.classes and self.classes[key.name] is None:
             self._mean(value, keys_of(block_in(hint)))
             return LEFT
+        # Words such as null or true need no library; all other values of these keys are left to it.
         if is_left(hint):
             self._check_names(key.name, value, layer, line)
             read = _word(value, hint)
             return LEFT if read is WRONG else read
+        # As in --key '[1, 2]', or quoted in a file.
         if isinstance(value, Scalar) and value[:1] in ("[", "{") and str not in members(hint):
             value = read_value(value)  # a quoted mapping or list
         if isinstance(value, dict) and (kind := self.classes.get(key.name) or block_in(hint)):
+            # A union may be written with the name of its class, as dumped configurations have it.
             if len(members(hint)) > 1 and any(name in value for name in CLASS_KEYS):
                 settings = _init_args(value, kind)
                 if settings is WRONG:
@@ -457,6 +480,7 @@ class Reader:
             return self._block(value, keys_of(kind, key.name), key.name, layer, key.name in self.classes)
         if isinstance(value, Scalar) and key.name in self.classes:
             return {} if value else self._refuse(value, key, layer, line)  # a class name
+        # An explicit null where the type has none.
         if isinstance(value, Scalar) and value.yaml_value is None and type(None) not in members(hint):
             if key.name.startswith("trainer."):
                 return None  # Lightning sets its own defaults for these
@@ -469,6 +493,7 @@ class Reader:
     def _mean(self, tree: Any, keys: dict[str, Key]) -> None:
         """Keep texts of an undeclared class verbatim, for keys that every class has."""
         for name, value in tree.items() if isinstance(tree, dict) else ():
+            # Called for its side effect: it marks texts as such (`Scalar.is_text`), so that `plain` keeps them.
             if name in keys and not isinstance(value, dict):
                 converted(value, keys[name].type)
             self._mean(value, keys if name == "init_args" else {})
@@ -552,6 +577,7 @@ class Reader:
     def check(self) -> dict[str, Any]:
         """Report missing keys, check the merged values against their classes and the engine, and return the objects of
         the blocks that are right."""
+        # Missing keys first; blocks that lack one are not built below.
         for key in self.keys.values():
             if key.name in self.classes:
                 if key.name not in self.named and not self._is_dropped(key.name):
@@ -560,6 +586,7 @@ class Reader:
                                    f"({', '.join(names)}).")
             elif key.default is REQUIRED and block_in(key.type) is None and key.name not in self.given:
                 self._missing(key)
+        # Neither `trainer`, which the engine builds, nor the user's own classes.
         made = {name: self._made(name, kind) for name, kind in
                 ((key.name, self.classes.get(key.name) or block_in(key.type)) for key in self.keys.values())
                 if kind is not None and name != "trainer" and (name in self.given or name not in self.classes)
@@ -582,6 +609,7 @@ class Reader:
 
     def _object(self, kind: type, name: str, values: dict[str, Any]) -> Any:
         keys, options = keys_of(kind, name), dict(values)
+        # The engine builds this object, when the libraries are there.
         if LEFT in options.values():
             return None
         for key, value in values.items():
@@ -589,6 +617,7 @@ class Reader:
             parts = value if isinstance(value, list) else [value]
             if inner and any(isinstance(each, dict) for each in parts):
                 made = [self._object(inner, keys[key].name, each) if isinstance(each, dict) else each for each in parts]
+                # The inner object is wrong, and reported: build the outer one without it, if it can be.
                 if None in made and keys[key].default is REQUIRED:
                     return None
                 if None in made:
@@ -613,9 +642,11 @@ class Reader:
                 elif not messages:
                     return None
         for message in messages:
+            # Messages begin with the key, which the classes of a block know without the name of the block.
             name = message.partition(" ")[0]
             if f"{block}.{name}" in self.places:
                 message, name = f"{block}.{message}", f"{block}.{name}"
+            # A key that was rejected has its default here: what follows from that is no mistake of its own.
             if self._is_dropped(*re.findall(r"[\w.]+\w", message)):
                 continue
             self.dropped.add(name)
@@ -647,6 +678,7 @@ def converted(value: Any, hint: Any) -> Any:
     If the type includes text, a value that matches none of its other types is kept as written: `1234567`, `no`,
     `12345e67`. Mappings of blocks are returned unchanged.
     """
+    # Mappings and lists match the first member of a union that can hold them; blocks are read by `_block`.
     kinds = members(hint)
     if isinstance(value, dict):
         if any(block_in(each) for each in kinds):
@@ -671,8 +703,10 @@ def converted(value: Any, hint: Any) -> Any:
 
 
 def _scalar(value: Scalar, kinds: tuple[Any, ...]) -> Any:
+    # `"3"` in quotes is a number, too, where no text is possible.
     is_quoted = value.yaml_value == value and str not in kinds
     for read in (value.yaml_value, *([_unquoted(value)] if is_quoted else [])):
+        # By type, not isinstance: true is no whole number, although bool derives from int.
         if any(each is Any or each is type(read) and each is not str or each is float and type(read) is int
                for each in kinds):
             return read

@@ -36,6 +36,7 @@ def taken_flag(arguments: list[str]) -> tuple[list[str], bool]:
     for word in words:
         name, equals, value = word.partition("=")
         if name == FLAG:
+            # `--flag value` as well as `--flag=value`; the last one counts.
             answer = value if equals else next(words, "nothing")
         else:
             rest.append(word)
@@ -74,6 +75,7 @@ def guarded_imports(allowed: Iterable[str] | None = None) -> Iterator[None]:
 
     if allowed is None and not is_trusted():
         allowed = PACKAGES
+    # The parser's settings are global: restore them afterwards.
     with kept_settings():
         set_parsing_settings(instantiate_subclass_spec_in_any=False)
         if allowed is not None:
@@ -137,6 +139,7 @@ def _check_built(value: Any, key: str) -> None:
     if isinstance(value, dict | Namespace):
         items = dict(value.items()) if isinstance(value, dict) else vars(value)
         path = items.get("class_path")
+        # The parser turns what it will build into a Namespace; a plain dict with a `class_path` stays data.
         if isinstance(path, str) and not isinstance(value, dict):
             _check_class(key, path)
         for name, each in items.items():
@@ -144,6 +147,7 @@ def _check_built(value: Any, key: str) -> None:
     elif isinstance(value, list | tuple | set):
         for each in value:
             _check_built(each, key)
+    # A function that the parser has already imported as a value.
     elif callable(value):
         _refuse_callable(key, f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}")
 
@@ -152,6 +156,7 @@ def _check_class(key: str, path: str) -> None:
     found = resolved(path)
     if not inspect.isclass(found):
         _refuse_callable(key, path)
+    # The packages allowed hold many classes; some run code when built, so the kind counts, too.
     if path.split(".")[0] not in ("lmmods", "jax_engine") and not issubclass(found, _kinds()):
         raise UserError(f"{key}: {path} is none of the classes that a recipe is made of (callbacks, loggers, "
                         "strategies, profilers, cluster environments). If you trust the recipe, add "
