@@ -14,7 +14,7 @@ from lmmods.core.memory import StepMemory
 
 def compile_step(lowered: dict[str, jax.stages.Lowered], held: dict[str, int], available: float,
                  trusts_compiler: bool = False) -> tuple[StepMemory, dict[str, jax.stages.Compiled]]:
-    """Compile the programs of a step; return its memory, and the programs, of which there are none without room.
+    """Compile the programs of a step; return its memory, and the programs: none if they do not fit.
 
     Args:
         lowered: Programs by name, from `Steps.lower`.

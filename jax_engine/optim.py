@@ -105,6 +105,7 @@ def _adamw(settings: Optimizer) -> Rule:
         change = -(scalars["lr"] * decay) * param - scalars["step_size"] * mean / root
         return change, {"exp_avg": mean, "exp_avg_sq": square}
 
+    # As in torch, slots have the dtype of their parameter.
     return Rule(lambda p: {"exp_avg": jnp.zeros_like(p), "exp_avg_sq": jnp.zeros_like(p)}, update,
                 lambda step, lr: {"step_size": lr / (1 - beta1**step), "bias2_root": math.sqrt(1 - beta2**step)})
 
@@ -139,6 +140,7 @@ def _adafactor(_settings: Optimizer) -> Rule:
         decayed = param - (scalars["lr"] * decay) * param
         return (decayed - scalars["lr"] * change) - param, new  # decay first: rounds as transformers does
 
+    # Both are passed: 1 - beta2 in float32 would lose digits.
     return Rule(slots, update, lambda step, _: {"beta2": 1 - step**-0.8, "one_minus_beta2": step**-0.8})
 
 

@@ -29,7 +29,7 @@ class Run:
     Args:
         data: The DataModule, set up.
         description: One-line description of the network.
-        memory: Memory of a training step on each device, as it is known before the step is compiled.
+        memory: Memory of a training step on each device, estimated before the step is compiled.
         flops_per_token: FLOPs per training token.
         weights: Current parameters, on the devices.
         limits: `trainer.limit_<role>_batches` by role: train, val, test, predict.

@@ -119,6 +119,7 @@ def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
     positions = jnp.stack([batch["start_positions"], batch["end_positions"]], axis=-1)
     # IGNORED is negative: gather any valid index in its place, since the next line drops the value.
     picked = jnp.take_along_axis(log_probs, jnp.maximum(positions, 0)[:, None], axis=1)[:, 0]
+    # Half of each: the mean of start and end.
     total = -jnp.where(positions == IGNORED, 0.0, picked).sum() / 2
     return LossSums(total, (batch["start_positions"] != IGNORED).sum().astype(jnp.float32))
 

@@ -1,7 +1,7 @@
 """Prefetching: stack the micro-batches of a torch loader into global batches and copy them to the devices in advance.
 
 With N data-parallel ranks a step takes N consecutive micro-batches, one per rank, as N torch ranks would. Every process
-iterates over all micro-batches; the loader reads those of the process's own ranks, and gives only the length of the
+iterates over all micro-batches; the loader reads those of the process's own ranks, and returns only the length of the
 others. All processes thus agree on lengths and on the end of the epoch without communicating, and a loader's position
 does not depend on the number of processes. Such a loader must have world size 1.
 """
@@ -144,7 +144,7 @@ class Prefetcher:
         tokens = (length,) if x.ndim > axis else ()
         shape = (self._batch_size, *x.shape[1:axis], *tokens, *x.shape[axis + 1:])
         full = np.full(shape, self._fill.get(name, 0), np.float32 if x.dtype.kind == "f" else np.int32)
-        # Padding is on the right, of rows and of tokens.
+        # Padding rows come last, and padding tokens on the right.
         full[tuple(slice(size) for size in x.shape)] = x
         if name in ("attention_mask", "segment_ids"):
             full[len(x) :, ..., 0] = 1  # so that no softmax is over an empty set

@@ -97,6 +97,7 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float 
         # [B, K, G, T, S] -> [B, heads, T, S]: masks are drawn by number of the query head.
         by_head = weights.reshape(batch, heads, length, -1)
         weights = dropped_weights(by_head, rate, seeds, "layers.attn.weights").reshape(weights.shape)
+    # The second product takes the weights in the compute dtype. [B, T, K, G, D]
     mixed = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
     return mixed.reshape(batch, length, heads * size)
 

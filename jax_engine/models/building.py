@@ -55,6 +55,7 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     remat = {False: "none", True: "full"}.get(fields.gradient_checkpointing, fields.gradient_checkpointing)
     network = hub.network(config, head, compute_dtype=compute, remat=remat, fast_kernels=fields.fast_kernels,
                           attention=fields.attention if fields.fast_kernels else "eager", on=on)
+    # Mixed precision trains float32 parameters; frozen ones are stored as they are used.
     stored = compute if frozen or precision == "bf16-true" else "float32"
     if abstract:
         params = {}

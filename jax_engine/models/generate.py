@@ -231,6 +231,7 @@ class Forward:
         positions = _positions(real[:, :width])
         batch = {"input_ids": tokens[:, :width], "attention_mask": real[:, :width].astype(jnp.int32),
                  "position_ids": positions}
+        # All prompts in one pass. They are right-aligned, so their last tokens are in the last column.
         hidden, cache = self._network.hidden(params, batch, cache=self._network.init_cache(*tokens.shape))
         return {"cache": cache, "position": positions[:, -1]}, hidden[:, -1]
 
@@ -456,8 +457,8 @@ class _Group:
         # The last key of a lexsort counts first: 0 running, 1 ended by length, 2 ended by a token; then the score.
         order = jnp.lexsort((-scores, ended.astype(jnp.int32) + ends))[:, :size]
         scores, tokens = _at(jnp.where(ended, LOST, scores), order), _at(tokens, order)
-        # Closed for good once the best running beam, at its present length, does not beat the worst of the finished
-        # ones.
+        # Closed for good once all candidates have ended, or the best running beam, at its present length, does not beat
+        # the worst of the finished ones.
         is_open = beams["open"] & (scores[:, 0] / weight > best_scores[:, -1]) & ~ended.all(1)
         # Beams of a search that has ended continue, but their tokens do not count.
         chosen = jnp.broadcast_to(was_open, order.shape).astype(jnp.float32)

@@ -124,10 +124,11 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(dtype)
 
     def _product(self, x: Array, weight: Any) -> Array:
-        """x W^T."""
+        """Return x W^T."""
         name = f"{self.path}.weight"
         if isinstance(weight, Quantized):
             return _coded_product(name, self.build, self.conv1d, x, weight)
+        # Cast before the all-gather, which then moves half the bytes in 16 bits.
         return product(x, gathered(name, weight.astype(self.build.dtype)), self.build, self.conv1d)
 
     def _adapter(self, x: Array, y: Array, weight: Any, seeds: Seeds | None) -> Array:
@@ -228,6 +229,7 @@ def vocabulary_logits(hidden: Array, table: Array, build: Build, tokens: tuple[i
         rows: [K, D] their replacements. Applied to the logits rather than the table, so that the gradient of the whole
             table is never computed.
     """
+    # Operands in the compute dtype, results in float32.
     logits = product(hidden, table, build, result=jnp.float32)
     if rows is None:
         return logits

@@ -54,6 +54,7 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
     Raises:
         UserError: A target or module to save matches nothing, or not every layer.
     """
+    # Targets are named as in torch, one module per layer; a path of ours stands for the module in all layers.
     linear, modules = _by_torch_name(network)
     targets = adapted_layers(lora, linear, network.arch.experts is not None, network.config.model_type)
     adapted = _in_every_layer("lora.targets", targets, linear)
@@ -71,6 +72,7 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
                         "JAX engine does not train apart. Take them out, or use engine: torch.")
     if lora.dropout and network.head == "masked" and "head.dense" in adapted:
         say("lora.dropout acts inside the encoder: the head, which sees masked positions of many rows, has none.")
+    # A tied pair stays one table unless one of the two trains.
     arch = network.arch
     if network.head == "causal" and arch.tied and ends:
         arch = dataclasses.replace(arch, tied=False)  # one of the two trains a copy, as with PEFT

@@ -61,7 +61,7 @@ class DecoderEmbedding(nnx.Module):
                                    ) if arch.positions == "learned" else None
 
     def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
-        """Residual stream [B, T, D] at the bottom."""
+        """Return the residual stream [B, T, D] that enters the first layer."""
         x = self.tokens(batch["input_ids"])
         # Rounded to the dtype of x, as transformers does (Gemma).
         x = x * jnp.asarray(self.arch.embedding_scale, x.dtype)
@@ -130,7 +130,7 @@ class EncoderEmbedding(nnx.Module):
                               ) if arch.embedding_size else None
 
     def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
-        """Residual stream [B, T, D] at the bottom."""
+        """Return the residual stream [B, T, D] that enters the first layer."""
         x = self.tokens(batch["input_ids"])
         x = x if self.positions is None else x + self.positions(position_ids)
         if self.types is not None:

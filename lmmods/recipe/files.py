@@ -104,7 +104,11 @@ def as_yaml(content: Any, **style: Any) -> str:
 
 
 def config_argument(value: str) -> dict[str, Any]:
-    """Read the argument of `--config`: the path of a recipe file, or an inline recipe. Raises UserError: neither."""
+    """Read the argument of `--config`: the path of a recipe file, or an inline recipe.
+
+    Raises:
+        UserError: It is neither.
+    """
     _check_given(value)
     # A recipe given inline has a brace, a second line or a `key: value`; an existing file comes first.
     if re.search(r"[{\n]|:\s", value) and not _exists(value):

@@ -1,7 +1,7 @@
 """Values of a recipe whose classes belong to a library or to the user: loggers, callbacks, strategies, own tasks.
 
-jsonargparse reads them, by the signatures of the classes that the recipe names, once the engine's libraries are there.
-Everything else is read by `lmmods.recipe.reader`.
+jsonargparse reads them, by the signatures of the classes that the recipe names, once the engine's libraries are
+imported. Everything else is read by `lmmods.recipe.reader`.
 """
 
 import difflib
@@ -39,7 +39,7 @@ class LibraryClasses:
     """Values of a recipe that only the classes of an engine's libraries, or the user's own, can read.
 
     Args:
-        recipe: The recipe; where none of its values is left, nothing is parsed and no engine imported.
+        recipe: The recipe; if none of its values is left, nothing is parsed and no engine is imported.
 
     Raises:
         SystemExit: An error was printed.

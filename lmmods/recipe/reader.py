@@ -2,8 +2,8 @@
 
 A command line is a sequence of layers: recipe files and options, later ones overriding earlier ones. Each value in
 every layer is checked against the type of its key; the merged values are then checked by the dataclasses of fields. No
-library is imported for it. Values whose classes belong to a library or to the user, such as a logger or a task of one's
-own, are left: `lmmods.recipe.library_classes` reads them when the engine's libraries are there.
+library is imported for this. Values whose classes belong to a library or to the user, such as a logger or the user's
+own task, are left: `lmmods.recipe.library_classes` reads them once the engine's libraries are imported.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ class Layer:
 
 @dataclass
 class Recipe:
-    """A command and its recipe: what the command line and its files set, of the right types.
+    """A command and its recipe: what the command line and its files set, converted to the right types.
 
     Args:
         options: Options of the command itself, with their defaults.
@@ -172,7 +172,7 @@ def engine_of(words: list[str], files: dict[str, dict[Any, Any]] | None = None) 
 
 
 def _overwrites(layers: list[Layer], folder: str | None) -> bool:
-    """True if a recipe lets `fit` start over in a run folder: its key counts for the folder that it names itself."""
+    """True if a recipe lets `fit` start over in a run folder: its key counts only for the folder named next to it."""
     overwrites = False
     for layer in layers:
         if "overwrite" in layer.tree:
@@ -576,7 +576,7 @@ class Reader:
 
     def check(self) -> dict[str, Any]:
         """Report missing keys, check the merged values against their classes and the engine, and return the objects of
-        the blocks that are right."""
+        the valid blocks."""
         # Missing keys first; blocks that lack one are not built below.
         for key in self.keys.values():
             if key.name in self.classes:
