@@ -347,7 +347,7 @@ class Reader:
 
     def _config(self, value: str) -> Layer:
         tree = self.files[value] if value in self.files else read_with_lines(value)
-        # An inline recipe has a brace or several lines.
+        # Only a brace or a second line marks an inline recipe here.
         is_file = not re.search(r"[{\n]", value)
         if is_file and (program := written_for(plain(tree))):
             raise UserError(f"{value} is a configuration of {PROGRAMS[program]}, not a recipe. Make one of it: "
