@@ -428,9 +428,11 @@ class Peers:
                 self._wait_to_fail()
                 return self._end(FAILED, UserError(f"Process {connection.name} has ended with an error, so this one "
                                                    "ends, too."))
-            else:
+            elif word.isdigit():
                 # An exit status: the other end has reported a loss or failure and ended at once, see `_end`.
                 self._end(int(word))
+            else:
+                return self._remove(connection)  # it does not speak as this version does
         # Closed without a word about how it ends: if it is one of the run, it is dead.
         if words is None:
             self._remove(connection)

@@ -27,7 +27,7 @@ class Operations(Protocol):
     relu: Callable[[Array], Array]
     log: Callable[[Array], Array]
     expm1: Callable[[Array], Array]
-    where: Callable[[Array, Array, Array | float], Array]
+    where: Callable[[Array, Array | float, Array], Array]
 
 
 PairFormula = Callable[[Operations, "PreferenceLoss", Array, Array], Array]
@@ -129,8 +129,9 @@ def _orpo(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) 
 
 def _log_odds(ops: Operations, score: Array) -> Array:
     """log(p / (1 - p)) of p = exp(score)."""
-    # At p = 1 the odds are infinite; clamp before the logarithm, so that gradients stay finite, too.
-    score = ops.where(score < -LEAST, score, -LEAST)
+    # At p = 1 the odds are infinite; clamp before the logarithm, so that gradients stay finite, too. NaN is not
+    # greater, so it stays: a run must end on it.
+    score = ops.where(score > -LEAST, -LEAST, score)
     # -expm1(score) is 1 - p without cancellation for p near 1.
     return score - ops.log(-ops.expm1(score))
 

@@ -111,16 +111,19 @@ def config_argument(value: str) -> dict[str, Any]:
     """
     _check_given(value)
     # A recipe given inline has a brace, a second line or a `key: value`; an existing file comes first.
-    if re.search(r"[{\n]|:\s", value) and not _exists(value):
-        return _mapping(value, "--config")
-    return read_recipe(value)
+    return _mapping(value, "--config") if is_inline(value) else read_recipe(value)
 
 
 def read_with_lines(value: str) -> dict[Scalar, Any]:
     """Like `config_argument`, with `Scalar` keys and values."""
     _check_given(value)
-    is_text = re.search(r"[{\n]|:\s", value) and not _exists(value)
-    return _mapping(value if is_text else read_text(value), "--config" if is_text else value, ScalarLoader)
+    inline = is_inline(value)
+    return _mapping(value if inline else read_text(value), "--config" if inline else value, ScalarLoader)
+
+
+def is_inline(value: str) -> bool:
+    """True if the argument of `--config` is a recipe itself and not the path of a file."""
+    return bool(re.search(r"[{\n]|:\s", value)) and not _exists(value)
 
 
 def _check_given(value: str) -> None:

@@ -21,6 +21,7 @@ from lmmods.recipe.files import (
     CONFIG_OPTIONS,
     Scalar,
     as_yaml,
+    is_inline,
     option_values,
     plain,
     read_value,
@@ -348,7 +349,7 @@ class Reader:
     def _config(self, value: str) -> Layer:
         tree = self.files[value] if value in self.files else read_with_lines(value)
         # Only a brace or a second line marks an inline recipe here.
-        is_file = not re.search(r"[{\n]", value)
+        is_file = not is_inline(value)
         if is_file and (program := written_for(plain(tree))):
             raise UserError(f"{value} is a configuration of {PROGRAMS[program]}, not a recipe. Make one of it: "
                             f"python train.py migrate {value} --out recipe.yaml")

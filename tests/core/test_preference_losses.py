@@ -94,6 +94,12 @@ def test_a_padding_pair_and_a_certain_answer_have_finite_gradients(name):
     assert torch.isfinite(losses).all() and torch.isfinite(logps.grad).all()
 
 
+def test_a_score_that_is_no_number_stays_one():
+    """A run ends on a loss that is not a number; none may be hidden by a clamp."""
+    losses, _ = of_pairs(made("orpo", sft_weight=0.0), torch.full(LENGTHS.shape, torch.nan))
+    assert torch.isnan(losses).all()
+
+
 @pytest.mark.parametrize(("name", "start"), [
     ("sigmoid", np.log(2)), ("robust", np.log(2)), ("sigmoid_norm", np.log(2)), ("hinge", 1), ("ipo", 25),
     ("nca_pair", 2 * np.log(2)), ("bco_pair", 2 * np.log(2)), ("sppo_hard", 50), ("apo_zero", 1), ("apo_down", 1),
