@@ -287,38 +287,10 @@ def finished(recipe, shared, tmp_path):
     return run
 
 
-class Clock:
-    """Stands in for `time`: a millisecond passes at each look, and what a test says."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 0.001
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    """The clock by which both engines measure training."""
-    from lmmods.core import throughput
-
-    clock = Clock()
-    monkeypatch.setattr("lmmods.core.throughput.time", clock)
-    monkeypatch.setattr("jax_engine.trainer.compile_clock", lambda: throughput.now)  # the other leaves real seconds out
-    return clock
-
-
-@pytest.fixture
-def stop_at(monkeypatch):
+def stop_at():
     """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""
-    from lmmods.torch_engine.callbacks.run_events import StartReport
+    from tests import interruptions
 
-    left = {"batches": 0}
-
-    def on_train_batch_start(callback, trainer, *_):
-        left["batches"] -= 1
-        if left["batches"] == 0:
-            trainer.interruption.requested = True
-
-    monkeypatch.setattr(StartReport, "on_train_batch_start", on_train_batch_start)
-    return lambda batches: left.update(batches=batches)
+    yield interruptions.stop_at
+    interruptions.stop_at(0)

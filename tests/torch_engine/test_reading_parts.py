@@ -29,13 +29,13 @@ from tests.forks import together
 @pytest.fixture
 def asked(monkeypatch):
     """Numbers of values that are read from files, in order."""
-    sizes, of_file = [], lazy_array.of_file
+    sizes, lazy_file = [], lazy_array.lazy_file
 
     def counting(*args):
         return {name: LazyArray(array.shape, array.dtype, lambda part, array=array: sizes.append(array[part].numel())
-                                or array[part], array.empty) for name, array in of_file(*args).items()}
+                                or array[part], array.empty) for name, array in lazy_file(*args).items()}
 
-    monkeypatch.setattr(lazy_array, "of_file", counting)
+    monkeypatch.setattr(lazy_array, "lazy_file", counting)
     return sizes
 
 
