@@ -104,7 +104,7 @@ class Trainer(JaxTrainerFields):
     def _fit(self, model: Task, datamodule: Any, resumed: Path | None) -> None:
         if self.publish.repo is not None and (problem := self.publish.problem()):
             raise UserError(problem)
-        run, loader = self._training_run(model, datamodule, resumed)
+        run, loader = self.training_run(model, datamodule, resumed)
         model.begin(run)  # reads the initial weights, so before a checkpoint replaces them
         evaluation = Evaluation(run, self.samples, self.mmlu)
         checkpointer = Checkpointer(run, self._cut(datamodule), self.checkpoint, self.callbacks, self.identity)
@@ -186,9 +186,9 @@ class Trainer(JaxTrainerFields):
                 which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first",
                 recipe: bool = False) -> None:
         """Print the training data and the memory of a training step, without training."""
-        self._connect()
+        self.connect()
         self._say_engine()
-        run, loader = self._training_run(model, datamodule, None)
+        run, loader = self.training_run(model, datamodule, None)
         show_data(datamodule, rows, which)
         print()
         # Only the shapes of this batch matter: the step is compiled for rows of maximum length, but does not run.
@@ -201,24 +201,9 @@ class Trainer(JaxTrainerFields):
 
     def measure(self, model: Task, datamodule: Any, rows: list[Row], folder: Path) -> None:
         """Write what JAX computes for `rows` to `folder`, for comparison with torch. Does not train."""
-        self._connect()
+        self.connect()
         self._say_engine()
         measure(model, datamodule, rows, folder)
-
-    def dry_run(self, model: Task, datamodule: Any, watch: Callable[[dict[str, float]], bool]) -> int | None:
-        """Train as `fit` does, without writing anything: no run folder is created or locked.
-
-        Args:
-            watch: Called with the metrics of each optimiser step; training stops when it returns True.
-
-        Returns:
-            Peak bytes in use on the first device, None if it does not report them.
-        """
-        self._connect()
-        run, loader = self._training_run(model, datamodule, None)
-        model.begin(run)
-        dry_run(run, loader, self.accumulate_grad_batches, watch)
-        return machines.peak_memory()
 
     @property
     def batches_per_step(self) -> int:
@@ -236,7 +221,7 @@ class Trainer(JaxTrainerFields):
 
     # Start -----------------------------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
         """Set up the devices, connect to the other processes, and resolve `precision: auto`."""
         self.parallel: Parallel = machines.start(self.accelerator, self.devices, self.num_nodes, self.strategy,
                                                 self.detect_anomaly, self.heartbeat_timeout)
@@ -256,7 +241,7 @@ class Trainer(JaxTrainerFields):
     @contextmanager
     def _in_run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Lock the run folder for this command. If the first process cannot, all processes raise the same UserError."""
-        self._connect()
+        self.connect()
         self._say_engine()
         folder, several = self.run_folder, jax.process_count() > 1
         Peers.current().meet(jax.process_index(), jax.process_count(), machines.from_first, self.heartbeat_timeout)
@@ -275,7 +260,7 @@ class Trainer(JaxTrainerFields):
             load_weights(run, checkpoint)
         return run
 
-    def _training_run(self, model: Task, datamodule: Any, checkpoint: Path | None) -> tuple[Training, Any]:
+    def training_run(self, model: Task, datamodule: Any, checkpoint: Path | None) -> tuple[Training, Any]:
         """Return a run before its first step, and its training loader."""
         run, loader = self._prepare("fit", model, datamodule, checkpoint), datamodule.train_dataloader()
         schedule = Schedule.from_keys(
@@ -660,43 +645,6 @@ class Loop:
         count = min(count, run.schedule.batches_per_epoch - first)
         batches = run.data.micro_batches(first * ranks, count * ranks)
         return run.batches(batches, run.data.batch_size, count)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Dry run: training without a run folder, whose metrics go to a callback.
-
-class WatchedSteps(StepMetrics):
-    """Pass the metrics of each optimiser step to `watch`, and stop training when it returns True."""
-
-    def __init__(self, run: Training, watch: Callable[[dict[str, float]], bool]) -> None:
-        super().__init__(run.stopwatch)
-        self._run, self._watch = run, watch
-
-    def add(self, step: int, epoch: float, step_metrics: Callable[[], dict[str, float]],
-            is_done: Callable[[], bool] = lambda: False) -> None:
-        if self._watch(step_metrics()):
-            self._run.should_stop = True
-
-
-def dry_run(run: Training, loader: Any, accumulate: int, watch: Callable[[dict[str, float]], bool]) -> None:
-    """Train until `watch` returns True for a step, or to the end of the run.
-
-    Args:
-        accumulate: Micro-batches of each rank per optimiser step.
-    """
-    run.metrics = WatchedSteps(run, watch)
-    samples, mmlu, publish = SampleWriter(), MMLUEvaluator(), Publisher()
-    evaluation = Evaluation(run, samples, mmlu)
-    # One batch, for its memory and its mistakes.
-    if run.schedule.num_val_batches:
-        evaluation.evaluate("val", limit=1, keep=False)
-    run.schedule = run.schedule.without_validation()
-    cut = Cut(run.data.batch_size, accumulate, run.parallel.data_parallel_size)
-    loop = Loop(run, accumulate, Events(None, samples, mmlu, publish, may_stop_early=False), evaluation,
-                Checkpointer(run, cut, CheckpointPolicy(), [], RunIdentity()), Exporter(run, publish), [],
-                Interruption(saves=False))
-    with closing(run.bar):
-        loop.train(loader, resumed=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

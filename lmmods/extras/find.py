@@ -26,6 +26,7 @@ from lmmods.core.files import check_place
 from lmmods.core.memory import GIB, StepMemory
 from lmmods.core.progress_bar import Bar
 from lmmods.core.settings import Optimizer, require
+from lmmods.extras.dry_run import dry_run
 from lmmods.recipe.files import CONFIG_OPTIONS, RecipeLoader, option_values, read_recipe, read_text
 from lmmods.recipe.keys import BLOCKS, keys_of
 from lmmods.recipe.reader import Recipe
@@ -478,7 +479,7 @@ def _range_test(setup: "Setup", test: RangeTest) -> None:
         return over
 
     try:
-        setup.trainer.dry_run(setup.model, setup.datamodule, watch)
+        dry_run(setup, watch)
     except NotFinite:
         test.diverged = True
     finally:
@@ -493,7 +494,7 @@ def measure_step(parsed: Recipe, result: str | None) -> None:
         datamodule.longest_first = True
         if datamodule.streaming:  # the longest rows are unknown when streaming
             datamodule.pad_to_multiple_of = datamodule.max_length
-        on_device = setup.trainer.dry_run(setup.model, datamodule, probe.add)
+        on_device = dry_run(setup, probe.add)
     if not setup.trainer.is_global_zero:
         return
     memory = measured_memory(on_device or peak_of_process(), math.inf)

@@ -198,19 +198,6 @@ class Trainer(L.Trainer):
             self.datamodule = datamodule
             model.configure_model()
 
-    def dry_run(self, model: Any, datamodule: Any, watch: Callable[[dict[str, float]], bool]) -> int | None:
-        """Train like `fit` until `watch` returns True; it is called with the metrics of each optimiser step.
-
-        Writes nothing: no run folder is created or locked.
-
-        Returns:
-            Peak bytes reserved by torch on this process's GPU; None without a GPU.
-        """
-        self.callbacks = [DryRun(watch)]  # instead of those that write
-        super().fit(model, datamodule=datamodule)
-        on_gpu = self.strategy.root_device.type == "cuda"
-        return torch.cuda.max_memory_reserved(self.strategy.root_device) if on_gpu else None
-
     def _checkpoint(self, ckpt_path: str | None, datamodule: Any) -> Path | None:
         if ckpt_path is None:
             return None
@@ -334,21 +321,6 @@ class Trainer(L.Trainer):
             return True
         last_epoch = self.max_epochs not in (None, -1) and self.current_epoch + 1 >= self.max_epochs
         return last_epoch and epoch_ends(self)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Dry run: training without writing anything, whose metrics go to a callback.
-
-class DryRun(L.Callback):
-    """Pass the metrics of each optimiser step to `watch`, and stop when it returns True."""
-
-    def __init__(self, watch: Callable[[dict[str, float]], bool]) -> None:
-        self._watch = watch
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        # The metrics are sums over all processes, so all of them decide alike.
-        if not module.accumulation.is_open and self._watch(module.accumulation.last.step_metrics()):
-            trainer.should_stop = True
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""Training without a run folder: nothing is logged, sampled or saved. `find` measures steps with it."""
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmmods.commands.setup import Setup
+
+Watch = Callable[[dict[str, float]], bool]
+
+
+def dry_run(setup: "Setup", watch: Watch) -> int | None:
+    """Train as `fit` does, without writing anything: no run folder is created or locked.
+
+    Args:
+        watch: Called with the metrics of each optimiser step; training stops when it returns True.
+
+    Returns:
+        Peak bytes that the engine holds on this process's first device; None if it does not report them.
+    """
+    run = _on_jax if setup.recipe.engine == "jax" else _on_torch
+    return run(setup.trainer, setup.model, setup.datamodule, watch)
+
+
+def _on_torch(trainer: Any, model: Any, datamodule: Any, watch: Watch) -> int | None:
+    import lightning as L
+    import torch
+
+    class Watching(L.Callback):
+        """Stops training when `watch` returns True."""
+
+        def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+            # The metrics are sums over all processes, so all of them decide alike.
+            if not module.accumulation.is_open and watch(module.accumulation.last.step_metrics()):
+                trainer.should_stop = True
+
+    trainer.callbacks = [Watching()]  # instead of those that write
+    L.Trainer.fit(trainer, model, datamodule=datamodule)  # not ours, which takes the run folder
+    device = trainer.strategy.root_device
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
+def _on_jax(trainer: Any, model: Any, datamodule: Any, watch: Watch) -> int | None:
+    from jax_engine.checkpoint import Checkpointer
+    from jax_engine.distributed import devices
+    from jax_engine.trainer import Evaluation, Exporter, Loop
+    from lmmods.core.signals import Interruption
+    from lmmods.evaluation.mmlu import MMLUEvaluator
+    from lmmods.evaluation.samples import SampleWriter
+    from lmmods.runs.checkpoint_policy import CheckpointPolicy
+    from lmmods.runs.events import Events
+    from lmmods.runs.hub_upload import Publisher
+    from lmmods.runs.identity import RunIdentity
+    from lmmods.runs.progress import Cut
+    from lmmods.runs.step_metrics import StepMetrics
+
+    class Watching(StepMetrics):
+        """Stops training when `watch` returns True."""
+
+        def add(self, step: int, epoch: float, step_metrics: Callable[[], dict[str, float]],
+                is_done: Callable[[], bool] = lambda: False) -> None:
+            if watch(step_metrics()):
+                run.should_stop = True
+
+    trainer.connect()
+    run, loader = trainer.training_run(model, datamodule, None)
+    model.begin(run)
+    run.metrics = Watching(run.stopwatch)
+    samples, mmlu, publish = SampleWriter(), MMLUEvaluator(), Publisher()
+    evaluation = Evaluation(run, samples, mmlu)
+    # One batch, for its memory and its mistakes.
+    if run.schedule.num_val_batches:
+        evaluation.evaluate("val", limit=1, keep=False)
+    run.schedule = run.schedule.without_validation()
+    accumulate = trainer.accumulate_grad_batches
+    cut = Cut(run.data.batch_size, accumulate, run.parallel.data_parallel_size)
+    loop = Loop(run, accumulate, Events(None, samples, mmlu, publish, may_stop_early=False), evaluation,
+                Checkpointer(run, cut, CheckpointPolicy(), [], RunIdentity()), Exporter(run, publish), [],
+                Interruption(saves=False))
+    with closing(run.bar):
+        loop.train(loader, resumed=False)
+    return devices.peak_memory()
