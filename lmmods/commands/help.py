@@ -53,7 +53,7 @@ def help_of(command: str, words: list[str]) -> str:
         name = rest.pop(index)
     options, unnamed = options_of(command)
     if COMMANDS[command].takes != "recipe":
-        return _of_options(command, options, unnamed)
+        return _of_options(command, options, unnamed, name)
     engine = engine_of(rest)
     reader = Reader(recipe_keys(options, engine), engine)
     if option.endswith(".help"):
@@ -67,8 +67,14 @@ def _asks(word: str) -> bool:
     return option in HELP or option.startswith("--") and option.endswith(".help")
 
 
-def _of_options(command: str, options: dict[str, Key], unnamed: list[Key]) -> str:
-    """Return the help of a command that takes no recipe."""
+def _of_options(command: str, options: dict[str, Key], unnamed: list[Key], name: str) -> str:
+    """Return the help of a command that takes no recipe, or of one of its options."""
+    if name:
+        found = {key.name: key for key in (*walk(options, {}), *unnamed)}
+        if name.lstrip("-") not in found:
+            near = nearest(name.lstrip("-"), list(found))
+            raise UserError(f"--help {name}: there is no such option." + (f" Did you mean {near}?" if near else ""))
+        return _entry(found[name.lstrip("-")])
     words = [key.name.upper() if key.default is REQUIRED else f"[{key.name.upper()}]" for key in unnamed]
     words += [f"--{key.name} {key.name.upper()}" for key in options.values() if key.default is REQUIRED]
     others = " All other options are those of fit." if COMMANDS[command].takes else ""
@@ -103,10 +109,11 @@ def _classes(words: list[str], reader: Reader) -> dict[str, tuple[type, ...]]:
     """Return the model and data classes that the recipe names; all of them if it names none or a user-defined one."""
     layers = reader.layers(words)
     named = {block: reader.class_of(block, layers) for block in BASES}
-    for block, other in (("model", "data"), ("data", "model")):  # one implies the other
-        if named[block] is None and (known := named[other]):
-            short = class_name(known)
-            named[block] = declared(block).get(f"{short}Data" if block == "data" else short.removesuffix("Data"))
+    if named["model"] and not named["data"]:  # one implies the other
+        named["data"] = declared("data").get(named["model"].takes)
+    elif named["data"] and not named["model"]:
+        kind = class_name(named["data"])
+        named["model"] = next((task for task in declared("model").values() if task.takes == kind), None)
     return {block: (kind,) if kind else task_classes(block) for block, kind in named.items()}
 
 

@@ -363,6 +363,13 @@ More: docs/fields.md
     assert capsys.readouterr().out.startswith("  --on a text\n      The devices: ")
 
 
+def test_help_of_an_option(capsys):
+    assert main(["merge", "--help", "out"]) == 0
+    assert capsys.readouterr().out == "  --out a text\n      Folder to write.\n"
+    assert main(["merge", "--help", "ot"]) == 2
+    assert capsys.readouterr().err == "error: --help ot: there is no such option. Did you mean out?\n"
+
+
 def test_help_of_a_key_that_is_none(capsys):
     assert main(["fit", "--help", "model.lora.rnk"]) == 2
     assert capsys.readouterr().err == (
