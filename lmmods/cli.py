@@ -86,7 +86,7 @@ def run_interruptible(arguments: list[str]) -> int:
             print(program_help())
         elif not arguments or arguments[0].startswith("-"):
             late = next((word for word in arguments if word in COMMANDS), None)
-            raise UserError(f"The command comes first: python train.py {late} …, its options behind it." if late else
+            raise UserError(f"The command comes first: python train.py {late} …, followed by its options." if late else
                             f"A command is missing.\n\n{program_help()}")
         else:
             command, *words = arguments

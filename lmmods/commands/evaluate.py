@@ -94,7 +94,7 @@ def _failure(failed: dict[str, Exception], num_tasks: int, quiet: str) -> Except
                      + ("The scores of the others are written. " if len(failed) < num_tasks else "")
                      + (f"The hub {quiet}. " if quiet else "")
                      + "Data come from the hub unless they are in its cache; tasks on local files work offline "
-                     "(--task_folder). Packages that a task needs beside lm-eval are installed with pip.")
+                     "(--task_folder). Packages that a task needs besides lm-eval are installed with pip.")
 
 
 def _reason(error: Exception) -> str:

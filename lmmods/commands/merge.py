@@ -301,7 +301,7 @@ def modelfile(folder: Path, tokenizer: Any, system: str | None, template_kwargs:
         return None
     lines = ["FROM ." if "Ollama" in programs else "FROM ./model.gguf"]
     if tokenizer.chat_template is None:
-        lines.append("# This model goes on with texts: it has no chat template.")
+        lines.append("# This model continues texts: it has no chat template.")
     elif layout := _layout(folder, tokenizer, template_kwargs or {}):
         lines += ["# The chat template takes no system turn."] if layout.before_system is None else []
         lines.append(f'TEMPLATE """{layout.go_template()}"""')

@@ -175,7 +175,7 @@ def _check_complete(recipe: dict[str, Any]) -> None:
     if key := next(left_out(recipe), None):
         short = key.replace(".init_args.", ".")
         raise UserError(f"{key} has *** where a password or token was: config.yaml of a run keeps none. Give the whole "
-                        f"value again, on the command line (--{short} …) or in a recipe behind it (--config).")
+                        f"value again, on the command line (--{short} …) or in a later recipe (--config).")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

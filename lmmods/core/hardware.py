@@ -186,7 +186,8 @@ def target_named(name: str) -> Target:
         gpus, tpus = (", ".join(kind.name for kind in KINDS if kind.platform == platform)
                       for platform in ("gpu", "tpu"))
         raise UserError(f"--on {name} describes no target. Say how many of which: 8xH100, v5e-16, cpu. GPUs: {gpus}. "
-                        f"TPUs: {tpus}; behind the dash stand the chips, of v4 and v5p the cores, two a chip.")
+                        f"TPUs: {tpus}; after the dash comes the number of chips, or for v4 and v5p of cores, two per "
+                        "chip.")
     return Target(kind.platform, kind.driver, count // kind.cores, kind.memory, kind, is_here=False)
 
 

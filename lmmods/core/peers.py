@@ -360,12 +360,12 @@ class Peers:
             if self._launched_by is not None and _is_gone(self._launched_by):
                 self._end(LOST, UserError(
                     f"The process that has started this one (PID {self._launched_by}) is gone, so this one ends, too. "
-                    "--ckpt_path auto goes on from the last checkpoint."))
+                    "--ckpt_path auto resumes from the last checkpoint."))
             # The first process sees every death: it waits until no more come, so that one message names them all.
             if self._lost and (self._rank or not self._selector.select(GATHERING)):
                 self._end(LOST, UserError(
                     f"Lost process {', '.join(self._lost)}: killed, or its machine cannot be reached. The other "
-                    "processes end, too. --ckpt_path auto goes on from the last checkpoint."))
+                    "processes end, too. --ckpt_path auto resumes from the last checkpoint."))
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
@@ -522,7 +522,7 @@ def cannot_meet(host: str | None, port: int | str | None, reason: str) -> UserEr
     """Error for processes of a run that do not find each other."""
     return UserError(f"The processes of this run cannot meet at {host}, port {port}: {reason.rstrip('.')}. MASTER_ADDR "
                      "must name the machine of process 0 as all of them reach it, and MASTER_PORT a port that is free "
-                     "there and the two behind it; each process needs the same of both (docs/cluster.md).")
+                     "there, as are the two after it; each process needs the same of both (docs/cluster.md).")
 
 
 def check_timeout(timeout: int | None) -> None:

@@ -159,7 +159,7 @@ REFUSED = {
     "aot": _SORTS, "aot_pair": _SORTS, "aot_unpaired": _SORTS,
     "bco": "it needs a running mean of rewards; bco_pair is the form without",
     "discopop": "it is not offered; sigmoid is the nearest",
-    "sft": "it is a term beside a loss here: set model.sft_weight",
+    "sft": "here it is a term added to a loss: set model.sft_weight",
     "dpo": "its name here is sigmoid",
     "rpo": "it is sigmoid with model.sft_weight above 0",
 }

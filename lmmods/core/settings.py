@@ -117,9 +117,9 @@ class LoRA:
         require(self.alpha > 0, "lora.alpha", self.alpha, "more than 0")
         require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "from 0 up to but not including 1")
         if self.target_parameters:
-            require(self.dropout == 0, "lora.dropout", self.dropout, "0 beside lora.target_parameters: PEFT has none "
+            require(self.dropout == 0, "lora.dropout", self.dropout, "0 with lora.target_parameters: PEFT has none "
                     "there")
-            require(not self.dora, "lora.dora", self.dora, "false beside lora.target_parameters: PEFT has none there")
+            require(not self.dora, "lora.dora", self.dora, "false with lora.target_parameters: PEFT has none there")
 
 
 @dataclass(frozen=True)

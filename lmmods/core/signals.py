@@ -112,7 +112,7 @@ class Interruption:
 
     def stop(self, step: int, checkpoint: Any) -> NoReturn:
         """End the run at optimiser step `step`, after `checkpoint` was written; None if the run writes none."""
-        saved = f"Saved {checkpoint}; go on with --ckpt_path last." if checkpoint else UNSAVED
+        saved = f"Saved {checkpoint}; resume with --ckpt_path last." if checkpoint else UNSAVED
         if self._is_reached and not self.requested:
             raise Stopped(f"Stopped at step {step}, as --stop_at says. {saved}")
         raise Interrupted(f"Interrupted at step {step}. {saved}")

@@ -168,8 +168,8 @@ class QAData(QADataFields, DataModule):
         # Windows overlap by `stride` tokens, so one must hold more than that to advance.
         room = self.max_length - self.question_max_length - specials
         if room <= self.stride:
-            raise UserError(f"data.max_length {self.max_length} leaves {room} tokens for context beside a question of "
-                            f"{self.question_max_length}; that must be more than data.stride {self.stride}")
+            raise UserError(f"data.max_length {self.max_length} leaves {room} tokens for the context next to a "
+                            f"question of {self.question_max_length}; that must be more than data.stride {self.stride}")
         encoder = WindowEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.cls_token_id, tokenizer.unk_token_id,
                                 self.max_length, self.stride, self.question_max_length,
                                 tokenizer.padding_side == "right", prompts_only)

@@ -163,6 +163,6 @@ def choice_tokens(tokenizer: Any, text: TextEncoder, prompt: str, letters: str) 
         # The last token is the letter alone if what precedes it reads like the prompt.
         if all(one == read for one in before) and len(set(tokens)) == len(letters):
             return tokens
-    raise UserError(f"mmlu.source: behind {prompt[-40:]!r} this tokenizer does not make one token of each of the "
+    raise UserError(f"mmlu.source: after {prompt[-40:]!r} this tokenizer does not make one token of each of the "
                     f"letters {', '.join(letters)}, so they cannot be compared. End the prompts in another way, or "
                     "set mmlu.source to null.")

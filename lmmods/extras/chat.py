@@ -77,7 +77,7 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
     with contextlib.redirect_stdout(sys.stderr):  # keep loading messages out of the answers
         source = read_run(run, ckpt_path) if run else read_model(model, template, chat_template_kwargs, quantize)
         if system is not None and not source.is_chat:
-            raise UserError("--system: this model goes on with texts and knows no system turn. Leave it out.")
+            raise UserError("--system: this model continues texts and has no system turn. Leave it out.")
         if compare_base and source.base is None:
             raise UserError("--compare_base: it is not known what this model was trained from. It goes with adapters, "
                             "and with runs that start from a model.")
@@ -528,7 +528,7 @@ def _obey(session: Session, command: str, text: str) -> bool:
         tell("A new conversation with this system turn.")
     elif command == "system":
         tell("/system TEXT begins anew with TEXT as the system turn." if session.source.is_chat
-             else "This model goes on with texts and knows no system turn.")
+             else "This model continues texts and has no system turn.")
     else:
         tell(f"There is no command /{command}{' with a text behind it' if command in ('new', 'reset') else ''}; /help "
              "lists them.")

@@ -595,7 +595,7 @@ def edited(text: str, key: str, value: Value, name: str) -> str:
     on_the_way += [old] if old is not None else []
     line = on_the_way[-1].start_mark.line + 1
     if any(uses[id(each)] > 1 for each in on_the_way):
-        raise UserError(f"--write true: {name}:{line}: {key} stands behind an anchor (&) that another place repeats "
+        raise UserError(f"--write true: {name}:{line}: {key} is at an anchor (&) that another place repeats "
                         "(*), and would change there too. Write it out.")
     if old is None and node.value:
         first = node.value[0][0].start_mark
@@ -609,7 +609,7 @@ def edited(text: str, key: str, value: Value, name: str) -> str:
     wanted = _load(text)
     _set(wanted, key.split("."), value)
     if _load(result) != wanted:
-        raise UserError(f"--write true: {name}:{line}: {key} cannot be replaced without changing what stands around "
+        raise UserError(f"--write true: {name}:{line}: {key} cannot be replaced without changing what surrounds "
                         f"it. Write {as_text(value)} there by hand.")
     return result
 

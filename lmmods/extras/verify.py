@@ -210,7 +210,7 @@ def replay_run(run: RunFolder, manifest: Manifest, num_steps: int, findings: Fin
             arguments = ["fit", "--config", str(path), "--stop_at", str(end)]
             arguments += (["--ckpt_path", "last"] if number else []) + ([FLAG, "true"] if is_trusted() else [])
             if status := train(arguments):
-                raise UserError(f"--replay: training ended with status {status}; what it said stands above.")
+                raise UserError(f"--replay: training ended with status {status}; its output is above.")
         for text in other_machine(manifest.starts[0], Manifest.read(again.manifest).starts[0]):
             findings.add("note", text)
         _compare_rows(rows, again, num_steps, findings)

@@ -18,7 +18,7 @@ from lmmods.recipe.tasks.base import CausalFields, DataFields, TaskFields
 # Lightning's callbacks that a recipe may name: those that keep results reproducible and resuming exact.
 ALLOWED = {
     "EarlyStopping": "Stops when a metric no longer improves.",
-    "LearningRateMonitor": "Logs the learning rate of each parameter group, beside train/lr.",
+    "LearningRateMonitor": "Logs the learning rate of each parameter group, in addition to train/lr.",
     "ModelSummary": "Prints the layers and their sizes.",
     "RichModelSummary": "The same as a table; needs the package rich.",
 }
@@ -43,7 +43,7 @@ REFUSED = {
     "OnExceptionCheckpoint": "The last checkpoint of the block checkpoint is enough to go on from.",
     "ProgressBar": "Progress is shown with trainer.enable_progress_bar.",
     "RichProgressBar": "Progress is shown with trainer.enable_progress_bar.",
-    "SpikeDetection": "Its state cannot be resumed from. A loss that is not a number stops the run anyhow; "
+    "SpikeDetection": "Its state cannot be resumed from. A loss that is not a number stops the run anyway; "
                       "trainer.gradient_clip_val bounds a step.",
     "StochasticWeightAveraging": "Its state cannot be resumed from. model.optimizer.schedule wsd or cosine ends a run "
                                  "on small steps.",

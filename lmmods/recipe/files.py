@@ -305,7 +305,7 @@ def _check_events(events: Iterable[yaml.Event]) -> None:
         elif isinstance(event, yaml.AliasEvent):
             # Anchors are entered at their end, so a collection cannot contain itself.
             if event.anchor not in anchors:
-                raise BrokenRecipe(f"{where}: *{event.anchor} repeats nothing that stands complete before it.")
+                raise BrokenRecipe(f"{where}: *{event.anchor} repeats nothing that is complete before it.")
             size, anchor = anchors[event.anchor], None
         else:
             continue
@@ -328,7 +328,7 @@ def _check_scalar(event: yaml.ScalarEvent, open_ones: list[_Collection], where: 
     if parent is None or not parent.is_mapping or parent.children % 2:
         return
     if event.value in parent.keys:
-        raise BrokenRecipe(f"{where}: the key {shortened(event.value)} stands twice in one mapping; keep one.")
+        raise BrokenRecipe(f"{where}: the key {shortened(event.value)} occurs twice in one mapping; keep one.")
     if event.value == TRUST_KEY:
         raise BrokenRecipe(f"{where}: trust_recipe_code counts on the command line only, never in a file.")
     parent.keys.add(event.value)

@@ -78,7 +78,7 @@ def check_regular(path: str) -> None:
         mode = os.stat(path).st_mode
     except FileNotFoundError as error:
         what = f"this is a link to {os.readlink(path)}, which" if os.path.islink(path) else "the file"
-        raise UserError(f"{path}: {what} does not exist; mend or remove it") from error
+        raise UserError(f"{path}: {what} does not exist; fix or remove it") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
     if not stat.S_ISREG(mode):

@@ -139,7 +139,7 @@ def disk_error_in(error: BaseException | None) -> UserError | None:
         # Libraries wrap the system's error in their own.
         if (reason := disk_problem(error)) is not None:
             where = f" ({error.filename})" if getattr(error, "filename", None) else ""
-            return UserError(f"The disk cannot be written: {reason}{where}. Make room; a run goes on with "
+            return UserError(f"The disk cannot be written: {reason}{where}. Make room; a run resumes with "
                              "--ckpt_path last.")
         error = error.__cause__ or error.__context__
     return None

@@ -57,4 +57,4 @@ def check_places(root: Path, checkpoints: Path) -> None:
 
 def _refuse(path: Path, is_right: bool, wanted: str) -> None:
     if os.path.lexists(path) and not is_right:
-        raise UserError(f"{path} stands where the run writes {wanted}. Move it away, or delete it.")
+        raise UserError(f"{path} is where the run writes {wanted}. Move it away, or delete it.")

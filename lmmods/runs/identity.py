@@ -235,8 +235,8 @@ def saved_identity(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | N
     try:
         return state, identity_tree(read_recipe(config), None)
     except (UserError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{config} cannot be read: {error}. It tells what run the checkpoint is of: put it back, or "
-                        "move it away to go on without a comparison.") from error
+        raise UserError(f"{config} cannot be read: {error}. It says which run the checkpoint belongs to: put it back, "
+                        "or move it away to resume without a comparison.") from error
 
 
 class Cuts:

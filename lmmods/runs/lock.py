@@ -157,7 +157,7 @@ class FolderLock:
         if record:
             holder = "process {pid} on {host} ({command}, since {started})".format_map(record)
         if record.get("host") != socket.gethostname():
-            remedy = f" If that process is gone and this goes on, delete {self.path}."
+            remedy = f" If that process is gone and this persists, delete {self.path}."
         return UserError(f"{self.path.parent} is in use by {holder}. Wait for its end, or choose another "
                          f"trainer.default_root_dir.{remedy}")
 

@@ -131,7 +131,7 @@ def recount(ready: int, data: dict[str, Any], before: int, now: Cut) -> tuple[in
         rows = min(rows, data["num_rows"])  # a last micro-batch that is not full counts as its real rows
     if rows % now.at_once and not ends:
         raise UserError(
-            f"This checkpoint stands inside a step, behind {rows} rows of an epoch, which {now.devices} with "
+            f"This checkpoint was written inside a step, after {rows} rows of an epoch, which {now.devices} with "
             f"data.batch_size {now.rows} do not come to in whole micro-batches. Resume from a checkpoint between two "
             "steps, whose name has no +, or with the batch size and devices that wrote it.")
     current = -(-rows // now.at_once)  # rounded up for the last micro-batch of the epoch

@@ -57,7 +57,7 @@ with watch.end_together():
     if end == "waits":
         time.sleep(60)
 """
-GONE = "killed, or its machine cannot be reached. The other processes end, too. --ckpt_path auto goes on from the last"
+GONE = "killed, or its machine cannot be reached. The other processes end, too. --ckpt_path auto resumes from the last"
 
 
 def ends(folder: Path, *how: str, timeout: int = 30) -> tuple[list[int], list[str]]:

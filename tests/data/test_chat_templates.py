@@ -242,6 +242,16 @@ def test_no_conversation_is_dropped(name, jinja, chat_folder, write_jsonl):
     assert source["terminators_labelled"] == num_responses
 
 
+def test_a_row_with_the_marks_of_generated_text_is_counted(jinja, chat_folder, write_jsonl):
+    """Marks in a text would be taken for those of the template: the row would lose text, or its labels."""
+    rows = [{"messages": [user(ask), answer(reply)]} for ask, reply in (("a", "b"), ("a", "b\U0010fffe"),
+                                                                        ("a\U0010ffff", "b"))]
+    data = build(write_jsonl(rows), chat_folder, template=jinja("steady"))
+    source, = data.report["sources"].values()
+    assert source["rows_kept"] == 1
+    assert source["dropped"]["a turn holds U+10FFFE or U+10FFFF, which are no characters"]["rows"] == 2
+
+
 def test_a_response_that_is_too_long_is_counted(jinja, chat_folder, write_jsonl):
     chat = [user("a"), answer("b"), user("c"), answer("word " * 200)]
     data = build(write_jsonl([{"messages": chat}]), chat_folder, template=jinja("forgets"), max_length=100)

@@ -145,7 +145,7 @@ def test_a_run_goes_on_in_another_cut(batch_size, batches):
 def test_a_position_inside_a_batch_is_refused():
     loader = make(batch_size=3, batches_per_step=4)
     take(loader, 1)
-    with pytest.raises(UserError, match="behind row 3 of an epoch, which is inside a batch of 4 rows.*batch_size 3"):
+    with pytest.raises(UserError, match="after row 3 of an epoch, which is inside a batch of 4 rows.*batch_size 3"):
         make(batch_size=4, batches_per_step=3).load_state_dict(loader.state_dict())
 
 

@@ -333,7 +333,7 @@ def test_mistakes_are_told_before_anything_is_loaded(finished, llama_folder, tmp
         ("--run", run, "--template", "chatml"): "--template goes with --model",
         ("--run", run, "--ckpt_path", "77"): "there is no such checkpoint",
         ("--model", str(tmp_path / "empty"), "--prompt", "x"): "holds no config.json",
-        ("--model", model, "--system", "x", "--prompt", "x"): "--system: this model goes on with texts",
+        ("--model", model, "--system", "x", "--prompt", "x"): "--system: this model continues texts",
         ("--model", model, "--compare_base", "true", "--prompt", "x"): "not known what this model was trained from",
         ("--model", model, "--chat_template_kwargs", "{a: 1}"): "has no chat template",
         ("--model", model, "--template", "alpacca"): "data.template 'alpacca' is unknown",

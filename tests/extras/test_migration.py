@@ -297,7 +297,7 @@ def test_llamafactory(migrated, tmp_path):
     assert trainer["val_check_interval"] == 50 and trainer["precision"] == "bf16-true"
     assert trainer["strategy"] == {"class_path": "lmmods.strategies.DeepSpeed",
                                    "init_args": {"stage": 2, "offload_optimizer": True}}
-    assert "there is no cosine_with_restarts; cosine stands in its place" in said
+    assert "there is no cosine_with_restarts; cosine takes its place" in said
     assert "Not needed here:\n  - plot_loss: true (loss.png is always drawn)\n" in said
 
 
@@ -366,7 +366,7 @@ def test_what_pairs_have_not_is_told():
     settings, draft = settings_of("{model_name_or_path: x, dataset_name: y, loss_type: [aot], packing: true, "
                                   "label_smoothing: 0.1}")
     assert settings["model.loss"] == "sigmoid" and "data.packing" not in settings
-    assert "sorts the scores" in draft.lost["loss_type"] and "stay beside each other" in draft.lost["packing"]
+    assert "sorts the scores" in draft.lost["loss_type"] and "stay together" in draft.lost["packing"]
     assert "does not use it" in draft.lost["label_smoothing"]
 
 

@@ -214,7 +214,7 @@ def test_a_sweep_goes_on_and_counts_what_fails(recipe, tmp_path, monkeypatch, in
     fails[1] = lambda: (stop_at(3), main(calls[-1]))[1]
     sweep = ["sweep", *recipe(trainer__max_steps=4, trainer__val_check_interval=2), "model.optimizer.lr=0.01,1.0e+30",
              "--sampler", "grid", "--folder", "all"]
-    assert main(sweep) == 130 and "The same command goes on with it" in capfd.readouterr().err
+    assert main(sweep) == 130 and "The same command continues it" in capfd.readouterr().err
     assert main(sweep) == 0
     said = capfd.readouterr().out
     assert calls[1] == calls[0] and "--model.optimizer.lr=1e+30" in calls[2] and len(calls) == 3

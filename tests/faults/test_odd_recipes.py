@@ -30,11 +30,11 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(8))
 TEXTS = {
     "bomb": (BOMB, r"odd\.yaml: line \d+: more values than 100,000"),
-    "itself": ("a: &a [1, *a]\n", r"\*a repeats nothing that stands complete"),
+    "itself": ("a: &a [1, *a]\n", r"\*a repeats nothing that is complete"),
     "nowhere": ("a: *b\n", r"line 1: \*b repeats nothing"),
     "deep": ("a: " + "[" * 2000 + "]" * 2000, r"more levels of nesting than 64"),
     "deep mapping": ("".join(" " * n + "a:\n" for n in range(2000)), r"more levels of nesting than 64"),
-    "twice": ("trainer:\n  max_steps: 3\n  max_steps: 4\n", r"line 3: the key max_steps stands twice"),
+    "twice": ("trainer:\n  max_steps: 3\n  max_steps: 4\n", r"line 3: the key max_steps occurs twice"),
     "twice at the top": ("engine: jax\ntrainer: {}\n\"engine\": torch\n", r"line 3: the key engine"),
     "tag int": ('seed_everything: !!int "abc"\n', r"line 1: the tag .*int has no place"),
     "tag date": ("seed_everything: !!timestamp 2024-13-45\n", r"the tag .*timestamp has no place"),

@@ -166,11 +166,11 @@ DAMAGES = {
     "best is a number": (state_with(lambda state: state["callbacks"]["Checkpoint"].update(best=3) or state),
                          "holds no callbacks.Checkpoint.best that is a list"),
     "an array that is not there": (state_with(lambda state: {**state, "window": {"$array": "x"}}), "does not fit its"),
-    "a step is a file": (in_checkpoints("step=4", Path.touch), "step=4 stands where the run writes"),
-    "a step leads nowhere": (in_checkpoints("step=4", lambda path: path.symlink_to("gone")), "step=4 stands where"),
-    "last is a copy": (copy_instead_of_link, "last stands where the run writes a link"),
-    "numbers are a folder": (lambda run: (run.metrics_json.unlink(), run.metrics_json.mkdir()), "metrics.json stands"),
-    "table is a pipe": (lambda run: (run.metrics_csv.unlink(), os.mkfifo(run.metrics_csv)), "metrics.csv stands where"),
+    "a step is a file": (in_checkpoints("step=4", Path.touch), "step=4 is where the run writes"),
+    "a step leads nowhere": (in_checkpoints("step=4", lambda path: path.symlink_to("gone")), "step=4 is where"),
+    "last is a copy": (copy_instead_of_link, "last is where the run writes a link"),
+    "numbers are a folder": (lambda run: (run.metrics_json.unlink(), run.metrics_json.mkdir()), "metrics.json is"),
+    "table is a pipe": (lambda run: (run.metrics_csv.unlink(), os.mkfifo(run.metrics_csv)), "metrics.csv is where"),
 }
 HARMLESS = {
     "folders of other names": lambda run: [(run.checkpoints / name).mkdir() for name in (

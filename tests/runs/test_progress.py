@@ -28,7 +28,7 @@ def test_a_stream_is_one_epoch():
 
 @pytest.mark.parametrize("now", [(3, 2), (2, 1), (1, 4)])
 def test_inside_a_round_is_refused(now):
-    with pytest.raises(UserError, match="inside a step, behind 21 rows of an epoch.*do not come to"):
+    with pytest.raises(UserError, match="inside a step, after 21 rows of an epoch.*do not come to"):
         recount(7, {**DATA, "epoch": 0}, 3, Cut(now[0], 1, now[1]))
 
 

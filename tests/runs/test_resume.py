@@ -132,7 +132,7 @@ def test_a_step_is_completed_in_another_cut(recipe, tmp_path, stop_at, size, bat
     stop_at(0)
     capfd.readouterr()
     assert main(["fit", *recipe(**cut(8, 1), **root), "--ckpt_path", "last"]) == 2
-    assert "stands inside a step, behind" in capfd.readouterr().err
+    assert "was written inside a step, after" in capfd.readouterr().err
     stop_at(2)
     assert main(["fit", *recipe(**cut(2, 4), **root), "--ckpt_path", "last"]) == 130
     assert run.find("last").name == second

@@ -152,8 +152,8 @@ def recut(batches: int, before: int, now: int, num_rows: int | None = None) -> i
     if num_rows is not None and rows >= num_rows:
         return -(-num_rows // now)
     if rows % now:
-        raise UserError(f"This checkpoint stands behind row {rows} of an epoch, which is inside a batch of {now} rows. "
-                        f"Resume from one at another step, or with data.batch_size {before}.")
+        raise UserError(f"This checkpoint was written after row {rows} of an epoch, which is inside a batch of {now} "
+                        f"rows. Resume from one at another step, or with data.batch_size {before}.")
     return rows // now
 
 

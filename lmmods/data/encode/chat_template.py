@@ -60,7 +60,8 @@ COMPARING = {"in", "eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le
 PREFIXES = {"startswith", "endswith", "removeprefix", "removesuffix"}  # look only at the ends of a text
 CONTAINERS = list | tuple | dict | set | KeysView | ValuesView | ItemsView | Namespace
 PASSED = Environment | Context | EvalContext  # passed by Jinja to filters besides their arguments
-MARKS = BEGIN, END = "\U0010fffe", "\U0010ffff"  # around text marked as generated; noncharacters, so in no text
+# Around text marked as generated. Unicode keeps these noncharacters for internal use; a row that holds one is dropped.
+MARKS = BEGIN, END = "\U0010fffe", "\U0010ffff"
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
 
 
@@ -113,6 +114,8 @@ class ChatTemplate:
     def render_marked(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **given: Any) -> str:
         """Like `render`, with BEGIN and END around text marked by {% generation %}."""
         template = _compiled(self.source)
+        if _holds_mark([messages, given], set()):
+            raise RowProblem("a turn holds U+10FFFE or U+10FFFF, which are no characters")
         # Most values are texts, which need no walk through their parts.
         size = sum(len(value) if value.__class__ is str else _size(value, {})
                    for message in messages for value in message.values()) + _size(given, {})
@@ -156,6 +159,20 @@ class _Compiled:
         except RowProblem as problem:
             # transformers' callers expect the errors of Jinja.
             raise problem.__cause__ or problem from None
+
+
+def _holds_mark(value: Any, seen: set[int]) -> bool:
+    """True if a text within a value holds BEGIN or END.
+
+    Args:
+        seen: Ids of the mappings and lists around the value: one may contain itself.
+    """
+    if isinstance(value, str):
+        return BEGIN in value or END in value
+    if not isinstance(value, dict | list | tuple) or id(value) in seen:
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return any(_holds_mark(part, seen | {id(value)}) for part in parts)
 
 
 def without_marks(text: str) -> str:

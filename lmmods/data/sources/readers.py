@@ -388,7 +388,7 @@ def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str
                 is_lost = size > 0 or header is None or text.ends and quotes % 2 == 1
             if is_lost if is_part else size + len(text) > LONGEST:
                 raise UserError(f"{path}:{line if size else number}: the record that starts here has more than "
-                                f"{LONGEST:,} characters, and where it ends cannot be told; is a quote unbalanced?")
+                                f"{LONGEST:,} characters, and its end cannot be found; is a quote unbalanced?")
             if not is_part:
                 line = line if size else number
                 size += len(text)

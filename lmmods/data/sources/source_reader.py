@@ -276,7 +276,8 @@ def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
             met.add((status.st_dev, status.st_ino))
             names = sorted(os.listdir(here))
         except OSError as error:
-            raise UserError(f"{here}: this folder cannot be read ({error}); mend its rights, or name files") from error
+            raise UserError(f"{here}: this folder cannot be read ({error}); fix its permissions, or name files"
+                            ) from error
         folders = [name for name in names if os.path.isdir(os.path.join(here, name))]
         for name in folders:
             path = os.path.join(here, name)

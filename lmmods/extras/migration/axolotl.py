@@ -75,7 +75,7 @@ def _take_preferences(draft: Draft, rl: str) -> None:
     first = names[0] if rl == "dpo" and names else RL_LOSSES[rl]
     loss = training.take_loss(draft, first, "dpo_loss_type" if names else "rl")
     if len(names) > 1 or draft.get("dpo_loss_weights"):
-        draft.lose("dpo_loss_weights", f"one loss, beside which model.sft_weight may stand; {first} is taken")
+        draft.lose("dpo_loss_weights", f"one loss, to which model.sft_weight may be added; {first} is taken")
     training.take_number(draft, "beta", "orpo_alpha" if rl == "orpo" else "rl_beta", 0.1)
     training.take_smoothing(draft, loss, "dpo_label_smoothing", ("robust", "exo_pair"))
     if rl == "simpo":
@@ -145,7 +145,7 @@ def _take_targets(draft: Draft) -> None:
     if linear:
         draft.put("model.lora.targets", "all-linear", "lora_target_linear")
         if modules:
-            draft.note("lora_target_modules is not needed beside lora_target_linear.")
+            draft.note("lora_target_modules is not needed with lora_target_linear.")
     elif not modules or not draft.put_value("lora_target_modules"):
         draft.put("model.lora.targets", "all-linear", "")
         draft.note("model.lora.targets: all-linear is a guess; name the ends of the modules that are meant.")

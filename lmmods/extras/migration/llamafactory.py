@@ -69,7 +69,7 @@ def _take_preferences(draft: Draft, stage: str) -> None:
         if draft.get(key):
             draft.lose(key, "the reference is what the run starts from")
     if draft.get("pref_bco_weight"):
-        draft.lose("pref_bco_weight", "one loss, beside which model.sft_weight may stand")
+        draft.lose("pref_bco_weight", "one loss, to which model.sft_weight may be added")
     training.note_differences(draft)
 
 
@@ -137,7 +137,7 @@ def _take_sources(draft: Draft, folder: Path, is_text: bool) -> None:
         draft.note("val_size: the rows set aside are drawn here with data.seed, so they are others than there.")
     if names and not info:
         draft.note(f"dataset names {', '.join(names)} in dataset_info.json, which was not found: write in data.source "
-                   "the file or the hub id that stands there (or migrate beside it).")
+                   "the file or the hub id given there (or run migrate next to it).")
 
 
 def _dataset_info(draft: Draft, folder: Path) -> dict[str, Any]:

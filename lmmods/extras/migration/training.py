@@ -100,7 +100,7 @@ def _take_length(draft: Draft, names: Names) -> None:
 def _take_optimizer(draft: Draft, names: Names) -> None:
     name = str(draft.get(names.optimizer, "adamw_torch")).lower()
     if name not in OPTIMIZERS:
-        draft.lose(names.optimizer, f"there is no {name}; adamw stands in its place, so choose lr anew")
+        draft.lose(names.optimizer, f"there is no {name}; adamw takes its place, so choose lr anew")
     elif name == "adamw_torch_8bit":
         draft.note("adamw_torch_8bit is torchao's; adamw_8bit is bitsandbytes', with other rounding.")
     draft.put("model.optimizer.name", OPTIMIZERS.get(name, "adamw"), names.optimizer)
@@ -117,7 +117,7 @@ def _take_optimizer(draft: Draft, names: Names) -> None:
 def _take_schedule(draft: Draft, names: Names) -> None:
     name = draft.get(names.schedule, names.default_schedule)
     if name not in SCHEDULES:
-        draft.lose(names.schedule, f"there is no {name}; cosine stands in its place")
+        draft.lose(names.schedule, f"there is no {name}; cosine takes its place")
     draft.put("model.optimizer.schedule", SCHEDULES.get(name, "cosine"), names.schedule)
     steps, share = draft.get("warmup_steps", 0), draft.get("warmup_ratio", names.default_warmup)
     if name == "constant" and (steps or share):
@@ -205,7 +205,7 @@ def _take_strategy(draft: Draft) -> None:
     if deepspeed:
         stage, offload = zero_stage(deepspeed)
         if stage is None:
-            draft.note("The stage of deepspeed's configuration is not known; 2 stands in the recipe.")
+            draft.note("The stage of deepspeed's configuration is not known; the recipe has 2.")
         if stage == 3 and quantized:
             draft.note("ZeRO stage 3 cannot shard packed weights: strategy fsdp takes its place.")
             draft.put("trainer.strategy", "fsdp", "deepspeed")
@@ -226,10 +226,10 @@ def _take_strategy(draft: Draft) -> None:
     strategy = draft.settings.get("trainer.strategy", ("", ""))[0]
     name = draft.settings["model.optimizer.name"][0]
     if strategy == "fsdp" and name not in SHARDED:
-        draft.note(f"Strategy fsdp takes no {name}: adamw stands in its place.")
+        draft.note(f"Strategy fsdp takes no {name}: adamw takes its place.")
         draft.put("model.optimizer.name", "adamw", "optimizer", "optim")
     if strategy == "fsdp" and draft.settings.get("model.quantize", ("", ""))[0] == "int8":
-        draft.note("Strategy fsdp cannot shard int8: nf4 stands in its place.")
+        draft.note("Strategy fsdp cannot shard int8: nf4 takes its place.")
         draft.put("model.quantize", "nf4", "load_in_8bit")
 
 
@@ -264,7 +264,7 @@ def take_loss(draft: Draft, name: str, origin: str) -> str:
     """Set the task with a loss, or with sigmoid if the name is unknown; return the loss."""
     loss = name if name in METHODS else NEAREST.get(name, "sigmoid")
     if loss != name:
-        draft.lose(origin, f"{REFUSED.get(name, f'there is no loss {name}')}; {loss} stands in its place")
+        draft.lose(origin, f"{REFUSED.get(name, f'there is no loss {name}')}; {loss} takes its place")
     draft.put("model", "Preference", "")
     draft.put("model.loss", loss, origin)
     return loss
@@ -300,7 +300,7 @@ def take_data(draft: Draft) -> None:
     draft.put("data", "PreferenceData", "")
     for key in ROWS_DIFFER:
         if draft.get(key):
-            draft.lose(key, "answers of a pair stay beside each other; data.group_by_length saves most of the padding")
+            draft.lose(key, "answers of a pair stay together; data.group_by_length saves most of the padding")
     for key in SCORED:
         if draft.get(key):
             draft.lose(key, "what is scored are the answers")

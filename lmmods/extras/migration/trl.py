@@ -66,7 +66,7 @@ def _take_preferences(draft: Draft, trainer: str) -> None:
     is_cpo = trainer == "cpo"
     loss = training.take_loss(draft, "cpo" if is_cpo and first == "sigmoid" else first, "loss_type")
     if len(pairs) > 1:
-        draft.lose("loss_weights", f"one loss, beside which model.sft_weight may stand; {first} is taken")
+        draft.lose("loss_weights", f"one loss, to which model.sft_weight may be added; {first} is taken")
     training.take_number(draft, "beta", "beta", 0.1)
     training.take_smoothing(draft, loss, "label_smoothing", ("cpo", "simpo") if is_cpo else ("robust", "exo_pair"))
     if is_cpo:

@@ -43,7 +43,7 @@ def sweep(recipe: list[str], parameters: list[str] = [], space: str | None = Non
 
     Args:
         recipe: Arguments of fit.
-        parameters: What varies: KEY=LOW..HIGH, with ,log or ,step=S behind it, or KEY=A,B,C.
+        parameters: What varies: KEY=LOW..HIGH, followed by ,log or ,step=S, or KEY=A,B,C.
         space: The same in a YAML file: keys with a list of values, or with low, high and log: true or step.
         backend: `optuna` runs the trials here; `wandb` writes the file for W&B, whose agents run them.
         folder: Of the sweep; null is sweeps/ and the name of the recipe. A sweep that is there goes on.
@@ -215,7 +215,7 @@ class Worker:
             try:
                 self._run(trial, held)
             except Interrupted as stop:
-                raise Interrupted(f"Interrupted in trial {trial.number}. The same command goes on with it.") from stop
+                raise Interrupted(f"Interrupted in trial {trial.number}. The same command continues it.") from stop
             finally:
                 os.close(held)
 

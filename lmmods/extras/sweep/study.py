@@ -26,7 +26,7 @@ from lmmods.runs.lock import lock_file
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})((?:,(?:log|step={NUMBER}))*)")
-FORMS = ("KEY=LOW..HIGH, with ,log or ,step=S behind it, or KEY=A,B,C; for example model.optimizer.lr=1e-4..1e-2,log "
+FORMS = ("KEY=LOW..HIGH, followed by ,log or ,step=S, or KEY=A,B,C; for example model.optimizer.lr=1e-4..1e-2,log "
          "or data.batch_size=4,8")
 MOST = 10_000  # maximum number of grid combinations
 Scalar = str | int | float

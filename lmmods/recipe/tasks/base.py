@@ -132,7 +132,7 @@ class TaskFields:
         """Raise UserError unless the fields say clearly what the model starts from and what of it trains."""
         check_set(self, "model")
         require(self.max_memory is None or self.config is None, "model.max_memory", self.max_memory,
-                "null beside model.config")
+                "null with model.config")
         require(self.piece_tokens is None or self.piece_tokens >= 0, "model.piece_tokens", self.piece_tokens,
                 "0 or more")
         if self.quantize and not self.trains_adapter:
@@ -383,6 +383,6 @@ class ConversationFields(DataFields):
         unknown = [name for name in self.turn_fields or {} if name not in TURN_FIELDS]
         if unknown:
             raise UserError(f"data.turn_fields: a turn has no {unknown[0]!r}; it has {', '.join(TURN_FIELDS)}. They "
-                            "stand on the left, the keys of the file on the right: {role: who, content: said}")
+                            "go on the left, the keys of the file on the right: {role: who, content: said}")
         if self.replace_system_prompt and self.system_prompt is None:
             raise UserError("data.replace_system_prompt is set, but there is no data.system_prompt to put in its place")

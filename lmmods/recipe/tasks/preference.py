@@ -122,5 +122,5 @@ class PreferenceDataFields(ConversationFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for preferences: the answers of a pair stay beside each other. "
+            raise UserError("data.packing is not for preferences: the answers of a pair stay together. "
                             "data.group_by_length saves most of the padding")

@@ -45,7 +45,7 @@ def adapted_parameter(layer: nn.Module) -> str | None:
 def has_one_adapter(layer: nn.Module) -> bool:
     """True if a LoRA layer has the active adapter. Raises RuntimeError if several are active or it is merged."""
     if layer.merged or len(layer.active_adapters) > 1:
-        raise RuntimeError("An adapter on packed experts is neither merged nor beside another one.")
+        raise RuntimeError("An adapter on packed experts can be neither merged nor combined with another one.")
     return any(name in layer.lora_A for name in layer.active_adapters)
 
 

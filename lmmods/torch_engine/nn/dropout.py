@@ -161,8 +161,8 @@ class TokenDropout:
         elif shape[:-1] == (batch,):  # pooled features [B, F]; the sum of seeds wraps at 32 bits
             kept = self._feature_mask(name, tokens.sum(1, dtype=torch.int32), shape[-1], rate)
         else:
-            self._tell(f"Dropout: {name} drops of a tensor {list(shape)}, in which tokens are not told apart, so its "
-                       "masks depend on how rows are cut into batches.")
+            self._tell(f"Dropout: {name} drops of a tensor {list(shape)}, in which tokens are not distinguished, so "
+                       "its masks depend on how rows are cut into batches.")
             return _dropout(x, rate)
         return Dropped.apply(x, kept, rate)
 
