@@ -87,18 +87,18 @@ SAID = "Interrupted before training began; nothing was written.\n"
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_interrupted_at_any_moment_before_training(engine, number, recipe, tmp_path):
-    """To the whole group, as a terminal does it."""
+    """To the whole group, as a terminal does it. What a run says of its engine may come before."""
     arguments = [sys.executable, "train.py", "fit", *recipe(engine=engine)]
-    for moment in (0.02, 0.04, 0.07, 0.1, 0.2, 0.4, 0.8, 1.5, 3):
+    for moment in (0.02, 0.04, 0.07, 0.1, 0.2, 0.4, 0.8, 1.5, 2):
         process = subprocess.Popen(arguments, cwd=ROOT, text=True, start_new_session=True, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT)
         time.sleep(moment)
         os.killpg(process.pid, number)
         said = process.communicate(timeout=60)[0]
-        if moment < 3 and process.returncode != 130:
+        if moment < 1.5 and process.returncode != 130:
             assert BEFORE_HANDLERS.match(said), said
         else:
-            assert (process.returncode, said) == (130, SAID), moment
+            assert process.returncode == 130 and said.endswith(SAID) and said.count("\n") <= 2, (moment, said)
     assert not (tmp_path / "run").exists()
 
 
