@@ -130,7 +130,7 @@ def _run_watched(command: str, words: list[str]) -> None:
     if wants_help(words):
         return print(help_of(command, words))
     options, _ = options_of(command)
-    prints = [word for word in words if word.startswith("--print_config")]
+    prints = [word for word in words if word.partition("=")[0] == "--print_config"]
     parsed = parse([command, *words], options, COMMANDS[command].example, checked=not prints)
     if prints:
         from lmmods.commands.print_config import print_config

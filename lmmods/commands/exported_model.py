@@ -17,7 +17,7 @@ class FinishedRun:
     """Output of a finished run of either engine.
 
     Args:
-        has_adapter: Whether model/ holds an adapter; a whole model otherwise.
+        has_adapter: True if model/ holds an adapter; a whole model otherwise.
         pretrained: Base model of the adapter, and the fields with which it was loaded.
     """
 

@@ -1,6 +1,5 @@
 """`new`: write a complete recipe for a model and a data set, with measured lengths and memory."""
 
-import importlib
 import itertools
 import json
 import math
@@ -18,7 +17,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.hf_config import known_fields, load_config, position_limit, saved_quantization, tells_token_types
 from lmmods.core.memory import NetworkShape, StepMemory, estimate_step
 from lmmods.core.settings import LoRA
-from lmmods.recipe.classes import class_name, declared, module_of
+from lmmods.recipe.classes import class_name, declared, implementation
 from lmmods.recipe.files import as_yaml
 from lmmods.recipe.tasks.base import Usual
 
@@ -94,7 +93,7 @@ class Measured:
         options: Keys of `data` in recipe order.
         notes: Reason for each key's value.
         rows: Batch rows made from the rows that were read.
-        is_sample: Whether the source has more rows than were read.
+        is_sample: True if the source has more rows than were read.
         table: Data report.
     """
 
@@ -173,8 +172,7 @@ def _is_encoders(task: str) -> bool | None:
 
 def _data_class(task: str) -> Any:
     """Import the data module of a task."""
-    name = declared("model")[task].takes
-    return getattr(importlib.import_module(module_of(declared("data")[name], "lmmods.data")), name)
+    return implementation(declared("data")[declared("model")[task].takes], "lmmods.data")
 
 
 def _is_encoder(config: Any) -> bool:
@@ -193,7 +191,7 @@ def _measured(task: Task, model: str, config: Any, data: str, fixed: dict[str, A
 
     Args:
         fixed: Keys of `data` set by the command line.
-        has_more: Whether the source has more rows.
+        has_more: True if the source has more rows.
         answers: How the loss reads a preference row.
     """
     most = min(position_limit(known_fields(config)) or LONGEST, LONGEST)
@@ -339,8 +337,8 @@ class MemoryPlan:
     """Training method and the memory of a step.
 
     Args:
-        lora: Whether an adapter is trained instead of the model itself.
-        quantize: Whether the base is stored in nf4.
+        lora: True if an adapter is trained instead of the model itself.
+        quantize: True if the base is stored in nf4.
         batch_size: Rows per micro-batch.
         memory: Memory of a step; `ROOM` of the device's is available.
     """
@@ -406,8 +404,8 @@ def plan_memory(shape: NetworkShape, machine: Machine, max_length: int, batch: i
     Args:
         max_length: Longest row in tokens.
         batch: Rows per step, the upper limit of a micro-batch.
-        is_quantized: Whether the model is saved in 4 or 8 bits, so that only an adapter can be trained.
-        is_preference: Whether a row holds two answers; full tuning then also keeps a reference copy of the model.
+        is_quantized: True if the model is saved in 4 or 8 bits, so that only an adapter can be trained.
+        is_preference: True if a row holds two answers; full tuning then also keeps a reference copy of the model.
     """
     tried = None
     for lora, quantize, size, checkpointing in _choices(shape, batch, is_quantized):

@@ -1,6 +1,5 @@
 """Build what a recipe describes on its engine: trainer, model and data module."""
 
-import importlib
 import inspect
 import os
 from dataclasses import is_dataclass
@@ -19,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lmmods.core.errors import UserError, is_out_of_memory, what_to_lower
 from lmmods.core.hf_config import position_limit, tells_token_types
 from lmmods.core.redaction import left_out, redacted
-from lmmods.recipe.classes import FOLDERS, check_callback, class_name, module_of
+from lmmods.recipe.classes import FOLDERS, check_callback, implementation
 from lmmods.recipe.engines import load_engine
 from lmmods.recipe.keys import BLOCKS
 from lmmods.recipe.library_classes import LibraryClasses, whole
@@ -95,7 +94,7 @@ class Setup:
             if self.recipe.engine == "torch":
                 check_callback(spec.class_path)
         check_recipe(self.libraries.values, self.whole()["model"]["init_args"],
-                     self.recipe.is_typed("model.trust_remote_code"))
+                     self.recipe.is_typed_true("model.trust_remote_code"))
         if str(getattr(trainer.get("strategy"), "class_path", "")).endswith(".DeepSpeedStrategy"):
             raise UserError("trainer.strategy: use lmmods.strategies.DeepSpeed, whose steps are exact, instead of "
                             "Lightning's DeepSpeedStrategy.")
@@ -105,8 +104,7 @@ class Setup:
         fields = self.recipe.classes[block]
         if fields is None:
             return made[block]
-        kind = getattr(importlib.import_module(module_of(fields, FOLDERS[self.recipe.engine][block])),
-                       class_name(fields))
+        kind = implementation(fields, FOLDERS[self.recipe.engine][block])
         return kind(**objects(fields, self.recipe.given[block]))
 
     def _trainer(self, made: Namespace, replaced: dict[str, Any]) -> Any:

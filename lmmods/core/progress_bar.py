@@ -63,7 +63,7 @@ class Bar:
 
         Args:
             count: Steps done; None adds one.
-            text: Shown beside the bar; without a terminal, printed as a line.
+            text: Shown next to the bar; without a terminal, printed as a line.
         """
         done = self._count + 1 if count is None else count
         if done > self._count:

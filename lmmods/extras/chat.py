@@ -25,7 +25,7 @@ from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
 from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.data.sources.formats import find_format
-from lmmods.recipe.classes import class_name, module_of
+from lmmods.recipe.classes import implementation
 from lmmods.recipe.files import read_recipe
 from lmmods.recipe.reader import objects, parse
 from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Quantize
@@ -259,7 +259,7 @@ def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
 
 def _data_module(declared: Any) -> Any:
     """Build the data module of declared fields without reading rows."""
-    kind = getattr(importlib.import_module(module_of(type(declared), "lmmods.data")), class_name(type(declared)))
+    kind = implementation(type(declared), "lmmods.data")
     return kind(**{item.name: getattr(declared, item.name) for item in fields(declared)})
 
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -442,8 +442,8 @@ def unseen(parsed: Recipe, **trainer: Any) -> "Setup":
 
     names = keys_of(parsed.kind("trainer"))
     changes = {name: value for name, value in (UNSEEN | trainer).items() if name in names}
-    parsed.given |= dict.fromkeys(BLOCKS, {}) | {"trainer": parsed.given["trainer"] | changes}
-    return Setup(parsed)
+    given = parsed.given | dict.fromkeys(BLOCKS, {}) | {"trainer": parsed.given["trainer"] | changes}
+    return Setup(replace(parsed, given=given))
 
 
 def find_rate(parsed: Recipe, test: RangeTest, plot: str, write: bool, result: str | None) -> None:

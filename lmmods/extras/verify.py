@@ -245,7 +245,7 @@ def recipe_of(start: Start, folder: Path, keep_all: bool = False) -> dict[str, A
     """Return the recipe of a start with another run folder, without loggers, uploads and samples.
 
     Args:
-        keep_all: Whether to keep every checkpoint, for comparison.
+        keep_all: Keep every checkpoint, for comparison.
     """
     recipe = copy.deepcopy(start["recipe"])
     recipe["trainer"] |= {"default_root_dir": str(folder), "enable_checkpointing": True}

@@ -130,6 +130,11 @@ def module_of(kind: type, package: str) -> str:
     return f"{package}.{kind.__module__.rpartition('.')[2]}"
 
 
+def implementation(fields: type, package: str) -> type:
+    """Import the class with these fields from a package: an engine's tasks, or `lmmods.data`."""
+    return getattr(importlib.import_module(module_of(fields, package)), class_name(fields))
+
+
 def names_of(key: str, engine: str) -> tuple[str, ...]:
     """Return the names of the classes that a key may have without their import path."""
     return tuple(declared(key)) if key in BASES else CLASSES[engine].get(key, ())
@@ -139,10 +144,9 @@ def known_class(block: str, path: str, engine: str) -> type | None:
     """Return the fields of a task or data module by the name or import path of its class; None if it is not declared.
     """
     package, _, name = path.rpartition(".")
-    # The import path of a class outside our package may end in a declared name by chance.
-    if package and not f"{package}.".startswith(f"{FOLDERS[engine][block]}."):
-        return None
-    return declared(block).get(name)
+    kind = declared(block).get(name)
+    # The import path of another class may end in a declared name, too.
+    return kind if kind and package in ("", module_of(kind, FOLDERS[engine][block])) else None
 
 
 def check_name(key: str, name: str, engine: str) -> None:

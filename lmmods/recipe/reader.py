@@ -28,7 +28,7 @@ from lmmods.recipe.files import (
     read_with_lines,
     shortened,
 )
-from lmmods.recipe.foreign_keys import PROGRAMS, written_for
+from lmmods.recipe.foreign_keys import PROGRAMS, foreign_value, hint_for, written_for
 from lmmods.recipe.keys import (
     REQUIRED,
     Key,
@@ -108,9 +108,9 @@ class Recipe:
         """Return the fields of a block's class."""
         return self.classes.get(block) or block_in(recipe_keys({}, self.engine)[block].type)
 
-    def is_typed(self, key: str) -> bool:
-        """True if an option of the command line sets a key."""
-        return any(_name(layer.option) == key for layer in self.layers)
+    def is_typed_true(self, key: str) -> bool:
+        """True if the last option of the command line for a key sets it to true, whatever files say."""
+        return typed_value(self.layers, key) is True
 
 
 def parse(arguments: list[str], options: dict[str, Key], example: str = "", checked: bool = True) -> Recipe:
@@ -141,12 +141,12 @@ def parse(arguments: list[str], options: dict[str, Key], example: str = "", chec
         reader.check()
     refuse(reader.mistakes, f"{command} {example}")
     values = {name: reader.given.get(name, key.default) for name, key in options.items()}
-    # A recipe's `overwrite` counts only under conditions (`_overwrites`), an option's always.
-    typed = [layer for layer in layers if layer.place == "overwrite"]
-    if typed and "overwrite" not in options:
+    typed = typed_value(layers, "overwrite")
+    if typed is not None and "overwrite" not in options:
         raise UserError(f"--overwrite is for fit: {command} deletes nothing. Leave it out.")
-    if "overwrite" in options and not typed:
-        values["overwrite"] = _overwrites(layers, reader.given.get("trainer", {}).get("default_root_dir"))
+    if "overwrite" in options:  # what was typed goes before any file, as it may delete a run
+        folder = reader.given.get("trainer", {}).get("default_root_dir")
+        values["overwrite"] = _overwrites(layers, folder) if typed is None else typed is True
     # Blocks only: the other keys are options, the seed and the engine.
     given = {name: reader.given.get(name, {}) for name in reader.keys if block_in(reader.keys[name].type)}
     return Recipe(command, engine, values, reader.given.get("seed_everything", reader.keys["seed_everything"].default),
@@ -170,6 +170,12 @@ def engine_of(words: list[str], files: dict[str, dict[Any, Any]] | None = None) 
     if engine not in ENGINES:
         raise UserError(f"engine is {engine!r}, but must be torch or jax.")
     return engine
+
+
+def typed_value(layers: list[Layer], key: str) -> Any:
+    """Return the value that the last option for a key sets; None without one."""
+    values = [layer.value for layer in layers if layer.option and _name(layer.option) == key]
+    return plain(read_value(values[-1])) if values else None
 
 
 def _overwrites(layers: list[Layer], folder: str | None) -> bool:
@@ -199,7 +205,7 @@ def parse_options(words: list[str], keys: dict[str, Key], unnamed: Sequence[Key]
     reader.merge(reader.layers(words, unnamed))
     made = reader.check()
     refuse(reader.mistakes, example)
-    return {name: made[name] if made.get(name) is not None else reader.given.get(name, key.default)
+    return {name: made[name] if name in made and name in reader.given else reader.given.get(name, key.default)
             for name, key in reader.keys.items()}
 
 
@@ -303,7 +309,7 @@ class Reader:
             # argparse's short form without a space: -cFILE.
             if option.startswith("-c") and not option.startswith("--") and option != "-c":
                 option, equals, value = "-c", "=", word[2:].removeprefix("=")
-            if option.startswith("--print_config"):
+            if option == "--print_config":
                 continue
             if not equals:
                 # No value follows if the next word looks like an option; -, negative numbers and texts with spaces do
@@ -348,7 +354,6 @@ class Reader:
 
     def _config(self, value: str) -> Layer:
         tree = self.files[value] if value in self.files else read_with_lines(value)
-        # Only a brace or a second line marks an inline recipe here.
         is_file = not is_inline(value)
         if is_file and (program := written_for(plain(tree))):
             raise UserError(f"{value} is a configuration of {PROGRAMS[program]}, not a recipe. Make one of it: "
@@ -432,7 +437,7 @@ class Reader:
         """Return the valid values of a block.
 
         Args:
-            names_class: Whether the block may have a `class_path`, with its keys under `init_args`.
+            names_class: True if the block may have a `class_path`, with its keys under `init_args`.
         """
         result: dict[str, Any] = {}
         for word, value in tree.items():
@@ -461,7 +466,7 @@ class Reader:
         """Convert a value to the type of its key; `WRONG` if it is rejected."""
         # A class of the user's: only its signature can tell the types of its keys.
         if key.name in self.classes and self.classes[key.name] is None:
-            self._mean(value, keys_of(block_in(hint)))
+            self._keep_texts(value, keys_of(block_in(hint)))
             return LEFT
         # Words such as null or true need no library; all other values of these keys are left to it.
         if is_left(hint):
@@ -491,13 +496,13 @@ class Reader:
         read = converted(value, hint)
         return self._refuse(value, key, layer, line) if read is WRONG else self._inner(value, read, hint, key, layer)
 
-    def _mean(self, tree: Any, keys: dict[str, Key]) -> None:
+    def _keep_texts(self, tree: Any, keys: dict[str, Key]) -> None:
         """Keep texts of an undeclared class verbatim, for keys that every class has."""
         for name, value in tree.items() if isinstance(tree, dict) else ():
             # Called for its side effect: it marks texts as such (`Scalar.is_text`), so that `plain` keeps them.
             if name in keys and not isinstance(value, dict):
                 converted(value, keys[name].type)
-            self._mean(value, keys if name == "init_args" else {})
+            self._keep_texts(value, keys if name == "init_args" else {})
 
     def _inner(self, value: Any, read: Any, hint: Any, key: Key, layer: Layer) -> Any:
         """Check the mappings in a list that may contain blocks."""
@@ -518,8 +523,6 @@ class Reader:
             self.mistakes.append(f"{place}{message}")
 
     def _refuse(self, value: Any, key: Key, layer: Layer, line: int | None, wanted: str | None = None) -> Any:
-        from lmmods.recipe.foreign_keys import foreign_value
-
         at = layer.at(key.name, getattr(value, "line", line) if layer.is_file else None)
         wanted = wanted or ("a class_path and its init_args" if key.name in self.classes
                             else in_words(key.type, key.name))
@@ -531,8 +534,6 @@ class Reader:
         return WRONG
 
     def _unknown(self, name: str, value: Any, layer: Layer, line: int | None) -> None:
-        from lmmods.recipe.foreign_keys import hint_for
-
         at = layer.at(name, line)
         if name == "config":
             self.report(at, "config is no key of a recipe, which names no other. Give several on the command line: "
@@ -610,7 +611,7 @@ class Reader:
 
     def _object(self, kind: type, name: str, values: dict[str, Any]) -> Any:
         keys, options = keys_of(kind, name), dict(values)
-        # The engine builds this object, when the libraries are there.
+        # The engine builds this object once its libraries are imported.
         if LEFT in options.values():
             return None
         for key, value in values.items():

@@ -28,7 +28,6 @@ from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 from tests.evaluation.test_samples import plain  # noqa: F401 - a fixture
 from tests.finished_runs import assert_same_checkpoint, seconds_of_steps
-from tests.forks import together
 
 ROOT = Path(__file__).parents[2]
 LORA = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 4, "alpha": 16}}
@@ -464,18 +463,11 @@ def test_validate_and_test_ask_too(recipe, folder, questions, instructions, engi
     ("torch", "ddp", {}, 1), ("torch", "fsdp", {**LORA, "model__init_args__lora": None}, 1),
     ("jax", "fsdp", {**LORA, "model__init_args__lora": None}, 1), ("jax", "ddp", {}, 2),
 ], ids=["ddp-qlora", "fsdp-full", "jax-fsdp-full", "jax-ddp-processes"])
-def test_two_devices_answer_as_one(recipe, tmp_path, plain, questions, strategy, engine, changes,  # noqa: F811
+def test_two_devices_answer_as_one(on_one_and_two, plain, questions, strategy, engine, changes,  # noqa: F811
                                    processes):
     """Lightning starts its second process itself; JAX has two devices in a process, or two processes with one each."""
-    one, two = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "two")
-    changes = {**changes, "mmlu": {"source": questions}, "model__init_args__pretrained": plain, "engine": engine,
-               "model__init_args__optimizer": {"lr": 0.003}, "data__init_args__val_size": 6,
-               "data__init_args__batch_size": 3}
-    assert main(["fit", *recipe(**changes, trainer__accumulate_grad_batches=2,
-                                trainer__default_root_dir=str(one.root))]) == 0
-    arguments = recipe("two.yaml", **changes, trainer__devices=2 // processes, trainer__strategy=strategy,
-                       trainer__val_check_interval=2, trainer__default_root_dir=str(two.root))
-    said = "".join(together(["fit", *arguments], processes, devices=2 // processes))
+    one, two, said = on_one_and_two(strategy, processes, **changes, mmlu={"source": questions}, engine=engine,
+                                    model__init_args__pretrained=plain)
     assert asked_at(one)[-1] == asked_at(two)[-1] == 6 and said.count("23 questions") == len(asked_at(two))
     assert final(two) == pytest.approx(final(one), abs=1e-4)
 

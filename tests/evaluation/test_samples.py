@@ -24,7 +24,6 @@ from lmmods.torch_engine.nn import decoding
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 from tests.finished_runs import assert_same_checkpoint, seconds_of_steps
-from tests.forks import together
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["Add 3 and 4.", "Add 30 and 31, and be quick."]
@@ -337,17 +336,10 @@ def test_both_engines_say_the_same(recipe, tmp_path, plain, clm, name):
 @pytest.mark.parametrize(("engine", "strategy", "changes", "processes"), [
     ("torch", "ddp", {}, 1), ("torch", "fsdp", FULL, 1), ("jax", "fsdp", FULL, 1), ("jax", "fsdp", LORA, 2),
 ], ids=["ddp-qlora", "fsdp-full", "jax-fsdp-full", "jax-processes"])
-def test_two_devices_sample_as_one(recipe, tmp_path, plain, strategy, engine, changes, processes):
+def test_two_devices_sample_as_one(on_one_and_two, plain, strategy, engine, changes, processes):
     """Lightning starts its second process itself; JAX has two devices in a process, or two processes with one each."""
-    one, two = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "two")
-    changes = {**changes, **block(), "model__init_args__pretrained": plain, "engine": engine,
-               "model__init_args__optimizer": {"lr": 0.003}, "data__init_args__val_size": 6,
-               "data__init_args__batch_size": 3}
-    assert main(["fit", *recipe(**changes, trainer__accumulate_grad_batches=2,
-                                trainer__default_root_dir=str(one.root))]) == 0
-    arguments = recipe("two.yaml", **changes, trainer__devices=2 // processes, trainer__strategy=strategy,
-                       trainer__val_check_interval=2, trainer__default_root_dir=str(two.root))
-    said = "".join(together(["fit", *arguments], processes, devices=2 // processes))
+    one, two, said = on_one_and_two(strategy, processes, **changes, **block(), engine=engine,
+                                    model__init_args__pretrained=plain)
     assert samples(two) == samples(one) and said.count("sample at step 6") == 2
 
 

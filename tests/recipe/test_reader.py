@@ -3,6 +3,7 @@
 import inspect
 import random
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from lmmods.core.errors import UserError
 from lmmods.recipe.classes import (
     CLASSES,
     FOLDERS,
-    class_name,
     declared,
+    implementation,
     module_of,
     reason_against,
 )
@@ -150,7 +151,7 @@ def built(recipe: Recipe, block: str, made: Any) -> Any:
     fields = recipe.classes[block]
     if fields is None:
         return made[block]
-    kind = getattr(import_module(module_of(fields, FOLDERS[recipe.engine][block])), class_name(fields))
+    kind = implementation(fields, FOLDERS[recipe.engine][block])
     return kind(**objects(fields, recipe.given[block]))
 
 
@@ -197,14 +198,47 @@ def test_layers_go_over_each_other(recipe, tmp_path):
     assert given["data"]["add_tokens"] == ["x", "y", "z"]
 
 
-def test_a_recipe_is_read_once(recipe, monkeypatch):
-    from lmmods.recipe import files
+opened: list[str] | None = None  # files opened in this process, while a test counts them
 
-    times, read_bytes = [], files.files.read_bytes
-    monkeypatch.setattr(files.files, "read_bytes", lambda path, *rest: times.append(path) or read_bytes(path, *rest))
-    words = recipe()
-    read(["fit", *words])
-    assert times == [words[1]]
+
+def test_a_recipe_is_read_once(recipe):
+    global opened
+
+    def note(event: str, arguments: tuple) -> None:
+        if event == "open" and opened is not None:
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(note)
+    words, opened = recipe(), []
+    try:
+        read(["fit", *words])
+        assert opened.count(words[1]) == 1
+    finally:
+        opened = None
+
+
+def test_what_is_typed_goes_before_files():
+    """Of what deletes a run or runs code, whichever comes first on the command line."""
+    file = ["--config", "{overwrite: true, trainer: {default_root_dir: x}, model: {trust_remote_code: true}}"]
+    task = ["--model", "SFT", "--data", "SFTData"]
+
+    def parsed(*words: str) -> Recipe:
+        return parse(["fit", *task, *words], options_of("fit")[0], checked=False)
+
+    assert parsed(*file).options["overwrite"] and not parsed("--overwrite", "false", *file).options["overwrite"]
+    assert not parsed(*file, "--overwrite=false").options["overwrite"]
+    assert parsed("--overwrite", "true", "--config", "{overwrite: false}").options["overwrite"]
+    for words, is_typed in ((["--model.trust_remote_code", "false", *file], False), (file, False),
+                            (["--model.init_args.trust_remote_code=true", *file], True)):
+        recipe = parsed(*words)
+        assert recipe.given["model"]["trust_remote_code"]
+        assert recipe.is_typed_true("model.trust_remote_code") is is_typed
+
+
+def test_names_that_are_almost_right(recipe, capsys):
+    for words in (["--print_configs"], ["--data", "lmmods.data.nowhere.SFTData"]):
+        assert main(["fit", *recipe(), *words]) == 2
+        assert words[-1].lstrip("-") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("engine", "key", "value", "message"), [

@@ -87,8 +87,8 @@ class Chart:
     """Chart of one group over one x axis.
 
     Args:
-        thinned: Whether a line shows only some of its points.
-        gaps: Whether a line breaks at non-finite values.
+        thinned: True if a line shows only some of its points.
+        gaps: True if a line breaks at non-finite values.
     """
 
     title: str

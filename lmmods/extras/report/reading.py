@@ -27,7 +27,7 @@ class Run:
         data: Content of data_report.json.
         samples: Rows of samples.jsonl.
         step: Last known optimiser step.
-        completed: Whether training has finished.
+        completed: True if training has finished.
         written: Modification time of the newest of these files.
     """
 

@@ -41,7 +41,7 @@ class Parameter:
         values: Choices, each in command-line form; empty for a range.
         low: Lower end of a range; an int if all values are.
         step: Step of a range; None if it has none.
-        log: Whether a range is sampled uniformly on a logarithmic scale.
+        log: True if a range is sampled uniformly on a logarithmic scale.
     """
 
     key: str
@@ -188,7 +188,7 @@ class Study:
 
     Args:
         folder: Folder of the sweep.
-        mode: Whether to minimise (`min`) or maximise (`max`) the metric.
+        mode: `min` to minimise the metric, `max` to maximise it.
 
     Raises:
         UserError: Optuna is not installed.

@@ -172,7 +172,7 @@ class TaskFields:
 
     @property
     def trains_adapter(self) -> bool:
-        """Whether an adapter trains instead of the model itself."""
+        """True if an adapter trains instead of the model itself."""
         return self.lora is not None or self.adapter is not None
 
     @property
