@@ -242,11 +242,12 @@ def test_no_conversation_is_dropped(name, jinja, chat_folder, write_jsonl):
     assert source["terminators_labelled"] == num_responses
 
 
-def test_a_row_with_the_marks_of_generated_text_is_counted(jinja, chat_folder, write_jsonl):
+@pytest.mark.parametrize("name", ["steady", "marked"])
+def test_a_row_with_the_marks_of_generated_text_is_counted(name, jinja, chat_folder, write_jsonl):
     """Marks in a text would be taken for those of the template: the row would lose text, or its labels."""
     rows = [{"messages": [user(ask), answer(reply)]} for ask, reply in (("a", "b"), ("a", "b\U0010fffe"),
                                                                         ("a\U0010ffff", "b"))]
-    data = build(write_jsonl(rows), chat_folder, template=jinja("steady"))
+    data = build(write_jsonl(rows), chat_folder, template=jinja(name))
     source, = data.report["sources"].values()
     assert source["rows_kept"] == 1
     assert source["dropped"]["a turn holds U+10FFFE or U+10FFFF, which are no characters"]["rows"] == 2

@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from contextlib import contextmanager
-from functools import lru_cache, wraps
+from functools import cached_property, lru_cache, wraps
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any, NoReturn
 
@@ -92,7 +92,7 @@ class ChatTemplate:
             raise UserError(f"{name} cannot be compiled ({type(error).__name__}: "
                             f"{str(error)[:200]}); name a data.template instead") from error
 
-    @property
+    @cached_property
     def has_marks(self) -> bool:
         """True if the template marks the assistant's text with {% generation %}."""
         return "{%" in self.source and re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
@@ -114,8 +114,6 @@ class ChatTemplate:
     def render_marked(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **given: Any) -> str:
         """Like `render`, with BEGIN and END around text marked by {% generation %}."""
         template = _compiled(self.source)
-        if _holds_mark([messages, given], set()):
-            raise RowProblem("a turn holds U+10FFFE or U+10FFFF, which are no characters")
         # Most values are texts, which need no walk through their parts.
         size = sum(len(value) if value.__class__ is str else _size(value, {})
                    for message in messages for value in message.values()) + _size(given, {})
@@ -123,7 +121,7 @@ class ChatTemplate:
         _left.characters = (CHARACTERS + min(size, LARGE) * (CHARACTERS_PER_CHARACTER + len(messages))
                             + max(0, size - LARGE) * CHARACTERS_PER_LARGE)
         try:
-            return template.render({**self.variables, "messages": messages, "tools": None, "documents": None,
+            text = template.render({**self.variables, "messages": messages, "tools": None, "documents": None,
                                     "add_generation_prompt": add_generation_prompt, **given})
         except (LimitReached, RecursionError, MemoryError) as error:
             raise UserError(f"{self.name} does not come to an end, or asks for too much: {_what(error)}"
@@ -135,6 +133,10 @@ class ChatTemplate:
             # No budget outside of a rendering: what Jinja would compute of constants while it compiles fails there, and
             # is left to the rendering.
             _left.steps = _left.characters = 0
+        # The row's own texts are searched only if the template writes marks, too: the walk takes as long as rendering.
+        if (BEGIN in text or END in text) and (not self.has_marks or _holds_mark([messages, given], set())):
+            raise RowProblem("a turn holds U+10FFFE or U+10FFFF, which are no characters")
+        return text
 
 
 @contextmanager
