@@ -4,7 +4,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ from lmmods.torch_engine.compat.lightning import (
     validation_follows,
     watch_launched,
 )
+from lmmods.torch_engine.nn.cpu_kernels import fast_products
 from lmmods.torch_engine.nn.sharding import num_sharers
 from lmmods.torch_engine.parity import measure
 from lmmods.torch_engine.precision import choose_precision
@@ -137,7 +138,8 @@ class Trainer(L.Trainer):
             ckpt_path: str | None = None, overwrite: bool = False, stop_at: int | None = None) -> None:
         """Train."""
         self.interruption.stop_at = stop_at
-        with self._run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe, stop_at)):
+        check = functools.partial(self.run_folder.check_fit, ckpt_path, overwrite, self.recipe, stop_at)
+        with self._run_folder("fit", check), self._fast_products(model):
             self.resumed_from = checkpoint = continued(self.run_folder, ckpt_path)
             if checkpoint:
                 datamodule.resume_from(read_plain(checkpoint))
@@ -149,7 +151,7 @@ class Trainer(L.Trainer):
 
     def validate(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
         """Evaluate on the validation set."""
-        with self._run_folder("validate"):
+        with self._run_folder("validate"), self._fast_products(model):
             checkpoint = self._checkpoint(ckpt_path, datamodule)
             found = super().validate(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
         check_evaluated(found)
@@ -157,13 +159,14 @@ class Trainer(L.Trainer):
 
     def test(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
         """Evaluate on the test set."""
-        with self._run_folder("test"):
+        with self._run_folder("test"), self._fast_products(model):
             checkpoint = self._checkpoint(ckpt_path, datamodule)
             return super().test(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
 
     def predict(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Write predictions.jsonl."""
-        with self._run_folder("predict", lambda: self.run_folder.check_results(self.recipe)):
+        check = functools.partial(self.run_folder.check_results, self.recipe)
+        with self._run_folder("predict", check), self._fast_products(model):
             super().predict(model, dataloaders, datamodule, return_predictions=False,
                             ckpt_path=self._checkpoint(ckpt_path, datamodule))
 
@@ -222,6 +225,9 @@ class Trainer(L.Trainer):
                 raise
             place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
             raise cannot_meet(*place, first_line(error)) from error
+
+    def _fast_products(self, model: Any) -> AbstractContextManager[None]:
+        return fast_products(self.strategy.root_device) if model.fast_kernels else nullcontext()
 
     def _say_engine(self) -> None:
         device = self.strategy.root_device

@@ -5,7 +5,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from lmmods.torch_engine.nn import attention
-from lmmods.torch_engine.nn.attention import FLOAT32, prefer_float32
+from lmmods.torch_engine.nn.attention import CPU, prefer_cpu_kernels
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
          "num_attention_heads": 4, "max_position_embeddings": 64}
@@ -42,8 +42,8 @@ def test_loss_and_gradients_are_those_of_sdpa(case):
     kind, fields, inputs = CASES[case]
     model = make(kind, fields)
     exact, rough = outcome(model, inputs, False), outcome(model, inputs, True)
-    prefer_float32(model)
-    assert model.config._attn_implementation == FLOAT32
+    prefer_cpu_kernels(model, "bf16-mixed")
+    assert model.config._attn_implementation == CPU
     torch.testing.assert_close(outcome(model, inputs, False), exact, rtol=0, atol=1e-7)
     ours = outcome(model, inputs, True)
     assert not torch.equal(ours, rough)
@@ -55,7 +55,7 @@ def test_the_kernel_sees_float32_up_to_a_length(monkeypatch, stored):
     """And what it gives back has the type of the computation."""
     monkeypatch.setattr(attention, "FLOAT32_LENGTH", 12)
     model = make("llama", {}).to(stored)
-    prefer_float32(model)
+    prefer_cpu_kernels(model, "bf16-mixed")
     seen, kernel, last = [], torch.nn.functional.scaled_dot_product_attention, model.model.layers[-1].self_attn.o_proj
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
                         lambda q, *rest, **options: seen.append(q.dtype) or kernel(q, *rest, **options))
@@ -71,5 +71,5 @@ def test_the_kernel_sees_float32_up_to_a_length(monkeypatch, stored):
 def test_other_implementations_are_left_alone():
     model = make("llama", {})
     model.set_attn_implementation("eager")
-    prefer_float32(model)
+    prefer_cpu_kernels(model, "bf16-mixed")
     assert model.config._attn_implementation == "eager"

@@ -1,7 +1,6 @@
 """Faster kernels compute what the plain ones do."""
 
 import os
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +9,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lmmods.torch_engine.nn import loss as loss_module
 from lmmods.torch_engine.nn.building import compile_layers, fuse_activations
-from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache, onednn_products, stays_float32
+from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache, fast_products, stays_float32
 from lmmods.torch_engine.nn.loss import IGNORED, token_loss
 from tests.closeness import assert_as_close, in_both
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_products_stay_float32_where_onednn_makes_them(trial):
     random = torch.Generator().manual_seed(1)
     a, b = torch.randn(300, 700, generator=random), torch.randn(700, 200, generator=random)
     exact = a.double() @ b.double()
-    with onednn_products():
+    with fast_products(CPU):
         torch.testing.assert_close((a @ b).double(), exact, rtol=0, atol=1e-5 * exact.abs().max().item())
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -67,20 +68,17 @@ def test_products_that_are_not_float32_are_refused(trial, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", rough)
     assert not stays_float32()
-    with onednn_products():
+    with fast_products(CPU):
         assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_onednn_gets_whole_chunks_only(monkeypatch):
-    """It keeps memory for each shape: the shape of a whole chunk comes again, that of a rest does not."""
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 61 * 5)  # five positions a chunk
-    entered = []
-    monkeypatch.setattr(loss_module, "onednn_products", lambda: entered.append(True) or nullcontext())
-    layer = torch.nn.Linear(16, 61, bias=False)
-    head = SimpleNamespace(linear=layer)
-    for num_targets in (4, 5, 13):
-        token_loss(torch.randn(1, num_targets, 16), torch.zeros(1, num_targets, dtype=torch.long), head, [], 61)
-    assert len(entered) == 0 + 1 + 2
+def test_a_precision_that_is_set_stays():
+    torch.set_float32_matmul_precision("high")
+    try:
+        with fast_products(CPU):
+            assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_onednn_keeps_a_bounded_number_of_shapes(monkeypatch):

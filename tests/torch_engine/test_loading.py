@@ -16,7 +16,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
 from lmmods.recipe.tasks.base import TaskFields
 from lmmods.torch_engine.nn import loading, lora, summary
-from lmmods.torch_engine.nn.attention import FLOAT32
+from lmmods.torch_engine.nn.attention import CPU
 from lmmods.torch_engine.nn.building import build_network, enable_checkpointing
 from lmmods.torch_engine.nn.export import save
 
@@ -273,7 +273,7 @@ def test_rotary_positions_are_scaled_by_an_override(llama_folder, overrides):
     torch.testing.assert_close(*logits)
 
 
-@pytest.mark.parametrize(("device", "attention"), [("cpu", FLOAT32), ("cuda", "sdpa")])
+@pytest.mark.parametrize(("device", "attention"), [("cpu", CPU), ("cuda", "sdpa")])
 def test_short_rows_attend_in_float32_on_cpus_alone(llama_folder, device, attention):
     """By the device that will train, which is not yet that of the module while its network is built."""
     data = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(llama_folder))

@@ -4,26 +4,31 @@ Packed rows on CUDA: flash attention per document instead of a mask [B, 1, T, T]
 `position_ids` into such a mask, with which torch cannot use its flash kernel. torch's kernel for sequences of varying
 length only needs the start of each document.
 
-Short rows under bfloat16 on CPUs: float32, for which torch's kernel is faster.
+Short rows on CPUs: float32, and plain matrix products instead of torch's flash kernel, where they are faster.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError, first_line, one_line
 from lmmods.torch_engine.compat.transformers import attention_of, can_change_attention
+from lmmods.torch_engine.nn.cpu_kernels import uses_onednn
 
-VARLEN, FLOAT32 = "varlen", "sdpa_float32"
+VARLEN, CPU = "varlen", "sdpa_cpu"
 # Measured with torch 2.13, forward and backward, 6 heads of size 64, two Zen 4 cores: float32 takes 33-50 % of the time
 # of bfloat16 at 112 to 168 tokens, 100 % at 320 to 512, and 150 % from 1,024 on.
 FLOAT32_LENGTH = 384
+# Scores of a row, over all heads, up to which oneDNN's products of whole matrices take less time than the flash kernel:
+# 60 to 75 % on a Zen 5 core. Autograd keeps the scores, so there may not be many.
+MOST_SCORES = 2**20
 Kernel = Callable[..., Tensor]
 
 
@@ -77,31 +82,38 @@ def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
                          else f"sdpa, as the kernel for packed rows {problem}."))
 
 
-def prefer_float32(model: nn.Module) -> None:
-    """Switch `model` from sdpa to attention that computes short rows in float32, regardless of the compute dtype."""
+def prefer_cpu_kernels(model: nn.Module, precision: str) -> None:
+    """Switch `model` from sdpa to the kernels that are fastest for short rows on a CPU.
+
+    Args:
+        precision: Lightning's name. Under bfloat16, short rows attend in float32, which is reported.
+    """
     if attention_of(model) != "sdpa" or not can_change_attention(model):
         return
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(FLOAT32, _attend_float32)
-    AttentionMaskInterface.register(FLOAT32, sdpa_mask)
-    model.set_attn_implementation(FLOAT32)
-    say(f"Attention: in float32 for rows of up to {FLOAT32_LENGTH} tokens, which on CPUs is faster than in bfloat16.")
+    AttentionInterface.register(CPU, _attend_on_cpu)
+    AttentionMaskInterface.register(CPU, sdpa_mask)
+    model.set_attn_implementation(CPU)
+    if precision.startswith("bf16"):
+        say(f"Attention: in float32 for rows of up to {FLOAT32_LENGTH} tokens, which on CPUs is faster than in "
+            "bfloat16.")
 
 
-def _attend_float32(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                    **options: Any) -> tuple[Tensor, None]:
-    """Attention function of transformers; converts inputs to float32 and the result back."""
+def _attend_on_cpu(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                   **options: Any) -> tuple[Tensor, None]:
+    """Attention function of transformers; queries are [B, heads, T, D]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if max(query.shape[2], key.shape[2]) > FLOAT32_LENGTH:
+    dtype, length = compute_dtype(value), max(query.shape[2], key.shape[2])
+    if dtype != torch.float32 and length > FLOAT32_LENGTH:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    dtype = compute_dtype(value)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.float()  # sdpa requires the dtype of the queries
+    few = uses_onednn() and query.shape[1] * query.shape[2] * key.shape[2] <= MOST_SCORES
     # Autocast would cast the inputs of sdpa back to 16 bits.
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(query.device.type, enabled=False), sdpa_kernel(SDPBackend.MATH) if few else nullcontext():
         mixed, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
     return mixed.to(dtype), None
 

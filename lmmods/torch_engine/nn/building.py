@@ -13,7 +13,7 @@ from lmmods.core.errors import UserError, is_out_of_memory, one_line
 from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_fields
 from lmmods.recipe.tasks.base import TaskFields
 from lmmods.torch_engine.compat.peft import adapts_parameters
-from lmmods.torch_engine.nn.attention import choosing_attention, prefer_float32, say_eager
+from lmmods.torch_engine.nn.attention import choosing_attention, prefer_cpu_kernels, say_eager
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.experts import packed_names
@@ -49,8 +49,8 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
                   frozen or fields.trains_adapter, abstract)
     if fields.fast_kernels:
         fuse_activations(model)
-        if device.type == "cpu" and precision.startswith("bf16") and fields.attention is None:
-            prefer_float32(model)
+        if device.type == "cpu" and fields.attention is None:
+            prefer_cpu_kernels(model, precision)
     if fields.attention is None:
         say_eager(model)
     num_rows = model.get_input_embeddings().weight.shape[0]

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from lmmods.core.console import say
 from lmmods.core.dropout import FINAL_1, FINAL_2, feature_seeds, keep_scale, least_kept, site_seed
 from lmmods.torch_engine.compat.transformers import attention_of
-from lmmods.torch_engine.nn.attention import FLOAT32, VARLEN
+from lmmods.torch_engine.nn.attention import CPU, VARLEN
 
 _dropout, _attention = F.dropout, F.scaled_dot_product_attention
-ATTENTION = ("eager", "sdpa", FLOAT32, VARLEN)  # implementations that call torch's functions, or have no dropout
+ATTENTION = ("eager", "sdpa", CPU, VARLEN)  # implementations that call torch's functions, or have no dropout
 MODULES_ONLY = {"torch", "peft", "bitsandbytes"}  # packages whose modules never call dropout as a function
 _PEFT = re.compile(r"^base_model\.model\.|\.modules_to_save\.[^.]+|(?<=\.lora_dropout)\.[^.]+")
 

@@ -5,8 +5,7 @@ So the head is applied to labelled positions only, in chunks, and its gradient i
 [B, T, V] nor [N, V] logits are ever materialised, and nothing is computed twice.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 
 from lmmods.core.labels import IGNORED
 from lmmods.torch_engine.compat.torch import add_to_all
-from lmmods.torch_engine.nn.cpu_kernels import onednn_products
 
 # Approximate bytes of a chunk's float32 logits. Each chunk reads the head's weights, and their gradient if they train,
 # once more: on GPUs this costs more than the memory of larger chunks; on CPUs larger chunks are not faster.
@@ -124,9 +122,9 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         ctx.save_for_backward(hidden, targets, *params)
         products = _products(head, params)
         found = hidden.new_empty(len(targets), dtype=torch.float32)
-        for part, fast in _chunks(len(targets), chunk, head, hidden):
-            with fast:
-                log_probs = F.log_softmax(products.forward(hidden[part], False).float(), dim=-1)  # [n, V]
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            log_probs = F.log_softmax(products.forward(hidden[part], False).float(), dim=-1)  # [n, V]
             found[part] = log_probs.gather(1, targets[part].unsqueeze(1)).squeeze(1)
         return found
 
@@ -136,12 +134,12 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden)
         with torch.autocast(hidden.device.type, **ctx.autocast):
             products = _products(ctx.head, params)
-            for part, fast in _chunks(len(targets), ctx.chunk, ctx.head, hidden):
-                with fast:
-                    # d log p / d logits = one_hot - softmax: negated here, and again by the factor -grad.
-                    grad_logits = F.softmax(products.forward(hidden[part], True).float(), dim=-1)
-                    grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
-                    grad_hidden[part] = products.backward(grad_logits.mul_(-grad[part].unsqueeze(1)))
+            for start in range(0, len(targets), ctx.chunk):
+                part = slice(start, start + ctx.chunk)
+                # d log p / d logits = one_hot - softmax: negated here, and again by the factor -grad.
+                grad_logits = F.softmax(products.forward(hidden[part], True).float(), dim=-1)
+                grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
+                grad_hidden[part] = products.backward(grad_logits.mul_(-grad[part].unsqueeze(1)))
             return grad_hidden, None, None, None, *products.param_grads(params)  # targets, head and chunk have none
 
 
@@ -150,16 +148,6 @@ def _products(head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] | lis
     if layer is None:
         return _AnyHead(head, params)
     return _LinearHead(layer, getattr(head, "scale", 1.0), getattr(head, "softcap", None))
-
-
-def _chunks(num: int, chunk: int, head: Callable[[Tensor], Tensor], hidden: Tensor
-            ) -> Iterator[tuple[slice, AbstractContextManager]]:
-    """Yield the slices of chunks of positions, each with a context in which its matrix products are fast."""
-    is_matrix = getattr(head, "linear", None) is not None
-    for start in range(0, num, chunk):
-        # oneDNN caches a primitive per shape, so only the recurring shape of full chunks is given to it
-        fast = is_matrix and hidden.device.type == "cpu" and start + chunk <= num
-        yield slice(start, start + chunk), onednn_products() if fast else nullcontext()
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -177,22 +165,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(total)
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
-        for part, fast in _chunks(len(targets), chunk, head, hidden):
-            with fast:
-                log_probs = F.log_softmax(products.forward(hidden[part], wants_grad).float(), dim=-1)  # [n, V]
-                picked = log_probs.gather(1, targets[part].unsqueeze(1)).squeeze(1)
-                total -= (picked if weights is None else picked * weights[part]).sum()
-                if count_correct:
-                    hits = log_probs.argmax(-1) == targets[part]
-                    correct += (hits if weights is None else hits * weights[part]).sum()
-                if wants_grad:
-                    # Gradient of cross-entropy, softmax - one_hot, in place: autograd would make two more passes.
-                    # Overwrites `log_probs`, so everything that reads them comes before.
-                    grad_logits = log_probs.exp_()
-                    grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
-                    if weights is not None:
-                        grad_logits *= weights[part].unsqueeze(1)
-                    grad_hidden[part] = products.backward(grad_logits)  # [n, V] -> [n, H]
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            log_probs = F.log_softmax(products.forward(hidden[part], wants_grad).float(), dim=-1)  # [n, V]
+            picked = log_probs.gather(1, targets[part].unsqueeze(1)).squeeze(1)
+            total -= (picked if weights is None else picked * weights[part]).sum()
+            if count_correct:
+                hits = log_probs.argmax(-1) == targets[part]
+                correct += (hits if weights is None else hits * weights[part]).sum()
+            if wants_grad:
+                # Gradient of cross-entropy, softmax - one_hot, in place: autograd would make two more passes.
+                # Overwrites `log_probs`, so everything that reads them comes before.
+                grad_logits = log_probs.exp_()
+                grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
+                if weights is not None:
+                    grad_logits *= weights[part].unsqueeze(1)
+                grad_hidden[part] = products.backward(grad_logits)  # [n, V] -> [n, H]
         if wants_grad:
             # Gradients of `total` itself; `backward` multiplies them by its incoming gradient.
             ctx.save_for_backward(grad_hidden, *products.param_grads(params))
