@@ -6,6 +6,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaske
 
 from lmmods.torch_engine.nn import attention
 from lmmods.torch_engine.nn.attention import CPU, prefer_cpu_kernels
+from lmmods.torch_engine.nn.cpu_kernels import fast_products, stays_float32, uses_onednn
+from tests.closeness import assert_as_close, in_both
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
          "num_attention_heads": 4, "max_position_embeddings": 64}
@@ -48,6 +50,17 @@ def test_loss_and_gradients_are_those_of_sdpa(case):
     ours = outcome(model, inputs, True)
     assert not torch.equal(ours, rough)
     assert (ours - exact).norm() < 2 * (rough - exact).norm()  # attention is one of many places that round
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matrix_products_give_what_the_flash_kernel_gives(case):
+    kind, fields, inputs = CASES[case]
+    model = make(kind, fields)
+    flash, exact = in_both(lambda model: outcome(model, inputs, False), model)
+    prefer_cpu_kernels(model, "32-true")
+    with fast_products(torch.device("cpu")):
+        assert uses_onednn() == stays_float32()
+        assert_as_close(outcome(model, inputs, False), flash, exact)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
