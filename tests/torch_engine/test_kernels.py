@@ -87,7 +87,7 @@ def test_onednn_keeps_a_bounded_number_of_shapes(monkeypatch):
     assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
     bound_onednn_cache()
-    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "32"
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
