@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from plans import DEMO, model_folder, plan
+from plans import DEMO, gibibytes, model_folder, plan
 
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 COMMON = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256,
@@ -119,13 +119,8 @@ def needs(case: Case) -> dict[str, float]:
         raise SystemExit(f"{case.on} is not compiled: make plan-cuda plan-tpu.")
     if "H100" in case.on and "fmha" not in lines.get("fused attention", ""):
         raise SystemExit(f"{case}: attention is not cuDNN's kernel.")
-    found = {"memory": _gibibytes(lines["memory of each device"])}
-    return found | {name: _gibibytes(line) for name, line in lines.items() if re.search(r"\d a step, .* among", line)}
-
-
-def _gibibytes(line: str) -> float:
-    size, unit = re.search(r"([\d,.]+) ([GM])iB", line).groups()
-    return float(size.replace(",", "")) / (1 if unit == "G" else 1024)
+    found = {"memory": gibibytes(lines["memory of each device"])}
+    return found | {name: gibibytes(line) for name, line in lines.items() if re.search(r"\d a step, .* among", line)}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/bench.py                          every comparison, about an hour on 2 cores
     python benchmarks/bench.py --only qlora-trl clm     those whose names begin so
+    python benchmarks/bench.py --tuned                  against each peer as tuned for a CPU, too
     python benchmarks/bench.py --rows alpaca.json --tokenizer FOLDER    on real instructions
     python benchmarks/bench.py --full                   sequences of 256, 512 and 1024 as well
 
@@ -16,24 +17,62 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import venv
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import startup
-from pair import Result, Side, compare, ratio
+import yaml
+from pair import Result, Side, compare, evict, ratio
+from plans import gibibytes, plan
 from table import Row, markdown
 from work import Work
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE / ".environments"
 LOSS_TOLERANCE = {"32-true": 1e-4, "auto": 3e-2}  # relative; `auto` may be bfloat16
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What ours is compared with.
+
+    Args:
+        environment: Stem of its requirements in peers/.
+        program: In workers/.
+        peer: Which of the program's.
+        tuned: What is set otherwise than by default, in the peer's own words; the program says what it takes.
+    """
+
+    environment: str
+    program: str
+    peer: str
+    tuned: dict[str, Any] = field(default_factory=dict)
+
+
+# AdamW is fused by default, and attention is torch's.
+GROUPED = {"train_sampling_strategy": "group_by_length"}
+UNCHECKPOINTED = {"gradient_checkpointing": False}
 PEERS = {
-    "TRL": ("torch", "torch_peers.py", "trl"),
-    "qlora.py-like loop": ("torch", "torch_peers.py", "loop"),
-    "bare loop": ("torch", "torch_peers.py", "loop"),
-    "Trainer": ("torch", "torch_peers.py", "trainer"),
-    "old Flax loop": ("flax", "flax_peer.py", "flax"),
+    "TRL": Peer("torch", "torch_peers.py", "trl"),
+    "TRL tuned": Peer("torch", "torch_peers.py", "trl", {**GROUPED, **UNCHECKPOINTED}),
+    "TRL tuned, checkpointing": Peer("torch", "torch_peers.py", "trl", {**GROUPED, "gradient_checkpointing": True}),
+    # About as many tokens in a step: without FlashAttention, packed rows attend as one row with a mask.
+    "TRL packing": Peer("torch", "torch_peers.py", "trl", {
+        "packing": True, "max_length": 512, "per_device_train_batch_size": 2, **UNCHECKPOINTED}),
+    "qlora.py-like loop": Peer("torch", "torch_peers.py", "loop"),
+    "qlora.py-like loop tuned": Peer("torch", "torch_peers.py", "loop", {"group_by_length": True, **UNCHECKPOINTED}),
+    "bare loop": Peer("torch", "torch_peers.py", "loop"),
+    "Trainer": Peer("torch", "torch_peers.py", "trainer"),
+    "Trainer grouped": Peer("torch", "torch_peers.py", "trainer", GROUPED),
+    "Trainer compiled": Peer("torch", "torch_peers.py", "trainer", {"torch_compile": True}),
+    "old Flax loop": Peer("flax", "flax_peer.py", "flax"),
+    "Unsloth": Peer("unsloth", "unsloth_peer.py", "unsloth", {**GROUPED, **UNCHECKPOINTED}),
+    "Tunix": Peer("tunix", "tunix_peer.py", "tunix"),
+    "Tunix tuned": Peer("tunix", "tunix_peer.py", "tunix", {"multiple": 64}),
+    "Flax loop scanned": Peer("flax", "flax_peer.py", "flax", {"scan": 4}),
 }
 
 
@@ -46,24 +85,33 @@ class Comparison:
         work: What both do.
         against: A key of PEERS, or `our torch`.
         target: Least ratio of real tokens per CPU-second.
+        tuned: Against which peers `--tuned` compares too, and the least ratio to each.
         engine: Ours.
         precision: Ours; under `auto` the peer takes its own default, bfloat16.
         memory: Largest ratio of peak memory, where there is a target.
         steps: Steps of a round.
         warm_up: Steps before the first.
         lengths: Sequence lengths under `--full`.
+        rounds: Where the figure of `--rounds` would take too long.
+        together: Whether memory holds both sides.
+        start: Largest time to the first step by the time to read the weights, both from a cold file, where there is
+            a target; the peak is then compared with what `plan` says as well.
     """
 
     name: str
     work: Work
     against: str
     target: float
+    tuned: dict[str, float] = field(default_factory=dict)
     engine: str = "torch"
     precision: str = "32-true"
     memory: float | None = None
     steps: int = 8
     warm_up: int = 4
     lengths: tuple[int, ...] = ()
+    rounds: int | None = None
+    together: bool = True
+    start: float | None = None
 
     @property
     def title(self) -> str:
@@ -71,31 +119,53 @@ class Comparison:
         method = {"full": "", "lora": " LoRA", "qlora": " QLoRA"}[work.method]
         return f"{work.task}{method}, {work.model}, {work.length} tokens, {self.engine} {self.precision}"
 
+    def against_tuned(self) -> list["Comparison"]:
+        """The same work against each tuned peer; only speed has a target there."""
+        return [replace(self, against=peer, target=target, memory=None, start=None)
+                for peer, target in self.tuned.items()]
 
-EPOCH = 50  # steps of warm-up in which the JAX engine meets, and compiles, every length of row
+
+EPOCH = 52  # steps of warm-up in which the JAX engine meets, and compiles, every length of row
 QLORA = Work("sft", "llama-b", 512, method="qlora")
 CLM, MLM, QA = Work("clm", "gpt2", 512), Work("mlm", "bert", 512), Work("qa", "bert", 384)
 SHORT_QA = replace(QA, num_rows=8 * EPOCH)
 BLOCKS = (256, 512, 1024)
+BIG = Work("sft", "llama-1b", 512, method="qlora", dtype="bfloat16")
+FEW = replace(BIG, num_rows=16)  # two batches: the JAX engine compiles both lengths in its warm-up
+TUNED_TRL = {"TRL tuned": 2.5, "TRL packing": 2.5, "Unsloth": 2.5}
 COMPARISONS = [
-    Comparison("qlora-trl", QLORA, "TRL", 3.5, memory=0.45),
-    Comparison("qlora-trl-auto", QLORA, "TRL", 5.0, precision="auto"),
-    Comparison("qlora-loop", QLORA, "qlora.py-like loop", 2.5),
-    Comparison("dpo-trl", Work("preference", "llama-b", 512, method="qlora"), "TRL", 3.0, memory=0.5, steps=4),
-    Comparison("lora-trl", Work("sft", "llama-a", 512, method="lora"), "TRL", 2.5),
-    Comparison("clm", CLM, "Trainer", 1.25, steps=4, lengths=BLOCKS),
-    Comparison("clm-llama", replace(CLM, model="llama-a"), "Trainer", 1.25, steps=4, lengths=BLOCKS),
-    Comparison("mlm", MLM, "Trainer", 1.8, steps=4, lengths=BLOCKS),
-    Comparison("mlm-roberta", replace(MLM, model="roberta"), "Trainer", 1.8, steps=4, lengths=BLOCKS),
-    Comparison("qa", QA, "Trainer", 2.0, steps=16),
+    Comparison("qlora-trl", QLORA, "TRL", 3.5, TUNED_TRL, memory=0.45),
+    Comparison("qlora-trl-auto", QLORA, "TRL", 5.0, TUNED_TRL, precision="auto"),
+    Comparison("qlora-loop", QLORA, "qlora.py-like loop", 2.5, {"qlora.py-like loop tuned": 1.5}),
+    Comparison("dpo-trl", Work("preference", "llama-b", 512, method="qlora"), "TRL", 3.0, {"TRL tuned": 1.5},
+               memory=0.5, steps=4),
+    Comparison("lora-trl", Work("sft", "llama-a", 512, method="lora"), "TRL", 2.5, {"TRL tuned": 1.5}),
+    Comparison("clm", CLM, "Trainer", 1.25, {"Trainer compiled": 1.4}, steps=4, lengths=BLOCKS),
+    Comparison("clm-llama", replace(CLM, model="llama-a"), "Trainer", 1.25, {"Trainer compiled": 1.4}, steps=4,
+               lengths=BLOCKS),
+    Comparison("mlm", MLM, "Trainer", 1.8, {"Trainer compiled": 2.5}, steps=4, lengths=BLOCKS),
+    Comparison("mlm-roberta", replace(MLM, model="roberta"), "Trainer", 1.8, {"Trainer compiled": 2.5}, steps=4,
+               lengths=BLOCKS),
+    Comparison("qa", QA, "Trainer", 2.0, {"Trainer grouped": 2.2}, steps=16),
+    Comparison("big-trl", BIG, "TRL tuned", 2.0, {"TRL tuned, checkpointing": 2.0}, precision="auto", memory=0.4,
+               steps=2, warm_up=1, rounds=3, together=False, start=2.0),
     Comparison("overhead", Work("clm", "tiny", 256), "bare loop", 1 / 1.10, steps=60, warm_up=20),
-    Comparison("flax-clm", CLM, "old Flax loop", 1.5, engine="jax", steps=2, warm_up=3, lengths=BLOCKS),
-    Comparison("flax-mlm", MLM, "old Flax loop", 2.0, engine="jax", steps=3, warm_up=3, lengths=BLOCKS),
-    Comparison("flax-qa", SHORT_QA, "old Flax loop", 2.0, engine="jax", steps=16, warm_up=EPOCH),
+    Comparison("flax-clm", CLM, "old Flax loop", 1.5, {"Flax loop scanned": 1.5}, engine="jax", steps=4,
+               lengths=BLOCKS),
+    Comparison("flax-mlm", MLM, "old Flax loop", 2.0, {"Flax loop scanned": 2.0}, engine="jax", steps=4,
+               lengths=BLOCKS),
+    Comparison("flax-qa", SHORT_QA, "old Flax loop", 2.0, {"Flax loop scanned": 2.0}, engine="jax", steps=16,
+               warm_up=EPOCH),
+    Comparison("tunix-lora", Work("sft", "llama-a", 512, method="lora", num_rows=8 * EPOCH), "Tunix", 2.0,
+               {"Tunix tuned": 1.5}, engine="jax", warm_up=EPOCH),
     Comparison("engines-qlora", replace(QLORA, num_rows=8 * EPOCH), "our torch", 0.85, engine="jax", warm_up=EPOCH),
     Comparison("engines-clm", CLM, "our torch", 0.85, engine="jax", steps=4),
     Comparison("engines-mlm", MLM, "our torch", 0.85, engine="jax", steps=4),
     Comparison("engines-qa", SHORT_QA, "our torch", 0.85, engine="jax", steps=16, warm_up=EPOCH),
+    Comparison("engines-big", FEW, "our torch", 0.8, engine="jax", memory=1.3, steps=2, warm_up=2, rounds=2,
+               together=False, start=2.0),
+    Comparison("engines-big-auto", FEW, "our torch", 0.8, engine="jax", precision="auto", memory=1.3, steps=2,
+               warm_up=2, rounds=2, together=False, start=2.0),
 ]
 
 
@@ -118,20 +188,47 @@ def measure(comparison: Comparison, folder: Path, rounds: int) -> list[Row]:
     Raises:
         SystemExit: The two do not start from the same loss.
     """
-    work = comparison.work
+    work, weights = comparison.work, folder / "model" / "model.safetensors"
+    cold = (weights,) if comparison.start else ()
     asked = {"folder": str(folder), "task": work.task, "method": work.method, "length": work.length,
              "batch_size": work.batch_size, "warm_up": comparison.warm_up, "steps": comparison.steps}
     options = ["--trainer.precision", comparison.precision]
-    ours = Side(sys.executable, "ours.py", {**asked, "engine": comparison.engine, "options": options})
+    ours = Side(sys.executable, "ours.py", {**asked, "engine": comparison.engine, "options": options}, cold)
     if comparison.against == "our torch":
-        theirs = Side(sys.executable, "ours.py", {**asked, "engine": "torch", "options": options})
+        theirs = Side(sys.executable, "ours.py", {**asked, "engine": "torch", "options": options}, cold)
     else:
-        name, program, peer = PEERS[comparison.against]
-        theirs = Side(environment(name), program, {**asked, "peer": peer, "bf16": comparison.precision == "auto"})
-    mine, other = compare(ours, theirs, rounds)
+        peer = PEERS[comparison.against]
+        theirs = Side(environment(peer.environment), peer.program,
+                      {**asked, "peer": peer.peer, "tuned": peer.tuned, "bf16": comparison.precision == "auto"}, cold)
+    mine, other = compare(ours, theirs, comparison.rounds or rounds, comparison.together)
     if abs(mine.loss - other.loss) > LOSS_TOLERANCE[comparison.precision] * other.loss:
         raise SystemExit(f"{comparison.title} against {comparison.against}: losses are {mine.loss} and {other.loss}")
-    return _rows(comparison, mine, other)
+    rows = _rows(comparison, mine, other)
+    if comparison.start:
+        rows += [_start_row(comparison, mine, other, weights), _plan_row(comparison, mine, folder)]
+    return rows
+
+
+def _start_row(comparison: Comparison, mine: Result, other: Result, weights: Path) -> Row:
+    evict(weights)
+    begin = time.perf_counter()
+    with weights.open("rb", buffering=0) as file:
+        while file.read(1 << 24):
+            pass
+    reading = time.perf_counter() - begin
+    return Row(f"command to the first step, {comparison.title}", "reading the weights", mine.ready / reading,
+               f"<= {comparison.start}", f"{mine.ready:.1f} s; {comparison.against} {other.ready:.1f} s; "
+               f"{weights.stat().st_size / 2**30:.2f} GiB read in {reading:.1f} s")
+
+
+def _plan_row(comparison: Comparison, mine: Result, folder: Path) -> Row:
+    """What `plan` counts beside the peak, less what the libraries took before anything was read."""
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe["trainer"]["precision"], recipe["engine"] = comparison.precision, comparison.engine
+    planned = gibibytes(plan(recipe, "cpu").lines["memory of each device"])
+    measured = mine.peak - mine.libraries
+    return Row(f"memory as planned, {comparison.title}", "peak without the libraries", planned / measured,
+               "0.90 to 1.10", f"{planned:.2f} / {measured:.2f} GiB; libraries {mine.libraries:.2f} GiB")
 
 
 def _rows(comparison: Comparison, mine: Result, other: Result) -> list[Row]:
@@ -152,6 +249,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="beginnings of names: "
                         + ", ".join([*(each.name for each in COMPARISONS), "startup"]))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tuned", action="store_true", help="against peers as they are tuned for a CPU, too")
     parser.add_argument("--full", action="store_true", help="several sequence lengths")
     parser.add_argument("--rows", help="instructions to train on instead of generated ones")
     parser.add_argument("--tokenizer", help="tokenizer of the instruction tasks, instead of one made for their text, "
@@ -170,9 +268,10 @@ def main() -> None:
                 of_length = replace(comparison, work=replace(comparison.work, length=length))
                 folder = Path(temporary) / f"{number}-{length}"
                 of_length.work.write(folder)
-                found = measure(of_length, folder, args.rounds)
-                print("\n".join(markdown(found).splitlines()[2:]), flush=True)
-                rows += found
+                for each in [of_length, *(of_length.against_tuned() if args.tuned else [])]:
+                    found = measure(each, folder, args.rounds)
+                    print("\n".join(markdown(found).splitlines()[2:]), flush=True)
+                    rows += found
                 shutil.rmtree(folder)
     if "startup".startswith(tuple(args.only)):
         rows += startup.measure(args.rounds)

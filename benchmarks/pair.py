@@ -5,7 +5,8 @@ import os
 import statistics
 import subprocess
 import tempfile
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,19 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Side:
-    """A worker: its Python, its program and what it is asked."""
+    """A worker.
+
+    Args:
+        python: Its interpreter.
+        program: In workers/.
+        asked: Its settings.
+        cold: Files that the system's cache must not hold when it starts.
+    """
 
     python: str
     program: str
     asked: dict[str, Any]
+    cold: tuple[Path, ...] = ()
 
 
 @dataclass
@@ -31,38 +40,65 @@ class Result:
         wall: Real tokens per second of each round.
         peak: GiB, of the whole process.
         loss: Per scored token, of the check batch before training.
+        libraries: GiB of the process before it read anything.
+        ready: Seconds from the start of the process to the first step.
     """
 
-    speed: list[float]
-    wall: list[float]
-    peak: float
-    loss: float
+    speed: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    peak: float = 0.0
+    loss: float = 0.0
+    libraries: float = 0.0
+    ready: float = 0.0
+
+    def add(self, said: dict[str, float]) -> None:
+        """Note a round as a worker reported it."""
+        self.speed.append(said["tokens"] / said["cpu"])
+        self.wall.append(said["tokens"] / said["wall"])
+        self.peak, self.loss, self.libraries, self.ready = (
+            said[name] for name in ("peak", "loss", "libraries", "ready"))
 
 
-def compare(ours: Side, theirs: Side, rounds: int) -> tuple[Result, Result]:
+def compare(ours: Side, theirs: Side, rounds: int, together: bool = True) -> tuple[Result, Result]:
     """Run both sides in turn. One warms up while the other waits.
+
+    Args:
+        ours: The first.
+        theirs: The second.
+        rounds: Of each.
+        together: False: the second starts when the first has ended, as memory holds only one of them.
 
     Raises:
         SystemExit: A worker failed; what it said is shown.
     """
-    results = []
-    workers = []
+    if together:
+        first, second = _run([ours, theirs], rounds)
+        return first, second
+    return _run([ours], rounds)[0], _run([theirs], rounds)[0]
+
+
+def _run(sides: list[Side], rounds: int) -> list[Result]:
+    results = [Result() for _ in sides]
+    workers: list[_Worker] = []
     try:
-        for side in (ours, theirs):
+        for side in sides:
             workers.append(_Worker(side))
             workers[-1].read()  # its warm-up
-            results.append(Result([], [], 0.0, 0.0))
         for _ in range(rounds):
             for worker, result in zip(workers, results, strict=True):
                 worker.go_on()
-                said = worker.read()
-                result.speed.append(said["tokens"] / said["cpu"])
-                result.wall.append(said["tokens"] / said["wall"])
-                result.peak, result.loss = said["peak"], said["loss"]
+                result.add(worker.read())
     finally:
         for worker in workers:
             worker.end()
-    return results[0], results[1]
+    return results
+
+
+def evict(path: Path) -> None:
+    """Have the system forget a file's content, so that it is read from the disk the next time."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # what is not written yet is not forgotten either
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
@@ -72,10 +108,13 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
 
 class _Worker:
     def __init__(self, side: Side):
+        for path in side.cold:
+            evict(path)
         self._said = tempfile.TemporaryFile("w+")
         self._name = f"{side.program} {side.asked}"
         self._process = subprocess.Popen(
-            [side.python, str(WORKERS / side.program), json.dumps({**side.asked, "root": str(ROOT)})], cwd=ROOT,
+            [side.python, str(WORKERS / side.program), json.dumps(
+                {**side.asked, "root": str(ROOT), "launched": time.monotonic()})], cwd=ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
                  "OMP_WAIT_POLICY": "PASSIVE"})  # else waiting threads burn CPU seconds

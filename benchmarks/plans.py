@@ -90,6 +90,12 @@ def _by_name(text: str) -> dict[str, str]:
     return {line[:26].strip(): line[26:].strip() for line in text.splitlines() if len(line) > 26}
 
 
+def gibibytes(line: str) -> float:
+    """The first size of a line."""
+    size, unit = re.search(r"([\d,.]+) ([GM])iB", line).groups()
+    return float(size.replace(",", "")) / (1 if unit == "G" else 1024)
+
+
 def model_folder(parent: Path, sizes: dict[str, Any]) -> Path:
     """A folder with a configuration of these sizes and a tokenizer of the demo, without weights."""
     folder = parent / "model"

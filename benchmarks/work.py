@@ -15,6 +15,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-a": {"model_type": "llama", **WIDTH, "intermediate_size": 704, "vocab_size": 8_000},
     "llama-b": {"model_type": "llama", "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6,
                 "intermediate_size": 1024, "vocab_size": 32_000, "tie_word_embeddings": True},
+    # TinyLlama's
+    "llama-1b": {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32,
+                 "num_key_value_heads": 4, "intermediate_size": 5632, "vocab_size": 32_000},
     "gpt2": {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 50_257,
              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "bert": {"model_type": "bert", **WIDTH, "intermediate_size": 1024, "vocab_size": 30_522, **NO_DROPOUT},
@@ -44,6 +47,7 @@ class Work:
         rows: Instructions to train on instead of generated ones (`--rows`).
         tokenizer: Tokenizer (`--tokenizer`); one is trained on the text where it is null or too large for the model.
         num_rows: Rows to generate.
+        dtype: Of the random weights.
     """
 
     task: Literal["sft", "clm", "mlm", "qa", "preference"]
@@ -54,6 +58,7 @@ class Work:
     rows: str | None = None
     tokenizer: str | None = None
     num_rows: int = 2_000
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     def write(self, folder: Path) -> None:
         """Write model/, the data, recipe.yaml, and for the peers rows.jsonl and check.json."""
@@ -94,7 +99,8 @@ class Work:
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         config = transformers.CONFIG_MAPPING[fields.pop("model_type")](**fields, **special)
         torch.manual_seed(0)
-        getattr(transformers, f"AutoModelFor{CLASSES[self.task]}").from_config(config).save_pretrained(folder)
+        model_class = getattr(transformers, f"AutoModelFor{CLASSES[self.task]}")
+        model_class.from_config(config, dtype=getattr(torch, self.dtype)).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         settings = folder / "tokenizer_config.json"  # names a class that older transformers do not have
         fields = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}

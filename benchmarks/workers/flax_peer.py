@@ -1,4 +1,7 @@
-"""The Flax classes that transformers had, in a pmap loop as its Flax examples have it."""
+"""The Flax classes that transformers had, in a pmap loop as its Flax examples have it.
+
+Tuned with `scan`, so many steps are one jitted call: a `lax.scan` over stacked batches, with the state donated.
+"""
 
 from functools import partial
 
@@ -67,9 +70,22 @@ def collate(asked: dict, rows: list[dict], random: np.random.Generator, tokenize
     return {**batch, "token_type_ids": types, **ends}
 
 
+def stacks(asked: dict, count: int, tokenizer):  # noqa: ANN001, ANN201
+    """Random batches without end, so many at a time, stacked in front."""
+    rows, random = read_rows(asked["folder"]), np.random.default_rng(0)
+    size = count * asked["batch_size"]
+    while True:
+        order = random.permutation(len(rows))
+        for start in range(0, len(order) - size + 1, size):
+            batches = [collate(asked, [rows[i] for i in chosen], random, tokenizer)
+                       for chosen in order[start : start + size].reshape(count, -1)]
+            yield {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+
+
 def main() -> None:
     asked = settings()
-    rounds, task = Rounds(asked["warm_up"], asked["steps"]), asked["task"]
+    scan, task = asked["tuned"].get("scan"), asked["task"]
+    rounds = Rounds(asked, stride=scan or 1)
     model = MODELS[task].from_pretrained(f"{asked['folder']}/model", from_pt=True)
     loss_of = {"clm": clm_loss, "mlm": mlm_loss, "qa": qa_loss}[task]
     labels = ("labels", "start_positions", "end_positions")
@@ -78,6 +94,7 @@ def main() -> None:
         inputs = {name: value for name, value in batch.items() if name not in labels}
         return loss_of(read_logits(task, model(**inputs, params=params, train=False)), batch)
 
+    rounds.ready()
     check = {name: np.asarray(value, np.int32) for name, value in read_check(asked["folder"]).items()
              if name != "index"}
     total, weight = jax.jit(forward)(model.params, check)
@@ -86,31 +103,30 @@ def main() -> None:
     def decays(params):  # noqa: ANN001, ANN202
         return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
-    state = jax_utils.replicate(train_state.TrainState.create(
+    state = train_state.TrainState.create(
         apply_fn=model.__call__, params=model.params,
-        tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=0.01, mask=decays))))
+        tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=0.01, mask=decays)))
 
-    @partial(jax.pmap, axis_name="batch", donate_argnums=(0,))
-    def train_step(state, batch):  # noqa: ANN001, ANN202
-        def mean(params):  # noqa: ANN001, ANN202
-            total, weight = forward(params, batch)
-            return total, weight
+    def update(state, batch, total_of=lambda value: value):  # noqa: ANN001, ANN202
+        (total, weight), gradients = jax.value_and_grad(lambda params: forward(params, batch), has_aux=True)(
+            state.params)
+        weight = total_of(weight)
+        gradients = jax.tree.map(lambda g: g / weight, total_of(gradients))
+        return state.apply_gradients(grads=gradients), {"loss": total_of(total) / weight}
 
-        (total, weight), gradients = jax.value_and_grad(mean, has_aux=True)(state.params)
-        weight = jax.lax.psum(weight, "batch")
-        gradients = jax.tree.map(lambda g: g / weight, jax.lax.psum(gradients, "batch"))
-        return state.apply_gradients(grads=gradients), {"loss": jax.lax.psum(total, "batch") / weight}
-
-    rows, tokenizer = read_rows(asked["folder"]), AutoTokenizer.from_pretrained(f"{asked['folder']}/model")
-    random = np.random.default_rng(0)
-    while True:
-        order = random.permutation(len(rows))
-        for start in range(0, len(order) - asked["batch_size"] + 1, asked["batch_size"]):
-            batch = collate(asked, [rows[i] for i in order[start : start + asked["batch_size"]]], random, tokenizer)
-            state, _ = train_step(state, shard(batch))
-            if rounds.closing:
-                jax.block_until_ready(state)
-            rounds.step(int(batch["attention_mask"].sum()))
+    if scan:
+        train_steps = jax.jit(partial(jax.lax.scan, update), donate_argnums=0)
+        params, optimizer_state = jax.tree.map(jnp.array, (state.params, state.opt_state))  # not the model's own
+        state = state.replace(params=params, opt_state=optimizer_state)
+    else:
+        train_steps = jax.pmap(partial(update, total_of=partial(jax.lax.psum, axis_name="batch")),
+                               axis_name="batch", donate_argnums=0)
+        state = jax_utils.replicate(state)
+    for stacked in stacks(asked, scan or 1, AutoTokenizer.from_pretrained(f"{asked['folder']}/model")):
+        state, _ = train_steps(state, stacked if scan else shard({name: of[0] for name, of in stacked.items()}))
+        if rounds.closing:
+            jax.block_until_ready(state)
+        rounds.step(int(stacked["attention_mask"].sum()))
 
 
 if __name__ == "__main__":

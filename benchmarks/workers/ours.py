@@ -6,15 +6,17 @@ from pathlib import Path
 from rounds import Rounds, read_check, settings
 
 
-def pace_torch(rounds: Rounds, check: dict) -> None:
+def pace_torch(asked: dict) -> None:
     """Report from within Lightning's loop."""
     import torch
 
     from lmmods.torch_engine.callbacks.run_events import RunEvents
 
+    rounds, check = Rounds(asked), read_check(asked["folder"])
     begin, end = RunEvents.on_train_start, RunEvents.on_train_batch_end
 
     def on_train_start(self, trainer, module):  # noqa: ANN001, ANN202
+        rounds.ready()
         batch = {name: torch.tensor(value) for name, value in check.items()}
         with trainer.precision_plugin.forward_context():
             sums = module(module.batch_loss, module.complete(batch))
@@ -31,16 +33,18 @@ def pace_torch(rounds: Rounds, check: dict) -> None:
     RunEvents.on_train_start, RunEvents.on_train_batch_end = on_train_start, on_train_batch_end
 
 
-def pace_jax(rounds: Rounds, check: dict) -> None:
+def pace_jax(asked: dict) -> None:
     """Report from within our loop."""
     import jax
     import numpy as np
 
     from jax_engine.trainer import Loop
 
+    rounds, check = Rounds(asked), read_check(asked["folder"])
     begin, train_batch = Loop.train, Loop.train_batch
 
     def train(self, loader, resumed):  # noqa: ANN001, ANN202
+        rounds.ready()
         batch = {name: np.asarray(value, np.int32)[None] for name, value in check.items()}
         run = self.run
         batch = run.parallel.put_batch(batch)
@@ -59,11 +63,10 @@ def pace_jax(rounds: Rounds, check: dict) -> None:
 
 def main() -> None:
     asked = settings()
-    rounds = Rounds(asked["warm_up"], asked["steps"])
     sys.path.insert(0, asked["root"])
     from lmmods.cli import main as run
 
-    {"torch": pace_torch, "jax": pace_jax}[asked["engine"]](rounds, read_check(asked["folder"]))
+    {"torch": pace_torch, "jax": pace_jax}[asked["engine"]](asked)
     recipe, out = Path(asked["folder"]) / "recipe.yaml", Path(asked["folder"]) / asked["engine"]
     sys.exit(run(["fit", "--config", str(recipe), "--engine", asked["engine"], "--overwrite", "true",
                   "--trainer.default_root_dir", str(out), *asked.get("options", [])]))

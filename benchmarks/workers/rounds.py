@@ -14,28 +14,36 @@ from pathlib import Path
 class Rounds:
     """Counts optimiser steps; at the end of a round one JSON line goes to the driver, one line comes back.
 
-    The process ends when the driver closes its standard input.
+    The process ends when the driver closes its standard input. Make it once the libraries are imported: what memory
+    they take is noted here.
 
     Args:
-        warm_up: Steps before the first report.
-        steps: Steps of a round.
+        asked: Settings: `warm_up`, steps before the first report; `steps`, of a round; `launched`, when the driver
+            started this process, in seconds of the monotonic clock.
+        stride: Steps that each call of `step` stands for; `warm_up` and `steps` are multiples of it.
     """
 
-    def __init__(self, warm_up: int, steps: int):
-        self._left, self._steps = warm_up, steps
-        self._tokens, self._losses = 0, []
+    def __init__(self, asked: dict, stride: int = 1):
+        if asked["warm_up"] % stride or asked["steps"] % stride:
+            raise ValueError(f"{asked['warm_up']} and {asked['steps']} steps are not multiples of {stride}")
+        self._left, self._steps, self._stride = asked["warm_up"], asked["steps"], stride
+        self._tokens, self._launched, self._libraries = 0, asked["launched"], _peak()
         self._reports = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what libraries print must not reach the driver
         self._start()
+
+    def ready(self) -> None:
+        """Note that training could begin now, had it not to wait for the check batch."""
+        self._ready = time.monotonic() - self._launched
 
     def start_loss(self, loss: float) -> None:
         """Note the loss per scored token of the check batch before training."""
         self._loss = loss
 
     def step(self, tokens: int) -> None:
-        """Note an optimiser step over so many real tokens."""
+        """Note `stride` optimiser steps, together over so many real tokens."""
         self._tokens += tokens
-        self._left -= 1
+        self._left -= self._stride
         if self._left == 0:
             self._report()
             self._left, self._tokens = self._steps, 0
@@ -43,19 +51,23 @@ class Rounds:
 
     @property
     def closing(self) -> bool:
-        """Whether the next step ends a round: what still runs on a device must then be waited for."""
-        return self._left == 1
+        """Whether the next call of `step` ends a round: what still runs on a device must then be waited for."""
+        return self._left == self._stride
 
     def _start(self) -> None:
         self._cpu, self._wall = time.process_time(), time.perf_counter()
 
     def _report(self) -> None:
         cpu, wall = time.process_time() - self._cpu, time.perf_counter() - self._wall
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(json.dumps({"tokens": self._tokens, "cpu": cpu, "wall": wall, "peak": peak, "loss": self._loss}),
-              file=self._reports, flush=True)
+        print(json.dumps({"tokens": self._tokens, "cpu": cpu, "wall": wall, "peak": _peak(), "loss": self._loss,
+                          "libraries": self._libraries, "ready": self._ready}), file=self._reports, flush=True)
         if not sys.stdin.readline():
             os._exit(0)  # in the midst of a library's loop
+
+
+def _peak() -> float:
+    """Largest memory of this process so far, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def settings() -> dict:

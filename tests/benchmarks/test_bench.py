@@ -1,19 +1,26 @@
 """The benchmark's own machinery: two workers in turn, the same weights and rows on both sides."""
 
 import json
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+WORKERS = ROOT / "benchmarks" / "workers"
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+         "vocab_size": 700}
 
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch):
+    monkeypatch.syspath_prepend(str(WORKERS))
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in ("data", "work", "pair", "table"):  # pytest may know other modules by these names
+    # pytest may know other modules by these names
+    for name in ("data", "work", "pair", "table", "plans", "startup", "rounds"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -28,10 +35,8 @@ def test_a_row_of_the_table():
 def test_peers_get_the_rows_that_we_train_on(tmp_path, monkeypatch, task):
     from work import CONFIGS, NO_DROPOUT, Work
 
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
-             "vocab_size": 700}
-    monkeypatch.setitem(CONFIGS, "small", {"model_type": "bert", **NO_DROPOUT, **small} if task in ("mlm", "qa") else
-                        {"model_type": "llama", **small})
+    monkeypatch.setitem(CONFIGS, "small", {"model_type": "bert", **NO_DROPOUT, **SMALL} if task in ("mlm", "qa") else
+                        {"model_type": "llama", **SMALL})
     folder = tmp_path / task
     length = 256 if task == "qa" else 64
     Work(task, "small", length, num_rows=40).write(folder)
@@ -48,8 +53,94 @@ def test_peers_get_the_rows_that_we_train_on(tmp_path, monkeypatch, task):
     assert (folder / "check.json").exists() and (folder / "recipe.yaml").exists()
 
 
+def test_weights_are_written_in_their_dtype(tmp_path, monkeypatch):
+    import torch
+    from safetensors.torch import load_file
+    from work import CONFIGS, Work
+
+    monkeypatch.setitem(CONFIGS, "small", {"model_type": "llama", **SMALL})
+    Work("sft", "small", 64, num_rows=20, dtype="bfloat16").write(tmp_path / "work")
+    weights = load_file(tmp_path / "work" / "model" / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+
+
+def test_every_peer_can_be_made_and_started():
+    from bench import COMPARISONS, HERE, PEERS
+
+    for peer in PEERS.values():
+        assert (HERE / "peers" / f"{peer.environment}.txt").exists() and (WORKERS / peer.program).exists()
+    for comparison in COMPARISONS:
+        assert {comparison.against, *comparison.tuned} <= {*PEERS, "our torch"}
+
+
+def test_tuned_peers_do_the_same_work():
+    from bench import COMPARISONS, PEERS
+
+    tuned = [(comparison, each) for comparison in COMPARISONS for each in comparison.against_tuned()]
+    assert tuned and all(PEERS[each.against].tuned for _, each in tuned)
+    for comparison, each in tuned:
+        same = replace(comparison, against=each.against, target=each.target, memory=None, start=None)
+        assert each == same and each.target == comparison.tuned[each.against]
+
+
+def test_grouped_batches_are_shuffled_whole_and_the_longest_stays_first():
+    from torch_peers import shuffle_batches
+
+    order = list(range(100, 143))
+    shuffled = shuffle_batches(order, 4)
+    batches, expected = ([of[start : start + 4] for start in range(0, 43, 4)] for of in (shuffled, order))
+    assert batches[0] == expected[0] and batches[-1] == expected[-1] and batches != expected
+    assert sorted(batches) == expected
+    assert shuffle_batches([3, 1], 4) == [3, 1]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_worker_reports_whole_rounds(stride):
+    asked = {"warm_up": 2, "steps": 4, "launched": time.monotonic()}
+    program = """
+import sys
+from rounds import Rounds, settings
+stride = int(sys.argv[2])
+rounds = Rounds(settings(), stride)
+rounds.ready()
+rounds.start_loss(1.5)
+print("what a library says")
+while True:
+    rounds.step(10 * stride)
+"""
+    done = subprocess.run([sys.executable, "-c", program, json.dumps(asked), str(stride)], cwd=WORKERS, input="\n\n",
+                          env={"PYTHONPATH": str(WORKERS)}, capture_output=True, text=True, timeout=60)
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["tokens"] for each in reports] == [20, 40, 40], done.stderr
+    assert all(each["loss"] == 1.5 and 0 < each["ready"] < 60 and 0 < each["libraries"] <= each["peak"]
+               for each in reports)
+
+
+def test_rounds_of_broken_strides_are_refused():
+    from rounds import Rounds
+
+    with pytest.raises(ValueError, match="not multiples of 4"):
+        Rounds({"warm_up": 4, "steps": 6}, stride=4)
+
+
+def test_an_evicted_file_keeps_its_content(tmp_path):
+    from pair import evict
+
+    (tmp_path / "weights").write_bytes(b"new" * 10_000)
+    evict(tmp_path / "weights")
+    assert (tmp_path / "weights").read_bytes() == b"new" * 10_000
+
+
+def test_a_planned_size_is_read():
+    from plans import gibibytes
+
+    assert gibibytes("simulated  fits: about 1.25 GiB of 23.54 GiB for a step") == 1.25
+    assert gibibytes("512.00 MiB") == 0.5
+
+
 @pytest.mark.slow
-def test_two_workers_step_in_turn_from_the_same_loss(tmp_path):
+@pytest.mark.parametrize("together", [True, False])
+def test_two_workers_step_in_turn_from_the_same_loss(tmp_path, together):
     from pair import Side, compare, ratio
     from work import Work
 
@@ -57,7 +148,7 @@ def test_two_workers_step_in_turn_from_the_same_loss(tmp_path):
     work.write(tmp_path / "work")
     asked = {"folder": str(tmp_path / "work"), "warm_up": 2, "steps": 2, "options": ["--trainer.precision", "32-true"]}
     torch_side, jax_side = (Side(sys.executable, "ours.py", {**asked, "engine": engine}) for engine in ("torch", "jax"))
-    ours, theirs = compare(torch_side, jax_side, rounds=2)
+    ours, theirs = compare(torch_side, jax_side, rounds=2, together=together)
     assert len(ours.speed) == len(theirs.speed) == 2 and min(ours.speed + theirs.speed) > 0
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-5) and 0.1 < ours.peak < 10
     assert ratio([1.0, 2.0, 9.0], [4.0, 4.0, 1.0]) == 0.5
