@@ -12,7 +12,9 @@ from data import make_vocabulary, words, write_instructions, write_pairs
 WIDTH = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-a": {"model_type": "llama", **WIDTH, "intermediate_size": 704, "vocab_size": 8_000},
+    # Tunix's Llama turns by this angle whatever its configuration says.
+    "llama-a": {"model_type": "llama", **WIDTH, "intermediate_size": 704, "vocab_size": 8_000,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}},
     "llama-b": {"model_type": "llama", "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6,
                 "intermediate_size": 1024, "vocab_size": 32_000, "tie_word_embeddings": True},
     # TinyLlama's

@@ -96,7 +96,7 @@ def main() -> None:
 
     rounds.ready()
     check = {name: np.asarray(value, np.int32) for name, value in read_check(asked["folder"]).items()
-             if name != "index"}
+             if name not in ("index", "token_seeds")}
     total, weight = jax.jit(forward)(model.params, check)
     rounds.start_loss(float(total) / float(weight))
 

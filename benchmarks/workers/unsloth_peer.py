@@ -1,12 +1,16 @@
+# ruff: noqa: E402  Unsloth must be imported before what it patches
 """TRL's SFTTrainer as Unsloth makes it on a CPU."""
 
-import os
+import contextlib
+import sys
 
-os.environ["UNSLOTH_SKIP_TORCHVISION_CHECK"] = "1"  # a torchvision built for another torch matters to images only
-import unsloth  # noqa: E402, F401, I001  before what it patches
-import torch  # noqa: E402
-from rounds import Rounds, settings  # noqa: E402
-from torch_peers import sft_run  # noqa: E402
+sys.modules["torchvision"] = None  # for images only; one that was built for another torch would stop the import
+with contextlib.redirect_stdout(sys.stderr):  # it greets, and the driver reads what is printed
+    import unsloth
+
+import torch
+from rounds import Rounds, settings
+from torch_peers import sft_run
 
 
 def main() -> None:
