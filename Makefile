@@ -74,7 +74,7 @@ docs: $(READY) ## Build the documentation as a site with search in .site/
 fields: $(READY) ## Write the tables of keys on the pages of docs/ from the code
 	$(BIN)/python .ci/fields.py
 
-bench: $(READY) ## Measure speed and memory beside other trainers (about an hour; installs them)
+bench: $(READY) ## Measure speed and memory beside other trainers (one to two hours; installs them)
 	$(BIN)/python benchmarks/bench.py
 
 # JAX's compiler for a device that is not here, beside the libraries of $(VENV).

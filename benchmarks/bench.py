@@ -1,6 +1,6 @@
 """Our speed and memory beside what people would use instead: `make bench`.
 
-    python benchmarks/bench.py                          every comparison, about an hour on 2 cores
+    python benchmarks/bench.py                          every comparison, one to two hours on 2 cores
     python benchmarks/bench.py --only qlora-trl clm     those whose names begin so
     python benchmarks/bench.py --tuned                  against each peer as tuned for a CPU, too
     python benchmarks/bench.py --rows alpaca.json --tokenizer FOLDER    on real instructions
