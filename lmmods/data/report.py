@@ -12,7 +12,7 @@ from lmmods.data.hooks import TaskHooks
 from lmmods.data.splits import Role
 from lmmods.data.store.rows import RowSet
 
-PACKED_TRIAL = 200_000  # most rows for which the report computes the padding of packing
+SAMPLE = 200_000  # rows from which the padding of larger sets is estimated
 MOST_UNKNOWN = 0.03  # share of unknown tokens above which a vocabulary probably does not fit the texts
 MOST_UNUSED = 30  # keys that the table names; data_report.json names all
 
@@ -83,7 +83,7 @@ def _key_name(counted: str) -> str:
 
 def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, seed: int,
                   batches_per_step: int) -> dict[str, Any]:
-    """Size of a split, lengths, and the share of padding under each way of batching.
+    """Size of a split, lengths, and the share of padding under each way of batching, estimated for very large sets.
 
     Args:
         items: Data set with `lengths`, and with `tokens` if items are several sequences.
@@ -92,24 +92,32 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
     """
     lengths = items.lengths
     num_answers, tokens = getattr(items, "num_answers", 1), getattr(items, "tokens", lengths)
-    rule = OrderRule(batch_size * batches_per_step)
-    waste = {
-        "shuffled": training_order(lengths, batch_size, [seed, 0], rule),
-        "group_by_length": training_order(lengths, batch_size, [seed, 0], rule, group_by_length=True),
-        "sorted": evaluation_order(lengths, batch_size),
-    }
     edges = np.unique(np.linspace(0, max_length, 11).astype(int))
-    padding = {name: padding_share(lengths, order.rows, batch_size, multiple, max_length, tokens.sum() / num_answers)
-               for name, order in waste.items()}
-    # Only rows of one sequence can be packed.
-    if len(lengths) <= PACKED_TRIAL and num_answers == 1:
-        packs = best_fit_decreasing(lengths, max_length)
-        padding["packed"] = float(1 - lengths.sum() / (len(packs) * max_length))
     return {"rows": len(items), "tokens": int(tokens.sum()),
             "length": {"min": int(lengths.min()), "median": float(np.median(lengths)),
                        "p95": float(np.quantile(lengths, 0.95)), "max": int(lengths.max())},
             "length_histogram": {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()},
-            "padding_share": padding}
+            "padding_share": _padding_shares(lengths, tokens, num_answers, batch_size, multiple, max_length, seed,
+                                             OrderRule(batch_size * batches_per_step))}
+
+
+def _padding_shares(lengths: np.ndarray, tokens: np.ndarray, num_answers: int, batch_size: int, multiple: int,
+                    max_length: int, seed: int, rule: OrderRule) -> dict[str, float]:
+    """Share of padding under each way of batching; of more than SAMPLE rows, that of a random sample."""
+    if len(lengths) > SAMPLE:
+        chosen = np.random.default_rng([seed, len(lengths)]).choice(len(lengths), SAMPLE)
+        lengths, tokens = lengths[chosen], tokens[chosen]
+    orders = {
+        "shuffled": training_order(lengths, batch_size, [seed, 0], rule),
+        "group_by_length": training_order(lengths, batch_size, [seed, 0], rule, group_by_length=True),
+        "sorted": evaluation_order(lengths, batch_size),
+    }
+    padding = {name: padding_share(lengths, order.rows, batch_size, multiple, max_length, tokens.sum() / num_answers)
+               for name, order in orders.items()}
+    if num_answers == 1:  # only rows of one sequence can be packed
+        _, bounds = best_fit_decreasing(lengths, max_length)
+        padding["packed"] = float(1 - lengths.sum() / ((len(bounds) - 1) * max_length))
+    return padding
 
 
 def padding_share(lengths: np.ndarray, order: np.ndarray, batch_size: int, multiple: int, max_length: int,

@@ -13,6 +13,7 @@ from lmmods.data.base import NumberedSet
 from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
 from lmmods.data.batches.sampler import (
     PADDING_ROW,
+    SORTED_TOGETHER,
     OrderRule,
     batches_of_rank,
     training_order,
@@ -168,8 +169,45 @@ def test_packing_loses_and_mixes_nothing(lengths, capacity):
 
 def test_packing_is_nearly_full_on_lengths_like_alpacas():
     lengths = np.clip(np.random.default_rng(0).lognormal(4.6, 0.5, 20_000).astype(int), 20, 1024)
-    packs = best_fit_decreasing(lengths, 1024)
-    assert lengths.sum() / (1024 * len(packs)) > 0.99
+    _, bounds = best_fit_decreasing(lengths, 1024)
+    assert lengths.sum() / (1024 * (len(bounds) - 1)) > 0.99
+
+
+@QUICK
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=200), st.integers(30, 90))
+def test_rows_are_packed_as_one_by_one(lengths, capacity):
+    packs, rooms = [], []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        fitting = [pack for pack, room in enumerate(rooms) if room >= lengths[row]]
+        fullest = min((rooms[pack] for pack in fitting), default=None)
+        # of several, the one that came to this room last
+        tied = [pack for pack in fitting if rooms[pack] == fullest]
+        pack = max(tied, key=lambda pack: packs[pack][-1][1], default=-1)
+        if not fitting:
+            packs.append([])
+            rooms.append(capacity)
+        packs[pack].append((row, sum(map(len, packs))))
+        rooms[pack] -= lengths[row]
+    rows, bounds = best_fit_decreasing(np.array(lengths), capacity)
+    assert [part.tolist() for part in np.split(rows, bounds[1:-1])] == [[row for row, _ in pack] for pack in packs]
+
+
+@QUICK
+@given(LENGTHS, st.integers(1, 9), st.integers(0, 12))
+def test_grouped_rows_are_sorted_in_stretches_of_the_draw(lengths, size, begun):
+    lengths = np.concatenate([lengths] * 40)
+    random = np.random.default_rng([3, 1])
+    drawn = random.permutation(len(lengths)).tolist()
+    start = min(-begun % size, len(drawn))
+    end = start + (len(drawn) - start) // size * size
+    steps = []
+    for first in range(start, end, size * SORTED_TOGETHER):
+        stretch = sorted(drawn[first : min(first + size * SORTED_TOGETHER, end)], key=lambda row: -lengths[row])
+        steps += [stretch[at : at + size] for at in range(0, len(stretch), size)]
+    steps = [steps[place] for place in random.permutation(len(steps))]
+    ends = [sorted(rows, key=lambda row: -lengths[row]) for rows in (drawn[:start], drawn[end:])]
+    order = training_order(lengths, 2, [3, 1], OrderRule(size), True, True, begun)
+    assert order.rows.tolist() == [*ends[0], *sum(steps, []), *ends[1]]
 
 
 @QUICK

@@ -6,6 +6,7 @@ resumed epoch would repeat its first rows and skip its last.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
@@ -151,7 +152,9 @@ class StatefulLoader:
     def __init__(self, rows: Dataset, order_of: Callable[[int, OrderRule], BatchOrder],
                  collate: Callable[[list], Batch], shard: Shard, batch_size: int, widths: Widths | None = None,
                  grouped: bool = True) -> None:
-        self._order_of, self._shard, self._widths, self._grouped = order_of, shard, widths, grouped
+        # The order of millions of rows takes a second to draw, and is asked for several times in an epoch.
+        self._order_of = lru_cache(1)(order_of)
+        self._shard, self._widths, self._grouped = shard, widths, grouped
         self._rows, self._collate = rows, collate
         self._batches = _Batches()
         self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)

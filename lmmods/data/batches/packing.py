@@ -7,42 +7,64 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lmmods.core.labels import IGNORED
+from lmmods.data.batches.sampler import shuffled, stable_descending
 
 CHUNK = 50_000  # rows packed at a time; bounds memory, and larger chunks pack no better
 
 
-def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Place each row, longest first, into the fullest pack that still has room (best-fit decreasing).
+
+    Rows of one length are placed together: as many as fit go into the fullest pack, the next into the one after it.
 
     Args:
         lengths: Tokens of each row, none above `capacity`.
         capacity: Tokens of a pack.
 
     Returns:
-        The row numbers of each pack. Every row is in exactly one.
+        Row numbers, pack after pack, and the place of each pack's first one there, with the end as last entry. Every
+        row is in exactly one pack.
     """
-    packs: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # free tokens -> packs
+    order = stable_descending(lengths)
+    pack_of = np.empty(len(lengths), np.int64)  # of the rows in this order
+    num_packs = 0
+    with_room: dict[int, list[int]] = {}  # free tokens -> packs, the one to fill next last
     rooms: list[int] = []  # the keys of with_room, sorted
-    for row in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[row])
-        place = bisect_left(rooms, length)  # smallest room that suffices
-        if place == len(rooms):
-            pack, room = len(packs), capacity
-            packs.append([])
-        else:
-            room = rooms[place]
-            pack = with_room[room].pop()
-            # `rooms` holds only sizes that some pack has.
-            if not with_room[room]:
-                del with_room[room], rooms[place]
-        packs[pack].append(row)
-        left = room - length
-        if left not in with_room:
+
+    def make_room(left: int, packs: list[int]) -> None:
+        if packs and left not in with_room:
             with_room[left] = []
             insort(rooms, left)
-        with_room[left].append(pack)
-    return packs
+        if packs:
+            with_room[left] += packs
+
+    ends = np.flatnonzero(np.diff(lengths[order], append=-1)) + 1
+    start = 0
+    for end in ends.tolist():
+        length = int(lengths[order[start]])
+        while start < end:
+            count = end - start
+            place = bisect_left(rooms, length)  # smallest room that suffices
+            room = rooms[place] if place < len(rooms) else capacity
+            each = room // length if length else count
+            wanted = -(-count // each)
+            if place == len(rooms):
+                packs = list(range(num_packs, num_packs + wanted))
+                num_packs += wanted
+            else:
+                packs = with_room[room][: -wanted - 1 : -1]
+                del with_room[room][-wanted:]
+                # `rooms` holds only sizes that some pack has.
+                if not with_room[room]:
+                    del with_room[room], rooms[place]
+            placed = min(count, each * len(packs))
+            pack_of[start : start + placed] = np.repeat(packs, each)[:placed]
+            full, rest = divmod(placed, each)
+            make_room(room - each * length, packs[:full])
+            make_room(room - rest * length, packs[full:])
+            start += placed
+    by_pack = stable_descending(num_packs - pack_of)
+    return order[by_pack], np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=num_packs))])
 
 
 class PackedSet(Dataset):
@@ -60,26 +82,36 @@ class PackedSet(Dataset):
         self.items = items
         lengths = items.lengths
         # Shuffled, so that each chunk is a sample of all rows rather than of one source.
-        order = np.random.default_rng([seed, len(lengths)]).permutation(len(lengths))
-        self._packs = [order[start : start + CHUNK][pack] for start in range(0, len(order), CHUNK)
-                       for pack in best_fit_decreasing(lengths[order[start : start + CHUNK]], max_length)]
-        self.lengths = np.array([lengths[pack].sum() for pack in self._packs], np.int64)
+        order = shuffled(len(lengths), np.random.default_rng([seed, len(lengths)]))
+        # Items pack after pack, and where each pack begins: a million lists would take gigabytes.
+        self._items, ends = np.empty_like(order), [np.zeros(1, np.int64)]
+        for start in range(0, len(order), CHUNK):
+            chunk = order[start : start + CHUNK]
+            places, bounds = best_fit_decreasing(lengths[chunk], max_length)
+            self._items[start : start + CHUNK] = chunk[places]
+            ends.append(start + bounds[1:])
+        self._bounds = np.concatenate(ends)
+        self.lengths = self._sums(lengths)
 
     def __len__(self) -> int:
-        return len(self._packs)
+        return len(self._bounds) - 1
+
+    def _sums(self, numbers: np.ndarray) -> np.ndarray:
+        """Sum over the items of each pack, int64."""
+        return np.add.reduceat(numbers[self._items], self._bounds[:-1], dtype=np.int64)
 
     @property
     def truncated(self) -> np.ndarray:
         """Tokens cut from the rows of each pack."""
-        truncated = self.items.truncated
-        return np.array([truncated[pack].sum() for pack in self._packs], np.int64)
+        return self._sums(self.items.truncated)
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:
         if number < 0:
             return None
         # The rows are those of the same draw, in the numbering of `NumberedSet`.
         draw, place = divmod(number, len(self))
-        rows = [self.items[item + draw * len(self.items)] for item in self._packs[place].tolist()]
+        items = self._items[self._bounds[place] : self._bounds[place + 1]].tolist()
+        rows = [self.items[item + draw * len(self.items)] for item in items]
         sizes = [len(row["input_ids"]) for row in rows]  # tokens of each row; they add up to T
         # A copy: the stored rows must not change below.
         labels = np.concatenate([row["labels"] for row in rows])

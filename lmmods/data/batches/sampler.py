@@ -5,7 +5,7 @@ consecutive rows of it, and the k-th of rank r is micro-batch k * world_size + r
 every batch split, and a run continues at the same row with another batch size or another number of devices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,15 +54,16 @@ class BatchOrder:
     """The micro-batches of one epoch.
 
     Args:
-        order: All row numbers, batch after batch (int64).
+        order: All row numbers, batch after batch (integers of any size).
         batch_size: Rows per batch; the last chunk of `order` may be shorter.
         batches: Order of the chunks; None keeps them as they are.
         offset: Added to each row number, for rows that differ between epochs.
     """
 
-    def __init__(self, order: np.ndarray, batch_size: int, batches: np.ndarray | None = None, offset: int = 0) -> None:
+    def __init__(self, order: np.ndarray, batch_size: int, batches: Sequence[int] | np.ndarray | None = None,
+                 offset: int = 0) -> None:
         self._order, self._batch_size, self._offset = order, batch_size, offset
-        self._batches = np.arange(-(-len(order) // batch_size)) if batches is None else batches
+        self._batches = range(-(-len(order) // batch_size)) if batches is None else batches
 
     def shifted(self, offset: int) -> "BatchOrder":
         """Return the same batches with `offset` added to each row number."""
@@ -77,13 +78,14 @@ class BatchOrder:
 
     @property
     def rows(self) -> np.ndarray:
-        """All row numbers, batches kept together; the short batch comes last."""
+        """All row numbers (int64), batches kept together; the short batch comes last."""
         # Neither the order of `_batches`, which only version 1 sets, nor the count of `first` applies here.
-        return self._order + self._offset
+        return self._order.astype(np.int64) + self._offset
 
     def __getitem__(self, number: int) -> list[int]:
         start = int(self._batches[number]) * self._batch_size
-        return (self._order[start : start + self._batch_size] + self._offset).tolist()
+        # int64, as numbers that count through the epochs outgrow the type of the order
+        return (self._order[start : start + self._batch_size].astype(np.int64) + self._offset).tolist()
 
 
 def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: OrderRule, shuffle: bool = True,
@@ -100,10 +102,10 @@ def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: 
         begun: Rows that the current step already has from before this order.
     """
     if not shuffle:
-        return BatchOrder(np.arange(len(lengths)), batch_size)
+        return BatchOrder(_numbers(len(lengths)), batch_size)
     random = np.random.default_rng(seed)
     # The order of draws from `random` is part of every saved position: a resumed run repeats it.
-    order = random.permutation(len(lengths))
+    order = shuffled(len(lengths), random)
     if not group_by_length:
         return BatchOrder(order, batch_size)
     if rule.version == 1:
@@ -126,14 +128,39 @@ def _grouped(order: np.ndarray, lengths: np.ndarray, size: int, begun: int, rand
     num_steps = (len(order) - start) // size
     end = start + num_steps * size
     first, rows, last = np.split(order, [start, end])
-    stretch_of = np.arange(len(rows)) // (size * SORTED_TOGETHER)
-    # Sort by stretch (the last key is the primary one), then longest first -> [num_steps, size], steps shuffled.
-    rows = rows[np.lexsort((-lengths[rows], stretch_of))].reshape(num_steps, size)[random.permutation(num_steps)]
+    # Stretches of steps, the last of which may be shorter, each longest first -> [num_steps, size], steps shuffled.
+    stretch = size * SORTED_TOGETHER
+    whole = len(rows) // stretch * stretch
+    rows = np.concatenate([_longest_first(rows[:whole].reshape(-1, stretch), lengths).ravel(),
+                           _longest_first(rows[whole:], lengths)])
+    rows = rows.reshape(num_steps, size)[random.permutation(num_steps)]
     return np.concatenate([_longest_first(first, lengths), rows.ravel(), _longest_first(last, lengths)])
 
 
 def _longest_first(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    return rows[np.argsort(-lengths[rows], kind="stable")]
+    """Sort row numbers [..., N] by length along the last axis; rows of equal length keep their order."""
+    return np.take_along_axis(rows, stable_descending(lengths[rows]), -1)
+
+
+def stable_descending(lengths: np.ndarray) -> np.ndarray:
+    """Return the places of `lengths` [..., N] from the longest to the shortest, equal ones in their order.
+
+    A tenth of the time of sorting wide integers: numpy sorts 16-bit ones by radix.
+    """
+    longest = lengths.max(initial=0)
+    keys = longest - lengths
+    return np.argsort(keys.astype(np.uint16) if longest < 2**16 else keys, axis=-1, kind="stable")
+
+
+def shuffled(count: int, random: np.random.Generator) -> np.ndarray:
+    """Return what `random.permutation(count)` does, as int32 where it suffices: half the memory."""
+    numbers = _numbers(count)
+    random.shuffle(numbers)
+    return numbers
+
+
+def _numbers(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
 
 
 def recut(batches: int, before: int, now: int, num_rows: int | None = None) -> int:
@@ -159,8 +186,7 @@ def recut(batches: int, before: int, now: int, num_rows: int | None = None) -> i
 
 def evaluation_order(lengths: np.ndarray, batch_size: int) -> BatchOrder:
     """Return each row once, longest first: this minimises padding, and a lack of memory shows at once."""
-    order = np.argsort(-lengths, kind="stable")
-    return BatchOrder(order, batch_size)
+    return BatchOrder(stable_descending(lengths), batch_size)
 
 
 def batches_per_rank(num_batches: int, world_size: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from lmmods.core.fingerprints import first_damaged
-from lmmods.data.encode.encoder import Encoded, Ragged, RowCounts, arrow_column
+from lmmods.data.encode.encoder import Encoded, RowCounts, arrow_column
 from lmmods.data.sources.readers import Row
 
 MANIFEST = "manifest.json"
@@ -50,11 +50,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.info: dict[str, Any] = json.loads((folder / "info.json").read_text())
-        self._columns: dict[str, _ListColumn | np.ndarray] = {}
-        for name, column in _open_table(folder / "encoded.arrow").items():
-            # Numbers become one array in memory; lists, which are most of the bytes, stay in the mapped file.
-            is_list = pa.types.is_list(column.type)
-            self._columns[name] = _ListColumn(column) if is_list else _numbers(column.combine_chunks())
+        self._columns = _Columns(_open_table(folder / "encoded.arrow"))
         self._rows = _open_table(folder / "rows.arrow")
 
     def __reduce__(self):  # noqa: ANN204
@@ -72,12 +68,11 @@ class Store:
 
     def row(self, number: int) -> dict[str, Any]:
         """Return the encoder's columns of kept row `number`; lists as int32 arrays that map the file."""
-        return {name: column[number] for name, column in self._columns.items()}
+        return self._columns.row(number)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a column of numbers, or the lengths of a column of lists."""
-        column = self._columns[name]
-        return column.lengths if isinstance(column, _ListColumn) else column
+        """Return a column of numbers, or the lengths (int32) of a column of lists. Each call makes a new array."""
+        return self._columns.numbers(name)
 
     def source_row(self, index: int) -> dict[str, Any]:
         """Return the row as read. `index` counts all rows read."""
@@ -100,13 +95,10 @@ class MemoryStore:
         self._rows = [row for batch, _ in parts for row in batch]
         # Positions count within a batch, `index` within the store.
         starts = np.cumsum([0] + [len(batch) for batch, _ in parts])
-        self._columns: dict[str, _ListColumn | np.ndarray] = {}
-        for name, column in parts[0][1].columns.items():
-            pieces = [encoded.columns[name] for _, encoded in parts]
-            self._columns[name] = (_ListColumn(pa.chunked_array([arrow_column(piece) for piece in pieces]))
-                                   if isinstance(column, Ragged) else np.concatenate(pieces))
-        self._columns["index"] = np.concatenate([encoded.positions + start for (_, encoded), start
-                                                 in zip(parts, starts, strict=False)])
+        columns = {name: [arrow_column(encoded.columns[name]) for _, encoded in parts] for name in parts[0][1].columns}
+        columns["index"] = [pa.array(encoded.positions + start) for (_, encoded), start
+                            in zip(parts, starts, strict=False)]
+        self._columns = _Columns({name: pa.chunked_array(chunks) for name, chunks in columns.items()})
         row_counts = RowCounts()
         for batch, encoded in parts:
             row_counts.add(batch, encoded)
@@ -142,19 +134,43 @@ def _numbers(array: pa.Array) -> np.ndarray:
     return np.from_dlpack(array)
 
 
-class _ListColumn:
-    """Rows of an Arrow list column as numpy views: no copy, about a microsecond each."""
+class _Columns:
+    """Arrow columns in equal chunks, as numpy views that are made when a chunk is first used.
 
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        # Per chunk: element i of the list column is values[offsets[i]:offsets[i + 1]].
-        self._values = [_numbers(chunk.values) for chunk in column.chunks]
-        self._offsets = [_numbers(chunk.offsets) for chunk in column.chunks]
-        self._starts = np.cumsum([0] + [len(chunk) for chunk in column.chunks])
-        self.lengths = np.concatenate([np.diff(offsets) for offsets in self._offsets] or [[]]).astype(np.int64)
+    Millions of rows are thousands of chunks, and a start needs few of them.
+    """
 
-    def __getitem__(self, number: int) -> np.ndarray:
+    def __init__(self, columns: dict[str, pa.ChunkedArray]) -> None:
+        self._columns = columns
+        sizes = [len(chunk) for chunk in next(iter(columns.values())).chunks]
+        self._starts = np.cumsum([0, *sizes])
+        self._views: list[dict[str, tuple[np.ndarray, np.ndarray | None]] | None] = [None] * len(sizes)
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Return the columns of row `number`, lists as views."""
         # The last chunk that starts at or before `number`; "right" passes over empty ones.
         chunk = int(np.searchsorted(self._starts, number, "right")) - 1
-        place = number - self._starts[chunk]
-        offsets = self._offsets[chunk]
-        return self._values[chunk][offsets[place] : offsets[place + 1]]
+        place = int(number - self._starts[chunk])
+        return {name: values[place] if offsets is None else values[offsets[place] : offsets[place + 1]]
+                for name, (values, offsets) in self._chunk(chunk).items()}
+
+    def _chunk(self, number: int) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
+        """Return values and, for lists, offsets by column: element i is values[offsets[i]:offsets[i + 1]]."""
+        views = self._views[number]
+        if views is None:
+            chunks = {name: column.chunk(number) for name, column in self._columns.items()}
+            views = self._views[number] = {
+                name: (_numbers(chunk.values), _numbers(chunk.offsets)) if pa.types.is_list(chunk.type)
+                else (_numbers(chunk), None) for name, chunk in chunks.items()}
+        return views
+
+    def numbers(self, name: str) -> np.ndarray:
+        """Return a column of numbers, or the lengths (int32) of a column of lists."""
+        column = self._columns[name]
+        if not pa.types.is_list(column.type):
+            return _numbers(column.combine_chunks())
+        lengths = np.empty(len(column), np.int32)
+        for start, chunk in zip(self._starts, column.chunks, strict=False):
+            offsets = _numbers(chunk.offsets)
+            np.subtract(offsets[1:], offsets[:-1], out=lengths[start : start + len(chunk)])
+        return lengths
