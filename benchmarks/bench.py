@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import roofline
 import startup
 import yaml
 from pair import Result, Side, compare, evict, ratio
@@ -254,7 +255,12 @@ def main() -> None:
     parser.add_argument("--rows", help="instructions to train on instead of generated ones")
     parser.add_argument("--tokenizer", help="tokenizer of the instruction tasks, instead of one made for their text, "
                         "where the model has a row for each of its tokens")
+    parser.add_argument("--roofline", action="store_true",
+                        help="instead: which share of the machine's matrix products each step reaches, see roofline.py")
     args = parser.parse_args()
+    if args.roofline:
+        print(roofline.table(roofline.USUAL))
+        return
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         for number, comparison in enumerate(COMPARISONS):
