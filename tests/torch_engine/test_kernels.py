@@ -1,10 +1,12 @@
 """Faster kernels compute what the plain ones do."""
 
+import copy
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lmmods.torch_engine.nn import loss as loss_module
@@ -120,3 +122,33 @@ def test_a_head_by_hand_is_the_head_by_autograd(  # noqa: PLR0913
     for ours, other, plain in zip(run(by_hand), run(whole), run(whole, plain=True), strict=True):
         for theirs in (other, plain):
             torch.testing.assert_close(ours, theirs, rtol=1e-5 if exact else 2e-2, atol=1e-6 if exact else 2e-2)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it from 2.13 on")
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_head_comes_as_close_to_the_truth_as_torchs_own(monkeypatch, trains):
+    """The truth is cross-entropy over full logits in float64; torch's fused loss has chunks of its own."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 307 * 50)  # 50 positions a chunk
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(48, 307, bias=False).requires_grad_(trains)
+    torch.nn.init.normal_(layer.weight)  # decided predictions, as of a trained model
+    hidden, targets = torch.randn(4, 64, 48), torch.randint(0, 307, (4, 64))
+    targets[1:, ::3] = IGNORED
+
+    def ours(x, head):
+        return token_loss(x, targets, SimpleNamespace(linear=head), [head.weight] if trains else [], 307).total
+
+    def torchs(x, head):
+        return F.linear_cross_entropy(x.flatten(0, 1), head.weight, targets.flatten(), reduction="sum",
+                                      ignore_index=IGNORED)
+
+    def full(x, head):
+        return F.cross_entropy(head(x).flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+
+    def found(loss, dtype=torch.float32):
+        head, x = copy.deepcopy(layer).to(dtype), hidden.clone().to(dtype).requires_grad_()
+        total = loss(x, head)
+        (total / 8).backward()
+        return {"loss": total.detach(), "hidden": x.grad, **({"head": head.weight.grad} if trains else {})}
+
+    assert_as_close(found(ours), found(torchs), found(full, torch.float64))

@@ -36,6 +36,7 @@ from lmmods.torch_engine.compat.transformers import layers_to_quantize, quantisi
 from lmmods.torch_engine.nn.attention import choosing_attention
 from lmmods.torch_engine.nn.experts import is_stacked, pack
 from lmmods.torch_engine.nn.initialization import missing_weights
+from lmmods.torch_engine.nn.quantizing import quantize_in_chunks
 from lmmods.torch_engine.nn.stored import Codes, cast, values_of, wait_for, wait_for_codes
 
 COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16,
@@ -96,6 +97,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         return _outlined(auto_class, config, stored, attention, trust_remote_code, options.get("quantization_config"),
                          frozen and precision != "bf16-true")
     options |= {"key_mapping": base_names(config)} if skip else {}
+    if quantize in ("nf4", "fp4"):
+        quantize_in_chunks()
     check_weights(pretrained)
     with (reading_weights(pretrained), hub.loading("model.pretrained", pretrained, revision=revision),
           choosing_attention(attention), missing_weights(seed), quiet_loading(),

