@@ -13,7 +13,7 @@ ROUNDINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU
 	OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 OMP_NUM_THREADS=4
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-all test-numerics test-newest test-oldest lock bench lint fields smoke clean \
+.PHONY: help install demo docs test test-all test-numerics test-newest test-oldest lock bench bench-scale lint fields smoke clean \
 	plan-tpu plan-cuda accelerators plans
 
 help: ## Show this list
@@ -76,6 +76,9 @@ fields: $(READY) ## Write the tables of keys on the pages of docs/ from the code
 
 bench: $(READY) ## Measure speed and memory beside other trainers (one to two hours; installs them)
 	$(BIN)/python benchmarks/bench.py
+
+bench-scale: $(READY) ## Measure how cost grows with width, depth, length, vocabulary and rows (20 minutes; plots in .scale/)
+	$(BIN)/python benchmarks/scale.py --out .scale
 
 # JAX's compiler for a device that is not here, beside the libraries of $(VENV).
 compiler = test -x .plan-$(1)/bin/python || $(PYTHON) -m venv .plan-$(1); \

@@ -21,10 +21,11 @@ class Watch:
 
     The report has `cpu` and `wall`, seconds of the measured steps, what they computed on (`tokens`; `scored`, the
     labelled ones; `pairs`, of positions of a row), `parts`, microseconds of the profiled steps by operation, and
-    `traced`, their seconds.
+    `traced`, their seconds. On torch also `products`, the shapes of the matrix products, what `torch_sizes` returns,
+    and whether they are `bfloat16`.
 
     Args:
-        asked: `folder`, `engine`, and the number of steps of each stretch: `warm_up`, `steps`, `traced`.
+        asked: `folder`, `engine`, and the number of steps of each stretch: `warm_up`, `steps`, `traced` (0 for none).
         begin, end: Start the profiler, and return what it found.
     """
 
@@ -57,14 +58,19 @@ class Watch:
         elif self._stretch == MEASURED:
             self.report |= {"cpu": time.process_time() - self._cpu, "wall": time.perf_counter() - self._wall}
             self._stretch, self._left = PROFILED, self._asked["traced"]
+            if not self._left:
+                self._write()
             self._begin()
         else:
             traced = time.perf_counter() - self._wall
             self.report |= {"traced": traced, **self._end()}
-            path = Path(self._asked["folder"]) / f"{self._asked['engine']}.json"
-            path.write_text(json.dumps(self.report))
-            os._exit(0)  # in the midst of a library's loop
+            self._write()
         self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def _write(self) -> None:
+        path = Path(self._asked["folder"]) / f"{self._asked['engine']}.json"
+        path.write_text(json.dumps(self.report))
+        os._exit(0)  # in the midst of a library's loop
 
 
 # torch ----------------------------------------------------------------------------------------------------------------
@@ -86,18 +92,17 @@ def watch_torch(asked: dict[str, Any]) -> None:
     from lmmods.torch_engine.tasks.base import TaskModule
 
     profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-    sizes: dict[str, Any] = {}
 
     def end() -> dict[str, Any]:
         profiler.__exit__(None, None, None)
-        return {**torch_parts(profiler.events()), **sizes}
+        return torch_parts(profiler.events())
 
     watch = Watch(asked, profiler.__enter__, end)
     on_train_batch_end, clip = RunEvents.on_train_batch_end, TaskModule.configure_gradient_clipping
 
     def ended(self, trainer, module, outputs, batch, batch_idx):  # noqa: ANN001, ANN202
         on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)
-        sizes.update(torch_sizes(module.model), bfloat16=trainer.precision.startswith("bf16"))
+        watch.report |= {**torch_sizes(module.model), "bfloat16": trainer.precision.startswith("bf16")}
         watch.step(batch)
 
     def clipped(self, *args, **kwargs):  # noqa: ANN001, ANN002, ANN003, ANN202
