@@ -20,7 +20,7 @@ def programs(monkeypatch):
     monkeypatch.syspath_prepend(str(WORKERS))
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     # pytest may know other modules by these names
-    for name in ("data", "work", "pair", "table", "plans", "startup", "rounds"):
+    for name in ("data", "work", "pair", "table", "plans", "startup", "roofline", "rounds", "profiled", "xla_trace"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -152,3 +152,67 @@ def test_two_workers_step_in_turn_from_the_same_loss(tmp_path, together):
     assert len(ours.speed) == len(theirs.speed) == 2 and min(ours.speed + theirs.speed) > 0
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-5) and 0.1 < ours.peak < 10
     assert ratio([1.0, 2.0, 9.0], [4.0, 4.0, 1.0]) == 0.5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_arithmetic_of_a_step_is_that_of_its_network(tied):
+    from profiled import torch_sizes
+    from roofline import flops
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from lmmods.torch_engine.nn.summary import training_flops
+
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50,
+                                         intermediate_size=48, tie_word_embeddings=tied))
+    model.model.layers[0].requires_grad_(False)
+    sizes, report = torch_sizes(model), {"tokens": 7, "scored": 7, "pairs": 0}
+    assert flops(report, sizes, causal=True) == 7 * training_flops(model)
+    # Queries and keys [10, 32] of each layer, multiplied once forward and twice backward, as are weights and values.
+    assert flops(report | {"pairs": 100}, sizes, False) - flops(report, sizes, False) == 2 * 2 * 3 * 2 * 10 * 10 * 32
+
+
+PROGRAM = """HloModule jit__fun
+
+FileNames
+1 "/x/jax_engine/models/linear.py"
+2 "/x/jax_engine/distributed/loss.py"
+3 "/x/jax_engine/models/attention.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=5}
+2 {file_name_id=2 function_name_id=1 line=5}
+3 {file_name_id=3 function_name_id=1 line=5}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+4 {file_location_id=1 parent_frame_id=2}
+
+%fused (a: f32[4,8], b: f32[50,8]) -> f32[4,50] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[50,8]{1,0} parameter(1)
+  ROOT %dot.1 = f32[4,50]{1,0} dot(%a, %b), metadata={stack_frame_id=1}
+}
+
+ENTRY %main (x: f32[4,8], w: f32[8,8]) -> f32[4,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %w = f32[8,8]{1,0} parameter(1)
+  %layer = f32[4,8]{1,0} dot(%x, %w), metadata={stack_frame_id=1}
+  %scores = f32[2,4,4]{2,1,0} dot(%x, %x), lhs_batch_dims={0}, rhs_batch_dims={0}
+  %softmax = f32[4,8]{1,0} exponential(%layer), metadata={stack_frame_id=3}
+  %logits = f32[4,50]{1,0} fusion(%x, %w), kind=kLoop, calls=%fused, metadata={stack_frame_id=1}
+  %chunk = f32[4,8]{1,0} multiply(%layer, %x), metadata={stack_frame_id=4}
+  ROOT %sum = f32[4,8]{1,0} add(%layer, %x)
+}
+"""
+
+
+def test_operations_of_xla_are_traced_back_to_parts_of_the_step(tmp_path):
+    from xla_trace import parts_by_name, read
+
+    (tmp_path / "program.txt").write_text(PROGRAM)
+    parts = parts_by_name(read(tmp_path / "program.txt"), "50")
+    assert {name: parts[name] for name in ("layer", "scores", "softmax", "logits", "chunk", "sum")} == {
+        "layer": "products", "scores": "attention", "softmax": "attention", "logits": "head and loss",
+        "chunk": "head and loss", "sum": "norms, activations and the rest"}
