@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.logging import set_tqdm_hook
 
 from lmmods.core.lazy_array import LazyArray
@@ -237,6 +239,53 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
         yield states
     finally:
         AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = before
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values with room for further tokens: a step writes its own, where `DynamicLayer` copies all of them."""
+
+    ROOM = 64  # tokens
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append the states [B, heads, T, D] of new tokens; returns those of all tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+            self._full: tuple[Tensor, ...] = self.keys, self.values
+        begin = self.keys.shape[2]
+        end = begin + key_states.shape[2]
+        if end > self._full[0].shape[2] or len(key_states) != len(self._full[0]):
+            old, self._full = (self.keys, self.values), tuple(
+                states.new_empty(*states.shape[:2], end + self.ROOM, states.shape[3])
+                for states in (key_states, value_states))
+            for full, states in zip(self._full, old, strict=True):
+                full[:, :, :begin] = states
+        for full, states in zip(self._full, (key_states, value_states), strict=True):
+            full[:, :, begin:end] = states
+        self.keys, self.values = (full[:, :, :end] for full in self._full)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows, in this order; rows may repeat."""
+        super().reorder_cache(beam_idx)
+        if self.is_initialized:
+            self._full = self.keys, self.values  # without room, which the next token makes
+
+
+def has_separable_rows(cache: Any) -> bool:
+    """True if `reorder_cache` can drop and repeat rows: each layer keeps keys and values by row, and nothing else."""
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    return type(cache) is DynamicCache and bool(cache.layers) and all(type(layer) in kinds for layer in cache.layers)
+
+
+def leave_room(cache: DynamicCache) -> None:
+    """Exchange the layers of an unused cache for `RoomyLayer`, but those with a sliding window: `Cache.layers`."""
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+
+
+def decoding_experts(model: nn.Module) -> AbstractContextManager:
+    """Return the context in which experts use the implementation for few tokens: `_optimize_model_for_decode`."""
+    return model._optimize_model_for_decode()
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Text generation: transformers' `generate`, contrastive search, diverse beam search and sampling by given numbers.
+"""Text generation: greedy search, sampling by given numbers, contrastive and diverse beam search; else transformers'.
 
-transformers 5 does not include the two searches and would fetch their code from the hub, and its sampling uses one
-generator for all rows. All three are implemented here, the searches from their papers, and run through `generate(...,
-custom_generate=function)`: transformers prepares masks, positions, cache, logits processors and stopping criteria as
-for its own methods, then calls the function with them.
+transformers 5 does not include the last two and would fetch their code from the hub, its sampling uses one generator
+for all rows, and its greedy search computes a prompt anew for each of its answers and goes on with rows that have
+ended. All are implemented here and run through `generate(..., custom_generate=function)`: transformers prepares masks,
+positions, cache, logits processors and stopping criteria as for its own methods, then calls the function with them.
 
 B: prompts, padded on the left. T: tokens. K: candidates. G: groups of S beams. H: hidden size. V: vocabulary.
 """
@@ -15,12 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
+from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import UNIT
 from lmmods.core.settings import check_beam_groups
+from lmmods.torch_engine.compat.transformers import decoding_experts, has_separable_rows, leave_room
 
+# Ended rows leave the batch once they are this share of it: each time, the others' cache is copied.
+LEAVING = 0.25
+# Which process each row by itself. The repetition penalty holds a number per row, see `_pick_processors`.
+BY_ROW = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor,
+          RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
+          TypicalLogitsWarper)
+BLOCK = 256  # tokens whose probabilities are summed before those of single ones
 UNUSED = -1  # Fills positions after the end of finished beams until the longest is known; no token has this id.
 LOST = -1e9  # Score of a discarded beam; not -inf, so that sums with it stay finite.
 # Outputs of a step that are inputs of the next: the cache, `past_key_values` before transformers 5.24, and the states
@@ -49,7 +70,7 @@ def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, genera
         [B * num_return_sequences, T + T_new] prompts and answers, padded after the end of an answer.
     """
     config = copy.deepcopy(generation_config)  # `update` and the settings below change it
-    kwargs = config.update(**kwargs) | _custom_method(config, synced, draws)
+    kwargs = config.update(**kwargs) | _custom_method(config, model.generation_config, synced, draws)
     # Hidden from transformers, which would fetch code from the hub. Not None, which the model's own defaults replace.
     config.penalty_alpha, config.num_beam_groups, config.diversity_penalty = 0.0, 1, 0.0
     config.return_dict_in_generate = False
@@ -62,8 +83,13 @@ def _refuse(wrong: bool | None, message: str) -> None:
         raise UserError(message)
 
 
-def _custom_method(config: GenerationConfig, synced: bool, draws: Tensor | None) -> dict[str, Any]:
-    """Check the options, and return the arguments of `generate` that select a method of this file, if any."""
+def _custom_method(config: GenerationConfig, defaults: GenerationConfig, synced: bool, draws: Tensor | None
+                   ) -> dict[str, Any]:
+    """Check the options, and return the arguments of `generate` that select a method of this file, if any.
+
+    Args:
+        defaults: The model's own options, which apply where `config` has None.
+    """
     alpha, groups, beams = config.penalty_alpha or 0.0, config.num_beam_groups or 1, config.num_beams or 1
     if alpha:
         _refuse(not 0 < alpha <= 1, f"penalty_alpha is {alpha}, but must be from 0 to 1 (0: no contrastive search)")
@@ -81,25 +107,99 @@ def _custom_method(config: GenerationConfig, synced: bool, draws: Tensor | None)
         config.do_sample = False
         return {"custom_generate": group_beam_search, "num_beam_groups": groups, "diversity_penalty": penalty,
                 "synced": synced}
-    if config.do_sample and beams == 1 and draws is not None:
-        return {"custom_generate": sample, "draws": draws, "synced": synced}
+    samples, beams = (value if value is not None else getattr(defaults, name) for name, value in (
+        ("do_sample", config.do_sample), ("num_beams", config.num_beams)))
+    if (beams or 1) == 1 and (draws is not None or not samples):
+        return {"custom_generate": single_search, "draws": draws if samples else None, "synced": synced}
     return {}
 
 
-def sample(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,
-           stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, draws: Tensor,
-           synced: bool = False, **model_kwargs: Any) -> Tensor:
-    """Sample tokens by the given numbers, see `generate`; returns [B, T + T_new]."""
-    finished, prompt_length = torch.zeros_like(input_ids[:, 0], dtype=torch.bool), input_ids.shape[1]
-    while _goes_on(bool(finished.all()), synced, input_ids.device):
-        place = input_ids.shape[1] - prompt_length
-        outputs, model_kwargs = _forward(model, input_ids, model_kwargs, prompt=not place)
-        scores = logits_processor(input_ids, outputs.logits[:, -1].float())  # [B, V]
-        # A process that waits for others may run out of numbers; its further tokens are masked anyway.
-        token = drawn(scores, draws[:, min(place, draws.shape[1] - 1)])
-        input_ids = torch.cat([input_ids, token.masked_fill(finished, _pad_token(generation_config))[:, None]], 1)
-        finished |= stopping_criteria(input_ids, None)
-    return input_ids
+def single_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,
+                  stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig,
+                  draws: Tensor | None = None, synced: bool = False, **model_kwargs: Any) -> Tensor:
+    """Greedy search, or sampling by the given numbers, see `generate`; returns [B, T + T_new].
+
+    A prompt that several rows share is computed once, and rows that have ended leave the batch, which changes answers
+    by no more than rounding does. Reports if this model cannot do so.
+    """
+    size, prompt_length = input_ids.shape
+    separable = size > 1 and not synced and _is_separable(model, size, logits_processor, model_kwargs)
+    rows = torch.arange(size, device=input_ids.device)  # of the batch in `input_ids`, from which ended ones leave
+    finished, left = torch.zeros_like(rows, dtype=torch.bool), []
+    prefill = _forward_distinct if separable else _forward
+    outputs, model_kwargs = prefill(model, input_ids, model_kwargs, prompt=True)
+    with decoding_experts(model):
+        while True:
+            scores = logits_processor(input_ids, outputs.logits[:, -1].float())  # [B, V]
+            # A process that waits for others may run out of numbers; its further tokens are masked anyway.
+            token = scores.argmax(-1) if draws is None else drawn(
+                scores, draws[rows, min(input_ids.shape[1] - prompt_length, draws.shape[1] - 1)])
+            input_ids = torch.cat([input_ids, token.masked_fill(finished, _pad_token(generation_config))[:, None]], 1)
+            finished |= stopping_criteria(input_ids, None)
+            if not _goes_on(bool(finished.all()), synced, input_ids.device):
+                break
+            if separable and finished.sum() >= LEAVING * len(rows):
+                left.append((rows[finished], input_ids[finished]))
+                stay = (~finished).nonzero().squeeze(1)
+                rows, input_ids, finished = rows[stay], input_ids[stay], finished[stay]
+                model_kwargs = _pick(model_kwargs, stay)
+                logits_processor = _pick_processors(logits_processor, stay)
+            outputs, model_kwargs = _forward(model, input_ids, model_kwargs)
+    found = input_ids.new_full((size, input_ids.shape[1]), _pad_token(generation_config))
+    for its_rows, texts in (*left, (rows, input_ids)):
+        found[its_rows, :texts.shape[1]] = texts
+    return found
+
+
+def _is_separable(model: nn.Module, size: int, processors: LogitsProcessorList, kwargs: dict[str, Any]) -> bool:
+    """True if rows of a batch can be computed once for several, and leave; reports once per model if not."""
+    carried = [kwargs[name] for name in CARRIED if kwargs.get(name) is not None]
+    if not all(map(has_separable_rows, carried)) or kwargs["use_cache"] and not carried:
+        obstacle = "this model keeps its state in its own form"
+    elif other := [type(each).__name__ for each in processors if type(each) not in BY_ROW]:
+        obstacle = f"{', '.join(other)} may need all rows"
+    elif any(torch.is_tensor(value) and (name not in COLUMNS or value.shape[0] != size or value.ndim != 2)
+             for name, value in kwargs.items()):
+        obstacle = "this model has inputs that do not belong to rows"
+    else:
+        return True
+    if getattr(model, "_reported_rows", None) != obstacle:
+        model._reported_rows = obstacle
+        say(f"Generation: slower, as rows that have ended stay in the batch, and a prompt is computed for each of its "
+            f"answers: {obstacle}.")
+    return False
+
+
+def _forward_distinct(model: nn.Module, ids: Tensor, kwargs: dict[str, Any], prompt: bool
+                      ) -> tuple[Any, dict[str, Any]]:
+    """`_forward`, computing rows with the same inputs once."""
+    inputs = [ids, *(value for value in kwargs.values() if torch.is_tensor(value))]
+    _, copies = torch.cat(inputs, 1).unique(dim=0, return_inverse=True)  # [B] numbers of distinct rows
+    places = torch.arange(len(ids), device=ids.device)
+    num_distinct = int(copies.max()) + 1
+    for cache in (kwargs[name] for name in CARRIED if name in kwargs):
+        leave_room(cache)
+    if num_distinct == len(ids):
+        return _forward(model, ids, kwargs, prompt)
+    firsts = places.new_empty(num_distinct).scatter_reduce_(0, copies, places, "amin", include_self=False)
+    outputs, kwargs = _forward(model, ids[firsts], _pick(kwargs, firsts), prompt)
+    outputs.logits = outputs.logits[:, -1:][copies]
+    return outputs, _pick(kwargs, copies)
+
+
+def _pick(kwargs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """Return the inputs of these rows, in this order; rows may repeat. Changes the cache in place."""
+    for name in CARRIED:
+        if kwargs.get(name) is not None:
+            kwargs[name].reorder_cache(rows)
+    return {name: value[rows] if torch.is_tensor(value) else value for name, value in kwargs.items()}
+
+
+def _pick_processors(processors: LogitsProcessorList, rows: Tensor) -> LogitsProcessorList:
+    return LogitsProcessorList(
+        RepetitionPenaltyLogitsProcessor(each.penalty, each.prompt_ignore_length[rows])
+        if type(each) is RepetitionPenaltyLogitsProcessor and torch.is_tensor(each.prompt_ignore_length) else each
+        for each in processors)
 
 
 def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
@@ -111,11 +211,17 @@ def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
         scores: [B, V] logits.
         numbers: [B] in [0, 1).
     """
-    added = (scores.softmax(-1) / UNIT).round().long().cumsum(-1)  # [B, V] int64, multiples of UNIT
+    # [B, V] int32 multiples of UNIT, in blocks: only the block in which the number lies is summed token by token.
+    units = F.pad((scores.softmax(-1) / UNIT).round_().int(), (0, -scores.shape[-1] % BLOCK))
+    units = units.view(len(units), -1, BLOCK)
+    sums = units.sum(-1, dtype=torch.int32).cumsum(-1)  # [B, V / BLOCK] int64, at the end of each block
     # Scaled by the actual total, which rounding keeps from being exactly 1, and kept below it.
-    wanted = (numbers * added[:, -1]).long().minimum(added[:, -1] - 1)
+    wanted = (numbers * sums[:, -1]).long().minimum(sums[:, -1] - 1)[:, None]
+    block = (sums <= wanted).sum(-1, keepdim=True)
+    below = F.pad(sums, (1, 0)).gather(1, block)  # what the earlier blocks sum to, [B, 1]
+    within = units.take_along_dim(block[..., None], 1).squeeze(1).cumsum(-1)
     # The number of tokens whose cumulative probability does not exceed the wanted one is the id of the first that does.
-    return (added <= wanted[:, None]).sum(-1)
+    return (block * BLOCK + (within <= wanted - below).sum(-1, keepdim=True)).squeeze(1)
 
 
 def contrastive_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,
