@@ -16,6 +16,9 @@ from lmmods.core.generation_config import UNIT, draws
 from lmmods.core.settings import Generation, check_beam_groups
 
 BUCKET = 32  # prompt lengths are rounded up to a multiple of this, so that few shapes are compiled
+# Ended rows leave a batch once only this share of it goes on, and a batch of fewer rows never shrinks: each size that a
+# batch shrinks to is compiled.
+GOING_ON, LEAST_ROWS = 1 / 4, 16
 
 
 def check_supported(settings: Generation) -> None:
@@ -38,7 +41,8 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
              pad: int, seed: int = 0, rows: Sequence[int] | None = None) -> list[list[int]]:
     """Return the new tokens after each prompt, up to but excluding the first end token.
 
-    A row's answer does not depend on the other rows of the batch.
+    A row's answer does not depend on the other rows of the batch. Without beams, a prompt given several times is
+    computed once, and rows that have ended leave the batch.
 
     Args:
         prompts: Token ids, at least one per prompt; left-padded with `pad`.
@@ -53,21 +57,46 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
     check_room(network, min(len(prompt) for prompt in prompts), settings)
     check_room(network, longest, settings)
     width = -(-longest // BUCKET) * BUCKET
+    rows = range(len(prompts)) if rows is None else rows
+    # Hashable arguments: the compiled programs are cached by them.
+    programs = _compiled(network, width, astuple(settings), tuple(sorted(eos)))
+    if settings.num_beams > 1:  # a beam search draws several tokens per step without replacement, which takes a key
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), np.array(rows, np.int32))
+        tokens = np.asarray(programs(params, *_padded(prompts, width, pad), keys))
+    else:
+        tokens = _single(programs, params, prompts, width, pad, draws(seed, rows, settings.max_new_tokens))
+    return [_until(row.tolist(), eos) for row in tokens]
+
+
+def _padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids and mask [B, width] of prompts, left-padded, so that all end in the same column."""
     ids = np.full((len(prompts), width), pad, np.int32)
     mask = np.zeros_like(ids)
-    rows = range(len(prompts)) if rows is None else rows
     for row, prompt in enumerate(prompts):
-        # Left-padded, so that all prompts end in the same column and one step extends them all.
         ids[row, width - len(prompt):] = prompt
         mask[row, width - len(prompt):] = 1
-    # Hashable arguments: the compiled programs are cached by them.
-    run = _compiled(network, width, astuple(settings), tuple(sorted(eos)))
-    if settings.num_beams > 1:  # a beam search draws several tokens per step without replacement, which takes a key
-        chance = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), np.array(rows, np.int32))
-    else:
-        chance = draws(seed, rows, settings.max_new_tokens)
-    tokens = np.asarray(run(params, ids, mask, chance))
-    return [_until(row.tolist(), eos) for row in tokens]
+    return ids, mask
+
+
+def _single(programs: tuple[Callable, ...], params: Tree, prompts: list[list[int]], width: int, pad: int,
+            numbers: np.ndarray) -> np.ndarray:
+    """Run the programs of `single_search`; returns new tokens [B, max_new_tokens], arbitrary after an end token."""
+    begin, proceed, pick = programs
+    distinct = list(dict.fromkeys(map(tuple, prompts)))
+    places = {prompt: place for place, prompt in enumerate(distinct)}
+    copies = np.array([places[tuple(prompt)] for prompt in prompts], np.int32)
+    if len(distinct) < len(prompts):  # rounded up, so that few shapes are compiled
+        distinct += distinct[:1] * (min(power_of_two(len(distinct)), len(prompts)) - len(distinct))
+    state = begin(params, *_padded(distinct, width, pad), copies)
+    tokens, rows = np.zeros(numbers.shape, np.int32), np.arange(len(prompts))
+    while True:
+        state = proceed(params, state, numbers[rows])
+        tokens[rows], ended = np.asarray(state["tokens"])[:, width:], np.asarray(state["ended"])
+        if ended.all() or int(state["place"]) == width + numbers.shape[1]:
+            return tokens
+        # Those that go on first, then as many of the ended ones as make a power of two.
+        chosen = np.argsort(ended, kind="stable")[:power_of_two((~ended).sum())]
+        state, rows = pick(state, chosen), rows[chosen]
 
 
 def drawn(logits: Array, numbers: Array) -> Array:
@@ -90,30 +119,50 @@ def _until(tokens: list[int], ends: list[int]) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def _compiled(network: Network, width: int, fields: tuple, eos: tuple[int, ...]) -> Callable:
-    """Return the jitted program (params, ids [B, width], mask [B, width], chance) -> new tokens [B, max_new_tokens].
+def _compiled(network: Network, width: int, fields: tuple, eos: tuple[int, ...]) -> Callable | tuple[Callable, ...]:
+    """Return the jitted program of `beam_search`, or those of `single_search`."""
+    settings, ends = Generation(*fields), jnp.array(eos, jnp.int32)
+    if settings.num_beams > 1:
+        return jax.jit(beam_search(network, width, settings, ends))
+    begin, proceed, pick = single_search(network, width, settings, ends)
+    return jax.jit(begin), jax.jit(proceed, donate_argnums=1), jax.jit(pick)
 
-    `chance` holds `draws` [B, max_new_tokens] for single search, and keys [B] for beam search.
+
+def single_search(network: Network, width: int, settings: Generation, ends: Array) -> tuple[Callable, ...]:
+    """Return the programs of greedy search or sampling: one text per row.
+
+    Returns:
+        begin: (params, ids [U, width], mask [U, width], copies [B]) -> state of B rows, each that of its distinct
+            prompt.
+        proceed: (params, state, numbers [B, max_new_tokens]) -> state in which all rows have ended, or have their
+            `max_new_tokens`, or so few go on that the others should leave.
+        pick: (state, rows [N]) -> state of these rows.
     """
-    settings = Generation(*fields)
-    make = beam_search if settings.num_beams > 1 else single_search
-    return jax.jit(make(network, width, settings, jnp.array(eos, jnp.int32)))
-
-
-def single_search(network: Network, width: int, settings: Generation, ends: Array) -> Callable:
-    """Return the program of greedy search or sampling: one text per prompt."""
     total = width + settings.max_new_tokens
-    begin, step = token_steps(network, width, total, settings, ends)
+    start, step = token_steps(network, width, total, settings, ends)
+    forward = Forward(network, settings.use_cache)
 
-    def program(params: Tree, ids: Array, mask: Array, numbers: Array) -> Array:
+    def pick(state: Tree, rows: Array) -> Tree:
+        by_row = {name: state[name][rows] for name in ("tokens", "real", "hidden", "latest", "ended")}
+        return {**state, **by_row, "kept": forward.pick(state["kept"], rows)}
+
+    def begin(params: Tree, ids: Array, mask: Array, copies: Array) -> Tree:
+        state = start(params, ids, mask)
+        return pick(state, copies) if len(ids) < len(copies) else state
+
+    def proceed(params: Tree, state: Tree, numbers: Array) -> Tree:
+        size = len(numbers)
+        fewest = int(GOING_ON * size) if size >= LEAST_ROWS else 0
+
+        def goes_on(state: Tree) -> Array:
+            return (state["place"] < total) & ((~state["ended"]).sum() > fewest)
+
         def go_on(state: Tree) -> Tree:
             return step(params, state, jax.lax.dynamic_index_in_dim(numbers, state["place"] - width, 1, False))
 
-        final = jax.lax.while_loop(lambda s: (s["place"] < total) & ~s["ended"].all(), go_on, begin(params, ids, mask))
-        # Rows that ended early continue with the others; the caller truncates them at their first end token.
-        return final["tokens"][:, width:]
+        return jax.lax.while_loop(goes_on, go_on, state)
 
-    return program
+    return begin, proceed, pick
 
 
 def token_steps(network: Network, width: int, total: int, settings: Generation, ends: Array
@@ -173,13 +222,12 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
         return all(map(on_token, answer)) and len(answer) < settings.max_new_tokens
     check_supported(settings)
     check_room(network, len(prompt), settings)
-    width, room = power_of_two(len(prompt)), settings.max_new_tokens
+    # A growing conversation rarely recompiles.
+    width, room = power_of_two(len(prompt), BUCKET), settings.max_new_tokens
     fields = astuple(replace(settings, max_new_tokens=1))  # part of the cache key, but unused by the programs
-    begin, step = _compiled_steps(network, width, width + power_of_two(room), fields, tuple(sorted(eos)))
-    ids, mask = np.full((1, width), pad, np.int32), np.zeros((1, width), np.int32)
-    ids[0, width - len(prompt):], mask[0, width - len(prompt):] = prompt, 1
+    begin, step = _compiled_steps(network, width, width + power_of_two(room, BUCKET), fields, tuple(sorted(eos)))
     # The same draws as in `generate`, so a streamed answer is the same.
-    state, numbers = begin(params, ids, mask), draws(seed, [row], room)
+    state, numbers = begin(params, *_padded([prompt], width, pad)), draws(seed, [row], room)
     for place in range(room):
         state = step(params, state, numbers[:, place])
         token = int(np.asarray(state["latest"])[0])
@@ -190,9 +238,9 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
     return False
 
 
-def power_of_two(length: int) -> int:
-    """Round a length up to a power of two, at least `BUCKET`, so that a growing conversation rarely recompiles."""
-    return max(BUCKET, 1 << (length - 1).bit_length())
+def power_of_two(count: int, least: int = 1) -> int:
+    """Round a number up to a power of two, so that few shapes are compiled."""
+    return max(least, 1 << (int(count) - 1).bit_length())
 
 
 @lru_cache(maxsize=64)
