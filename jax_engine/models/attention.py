@@ -146,10 +146,12 @@ class Attention(nnx.Module):
             q = self._turn(q, angles)
             k = self._turn(k, angles) if key_angles is None else k
         if cache is not None:
-            # [B, T, K, D] into [B, S, K, D] at slots start, ..., start + T - 1.
-            k, v = (jax.lax.dynamic_update_slice_in_dim(cache[name], new.astype(cache[name].dtype), start, axis=1)
-                    for name, new in (("k", k), ("v", v)))
-            cache = {"k": k, "v": v}
+            # [B, T, K, D] into [B, K, S, D] at slots start, ..., start + T - 1. A cache in the order of the products is
+            # not transposed anew for each token.
+            cache = {name: jax.lax.dynamic_update_slice_in_dim(
+                cache[name], new.swapaxes(1, 2).astype(cache[name].dtype), start, axis=2)
+                for name, new in (("k", k), ("v", v))}
+            k, v = (cache[name].swapaxes(1, 2) for name in ("k", "v"))
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         # Frequencies that depend on the length change as the text grows, so cached keys are rotated anew in each step.
         k = k if key_angles is None else self._turn(k, key_angles)

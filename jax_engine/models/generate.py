@@ -299,7 +299,7 @@ class Forward:
         if not self._use_cache:
             return kept
         cache = kept["cache"]
-        # Keys and values are [layers, N, total, K, D].
+        # Keys and values are [layers, N, K, total, D].
         picked = {"k": cache["k"][:, rows], "v": cache["v"][:, rows], "valid": cache["valid"][rows]}
         return {"cache": {**cache, **picked}, "position": kept["position"][rows]}
 

@@ -238,6 +238,8 @@ HEADS = {"causal": LMHead, "masked": MLMHead, "qa": SpanHead}
 # Stacks of up to this many layers are unrolled on CPUs if all weights train: in a scan XLA copies residuals and
 # gradients between iterations. The cost is not measurable in deeper networks, which compile faster as a scan.
 UNROLL_CPU = 4
+# Layers of a step of generation at once: a loop copies its slices of the cache. 8 save a fifth of the time at 25M.
+UNROLL_CACHED_CPU = 8
 # Remat policies: the values saved for the backward pass. "none" saves all but gathered weights, which on a mesh are
 # gathered again.
 _KEPT = {"none": lambda primitive, *_, **__: primitive.name != "sharding_constraint", "full": None,
@@ -282,6 +284,7 @@ class Network(Names):
         self.lora = build.lora
         unrolls = build.cpu_forms and self.remat == "none" and self.lora is None
         self.unroll = self._unroll or (arch.num_layers if unrolls and arch.num_layers <= UNROLL_CPU else 1)
+        self._unroll_cached = UNROLL_CACHED_CPU if build.cpu_forms else 1
         self._ropes = list(dict.fromkeys(arch.ropes))
         self.fused = fused.choose(arch, build.dtype, self.head, build.attention, build.on)
         self._stacks = layer_stacks(arch)
@@ -453,7 +456,7 @@ class Network(Names):
         # Most networks have one stack; mixtures of experts with dense layers may have several.
         for stack in self._stacks:
             x, of_stack = jax.lax.scan(partial(body, stack), x, stack.cut(steps, arch),
-                                       unroll=self.unroll if cache is None else 1)
+                                       unroll=self.unroll if cache is None else self._unroll_cached)
             kept.append(of_stack)
         kv, load = (joined(list(parts)) for parts in zip(*kept, strict=True))
         return x, kv, load
@@ -481,7 +484,7 @@ class Network(Names):
 
     def init_cache(self, batch_size: int, length: int) -> Tree:
         """Return an empty key-value cache for `length` tokens per row."""
-        shape = (self.arch.num_layers, batch_size, length, self.arch.num_kv_heads, self.arch.head_dim)
+        shape = (self.arch.num_layers, batch_size, self.arch.num_kv_heads, length, self.arch.head_dim)
         return {"k": jnp.zeros(shape, self.build.dtype), "v": jnp.zeros(shape, self.build.dtype),
                 "valid": jnp.zeros((batch_size, length), bool), "length": jnp.zeros((), jnp.int32)}
 

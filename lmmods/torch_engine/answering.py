@@ -86,8 +86,8 @@ class TextModel:
         numbers = torch.from_numpy(draws(seed, [row], settings.max_new_tokens)).to(self._device)
         with self._autocast():
             found = generate(self._network, ids, torch.ones_like(ids),
-                             generation_config(settings, self._tokenizer, stop_token_ids), draws=numbers, fast=self._fast,
-                             **({"stopping_criteria": StoppingCriteriaList([watch])} if watch else {}))
+                             generation_config(settings, self._tokenizer, stop_token_ids), draws=numbers,
+                             fast=self._fast, **({"stopping_criteria": StoppingCriteriaList([watch])} if watch else {}))
         answer = found[0, len(prompt):].tolist()
         ended = bool(answer) and answer[-1] in stop_token_ids
         if watch is None:

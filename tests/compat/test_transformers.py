@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -18,6 +19,7 @@ from transformers import (
     initialization,
 )
 from transformers.activations import NewGELUActivation
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import set_tqdm_hook
 
@@ -53,6 +55,28 @@ def test_gelu_of_gpt2_is_that_of_torch():
 def test_layers_are_of_one_class(llama):
     assert sum(isinstance(part, GradientCheckpointingLayer) for part in llama.modules()) == 1, mend(
         "transformers", compile_layers)
+
+
+def test_caches_of_rows_grow_in_room_of_their_own():
+    """The same keys, values and lengths as in transformers' layers, after rows were dropped and repeated."""
+    states = torch.randn(2, 4, 2, 80, 4)  # keys and values of up to 4 rows and 80 tokens
+    ours, theirs = DynamicCache(), DynamicCache()
+    assert not compat.has_separable_rows(ours), mend("transformers", compat.has_separable_rows)  # has no layers yet
+    ours.layers, theirs.layers = [DynamicLayer(), DynamicSlidingWindowLayer(5)], [DynamicLayer()]
+    assert compat.has_separable_rows(ours), mend("transformers", compat.has_separable_rows)
+    compat.leave_room(ours)
+    assert [type(layer) for layer in ours.layers] == [compat.RoomyLayer, DynamicSlidingWindowLayer]
+    for rows, step in (([0, 1, 2], 7), ([2, 2, 0, 1], 1), ([1, 3], 80), ([0, 1], 3)):
+        for cache in (ours, theirs):
+            cache.reorder_cache(torch.tensor(rows))
+        found, expected = (cache.update(*states[:, :len(rows), :, :step], 0) for cache in (ours, theirs))
+        assert all(map(torch.equal, found, expected)), mend("transformers", compat.leave_room)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+def test_experts_may_decode_otherwise(llama):
+    with compat.decoding_experts(llama):
+        pass
 
 
 class Plain(PreTrainedModel):

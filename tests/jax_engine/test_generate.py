@@ -109,6 +109,21 @@ def test_a_row_draws_the_same_beside_any_others_and_anew_with_another_seed(make_
     assert twice[0] != twice[1]
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_shared_prompts_and_leaving_rows_change_no_answer(make_ref, monkeypatch, use_cache):
+    monkeypatch.setattr(ours, "_compiled", getattr(ours._compiled, "unshared", ours._compiled))
+    ref, rows = make_ref("llama"), list(range(20))
+    prompts = [prompts_of(ref)[row % 3] for row in rows]
+    settings = Generation(max_new_tokens=24, do_sample=True, top_k=0, use_cache=use_cache)
+    answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0, seed=1)
+    assert answers == [ours.generate(ref.net, ref.params, [prompt], settings, EOS, pad=0, seed=1, rows=[row])[0]
+                       for prompt, row in zip(prompts, rows, strict=True)]
+    lengths = sorted(map(len, answers))
+    assert lengths[-6] < lengths[-1]  # most have ended before the last
+    _, proceed, _ = ours._compiled(ref.net, 32, astuple(settings), tuple(EOS))
+    assert proceed._cache_size() == 3  # batches of 20 and 4 rows, and of one
+
+
 @pytest.mark.parametrize("settings", [
     Generation(max_new_tokens=30, do_sample=True, top_k=0, temperature=1.5),
     Generation(max_new_tokens=30, do_sample=True, top_k=12, top_p=0.8, repetition_penalty=1.2, use_cache=False),

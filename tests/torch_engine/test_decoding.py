@@ -14,10 +14,15 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.nn.decoding import CARRIED, _forward, contrastive_search, generate, group_beam_search
+from lmmods.core.generation_config import UNIT
+from lmmods.torch_engine.nn.decoding import CARRIED, _forward, contrastive_search, drawn, generate, group_beam_search
 
 SEED = 70_000_000
 PADDED = torch.tensor([[0, 0, 0, 5, 17, 33, 8], [0, 41, 7, 9, 90, 12, 64], [3, 14, 15, 92, 65, 35, 89]])
@@ -191,6 +196,72 @@ def test_options_win_over_the_models_own_and_stay_as_they_are():
     ids = generate(model, PADDED, (PADDED != 0).long(), config)
     assert ids[:, PADDED.shape[1]:].tolist() == plain
     assert (config.penalty_alpha, config.top_k, config.do_sample) == (0.6, 4, None)
+
+
+def decoder(kind: str) -> torch.nn.Module:
+    """As `build`, or with a sliding window of 5 tokens in one of two layers."""
+    if kind != "sliding":
+        return build(kind)
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.5, use_sliding_window=True, sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"], bos_token_id=1, eos_token_id=2)).eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "sliding"])
+@pytest.mark.parametrize("options", [
+    {}, {"use_cache": False}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 3}])
+def test_greedy_search_is_that_of_transformers(kind, options):
+    """With shared prompts, of which some end early, and answers longer than the room in the cache."""
+    model, prompts = decoder(kind), PADDED[[0, 1, 0, 2, 2, 1, 0, 2]]
+    inputs = {"input_ids": prompts, "attention_mask": (prompts != 0).long()}
+    longest = model.generate(**inputs, generation_config=GenerationConfig(max_new_tokens=75, eos_token_id=[],
+                                                                          pad_token_id=0, **options))
+    ends = [*longest[:2, 9].tolist(), int(longest[0, 20])]
+    config = GenerationConfig(max_new_tokens=75, eos_token_id=ends, pad_token_id=96, **options)
+    theirs = model.generate(**inputs, generation_config=config)
+    assert generate(model, **inputs, generation_config=config).tolist() == theirs.tolist()
+    config.eos_token_id = None
+    theirs = model.generate(**inputs, generation_config=config)
+    assert generate(model, **inputs, generation_config=config).tolist() == theirs.tolist()
+
+
+def test_prompts_are_computed_once_and_ended_rows_leave(models):
+    sizes, model = [], models["llama"]
+    prompts = PADDED[[0, 1, 0, 2, 1, 0]]
+    free = answers(model, prompts, max_new_tokens=6, eos_token_id=[])
+    hook = model.model.embed_tokens.register_forward_hook(lambda _, args, out: sizes.append(tuple(out.shape[:2])))
+    ended = answers(model, prompts, max_new_tokens=6, eos_token_id=free[0][1])  # three of the six rows end there
+    hook.remove()
+    assert free[0][1] not in [*free[0][:1], *free[1], *free[3]]
+    assert sizes == [(3, 7), (6, 1), (3, 1), (3, 1), (3, 1), (3, 1)][:len(sizes)] and len(sizes) == 6
+    assert ended == [row[:2] + [0] * 4 if row == free[0] else row for row in free]
+
+
+def test_state_without_rows_is_reported_and_decodes_as_transformers(capsys):
+    torch.manual_seed(0)
+    model = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()
+    prompts = torch.tensor([[5, 17, 33, 8], [5, 17, 33, 8], [3, 14, 15, 92]])
+    config = GenerationConfig(max_new_tokens=6, pad_token_id=0, eos_token_id=[])
+    theirs = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
+    for _ in range(2):
+        assert generate(model, prompts, torch.ones_like(prompts), config).tolist() == theirs.tolist()
+    assert capsys.readouterr().out.count("Generation: slower") == 1
+
+
+@pytest.mark.parametrize("size", [5, 256, 1000])
+def test_a_drawn_token_is_the_first_above_its_number(size):
+    """By exact sums of integers, one token after another."""
+    random = np.random.default_rng(size)
+    scores = torch.from_numpy(random.normal(size=(40, size)).astype(np.float32) * 4)
+    scores[:, ::3] = -torch.inf
+    numbers = torch.from_numpy(random.random(40, np.float32))
+    numbers[:2] = torch.tensor([0.0, 1 - 2**-24])
+    for row, number, token in zip(scores, numbers, drawn(scores, numbers).tolist(), strict=True):
+        sums = np.cumsum(np.round(row.softmax(-1).numpy() / np.float32(UNIT)).astype(np.int64))
+        wanted = min(int(number.numpy() * np.float32(sums[-1])), sums[-1] - 1)
+        assert token == int(np.searchsorted(sums, wanted, side="right"))
 
 
 @pytest.mark.parametrize(("options", "named"), [

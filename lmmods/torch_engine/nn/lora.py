@@ -248,8 +248,8 @@ def fuse_adapters(model: nn.Module) -> None:
     """Fuse each LoRA layer of a PEFT model with its base layer; the same function up to rounding.
 
     PEFT's own forward is kept for other cases (DoRA, several adapters or none, a merged one, hooks of a strategy, bases
-    other than plain and quantised linear layers), and in decoding one text, for which bitsandbytes has kernels. Reports
-    which layers cannot be fused, and why.
+    other than plain and quantised linear layers), and in decoding, for which bitsandbytes has kernels. Reports which
+    layers cannot be fused, and why.
     """
     slower: dict[str, list[str]] = defaultdict(list)
     layers = lora_layers(model)
@@ -279,8 +279,8 @@ def _obstacle(layer: nn.Module) -> str | None:
 def _forward(layer: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Map features [..., in] to [..., out] in the compute dtype."""
     dtype = _compute_dtype(layer.base_layer, x)
-    # For a single vector, in decoding, bitsandbytes has its own kernel.
-    if args or kwargs or dtype is None or x.numel() == x.shape[-1] or not _plain_layer(layer):
+    # One position per row is decoding, for which bitsandbytes has its own kernels.
+    if args or kwargs or dtype is None or x.shape[-2] == 1 or not _plain_layer(layer):
         return type(layer).forward(layer, x, *args, **kwargs)
     [name] = layer.active_adapters
     dropped = layer.lora_dropout[name](x)  # x itself if nothing is dropped

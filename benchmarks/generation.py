@@ -1,0 +1,179 @@
+"""Our generation beside transformers' `generate`: 8 sampled answers to each of 16 prompts, on the CPU.
+
+    python benchmarks/generation.py [--models 25M 1.1B] [--engines torch jax] [--rounds 3] [--prompt 64] [--tokens 64]
+
+Both have the same random weights and take turns in one process; the speed is new tokens per CPU-second, and a ratio is
+one of medians. No answer ends early, which would favour ours: there, ended rows leave the batch. In float32, the greedy
+answers to two prompts are compared with transformers' before the first round.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else waiting threads burn CPU seconds
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from pair import ratio  # noqa: E402
+from table import Row, markdown  # noqa: E402
+from work import CONFIGS  # noqa: E402
+
+from lmmods.core.generation_config import draws  # noqa: E402
+from lmmods.core.settings import Generation  # noqa: E402
+from lmmods.recipe.tasks.base import CausalFields  # noqa: E402
+
+NUM_PROMPTS, NUM_ANSWERS, PAD = 16, 8, 0
+TARGET = 1.5
+Answers = Callable[[torch.Tensor, bool], list[list[int]]]  # of prompts [N, T], sampled or greedy
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network of random weights.
+
+    Args:
+        fields: Its configuration.
+        quantize: `model.quantize`.
+        torch_precision: Ours on torch, and theirs.
+    """
+
+    fields: dict[str, Any]
+    quantize: str | None
+    torch_precision: str
+
+
+MODELS = {
+    "25M": Model(CONFIGS["llama-b"], None, "32-true"),
+    "1.1B": Model({"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32,
+                   "num_key_value_heads": 4, "intermediate_size": 5632, "vocab_size": 32_000}, "nf4", "bf16-true"),
+}
+
+
+def write(model: Model, folder: Path) -> None:
+    """Write the network, in bfloat16 if it is to be quantised."""
+    fields = dict(model.fields)
+    config = transformers.CONFIG_MAPPING[fields.pop("model_type")](**fields, max_position_embeddings=2048,
+                                                                   eos_token_id=None)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if model.quantize else torch.float32
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+
+
+def theirs(model: Model, folder: Path, num_tokens: int) -> Answers:
+    """transformers' own network and loop."""
+    dtype = torch.float32 if model.torch_precision == "32-true" else torch.bfloat16
+    quantization = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                                                   bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    network = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, **({"quantization_config": quantization} if model.quantize else {})).eval()
+
+    @torch.no_grad()
+    def answers(prompts: torch.Tensor, sampled: bool) -> list[list[int]]:
+        config = transformers.GenerationConfig(
+            max_new_tokens=num_tokens, pad_token_id=PAD, num_return_sequences=NUM_ANSWERS if sampled else 1,
+            do_sample=sampled, **({"top_k": 0} if sampled else {}))
+        found = network.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
+        return found[:, prompts.shape[1]:].tolist()
+
+    return answers
+
+
+def ours(model: Model, folder: Path, num_tokens: int, engine: str) -> Answers:
+    """Our network and loop; on JAX, products are in float32."""
+    fields = CausalFields(pretrained=str(folder))
+    fields.quantize = model.quantize
+    data = SimpleNamespace(tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=_tokenizer(model)))
+    precision = model.torch_precision if engine == "torch" else "32-true"
+    settings = {sampled: Generation(max_new_tokens=num_tokens, do_sample=sampled, top_k=0 if sampled else 50)
+                for sampled in (True, False)}
+    if engine == "jax":
+        import jax
+
+        from jax_engine.models.building import build_network
+        from jax_engine.models.generate import generate
+
+        network, params, _ = build_network(fields, "causal", data, precision=precision, seed=0, frozen=True)
+        params = jax.tree.map(jax.numpy.asarray, params)
+
+        def answers(prompts: torch.Tensor, sampled: bool) -> list[list[int]]:
+            return generate(network, params, prompts.repeat_interleave(NUM_ANSWERS if sampled else 1, 0).tolist(),
+                            settings[sampled], [], PAD)
+        return answers
+    from lmmods.torch_engine.nn.building import build_network
+    from lmmods.torch_engine.nn.decoding import generate
+    from lmmods.torch_engine.tasks.causal_task import generation_config
+
+    network = build_network(fields, "AutoModelForCausalLM", "CAUSAL_LM", data, precision=precision,
+                            device=torch.device("cpu"), seed=0, frozen=True).eval()
+
+    @torch.no_grad()
+    def answers(prompts: torch.Tensor, sampled: bool) -> list[list[int]]:
+        ids = prompts.repeat_interleave(NUM_ANSWERS if sampled else 1, 0)
+        tokenizer = SimpleNamespace(pad_token_id=PAD, bos_token_id=None)
+        found = generate(network, ids, torch.ones_like(ids), generation_config(settings[sampled], tokenizer, []),
+                         draws=torch.from_numpy(draws(0, range(len(ids)), num_tokens)))
+        return found[:, prompts.shape[1]:].tolist()
+    return answers
+
+
+def _tokenizer(model: Model) -> Any:
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.WordLevel({str(number): number for number in range(model.fields["vocab_size"])}, "0"))
+
+
+def measure(name: str, engines: list[str], prompt_length: int, num_tokens: int, rounds: int) -> list[Row]:
+    """The rows of one model, an engine each.
+
+    Raises:
+        SystemExit: Greedy answers differ in float32.
+    """
+    model, rows = MODELS[name], []
+    prompts = torch.randint(5, 30_000, (NUM_PROMPTS, prompt_length), generator=torch.Generator().manual_seed(1))
+    with tempfile.TemporaryDirectory() as folder:
+        write(model, Path(folder))
+        peer = theirs(model, Path(folder), num_tokens)
+        for engine in engines:
+            mine = ours(model, Path(folder), num_tokens, engine)
+            if model.torch_precision == "32-true" and mine(prompts[:2], False) != peer(prompts[:2], False):
+                raise SystemExit(f"{name}, {engine}: greedy answers differ from transformers'")
+            speeds: dict[str, list[float]] = {"ours": [], "theirs": []}
+            for number in range(rounds + (engine == "jax")):
+                for side, answers in (("ours", mine), ("theirs", peer)):
+                    begin = time.process_time()
+                    num_new = sum(map(len, answers(prompts, True)))
+                    if number or engine == "torch":  # JAX compiles in the first
+                        speeds[side].append(num_new / (time.process_time() - begin))
+            each = [a / b for a, b in zip(*speeds.values(), strict=True)]
+            middle = {side: sorted(values)[len(values) // 2] for side, values in speeds.items()}
+            title = name if model.quantize is None else f"{name} {model.quantize}"
+            rows.append(Row(
+                f"generation, {title}, {NUM_PROMPTS} x {NUM_ANSWERS} x {num_tokens} tokens, prompts of "
+                f"{prompt_length}, {engine}", "transformers", ratio(*speeds.values()), f">= {TARGET}",
+                f"rounds {min(each):.2f} to {max(each):.2f}; {middle['ours']:.0f} and {middle['theirs']:.0f} tokens "
+                "per CPU-second"))
+            print("\n".join(markdown(rows[-1:]).splitlines()[2:]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--engines", nargs="*", choices=("torch", "jax"), default=["torch", "jax"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
+    args = parser.parse_args()
+    print(markdown([row for name in args.models
+                    for row in measure(name, args.engines, args.prompt, args.tokens, args.rounds)]))
+
+
+if __name__ == "__main__":
+    main()
