@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ LEAVING = 0.25
 BY_ROW = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor,
           RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
           TypicalLogitsWarper)
+reported: WeakSet[nn.Module] = WeakSet()  # models of which `_is_separable` has said why not
 BLOCK = 256  # tokens whose probabilities are summed before those of single ones
 UNUSED = -1  # Fills positions after the end of finished beams until the longest is known; no token has this id.
 LOST = -1e9  # Score of a discarded beam; not -inf, so that sums with it stay finite.
@@ -167,8 +169,8 @@ def _is_separable(model: nn.Module, size: int, processors: LogitsProcessorList, 
         obstacle = "this model has inputs that do not belong to rows"
     else:
         return True
-    if getattr(model, "_reported_rows", None) != obstacle:
-        model._reported_rows = obstacle
+    if model not in reported:
+        reported.add(model)
         say(f"Generation: slower, as rows that have ended stay in the batch, and a prompt is computed for each of its "
             f"answers: {obstacle}.")
     return False
