@@ -100,7 +100,7 @@ class Samples(SampleWriter, L.Callback):
         ids, mask = (pad_sequence(part, batch_first=True, padding_value=value, padding_side="left") for part, value in
                      ((rows, data.tokenizer.pad_token_id), ([torch.ones_like(row) for row in rows], 0)))
         tokens = module(generate, module.model, ids, mask, config, module.device_mesh is not None,
-                        fast=module.fast_kernels)
+                        None, module.fast_kernels)
         return tokens[:, ids.shape[1]:]
 
 
