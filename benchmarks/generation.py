@@ -107,6 +107,7 @@ def ours(model: Model, folder: Path, num_tokens: int, engine: str) -> Answers:
                             settings[sampled], [], PAD)
         return answers
     from lmmods.torch_engine.nn.building import build_network
+    from lmmods.torch_engine.nn.cpu_kernels import fast_products
     from lmmods.torch_engine.nn.decoding import generate
     from lmmods.torch_engine.tasks.causal_task import generation_config
 
@@ -117,8 +118,9 @@ def ours(model: Model, folder: Path, num_tokens: int, engine: str) -> Answers:
     def answers(prompts: torch.Tensor, sampled: bool) -> list[list[int]]:
         ids = prompts.repeat_interleave(NUM_ANSWERS if sampled else 1, 0)
         tokenizer = SimpleNamespace(pad_token_id=PAD, bos_token_id=None)
-        found = generate(network, ids, torch.ones_like(ids), generation_config(settings[sampled], tokenizer, []),
-                         draws=torch.from_numpy(draws(0, range(len(ids)), num_tokens)))
+        with fast_products(ids.device):  # as the trainer's commands run
+            found = generate(network, ids, torch.ones_like(ids), generation_config(settings[sampled], tokenizer, []),
+                             draws=torch.from_numpy(draws(0, range(len(ids)), num_tokens)))
         return found[:, prompts.shape[1]:].tolist()
     return answers
 

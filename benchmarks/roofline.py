@@ -64,8 +64,8 @@ CASES = {
     "clm-llama": Case(Work("clm", "llama-a", 512), FLOAT32),
     "mlm": Case(Work("mlm", "bert", 512), {}),
     "qa": Case(Work("qa", "bert", 384, num_rows=8 * EPOCH), {}, steps=12),
-    "sft-1b": Case(Work("sft", "llama-1b", 512, method="qlora", num_rows=400, dtype="bfloat16"), {"torch, auto": 0.5}, 2, 3,
-                   ("torch, auto",)),
+    "sft-1b": Case(Work("sft", "llama-1b", 512, method="qlora", num_rows=400, dtype="bfloat16"), {"torch, auto": 0.5},
+                   2, 3, ("torch, auto",)),
 }
 USUAL = [name for name in CASES if name != "sft-1b"]
 

@@ -55,12 +55,12 @@ def mkl(*shape: int) -> tuple[Callable[[], Any], ...]:
 
 def onednn(*shape: int) -> tuple[Callable[[], Any], ...]:
     """The product that torch leaves to oneDNN, where that computes it in float32."""
-    from lmmods.torch_engine.nn.cpu_kernels import onednn_products
+    from lmmods.torch_engine.nn.cpu_kernels import fast_products
 
     left, right = matrices(*shape, "float32")
 
     def run() -> Any:
-        with onednn_products():
+        with fast_products(left.device):
             return left @ right
 
     return (run,)

@@ -66,8 +66,8 @@ class TextModel:
             _load(network, read_checkpoint(checkpoint, TORCH)["state_dict"])
         if fields.max_memory is None:
             nn.Module.to(network, device)  # transformers' own `to` rejects quantised models
-        self._network, self._device, self._precision = network.eval(), device, precision
-        self._tokenizer, self._fast = data.tokenizer, fields.fast_kernels
+        self._network, self._device, self._precision, self._tokenizer = (network.eval(), device, precision,
+                                                                         data.tokenizer)
 
     @torch.no_grad()
     def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
@@ -87,7 +87,7 @@ class TextModel:
         with self._autocast():
             found = generate(self._network, ids, torch.ones_like(ids),
                              generation_config(settings, self._tokenizer, stop_token_ids), draws=numbers,
-                             fast=self._fast, **({"stopping_criteria": StoppingCriteriaList([watch])} if watch else {}))
+                             **({"stopping_criteria": StoppingCriteriaList([watch])} if watch else {}))
         answer = found[0, len(prompt):].tolist()
         ended = bool(answer) and answer[-1] in stop_token_ids
         if watch is None:

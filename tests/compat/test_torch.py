@@ -162,10 +162,3 @@ def test_views_share_a_storage():
     first, second = torch.ones(2, 3), torch.ones(2, 3)
     assert compat.storage_of(first[1].t()) == compat.storage_of(first) != compat.storage_of(second), mend(
         "torch", compat.storage_of)
-
-
-def test_a_module_knows_whether_it_is_compiled():
-    module = nn.Linear(2, 2)
-    assert not compat.is_compiled(module), mend("torch", compat.is_compiled)
-    module.compile()
-    assert compat.is_compiled(module), mend("torch", compat.is_compiled)

@@ -99,8 +99,7 @@ class Samples(SampleWriter, L.Callback):
         rows = [torch.tensor(ids, device=module.device) for ids in self.prompt_ids]
         ids, mask = (pad_sequence(part, batch_first=True, padding_value=value, padding_side="left") for part, value in
                      ((rows, data.tokenizer.pad_token_id), ([torch.ones_like(row) for row in rows], 0)))
-        tokens = module(generate, module.model, ids, mask, config, module.device_mesh is not None,
-                        None, module.fast_kernels)
+        tokens = module(generate, module.model, ids, mask, config, module.device_mesh is not None)
         return tokens[:, ids.shape[1]:]
 
 

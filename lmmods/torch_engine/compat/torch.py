@@ -39,11 +39,6 @@ def add_to_all(sums: list[Tensor], values: list[Tensor]) -> None:
     torch._foreach_add_(sums, values)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """True if `Module.compile` has compiled this module: `_compiled_call_impl`."""
-    return module._compiled_call_impl is not None
-
-
 def has_forward_hooks(module: nn.Module) -> bool:
     """True if a module has forward hooks, which the public API can register and remove, but not list."""
     return bool(module._forward_pre_hooks or module._forward_hooks)

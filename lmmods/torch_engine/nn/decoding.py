@@ -10,7 +10,6 @@ B: prompts, padded on the left. T: tokens. K: candidates. G: groups of S beams. 
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -36,7 +35,6 @@ from lmmods.core.errors import UserError
 from lmmods.core.generation_config import UNIT
 from lmmods.core.settings import check_beam_groups
 from lmmods.torch_engine.compat.transformers import decoding_experts, has_separable_rows, leave_room
-from lmmods.torch_engine.nn.cpu_kernels import onednn_decoding
 
 # Ended rows leave the batch once they are this share of it: each time, the others' cache is copied.
 LEAVING = 0.25
@@ -58,7 +56,7 @@ COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
-             synced: bool = False, draws: Tensor | None = None, fast: bool = True, **kwargs: Any) -> Tensor:
+             synced: bool = False, draws: Tensor | None = None, **kwargs: Any) -> Tensor:
     """Continue the prompts by the method that the options select.
 
     Args:
@@ -68,7 +66,6 @@ def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, genera
         synced: Continue until all processes are done, as each step gathers sharded parameters from all of them.
         draws: [B, max_new_tokens] float32 in [0, 1), with which `do_sample` without beams samples tokens; None uses
             torch's generator, as beams always do.
-        fast: Compute single tokens of many rows by oneDNN on CPUs; `model.fast_kernels`.
         kwargs: Options that override those of `generation_config`; others are passed to the model's `generate`.
 
     Returns:
@@ -79,9 +76,8 @@ def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, genera
     # Hidden from transformers, which would fetch code from the hub. Not None, which the model's own defaults replace.
     config.penalty_alpha, config.num_beam_groups, config.diversity_penalty = 0.0, 1, 0.0
     config.return_dict_in_generate = False
-    with onednn_decoding(model) if fast and not synced else nullcontext():
-        return model.generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config,
-                              synced_gpus=synced, **kwargs)
+    return model.generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config,
+                          synced_gpus=synced, **kwargs)
 
 
 def _refuse(wrong: bool | None, message: str) -> None:

@@ -77,7 +77,7 @@ class CausalModule(CausalFields, TaskModule):
         config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
         numbers = draws(base_seed(), batch["index"].tolist(), self.generation.max_new_tokens)
         tokens = self(generate, self.model, batch["input_ids"], batch["attention_mask"], config,
-                      self.device_mesh is not None, torch.from_numpy(numbers).to(self.device), self.fast_kernels)
+                      self.device_mesh is not None, torch.from_numpy(numbers).to(self.device))
         return tokens[:, prompt_length:]  # without the prompts
 
 
