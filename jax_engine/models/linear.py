@@ -163,30 +163,38 @@ def product(x: Array, matrix: Array, build: Build, conv1d: bool = False, result:
 
 
 def _product(conv1d: bool, result: jnp.dtype | None, x: Array, matrix: Array) -> Array:
-    contract = "...i,io->...o" if conv1d else "...i,oi->...o"
-    return jnp.einsum(contract, x, matrix, preferred_element_type=result)
+    return jnp.einsum("...i,io->...o" if conv1d else "...i,oi->...o", x, matrix, preferred_element_type=result)
 
 
-_product_on_cpu = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
+def _in_float32(contract: str, x: Array, y: Array, dtype: jnp.dtype) -> Array:
+    """Return an einsum computed in float32 and rounded once to `dtype`.
+
+    XLA's kernels for bfloat16 on CPUs return float32; asked for bfloat16, XLA first converts the operands to float32,
+    which takes three times as long.
+    """
+    return jnp.einsum(contract, x, y, preferred_element_type=jnp.float32).astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product_on_cpu(conv1d, result, x, matrix):
+    return _in_float32("...i,io->...o" if conv1d else "...i,oi->...o", x, matrix, result or x.dtype)
 
 
 def _product_forward(conv1d, result, x, matrix):
-    return _product(conv1d, result, x, matrix), (x, matrix)
+    return _product_on_cpu(conv1d, result, x, matrix), (x, matrix)
 
 
 def _product_backward(conv1d, _result, kept, gradient):
     """Compute the matrix's gradient with its shorter side as rows, which is 1.5 times as fast on CPUs."""
     x, matrix = kept
-    d_x = jnp.einsum("...o,io->...i" if conv1d else "...o,oi->...i", gradient, matrix,
-                     preferred_element_type=gradient.dtype)
+    d_x = _in_float32("...o,io->...i" if conv1d else "...o,oi->...i", gradient, matrix, x.dtype)
     # x is [N, in] and the gradient [N, out], with all leading dimensions in N.
     sides = (x, gradient) if x.shape[-1] <= gradient.shape[-1] else (gradient, x)
-    d_matrix = jnp.einsum("ni,no->io", *(side.reshape(-1, side.shape[-1]) for side in sides),
-                          preferred_element_type=gradient.dtype)
+    d_matrix = _in_float32("ni,no->io", *(side.reshape(-1, side.shape[-1]) for side in sides), matrix.dtype)
     # The matrix is [out, in], or with Conv1D [in, out].
     if (sides[0] is x) != conv1d:
         d_matrix = jax.lax.optimization_barrier(d_matrix).T  # XLA would fold it into the product
-    return d_x.astype(x.dtype), d_matrix.astype(matrix.dtype)
+    return d_x, d_matrix
 
 
 _product_on_cpu.defvjp(_product_forward, _product_backward)
@@ -209,6 +217,8 @@ def _coded_backward(name, build, conv1d, kept, gradient):
     # the dequantised matrix as well, which would stay in memory.
     matrix = _matrix(name, build, jax.lax.optimization_barrier(gathered(name, weight)))
     contract = "...o,io->...i" if conv1d else "...o,oi->...i"
+    if build.cpu_forms:
+        return _in_float32(contract, gradient, matrix, like.dtype), None
     return jnp.einsum(contract, gradient, matrix, preferred_element_type=gradient.dtype).astype(like.dtype), None
 
 
