@@ -261,15 +261,16 @@ def _forward(causal, cap, q, k, v, mask, scale, sinks):
         with_sinks = jnp.logaddexp(norms, _by_group(sinks, shape[1]))
         mixed, norms = mixed * jnp.exp(norms - with_sinks)[..., None], with_sinks
     out = mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * size).astype(v.dtype)
-    return out, (queries, keys, values, mask, scale, sinks, mixed, norms)
+    return out, (queries, keys, values, mask, scale, sinks, out, norms)
 
 
 def _backward(causal, cap, kept, gradient):
-    queries, keys, values, mask, scale, sinks, mixed, norms = kept
+    queries, keys, values, mask, scale, sinks, out, norms = kept
     batch, groups, per_group, length, size = queries.shape
-    gradient = gradient.reshape(batch, length, groups, per_group, size).transpose(0, 2, 3, 1, 4)
     # D of Dao et al. (2022), appendix B.2: the softmax's gradient is weights * (d weights - D). [B, K, G, T]
-    offset = (gradient * mixed).sum(-1)
+    products = (gradient.astype(jnp.float32) * out).reshape(batch, length, groups, per_group, size)
+    offset = products.sum(-1).transpose(0, 2, 3, 1)
+    gradient = gradient.reshape(batch, length, groups, per_group, size).transpose(0, 2, 3, 1, 4)
     # Blocks of keys: those of the keys' and values' gradients are complete, while a query's add up over blocks.
     d_queries, d_keys, d_values = jnp.zeros(queries.shape, jnp.float32), [], []
     for start, end in _blocks(length, causal):

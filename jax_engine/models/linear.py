@@ -53,6 +53,13 @@ ACTIVATIONS = {
 }
 
 
+# Saved for the backward pass are `gate` and `up` alone: what lies between them and the result is as large, and cheap.
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
+def gated(activation: str, gate: Array, up: Array) -> Array:
+    """Return act(gate) * up."""
+    return ACTIVATIONS[activation](gate) * up
+
+
 def known_activation(name: str) -> str:
     """Return `name` if the activation is supported; else raise UserError with the supported ones."""
     if name not in ACTIVATIONS:
@@ -303,15 +310,21 @@ class Norm(nnx.Module):
         self.bias = parameter((size,), 0.0) if kind == "layer" else None
 
     def __call__(self, x: Array) -> Array:
-        wide, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)
-        if self.kind in ("layer", "layer_no_bias"):
-            # The mean square of centred features is their variance, so the next line serves both kinds.
-            wide = wide - wide.mean(-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        if self.kind == "rms":
-            wide = wide.astype(x.dtype).astype(jnp.float32)
-        wide = wide * (1 + weight) if self.kind == "rms_plus_one" else wide * weight
-        return (wide if self.bias is None else wide + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        return _normed(self.kind, self.eps, x, self.weight[...], None if self.bias is None else self.bias[...])
+
+
+# Only the input is saved for the backward pass, instead of float32 copies of each step.
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=(0, 1))
+def _normed(kind: NormKind, eps: float, x: Array, weight: Array, bias: Array | None) -> Array:
+    wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    if kind in ("layer", "layer_no_bias"):
+        # The mean square of centred features is their variance, so the next line serves both kinds.
+        wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    if kind == "rms":
+        wide = wide.astype(x.dtype).astype(jnp.float32)
+    wide = wide * (1 + weight) if kind == "rms_plus_one" else wide * weight
+    return (wide if bias is None else wide + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from jax_engine.models.linear import (
     Norm,
     Start,
     capped,
+    gated,
     parameter,
     product,
     starts,
@@ -573,12 +574,10 @@ class MLP(nnx.Module):
         return self.down(dropout(self._inner(x, seeds), self.inner_dropout, seeds, "layers.mlp.inner"), seeds)
 
     def _inner(self, x: Array, seeds: Seeds | None) -> Array:
-        act = ACTIVATIONS[self.activation]
         if self.fused:
-            gate, up = jnp.split(self.gate_up(x, seeds), 2, axis=-1)
-            return act(gate) * up
+            return gated(self.activation, *jnp.split(self.gate_up(x, seeds), 2, axis=-1))
         up = self.up(x, seeds)
-        return act(self.gate(x, seeds)) * up if self.gated else act(up)
+        return gated(self.activation, self.gate(x, seeds), up) if self.gated else ACTIVATIONS[self.activation](up)
 
 
 class Block(nnx.Module):
