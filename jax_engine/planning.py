@@ -88,7 +88,7 @@ class Planner:
         optimizer = build(task.optimizer, task.network.decays(trainable))
         clipping = Clipping(self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm or "norm")
         steps = Steps(parallel, task.batch_loss, optimizer, clipping, None, task.metric_names, task.survey,
-                      task.statistic_names)
+                      task.statistic_names, task.chunk_tokens(parallel.num_devices))
         rows = outlined_batch(self.example, parallel.data_parallel_size, variant.rows, self.data.max_length)
         accumulates = variant.accumulated > 1 or task.survey is not None
         lowered = steps.lowered(trainable, frozen, rows, step_scalars(task.optimizer, 0, 1), accumulates)

@@ -311,7 +311,7 @@ class Trainer(JaxTrainerFields):
             folder=self.run_folder, data=datamodule, task=model, description=model.describe(trainable, frozen),
             memory=memory, flops_per_token=model.flops_per_token(trainable, frozen), parallel=self.parallel,
             steps=Steps(self.parallel, model.batch_loss, optimizer, clipping, model.predict, model.metric_names,
-                        model.survey, model.statistic_names),
+                        model.survey, model.statistic_names, model.chunk_tokens(self.parallel.num_devices)),
             weights=Weights(self.parallel, self.parallel.put_state(trainable), self.parallel.put_state(frozen)),
             limits=self.limits, bar=bar, stopwatch=Stopwatch(compile_clock()))
 

@@ -8,6 +8,7 @@ accumulated.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -18,6 +19,7 @@ from jax import Array
 from jax_engine.distributed.interface import Parallel, num_visible_ranks
 from jax_engine.distributed.loss import LossSums, scored_rows
 from jax_engine.distributed.tree import Tree, merge, new_accumulation, new_state
+from lmmods.core.labels import IGNORED
 
 Batch = dict[str, Array]
 # (parameters, rows, with dropout, count argmax hits) -> sums; a task with a survey also receives the step's statistics
@@ -49,14 +51,16 @@ class Steps:
         metric_names: Names of the metrics that `loss` returns.
         survey: Computes the statistics that `loss` needs of all rows of a step; None if it needs none.
         statistic_names: Names of the statistics that `survey` returns.
+        chunk_tokens: Tokens of a rank's micro-batch that are differentiated at a time (see `in_chunks`); 0: all.
     """
 
     def __init__(self, parallel: Parallel, loss: Loss, optimizer: optax.GradientTransformationExtraArgs,
                  clipping: Clipping = Clipping(), predict: Callable[[Tree, Batch], Any] | None = None,
-                 metric_names: Sequence[str] = (), survey: Survey | None = None, statistic_names: Sequence[str] = ()):
+                 metric_names: Sequence[str] = (), survey: Survey | None = None, statistic_names: Sequence[str] = (),
+                 chunk_tokens: int = 0):
         self._parallel, self._loss, self._optimizer = parallel, loss, optimizer
         self._clipping, self._predict, self._survey_rows = clipping, predict, survey
-        self.surveys = survey is not None
+        self.surveys, self._chunk_tokens = survey is not None, chunk_tokens
         compile = parallel.compile
         # The kind of each argument and result (see `interface`). Donated buffers are reused by the results, so that a
         # device never holds two states. Batches and frozen parameters are not donated.
@@ -191,13 +195,24 @@ class Steps:
         rows = _rows_of(batch)
         # Statistics are complete before the first gradient, so they enter it as constants.
         known = () if statistics is None else (self._parallel.sum(statistics),)
+        differentiate = partial(self._differentiate_rows, state["trainable"], frozen, known)
+        chunks = in_chunks(rows, self._chunk_tokens)
+        if chunks is None:
+            return differentiate(rows)
 
+        def add(summed, chunk):
+            return jax.tree.map(lambda old, new: old + new.astype(old.dtype), summed, differentiate(chunk)), None
+
+        start = new_accumulation(state["trainable"], *self._names)
+        return jax.lax.scan(add, (start["gradients"], start["sums"]), chunks)[0]
+
+    def _differentiate_rows(self, trainable, frozen, known, rows):
         def summed(trainable):
             sums = self._loss(merge(trainable, frozen), rows, True, False, *known)
             return sums.total, (sums.weight, sums.metrics or {})
 
         # Of a sum, not a mean: the weight of the whole step is only known after its last micro-batch.
-        (total, (weight, metrics)), gradients = jax.value_and_grad(summed, has_aux=True)(state["trainable"])
+        (total, (weight, metrics)), gradients = jax.value_and_grad(summed, has_aux=True)(trainable)
         scored = scored_rows(rows)
         # Rows of preference tasks are [N, answers, T]. Padding rows have a mask of 1 at one position, hence `scored`.
         num_tokens = (rows["attention_mask"].reshape(len(scored), -1) * scored[:, None]).sum()
@@ -233,6 +248,35 @@ def fetch_step_metrics(step_metrics: dict[str, Array]) -> dict[str, float]:
 def _rows_of(batch: Batch) -> Batch:
     """Return the batch as rows [ranks * B, ...], the form the network and the loss take."""
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()}
+
+
+def in_chunks(rows: Batch, num_tokens: int) -> Batch | None:
+    """Divide rows [N, ...] into chunks of whole rows, [chunks, rows per chunk, ...]; None if a single chunk holds them.
+
+    Activations take memory for one chunk only, at the price of dequantising the weights for each. Chunks have equally
+    many rows; those that the last one lacks are copies of a row without labels, which count nowhere.
+
+    Args:
+        num_tokens: Most tokens of a chunk, padding included; a longer row is a chunk of its own. 0 does not divide.
+    """
+    ids = rows["input_ids"]
+    num_rows = len(ids)
+    # Rows of preference tasks are [N, answers, T].
+    per_chunk = max(num_tokens // (ids.size // num_rows), 1) if num_tokens else num_rows
+    num_chunks = -(-num_rows // per_chunk)
+    if num_chunks == 1:
+        return None
+    per_chunk = -(-num_rows // num_chunks)
+    num_missing = num_chunks * per_chunk - num_rows
+
+    def divided(name: str, x: Array) -> Array:
+        if num_missing:
+            # A row without any label does not count (see `scored_rows`).
+            spare = jnp.full_like(x[:1], IGNORED) if name in ("labels", "start_positions", "end_positions") else x[:1]
+            x = jnp.concatenate([x, *[spare] * num_missing])
+        return x.reshape(num_chunks, per_chunk, *x.shape[1:])
+
+    return {name: divided(name, x) for name, x in rows.items()}
 
 
 def _clip(gradients: Tree, norm: Array, clipping: Clipping) -> Tree:

@@ -15,6 +15,7 @@ from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.loss import LossSums
 from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps, Survey
+from jax_engine.distributed.target import target
 from jax_engine.distributed.tree import Tree, flatten, merge, split
 from jax_engine.models import hub
 from jax_engine.models import lora as adapters
@@ -47,10 +48,14 @@ class Weights:
 # Fields with restricted values in this engine: the supported values, and the advice for all others.
 SUPPORTED = {
     "trust_remote_code": ((False,), "Use engine: torch."),
-    "piece_tokens": ((None, 0), "Use engine: torch."),
     "attention": ((None, "sdpa", "eager"), "Use engine: torch."),
     "max_memory": ((None,), "Take it out: trainer.strategy: fsdp shards a model here."),
 }
+
+
+# Approximate hidden features of a chunk of a micro-batch, and its least tokens: with fewer, dequantising the weights
+# anew for each chunk takes a noticeable part of the time.
+CHUNK_FEATURES, LEAST_CHUNK_TOKENS = 2**18, 1024
 
 
 def check_supported(fields: TaskFields) -> None:
@@ -97,6 +102,23 @@ class Task(TaskFields, ABC):
         return split(params, self.network.trainable(params))
 
     # Steps -----------------------------------------------------------------------------------------------------------
+
+    def chunk_tokens(self, num_devices: int) -> int:
+        """Return the tokens per chunk of a micro-batch; 0 for no chunks. The network must be built.
+
+        Only a single CPU divides micro-batches: several devices would synchronise, and GPUs are most efficient on large
+        products. By default it does so for adapters, whose gradients are small: each chunk adds up all gradients.
+
+        Raises:
+            UserError: `piece_tokens` is set for several devices.
+        """
+        if self.piece_tokens and num_devices > 1:
+            raise UserError(f"model.piece_tokens is {self.piece_tokens}, but only one device splits micro-batches: set "
+                            "it to 0 or null.")
+        if self.piece_tokens is not None:
+            return self.piece_tokens
+        divides = num_devices == 1 and self.trains_adapter and target(self.built_for).platform == "cpu"
+        return max(CHUNK_FEATURES // self.network.arch.hidden_size, LEAST_CHUNK_TOKENS) if divides else 0
 
     @abstractmethod
     def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:

@@ -66,10 +66,10 @@ def test_a_run_validates_after_the_same_steps_under_any_cut(recipe, tmp_path, en
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_micro_batch_in_pieces_gives_the_same_steps(recipe, tmp_path, accumulate):
-    changes = {"data__init_args__batch_size": 12 // accumulate, "model__init_args__gradient_checkpointing": True,
-               "trainer__accumulate_grad_batches": accumulate}
+@pytest.mark.parametrize(("engine", "accumulate"), [("torch", 1), ("torch", 2), ("jax", 1), ("jax", 2)])
+def test_a_micro_batch_in_pieces_gives_the_same_steps(recipe, tmp_path, engine, accumulate):
+    changes = {"engine": engine, "data__init_args__batch_size": 12 // accumulate,
+               "model__init_args__gradient_checkpointing": True, "trainer__accumulate_grad_batches": accumulate}
     whole, *others = [run(recipe, tmp_path / f"pieces{size}", **changes, model__init_args__piece_tokens=size)
                       for size in (0, 1, 200)]
     for rows, weights in others:

@@ -115,7 +115,7 @@ def test_every_setting_is_read():
 @pytest.mark.parametrize(("engine", "unread"), [
     ("lmmods.torch_engine", set()),
     # What the table SUPPORTED of jax_engine/tasks/base.py refuses, and what its documentation says changes nothing.
-    ("jax_engine", {"piece_tokens", "max_memory", "quant_storage"})])
+    ("jax_engine", {"max_memory", "quant_storage"})])
 def test_each_engine_reads_the_fields_of_its_tasks(engine, unread):
     other = ({"lmmods.torch_engine", "jax_engine"} - {engine}).pop()
     found = dead_settings({module: text for module, text in modules().items() if not within(module, other)})

@@ -132,6 +132,26 @@ def test_any_cut_of_the_rows_gives_the_same_step(toy, one):
         assert figures == pytest.approx(results[0][1], rel=1e-5)
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 2 * T, 3 * T, 100 * T], ids=str)
+def test_chunks_of_a_micro_batch_give_the_same_step(toy, one, chunk_tokens):
+    """5 rows at once, one by one, in 2 + 2 + 1 and in 3 + 2, with dropout; accumulated, too."""
+    settings, everything = Optimizer(name="sgd", lr=0.1), rows(6, 5)
+    results = []
+    for size in (0, chunk_tokens):
+        for accumulates in (False, True):
+            steps, state, _ = make(toy, one, settings, chunk_tokens=size)
+            batch, of_step = batch_of(one, everything), scalars(one, settings=settings)
+            if accumulates:
+                accumulation = steps.accumulate(state, {}, steps.new_accumulation(state), batch)
+                state, figures = steps.update(state, accumulation, of_step)
+            else:
+                state, figures = steps.full_step(state, {}, batch, of_step)
+            results.append((one.fetch_state(state["trainable"]), fetch_step_metrics(figures)))
+    for params, figures in results[1:]:
+        assert_as_close(params, results[0][0], results[0][0])
+        assert figures == pytest.approx(results[0][1], rel=1e-5)
+
+
 def test_a_micro_batch_without_labels_changes_nothing(toy, one):
     steps, state, params = make(toy, one, Optimizer(name="sgd", lr=0.1))
     empty = rows(0)
