@@ -1,6 +1,6 @@
 """Shared state of a command: data, network and weights on the devices, and in fit the state that training changes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,15 +63,16 @@ class Run:
         return limited(-(-len(loader) // self.parallel.data_parallel_size), self.limits[role], role)
 
     def batches(self, loader: Any, batch_size: int, num_batches: int | float,
-                max_length: int | None = None) -> Iterator[GlobalBatch]:
+                max_length: int | None = None, lengths: Sequence[int] = ()) -> Iterator[GlobalBatch]:
         """Yield at most `num_batches` global batches of one pass over a loader.
 
         Args:
             max_length: Longest row in tokens; None is `data.max_length`.
+            lengths: See `Prefetcher`.
         """
         # One prefetcher per pass; leaving the loop early closes it, which drops the batches read ahead.
         prefetcher = Prefetcher(loader, self.parallel, batch_size, self.data.tokenizer.pad_token_id,
-                                max_length or self.data.max_length)
+                                max_length or self.data.max_length, lengths)
         with prefetcher:
             for number, batch in enumerate(prefetcher, start=1):
                 yield batch
@@ -88,6 +89,7 @@ class Training(Run):
         metrics: Collects the metrics of steps and evaluations.
         state: Trainable parameters and optimiser state, on the devices.
         accumulation: Gradients and sums accumulated in the current step; None if no step is in progress.
+        lengths: Lengths that training batches are padded to (see `few_lengths`).
         num_accumulated: Micro-batches of each rank in `accumulation`.
         data_position: `state_dict()` of the training loader after the last micro-batch trained on.
         should_stop: Set by early stopping to end the run.
@@ -96,6 +98,7 @@ class Training(Run):
     schedule: Schedule
     metrics: StepMetrics
     state: Tree
+    lengths: tuple[int, ...] = ()
     accumulation: Tree | None = None
     num_accumulated: int = 0
     data_position: dict[str, Any] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from jax_engine.checkpoint import Checkpointer, load_weights
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.devices import MeshSharding
 from jax_engine.distributed.interface import Parallel
-from jax_engine.distributed.prefetch import GlobalBatch
+from jax_engine.distributed.prefetch import GlobalBatch, few_lengths
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import at_hand
 from jax_engine.distributed.tree import Tree
@@ -39,6 +39,7 @@ from lmmods.core.peers import Peers, check_timeout
 from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.signals import Interruption
 from lmmods.core.throughput import Stopwatch
+from lmmods.data.batches.loader import StatefulLoader
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.recipe.trainer_fields import JaxTrainerFields, check_length
@@ -57,6 +58,9 @@ from lmmods.runs.schedule import Schedule
 from lmmods.runs.start import RunEnd, RunStart, RunSummary, say_engine
 from lmmods.runs.step_metrics import StepMetrics, check_evaluated
 from lmmods.runs.wandb import log_checkpoint, log_predictions
+
+# Approximate FLOPs of training in the time that a program takes to compile: seconds, on a CPU's two cores and on a GPU.
+COMPILE_FLOPS = {"cpu": 1e12, "other": 1e15}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -279,9 +283,26 @@ class Trainer(JaxTrainerFields):
 
         metrics = StepMetrics(run.stopwatch, self.log_every_n_steps, lambda: flops_share, report, run.bar.update)
         # `new_state` was donated the parameters of `run.weights`: `replace_state` makes weights of the new ones.
-        training = Training(**vars(run), schedule=schedule, metrics=metrics, state=state)
+        training = Training(**vars(run), schedule=schedule, metrics=metrics, state=state,
+                            lengths=self._lengths(loader, run, schedule.num_steps * self.accumulate_grad_batches))
         training.replace_state(state)
         return training, loader
+
+    def _lengths(self, loader: Any, run: Run, num_batches: int) -> tuple[int, ...]:
+        """Return the few lengths that training batches are padded to; none for a stream, whose rows are unknown.
+
+        Args:
+            num_batches: Micro-batches of each rank in the run.
+        """
+        if not isinstance(loader, StatefulLoader):
+            return ()
+        # The micro-batches of all ranks in a step have one length.
+        found, ranks = loader.lengths(), self.parallel.data_parallel_size
+        found = [max(found[first:first + ranks]) for first in range(0, len(found), ranks)]
+        on_cpu = at_hand().platform == "cpu"
+        rows = run.data.batch_size * run.task.sequences_per_row
+        tokens = COMPILE_FLOPS["cpu" if on_cpu else "other"] / (run.flops_per_token * rows)
+        return few_lengths(found, run.data.max_length, on_cpu, tokens * len(found) / num_batches)
 
     def _prepare(self, command: str, model: Task, datamodule: Any, checkpoint: Path | None) -> Run:
         """Set up the data and the network, and put the initial parameters on the devices.
@@ -344,6 +365,9 @@ class Trainer(JaxTrainerFields):
         start.begin_logging(run.loggers)
         if run.is_first:
             start.say(self._summary(run))
+            if len(run.lengths) > 1:
+                lengths = ", ".join(map(str, run.lengths))
+                say(f"Lengths: batches are padded to {lengths} tokens, and a program is compiled for each.")
 
     def _summary(self, run: Training) -> RunSummary:
         """Return the summary that is printed before the first step."""
@@ -494,7 +518,7 @@ class Loop:
                 loader.load_state_dict(run.data_position)
             # A resumed run begins inside an epoch.
             left = run.schedule.batches_per_epoch - progress.batches
-            for batch in self._with_statistics(run.batches(loader, run.data.batch_size, left)):
+            for batch in self._with_statistics(run.batches(loader, run.data.batch_size, left, lengths=run.lengths)):
                 self.train_batch(batch)
                 if run.is_done:
                     break
@@ -644,7 +668,7 @@ class Loop:
         # The last step of an epoch may be shorter.
         count = min(count, run.schedule.batches_per_epoch - first)
         batches = run.data.micro_batches(first * ranks, count * ranks)
-        return run.batches(batches, run.data.batch_size, count)
+        return run.batches(batches, run.data.batch_size, count, lengths=run.lengths)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

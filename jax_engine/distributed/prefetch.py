@@ -8,7 +8,7 @@ does not depend on the number of processes. Such a loader must have world size 1
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,15 @@ class Prefetcher:
         batch_size: Rows of a micro-batch; smaller ones are padded with empty rows.
         max_length: Lengths are rounded up (see `rounded`), but not above this; None does not round. With context
             parallelism rows are padded to a multiple of the number of parts.
+        lengths: Ascending lengths, the next of which replaces the rounded one where there is one (see `few_lengths`).
         ahead: Global batches to prepare in advance.
     """
 
     def __init__(self, loader: Iterable, parallel: Parallel, batch_size: int, pad_id: int,
-                 max_length: int | None = None, ahead: int = 2):
+                 max_length: int | None = None, lengths: Sequence[int] = (), ahead: int = 2):
         self._loader, self._parallel, self._batch_size = loader, parallel, batch_size
         self._fill = {**_FILL, "input_ids": pad_id}
-        self._max_length = max_length
+        self._max_length, self._lengths = max_length, lengths
         self._ready: queue.Queue = queue.Queue(ahead)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._produce, name="prefetch", daemon=True)
@@ -131,7 +132,8 @@ class Prefetcher:
         axis = pattern["input_ids"].ndim - 1  # the token axis
         length = max(batch.length if isinstance(batch, Absent) else batch["input_ids"].shape[axis] for batch in group)
         if self._max_length is not None:
-            length = max(length, min(rounded(length), self._max_length))
+            chosen = next((each for each in self._lengths if each >= length), rounded(length))
+            length = max(length, min(chosen, self._max_length))
         # Context parallelism cuts rows into parts of equal length.
         length = -(-length // self._parallel.sequence_parts) * self._parallel.sequence_parts
         own = self._parallel.local_ranks
@@ -159,3 +161,36 @@ def rounded(length: int) -> int:
     # The power of two that is an eighth to a quarter of the length.
     step = max(32, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
+
+
+MOST_LENGTHS = 10
+FINE = 16  # tokens
+
+
+def few_lengths(found: Sequence[int], max_length: int, fine: bool, cost: float = 0.0, most: int = MOST_LENGTHS
+                ) -> tuple[int, ...]:
+    """Return at most `most` lengths, ascending, to pad batches to with the least cost of padding and compiling.
+
+    Args:
+        found: Lengths of batches, at least one; the longest must be among them.
+        max_length: Lengths are rounded up, but not above this.
+        fine: Choose among the multiples of `FINE`; otherwise among the lengths of `rounded`, which suit fused kernels.
+        cost: Tokens of padding in all of `found` that cost as much as compiling a program.
+    """
+    found = np.asarray(found)
+    steps = -(-found // FINE) * FINE if fine else np.array([rounded(int(length)) for length in found])
+    sizes, counts = np.unique(np.maximum(found, np.minimum(steps, max_length)), return_counts=True)
+    # Dynamic programming: of all batches up to each size, the padded tokens and the programs if that size is the last
+    # one chosen, and the choice. Each round allows one size more.
+    num_batches = counts.cumsum()
+    costs, choices = sizes * num_batches + cost, [(int(size),) for size in sizes]
+    is_before = np.tri(len(sizes), k=-1, dtype=bool).T
+    for _ in range(most - 1):
+        # [i, j]: size i is the one before size j.
+        with_one_more = np.where(
+            is_before, costs[:, None] + sizes * (num_batches - num_batches[:, None]) + cost, costs)
+        previous = with_one_more.argmin(0)
+        choices = [(*choices[i], int(sizes[j])) if with_one_more[i, j] < costs[j] else choices[j]
+                   for j, i in enumerate(previous)]
+        costs = with_one_more.min(0)
+    return choices[-1]

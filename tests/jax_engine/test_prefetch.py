@@ -1,6 +1,7 @@
 """Micro-batches of a loader, stacked for the devices: shapes, padding, positions, and the thread that does it."""
 
 import threading
+from itertools import combinations
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +11,7 @@ import torch
 
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.prefetch import Prefetcher, rounded
+from jax_engine.distributed.prefetch import Prefetcher, few_lengths, rounded
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader, Widths
 from lmmods.data.batches.sampler import evaluation_order, training_order
@@ -53,7 +54,7 @@ def training_loader():
     def order_of(epoch, rule):
         return training_order(LENGTHS, B, [7, epoch], rule)
 
-    return StatefulLoader(Rows(), order_of, collate(), Shard(), B)
+    return StatefulLoader(Rows(), order_of, collate(), Shard(), B, Widths(LENGTHS, collate().padded))
 
 
 def four():
@@ -205,3 +206,30 @@ def test_few_lengths_are_compiled(max_length, length):
     assert max(group.host["input_ids"].shape[2] for group in groups) == length
     assert len({rounded(n) for n in range(1, 4097)}) <= 36 and all(n <= rounded(n) for n in range(1, 4097))
     assert all(rounded(n) <= 1.25 * n for n in range(128, 4097))
+
+
+@pytest.mark.parametrize(("fine", "cost"), [(True, 0), (False, 0), (True, 150)])
+def test_the_lengths_chosen_cost_least(fine, cost):
+    """Padding and programs, against every other choice; the longest batch always fits."""
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        found, most = random.integers(1, 400, random.integers(1, 12)).tolist(), int(random.integers(1, 5))
+        sizes = sorted({min(-(-n // 16) * 16 if fine else rounded(n), 384) if n <= 384 else n for n in found})
+
+        def total(chosen, found=found):
+            return sum(min(size for size in chosen if size >= n) for n in found) + cost * len(chosen)
+
+        chosen = few_lengths(found, 384, fine, cost, most)
+        others = [(*rest, sizes[-1]) for count in range(most) for rest in combinations(sizes[:-1], count)]
+        assert len(chosen) <= most and set(chosen) <= set(sizes) and total(chosen) == min(map(total, others))
+
+
+@pytest.mark.parametrize(("lengths", "padded"), [((11, 20), 11), ((1,), 32)], ids=["next", "longer than any seen"])
+def test_batches_take_the_next_of_the_lengths_chosen(lengths, padded):
+    groups = Prefetcher(training_loader(), four(), B, PAD, max_length=512, lengths=lengths)
+    assert {group.host["input_ids"].shape[2] for group in groups} == {padded}
+
+
+def test_a_loader_knows_its_lengths():
+    loader = training_loader()
+    assert loader.lengths() == [*(batch["input_ids"].shape[1] for batch in loader), collate().padded(max(LENGTHS))]

@@ -46,6 +46,9 @@ class Absent(NamedTuple):
     length: int
 
 
+SAMPLED = 4096  # micro-batches that show how long batches are
+
+
 class Widths:
     """Padded length of each batch, computed without reading it.
 
@@ -61,6 +64,10 @@ class Widths:
         """Padded length of the batch of these rows, numbered through the epochs as in an order; -1 is a padding row."""
         sizes = [int(self._lengths[number % len(self._lengths)]) for number in numbers if number >= 0]
         return self._padded(max(sizes, default=1))
+
+    def longest(self) -> int:
+        """Padded length of a batch with the longest row."""
+        return self._padded(int(self._lengths.max()))
 
 
 class _Batches:
@@ -178,6 +185,14 @@ class StatefulLoader:
             # Counted as handed out, not as read: workers run ahead. In the last group some ranks have padding only.
             self._handed_out = min(self._handed_out + world_size, self._num_batches)
             yield batch
+
+    def lengths(self) -> list[int]:
+        """Padded lengths of the first epoch's micro-batches over all ranks, or of its first `SAMPLED`, and the longest.
+
+        They do not depend on the position. Needs `widths`.
+        """
+        order = self._order_of(0, self._rule)
+        return [*(self._widths(order[number]) for number in range(min(len(order), SAMPLED))), self._widths.longest()]
 
     def peek(self, first: int, count: int) -> list[Batch]:
         """Micro-batches `first` to `first + count` of this rank in the current epoch; the position does not change."""
