@@ -126,7 +126,7 @@ def choose_precision(on: Target | None = None) -> tuple[str, str]:
     """Return the precision that `trainer.precision: auto` selects on a `target`, and the reason."""
     on = target(on)
     if on.platform == "cpu":
-        return "32-true", "XLA multiplies bfloat16 slowly on CPUs"
+        return "32-true", "the default of JAX on CPUs"
     if on.platform == "gpu" and not (float(jax.local_devices()[0].compute_capability) >= 8 if on.is_here
                                      else "bfloat16" in on.kind.peak):
         return "32-true", "this GPU does not multiply bfloat16"
