@@ -326,13 +326,14 @@ class Trainer(JaxTrainerFields):
         check_shared(self.parallel.expert_size, model.network.config.model_type, model.network.arch.experts)
         optimizer = build(model.optimizer, model.network.decays(trainable)) if command == "fit" else None
         clipping = Clipping(self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
-        memory = model.step_memory(trainable, frozen, self.precision, datamodule, at_hand().memory)
+        chunk_tokens = model.chunk_tokens(self.parallel.num_devices)
+        memory = model.step_memory(trainable, frozen, self.precision, datamodule, at_hand().memory, chunk_tokens)
         bar = Bar(self.enable_progress_bar and jax.process_index() == 0, machines.peak_memory, compile_clock())
         return Run(
             folder=self.run_folder, data=datamodule, task=model, description=model.describe(trainable, frozen),
             memory=memory, flops_per_token=model.flops_per_token(trainable, frozen), parallel=self.parallel,
             steps=Steps(self.parallel, model.batch_loss, optimizer, clipping, model.predict, model.metric_names,
-                        model.survey, model.statistic_names, model.chunk_tokens(self.parallel.num_devices)),
+                        model.survey, model.statistic_names, chunk_tokens),
             weights=Weights(self.parallel, self.parallel.put_state(trainable), self.parallel.put_state(frozen)),
             limits=self.limits, bar=bar, stopwatch=Stopwatch(compile_clock()))
 

@@ -176,14 +176,16 @@ class Task(TaskFields, ABC):
             by_type[str(leaf.dtype)] = by_type.get(str(leaf.dtype), 0) + leaf.size
         return describe_sizes(sum(by_type.values()), _size(trainable), by_type)
 
-    def step_memory(self, trainable: Tree, frozen: Tree, precision: str, datamodule: Any, available: float
-                    ) -> StepMemory:
+    def step_memory(self, trainable: Tree, frozen: Tree, precision: str, datamodule: Any, available: float,
+                    chunk_tokens: int) -> StepMemory:
         """Return the memory of a training step on a device that holds all parameters, without compiling it."""
+        tokens, per_row = (num * self.sequences_per_row * datamodule.max_length for num in (datamodule.batch_size, 1))
+        if chunk_tokens:
+            tokens = min(tokens, max(chunk_tokens, per_row))
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen)))
         return estimate_step(
             widths_of(self.network.config), weights, _size(trainable), self.optimizer.name,
-            datamodule.batch_size * self.sequences_per_row * datamodule.max_length, bool(self.gradient_checkpointing),
-            4 if precision == "32-true" else 2, available)
+            tokens, bool(self.gradient_checkpointing), 4 if precision == "32-true" else 2, available)
 
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
         """Return the FLOPs per training token."""
