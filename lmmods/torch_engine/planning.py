@@ -47,7 +47,7 @@ from lmmods.torch_engine.compat.torch import (
 )
 from lmmods.torch_engine.compat.transformers import attention_of, can_change_attention
 from lmmods.torch_engine.nn import sharding
-from lmmods.torch_engine.nn.cpu_kernels import stays_float32
+from lmmods.torch_engine.nn.cpu_kernels import fast_products, stays_float32
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
 from lmmods.torch_engine.nn.optim import build_optimizer
 from lmmods.torch_engine.precision import choose_precision
@@ -306,7 +306,9 @@ class Planner:
             strategy.parallel_devices = [torch.device("cpu")] * ranks
             strategy.check_run(task)
             sharers = strategy.tensor_parallel_size, strategy.context_parallel_size
-        with imagined_processes(ranks) if is_sharded else nullcontext():
+        as_trained = task.fast_kernels and self.on.platform == "cpu"
+        products = fast_products(torch.device("cpu")) if as_trained else nullcontext()
+        with products, imagined_processes(ranks) if is_sharded else nullcontext():
             if is_sharded:
                 names, shape = ("data_parallel", "tensor_parallel"), (ranks // sharers[0], sharers[0])
                 give_mesh(task, init_device_mesh("cpu", shape, mesh_dim_names=names))
