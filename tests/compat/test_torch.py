@@ -162,3 +162,10 @@ def test_views_share_a_storage():
     first, second = torch.ones(2, 3), torch.ones(2, 3)
     assert compat.storage_of(first[1].t()) == compat.storage_of(first) != compat.storage_of(second), mend(
         "torch", compat.storage_of)
+
+
+def test_a_tensor_counts_its_changes_in_place():
+    x = torch.ones(2)
+    before = compat.version_of(x)
+    x.mul_(2)
+    assert compat.version_of(x) == before + 1, mend("torch", compat.version_of)

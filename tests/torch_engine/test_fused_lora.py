@@ -194,3 +194,14 @@ def test_decoding_and_other_layers_go_pefts_way(used):
 def test_layers_that_cannot_be_joined_are_named(make, said, capsys):
     fuse_adapters(make())
     assert capsys.readouterr().out == said
+
+
+def test_layers_that_read_the_same_features_share_their_cast():
+    x = torch.randn(2, 3)
+    first = lora._in_dtype(x, torch.bfloat16)
+    assert lora._in_dtype(x, torch.bfloat16) is first
+    x.mul_(2)
+    assert torch.equal(lora._in_dtype(x, torch.bfloat16), x.bfloat16())
+    y = x + 1
+    assert torch.equal(lora._in_dtype(y, torch.bfloat16), y.bfloat16())
+    assert torch.equal(lora._in_dtype(y, torch.float16), y.half())

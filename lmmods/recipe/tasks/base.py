@@ -83,8 +83,8 @@ class TaskFields:
             JAX null and sdpa are the fast forms, fused on GPUs and in blocks on CPUs, and eager is the plain one.
         save_dtype: Type of the weights in model/; null keeps them as they trained.
         piece_tokens: A micro-batch is computed in pieces of so many tokens, on torch rows of similar length together; 0
-            computes it whole. null is 2^18 / hidden size (at least 512, on JAX 1024) on one CPU, on JAX for adapters
-            only, and 0 elsewhere.
+            computes it whole. null is 2^18 / hidden size (at least 1024) on one CPU, on JAX for adapters only, and 0
+            elsewhere.
         fast_kernels: Take faster forms of the same function where there are some: logits of labelled positions only, a
             chunk at a time; oneDNN for float32 products on CPUs (after a trial), short rows attending in float32 under
             bfloat16 there, fused GELU, adapters computed with their layers, and on GPUs attention that knows packed

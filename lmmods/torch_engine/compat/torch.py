@@ -39,6 +39,11 @@ def add_to_all(sums: list[Tensor], values: list[Tensor]) -> None:
     torch._foreach_add_(sums, values)
 
 
+def version_of(x: Tensor) -> int:
+    """Return how often x has been changed in place: `_version`, by which autograd checks its saved tensors."""
+    return x._version
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """True if a module has forward hooks, which the public API can register and remove, but not list."""
     return bool(module._forward_pre_hooks or module._forward_hooks)

@@ -193,8 +193,9 @@ def gather(parts: dict[int, Any], world_size: int) -> dict[int, Any]:
 # processor's cache. This saves time and memory; loss and gradient are the same sums in another order.
 
 MULTIPLE = 8  # lengths of chunks are multiples of this, like those of batches
-# Approximate hidden features of a chunk, to fit the cache. Matrix products are efficient from 512 rows on.
-FEATURES, LEAST_TOKENS = 2**18, 512
+# Approximate hidden features of a chunk, to fit the cache, and its least tokens: each chunk dequantises the weights
+# anew, and fewer rows make matrix products less efficient.
+FEATURES, LEAST_TOKENS = 2**18, 1024
 
 
 def tokens_per_piece(asked: int | None, is_alone: bool, device: torch.device, hidden_size: int) -> int:

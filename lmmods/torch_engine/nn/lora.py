@@ -2,6 +2,7 @@
 
 import re
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from lmmods.core.experts import mixture_of
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.bitsandbytes import is_8bit, matrix_of
 from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear, lora_layers
-from lmmods.torch_engine.compat.torch import has_forward_hooks
+from lmmods.torch_engine.compat.torch import has_forward_hooks, version_of
 from lmmods.torch_engine.nn.experts import is_stacked, packed_names, stand_ins
 from lmmods.torch_engine.nn.initialization import start_adapter
 from lmmods.torch_engine.nn.stored import fill
@@ -318,13 +319,30 @@ def _matrix(base: nn.Module, dtype: torch.dtype) -> Tensor:
     return matrix_of(base, dtype)
 
 
+_last_cast: tuple[weakref.ref, int, Tensor] | None = None
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in `dtype`. Layers that read the same features, such as the three of an attention, share one cast."""
+    global _last_cast
+    if x.dtype == dtype:
+        return x
+    if _last_cast is not None:
+        source, version, result = _last_cast
+        if source() is x and version == version_of(x) and result.dtype == dtype:
+            return result
+    result = x.to(dtype)
+    _last_cast = weakref.ref(x), version_of(x), result
+    return result
+
+
 class _AdaptedProduct(torch.autograd.Function):
     """x W^T + b + scaling (d A^T) B^T, where d is x after dropout."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, scaling: float, base: nn.Module,
                 dtype: torch.dtype) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1]).to(dtype)  # [N, in]
+        flat = _in_dtype(x, dtype).reshape(-1, x.shape[-1])  # [N, in]
         into = flat if dropped is None else dropped.reshape(flat.shape).to(dtype)
         low_a, low_b = a.to(dtype), b.to(dtype)
         inner = into @ low_a.t()  # [N, r]
