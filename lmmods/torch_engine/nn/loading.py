@@ -132,7 +132,16 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                 cast(param, stored)
     if frozen and precision != "bf16-true":
         _norms_to_float32(model)
+    if (quantize or is_packed) and not by_parts:
+        _let_go_of_files(model)
     return model.train()
+
+
+def _let_go_of_files(model: nn.Module) -> None:
+    """Copy what was not quantised: as a view of its mapped file it would keep the whole file in memory."""
+    for param in model.parameters():
+        if type(param) is nn.Parameter and param.device.type == "cpu":
+            param.data = param.data.clone()
 
 
 def _outlined(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None, trust: bool,

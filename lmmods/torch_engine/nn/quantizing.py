@@ -5,9 +5,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# Values at a time. They stay in the cache for all comparisons, and torch computes so few in the calling thread alone,
-# as waking others takes longer than an operation. A multiple of every block size of bitsandbytes.
-CHUNK = 2**14
+# Values at a time: few enough to stay in the cache for all comparisons, and enough for several threads. A multiple of
+# every block size of bitsandbytes.
+CHUNK = 2**18
 
 
 @cache
