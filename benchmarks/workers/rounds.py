@@ -65,7 +65,8 @@ class Rounds:
 
 
 def _peak() -> float:
-    """Largest memory of this program so far, in GiB. `ru_maxrss` would begin with that of the driver that started it."""
+    """Largest memory of this program so far, in GiB."""
+    # `ru_maxrss` begins with the memory of the driver that started this process.
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["VmHWM"].split()[0]) / 2**20
 
