@@ -63,6 +63,40 @@ def test_matrix_products_give_what_the_flash_kernel_gives(case):
         assert_as_close(outcome(model, inputs, False), flash, exact)
 
 
+@pytest.mark.parametrize("mask", ["causal", "none", "bool", "float", "one query"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_attention_by_matrix_products(mask, groups):
+    """Output and gradients against torch's own in float64, queries of several heads to one of keys, padded rows."""
+    random = torch.Generator().manual_seed(0)
+    length, size = (1 if mask == "one query" else 7), {"key": 8, "value": 5}
+    q = torch.randn(2, 2 * groups, length, 8, generator=random)
+    k, v = (torch.randn(2, 2, 7, size[name], generator=random) for name in ("key", "value"))
+    allowed = torch.ones(2, 1, length, 7, dtype=torch.bool)
+    if mask in ("causal", "bool", "float"):
+        allowed = allowed.tril()
+    if mask in ("bool", "float"):
+        allowed[1, ..., :2] = False  # padding on the left, whose own rows attend to nothing
+    given = {"bool": allowed, "float": torch.zeros(allowed.shape).masked_fill(~allowed, -1e9)}.get(mask)
+    weights = torch.randn(2, 2 * groups, length, 5, generator=random)
+    weights[1, :, :2] *= mask not in ("bool", "float")
+
+    def run(attend, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attend(*inputs)
+        return [(out * weights).sum(), *torch.autograd.grad((out * weights.to(dtype)).sum(), inputs)]
+
+    def torchs(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, allowed, scale=0.3, enable_gqa=True)
+
+    def ours(q, k, v):
+        module = torch.nn.Module()
+        module.is_causal = mask == "causal"
+        with fast_products(torch.device("cpu")):
+            return attention._attend_on_cpu(module, q, k, v, given, scaling=0.3)[0].transpose(1, 2)
+
+    assert_as_close(run(ours, torch.float32), run(torchs, torch.float32), run(torchs, torch.float64))
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_the_kernel_sees_float32_up_to_a_length(monkeypatch, stored):
     """And what it gives back has the type of the computation."""

@@ -9,13 +9,12 @@ Short rows on CPUs: float32, and plain matrix products instead of torch's flash 
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError, first_line, one_line
@@ -26,8 +25,8 @@ VARLEN, CPU = "varlen", "sdpa_cpu"
 # Measured with torch 2.13, forward and backward, 6 heads of size 64, two Zen 4 cores: float32 takes 33-50 % of the time
 # of bfloat16 at 112 to 168 tokens, 100 % at 320 to 512, and 150 % from 1,024 on.
 FLOAT32_LENGTH = 384
-# Scores of a row, over all heads, up to which oneDNN's products of whole matrices take less time than the flash kernel:
-# 60 to 75 % on a Zen 5 core. Autograd keeps the scores, so there may not be many.
+# Scores of a row, over all heads, up to which whole matrix products by oneDNN take less time than the flash kernel:
+# 60 to 75 % on a Zen 5 core.
 MOST_SCORES = 2**20
 Kernel = Callable[..., Tensor]
 
@@ -102,20 +101,92 @@ def prefer_cpu_kernels(model: nn.Module, precision: str) -> None:
 
 
 def _attend_on_cpu(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                   **options: Any) -> tuple[Tensor, None]:
+                   dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **options: Any
+                   ) -> tuple[Tensor, None]:
     """Attention function of transformers; queries are [B, heads, T, D]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     dtype, length = compute_dtype(value), max(query.shape[2], key.shape[2])
     if dtype != torch.float32 and length > FLOAT32_LENGTH:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.float()  # sdpa requires the dtype of the queries
-    few = uses_onednn() and query.shape[1] * query.shape[2] * key.shape[2] <= MOST_SCORES
-    # Autocast would cast the inputs of sdpa back to 16 bits.
-    with torch.autocast(query.device.type, enabled=False), sdpa_kernel(SDPBackend.MATH) if few else nullcontext():
-        mixed, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
+    query, key, value = query.float(), key.float(), value.float()
+    # Autocast would cast them back to 16 bits.
+    with torch.autocast(query.device.type, enabled=False):
+        if not dropout and options.get("position_bias") is None and _takes_products(query, key, attention_mask):
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            if attention_mask is None and causal and query.shape[2] > 1:
+                attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            mixed = _Attention.apply(query, key, value, attention_mask, scale).transpose(1, 2)
+        else:
+            mixed, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal,
+                                              **options)
     return mixed.to(dtype), None
+
+
+def _takes_products(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """True if `_Attention` is faster than the flash kernel and can take the mask."""
+    few = query.shape[1] * query.shape[2] * key.shape[2] <= MOST_SCORES
+    # A single mask for all heads, a constant. Without a mask, `tril` is causal for square scores only.
+    plain = (query.shape[2] in (1, key.shape[2]) if mask is None
+             else mask.ndim == 4 and mask.shape[1] == 1 and not mask.requires_grad)
+    return uses_onednn() and few and plain
+
+
+class _Attention(torch.autograd.Function):
+    """softmax(scale Q K^T + mask) V by whole matrix products.
+
+    The weights are computed again in the backward pass, so that memory holds those of one layer at a time.
+
+    Args:
+        query: [B, H, T, D].
+        key, value: [B, K, S, D] and [B, K, S, E], each for H / K heads of queries.
+        mask: [B, 1, T, S] or broadcast to it: True where a query attends, or what is added to the scores; None for all.
+
+    Returns:
+        [B, H, T, E].
+    """
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.scale = scale
+        weights = _weights(_by_group(query, key), key, mask, scale)
+        return torch.bmm(weights, value.flatten(0, 1)).view(*query.shape[:3], -1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask = ctx.saved_tensors
+        queries, grad = _by_group(query, key), _by_group(grad, key)
+        weights = _weights(queries, key, mask, ctx.scale)
+        grad_value = torch.bmm(weights.mT, grad)
+        grad_scores = torch.bmm(grad, value.flatten(0, 1).mT)
+        # The gradient of softmax: weights * (d weights - the sum of weights * d weights over a row).
+        grad_scores.sub_((grad_scores * weights).sum(-1, keepdim=True)).mul_(weights).mul_(ctx.scale)
+        grad_query = torch.bmm(grad_scores, key.flatten(0, 1))
+        grad_key = torch.bmm(grad_scores.mT, queries)
+        return grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape), None, None
+
+
+def _by_group(x: Tensor, key: Tensor) -> Tensor:
+    """Reshape [B, H, T, D] to [B K, H / K T, D]: the queries of a head of keys below each other."""
+    return x.reshape(key.shape[0] * key.shape[1], -1, x.shape[-1])
+
+
+def _weights(queries: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Return the attention weights [B K, H / K T, S] of queries that are ordered by `_by_group`."""
+    scores = torch.bmm(queries, key.flatten(0, 1).mT).mul_(scale)
+    if mask is not None:
+        # [B, K, H / K, T, S], which the mask [B, 1, T, S] broadcasts to.
+        by_head = scores.view(*key.shape[:2], -1, *mask.shape[-2:])
+        mask = mask.unsqueeze(1)
+        if mask.dtype == torch.bool:  # not -inf, whose softmax over a row of padding would be NaN
+            by_head.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        else:
+            by_head.add_(mask)
+    return torch.softmax(scores, -1)
 
 
 def _unfit(model: nn.Module) -> str | None:
