@@ -104,14 +104,13 @@ def test_remat_and_unroll_change_no_gradient(make_ref, name):
     def gradients(**options):
         net = hub.network(ref.net.config, head, **options)
         gradient = jax.jit(jax.grad(lambda p: our_loss(net, p, batch, labels, True)[0]))
-        return gradient(ref.params), "remat" in str(jax.make_jaxpr(gradient)(ref.params))
+        return gradient(ref.params), str(jax.make_jaxpr(gradient)(ref.params)).count("remat")
 
-    plain, has_remat = gradients()
-    assert not has_remat
+    plain, of_parts = gradients()  # norms and gated activations are computed again in any case
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain))
     for options in ({"remat": "minimal"}, {"remat": "full"}, {"unroll": 3}):
-        other, has_remat = gradients(**options)
-        assert has_remat == ("remat" in options)
+        other, num_remats = gradients(**options)
+        assert (num_remats > of_parts) == ("remat" in options)
         for path, leaf in flatten(plain).items():
             scale = max(float(jnp.abs(leaf).max()), 1e-3 * largest)
             assert jnp.abs(leaf - flatten(other)[path]).max() <= 1e-5 * scale, path
