@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lmmods.torch_engine.nn import quantizing
 from lmmods.torch_engine.nn.quantizing import CHUNK, quantize_4bit
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -45,3 +46,18 @@ def test_values_on_the_bounds_zeros_and_what_is_no_number(own, quant_type):
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
 def test_other_blocks_and_storage(own, blocksize, storage):
     same(own, torch.randn(96, 256, generator=torch.Generator().manual_seed(0)), blocksize, storage=storage)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_the_default_dtype_changes_nothing(quant_type):
+    """Lightning sets that of the network while it is built."""
+    weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = quantize_4bit(weight, 64, quant_type, torch.uint8)
+    quantizing._bounds.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = quantize_4bit(weight, 64, quant_type, torch.uint8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)

@@ -26,14 +26,10 @@ def quantize_4bit(weight: Tensor, blocksize: int, quant_type: str, quant_storage
     bitsandbytes searches the sorted codebook for each value; comparing all values with each of its 15 bounds is faster,
     as comparisons are vectorised.
     """
-    from bitsandbytes.functional import get_4bit_type
-
-    codebook = get_4bit_type(quant_type, "cpu")
-    order = torch.argsort(codebook)
-    bounds = ((codebook[order[:-1]] + codebook[order[1:]]) / 2).tolist()
+    order, bounds = _bounds(quant_type)
     flat = weight.reshape(-1)
     codes = torch.zeros(flat.numel() + flat.numel() % 2, dtype=torch.uint8)
-    absmax = torch.empty(-(-flat.numel() // blocksize))
+    absmax = torch.empty(-(-flat.numel() // blocksize), dtype=torch.float32)
     for start in range(0, len(codes), CHUNK):
         values = flat[start : start + CHUNK].float()
         num_blocks = len(values) // blocksize
@@ -51,6 +47,21 @@ def quantize_4bit(weight: Tensor, blocksize: int, quant_type: str, quant_storage
         codes = order.to(torch.uint8)[codes.int()]
     packed = (codes[::2] << 4 | codes[1::2]).view(quant_storage)
     return packed.unsqueeze(1), absmax
+
+
+@cache
+def _bounds(quant_type: str) -> tuple[Tensor, list[float]]:
+    """Return the codes by ascending value, and the values half-way between neighbours."""
+    from bitsandbytes.functional import get_4bit_type
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # in which it makes the codebook; Lightning sets that of the network
+    try:
+        codebook = get_4bit_type(quant_type, "cpu")
+    finally:
+        torch.set_default_dtype(before)
+    order = torch.argsort(codebook)
+    return order, ((codebook[order[:-1]] + codebook[order[1:]]) / 2).tolist()
 
 
 def _count_above(values: Tensor, bounds: list[float], counts: Tensor) -> None:
