@@ -79,7 +79,7 @@ class Watch:
 # the loss and its gradient within it.
 WHOLE = {"enumerate(DataLoader)": "data", "_fused_adam": "optimiser", "norm of the gradient": "optimiser",
          "_ChunkedCrossEntropy": "head and loss", "cross_entropy": "head and loss", "log_softmax": "head and loss",
-         "dequantize": "dequantisation", "scaled_dot_product": "attention"}
+         "dequantize": "dequantisation", "scaled_dot_product": "attention", "_Attention": "attention"}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::linear", "aten::matmul")
 
 
