@@ -36,7 +36,8 @@ def _on_torch(trainer: Any, model: Any, datamodule: Any, watch: Watch) -> int | 
                 trainer.should_stop = True
 
     trainer.callbacks = [Watching()]  # instead of those that write
-    L.Trainer.fit(trainer, model, datamodule=datamodule)  # not ours, which takes the run folder
+    with trainer.fast_products(model):
+        L.Trainer.fit(trainer, model, datamodule=datamodule)  # not ours, which takes the run folder
     device = trainer.strategy.root_device
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 

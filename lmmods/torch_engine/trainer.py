@@ -139,7 +139,7 @@ class Trainer(L.Trainer):
         """Train."""
         self.interruption.stop_at = stop_at
         check = functools.partial(self.run_folder.check_fit, ckpt_path, overwrite, self.recipe, stop_at)
-        with self._run_folder("fit", check), self._fast_products(model):
+        with self._run_folder("fit", check), self.fast_products(model):
             self.resumed_from = checkpoint = continued(self.run_folder, ckpt_path)
             if checkpoint:
                 datamodule.resume_from(read_plain(checkpoint))
@@ -151,7 +151,7 @@ class Trainer(L.Trainer):
 
     def validate(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
         """Evaluate on the validation set."""
-        with self._run_folder("validate"), self._fast_products(model):
+        with self._run_folder("validate"), self.fast_products(model):
             checkpoint = self._checkpoint(ckpt_path, datamodule)
             found = super().validate(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
         check_evaluated(found)
@@ -159,14 +159,14 @@ class Trainer(L.Trainer):
 
     def test(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
         """Evaluate on the test set."""
-        with self._run_folder("test"), self._fast_products(model):
+        with self._run_folder("test"), self.fast_products(model):
             checkpoint = self._checkpoint(ckpt_path, datamodule)
             return super().test(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
 
     def predict(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Write predictions.jsonl."""
         check = functools.partial(self.run_folder.check_results, self.recipe)
-        with self._run_folder("predict", check), self._fast_products(model):
+        with self._run_folder("predict", check), self.fast_products(model):
             super().predict(model, dataloaders, datamodule, return_predictions=False,
                             ckpt_path=self._checkpoint(ckpt_path, datamodule))
 
@@ -226,7 +226,8 @@ class Trainer(L.Trainer):
             place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
             raise cannot_meet(*place, first_line(error)) from error
 
-    def _fast_products(self, model: Any) -> AbstractContextManager[None]:
+    def fast_products(self, model: Any) -> AbstractContextManager[None]:
+        """Return the context that a command computes in, as `model.fast_kernels` says."""
         return fast_products(self.strategy.root_device) if model.fast_kernels else nullcontext()
 
     def _say_engine(self) -> None:

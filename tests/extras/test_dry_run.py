@@ -1,0 +1,22 @@
+"""A dry run computes as training does, and writes nothing."""
+
+import pytest
+
+from lmmods.commands.setup import Setup
+from lmmods.extras.dry_run import dry_run
+from lmmods.recipe.reader import parse
+from lmmods.torch_engine.nn.cpu_kernels import stays_float32, uses_onednn
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_products_are_those_of_training(recipe, tmp_path, fast):
+    seen = []
+
+    def watch(metrics: dict[str, float]) -> bool:
+        seen.append(uses_onednn())
+        return True
+
+    with Setup(parse(["fit", *recipe(model__init_args__fast_kernels=fast)], {})) as setup:
+        dry_run(setup, watch)
+    assert seen == [fast and stays_float32()] and not uses_onednn()
+    assert not (tmp_path / "run").exists()
