@@ -83,6 +83,16 @@ def compared_positions(row: Row, num_rows: int) -> np.ndarray:
     return real[np.linspace(0, len(real) - 1, max(POSITIONS // num_rows, 1)).round().astype(int)]
 
 
+def row_logits(logits: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Logits [P, K] of a classifier that are compared: those of tokens at `places`, or all of a row [1, ...].
+
+    Args:
+        logits: [1, T, K] of a row's tokens, or [1, K] of the row itself or its choices.
+        places: As `compared_positions` returns them.
+    """
+    return logits[0, places] if logits.ndim == 3 else logits.reshape(-1, 1)
+
+
 def moved_adapter(name: str, values: np.ndarray) -> np.ndarray:
     """Replace an adapter's B for a comparison: with zeros A would have no gradient, and only the base would count.
 

@@ -26,12 +26,19 @@ from lmmods.runs.folder import RunFolder
 from lmmods.runs.inside import hub_id, shown_path, shown_paths
 from lmmods.runs.repair import read_table
 
-# transformers' class -> the hub's name of the task
-PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask",
-             "AutoModelForQuestionAnswering": "question-answering"}
+ENDS_IN_PADDING = "ends_in_padding"  # in the data report: rows of a decoder's classifier that end in the padding token
+POOLING = """## Padding
+
+transformers classifies a row at its last token that is not the padding token. Some of the rows that this model was
+trained on end in that token, so score one row at a time, without padding, after
+
+```python
+model.config.pad_token_id = None
+```"""
 
 
-def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str, is_chat: bool = False) -> str:
+def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str, is_chat: bool = False,
+               labels: dict[str, Any] | None = None) -> str:
     """Return Markdown with the metadata block that the Hugging Face hub reads: base, how to load, data, metrics,
     recipe.
 
@@ -42,6 +49,7 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
         is_adapter: True if model/ is an adapter of `base`.
         auto_class: transformers' class that loads it.
         is_chat: True if its tokenizer has the chat template that it was trained with.
+        labels: Fields of the configuration that say what the head's outputs are, if it is no vocabulary's.
     """
     text = folder.config.read_text(encoding="utf-8") if folder.config.exists() else ""
     recipe = yaml.load(text, Loader=Loader) or {}
@@ -52,8 +60,10 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
         f"---\n{_front_matter(folder.root.name, recipe, metrics, base, is_adapter, auto_class)}---",
         f"# {escaped(folder.root.name)}",
         " ".join(filter(None, [_origin(shown_base, is_adapter), _method(recipe)[1]])),
-        how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat),
+        how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat, labels),
     ]
+    if any(source.get(ENDS_IN_PADDING) for source in report.get("sources", {}).values()):
+        parts.append(POOLING)
     if metrics:
         parts.append("## Metrics\n\n" + _table(metrics))
     if folder.metrics_csv.exists():
@@ -70,7 +80,7 @@ def _front_matter(name: str, recipe: dict, metrics: dict, base: str | None, is_a
 
     data = recipe.get("data", {}).get("init_args", {})
     model = recipe.get("model", {}).get("init_args", {})
-    task = PIPELINES[auto_class]
+    task = _pipeline_tag(auto_class)
     results = _results(task, data, metrics)
     metadata = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
@@ -85,6 +95,11 @@ def _front_matter(name: str, recipe: dict, metrics: dict, base: str | None, is_a
     )
     # Not `to_yaml`: a run named 1e-4 would be a number to the hub, which reads YAML 1.2.
     return as_yaml(metadata.to_dict())
+
+
+def _pipeline_tag(auto_class: str) -> str:
+    """Return the hub's name of the task that a class of transformers is for."""
+    return next(kind.pipeline_tag for kind in declared("model").values() if kind.auto_class == auto_class)
 
 
 def _origin(base: str | None, is_adapter: bool) -> str:
@@ -127,7 +142,8 @@ def _paths(source: Any) -> list[str]:
     return [NAMED_SETS.get(path, path) for path in paths]
 
 
-def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool) -> str:
+def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, labels: dict[str, Any] | None = None
+                ) -> str:
     """Return the card's section with code that loads the model, and prompts it if it is a chat model.
 
     Args:
@@ -135,9 +151,10 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool) 
         base: Base of an adapter, as a reader would name it; None if the folder holds a whole model.
         auto_class: transformers' class that loads it.
         is_chat: True if its tokenizer has a chat template.
+        labels: As in `model_card`.
     """
     repo = recipe.get("publish", {}).get("repo")
-    generates = base is not None and PIPELINES[auto_class] == "text-generation"
+    generates = base is not None and _pipeline_tag(auto_class) == "text-generation"
     names = [auto_class, "AutoTokenizer", *(["GenerationConfig"] if generates else [])]
     lines = [f"from transformers import {', '.join(names)}", "",
              f'name = "{repo}"' if repo else 'name = "."  # this folder',
@@ -146,7 +163,8 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool) 
         lines.append(f"model = {auto_class}.from_pretrained(name)")
     else:
         options = recipe.get("model", {}).get("init_args", {})
-        chosen = "".join(f", {key}={options[key]!r}" for key in ("revision", "trust_remote_code") if options.get(key))
+        given = {key: options[key] for key in ("revision", "trust_remote_code") if options.get(key)} | (labels or {})
+        chosen = "".join(f", {key}={value!r}" for key, value in given.items())
         quoted = json.dumps(base, ensure_ascii=False)
         lines = ["from peft import PeftModel", *lines, f"base = {auto_class}.from_pretrained({quoted}{chosen})",
                  "if len(tokenizer) > base.get_input_embeddings().num_embeddings:",
@@ -313,7 +331,9 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
         tokenizer = data.tokenizer
         write_json(folder / GENERATION_CONFIG, exported_generation(
             task.generation, base, data.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id))
-    card = model_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None)
+    network = {**(task.overrides or {}), **data.network_fields}
+    labels = {key: network[key] for key in ("num_labels", "id2label", "label2id") if key in network}
+    card = model_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None, labels)
     (folder / "README.md").write_text(card, encoding="utf-8")
     draw_curves(run.metrics_csv, folder / "loss.png")
 

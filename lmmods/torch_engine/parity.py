@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lmmods.core.parity import Row, compared_positions, moved_adapter, sequences, write
+from lmmods.core.parity import Row, compared_positions, moved_adapter, row_logits, sequences, write
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.tasks.base import TaskModule
 from lmmods.torch_engine.tasks.causal_task import CausalModule
+from lmmods.torch_engine.tasks.classifier_task import ClassifierModule
 
 
 def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
@@ -34,7 +35,11 @@ def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
             sums.total.backward()
             total, weight = total + sums.total.item(), weight + sums.weight.item()
             places = torch.from_numpy(compared_positions(row, len(rows)))
-            logits.append(module(_logits, module, row, places).cpu().numpy())
+            if isinstance(module, ClassifierModule):
+                with torch.no_grad():
+                    logits.append(row_logits(module(module.outputs, batch).cpu().numpy(), places.numpy()))
+            else:
+                logits.append(module(_logits, module, row, places).cpu().numpy())
     gradients = {name: torch.zeros_like(param) if param.grad is None else param.grad.div_(weight or 1)
                  for name, param in _named(module).items()}
     write(folder, total / (weight or 1), weight, np.concatenate(logits),

@@ -100,6 +100,7 @@ class TaskFields:
     sequences_per_row: ClassVar[int] = 1
     adapter_drops: ClassVar[bool] = True  # whether `adapter` keeps its own dropout
     auto_class: ClassVar[str] = "AutoModel"  # transformers' class that loads the model
+    pipeline_tag: ClassVar[str | None] = None  # the hub's name of the task
     own_files: ClassVar[tuple[str, ...]] = ()  # names of files in the run folder that other tasks do not write
     accuracy: ClassVar[str | None] = None  # metric that may still rise when val/loss no longer falls
     usual: ClassVar[Usual] = Usual()
@@ -202,6 +203,7 @@ class CausalFields(TaskFields):
     """
 
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    pipeline_tag: ClassVar[str] = "text-generation"
     may_change: ClassVar[tuple[str, ...]] = ("generation",)
 
     generation: Generation = Generation()

@@ -18,6 +18,7 @@ class MLMFields(TaskFields):
 
     takes: ClassVar[str] = "MLMData"
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
+    pipeline_tag: ClassVar[str] = "fill-mask"
     may_change: ClassVar[tuple[str, ...]] = ("top_k",)
     # Encoders of any size are tuned at 2e-5 to 5e-5 (Devlin et al., 2019, appendix A.3).
     usual: ClassVar[Usual] = Usual(rows=32, lr=5e-5, small_lr=5e-5)

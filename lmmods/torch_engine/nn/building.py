@@ -45,8 +45,9 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     bound_onednn_cache()
     torch.manual_seed(seed)
     is_causal = auto_class == "AutoModelForCausalLM"
-    model = _base(fields, auto_class, vocabulary_fields(data.tokenizer, is_causal), precision, device, seed, by_parts,
-                  frozen or fields.trains_adapter, abstract)
+    overrides = {**(fields.overrides or {}), **data.network_fields} or None
+    model = _base(fields, overrides, auto_class, vocabulary_fields(data.tokenizer, is_causal), precision, device, seed,
+                  by_parts, frozen or fields.trains_adapter, abstract)
     if fields.fast_kernels:
         fuse_activations(model)
         if device.type == "cpu" and fields.attention is None:
@@ -79,14 +80,14 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     return model.train()
 
 
-def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], precision: str, device: torch.device,
-          seed: int, by_parts: bool, frozen: bool, abstract: bool) -> nn.Module:
+def _base(fields: TaskFields, overrides: dict[str, Any] | None, auto_class: str, vocabulary: dict[str, Any],
+          precision: str, device: torch.device, seed: int, by_parts: bool, frozen: bool, abstract: bool) -> nn.Module:
     """Return the network without adapter, loaded or with random weights."""
     import transformers
 
     auto = getattr(transformers, auto_class)
     if fields.config is not None:
-        config = load_config(fields.config, fields.overrides, fields.revision, fields.trust_remote_code,
+        config = load_config(fields.config, overrides, fields.revision, fields.trust_remote_code,
                              vocabulary)
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
 
@@ -96,7 +97,7 @@ def _base(fields: TaskFields, auto_class: str, vocabulary: dict[str, Any], preci
 
         with _sizes_checked(), choosing_attention(fields.attention):
             return make() if abstract else from_config(make, seed, by_parts)
-    return load_pretrained(auto, fields.pretrained, overrides=fields.overrides, revision=fields.revision,
+    return load_pretrained(auto, fields.pretrained, overrides=overrides, revision=fields.revision,
                            trust_remote_code=fields.trust_remote_code, quantize=fields.quantize,
                            double_quant=fields.double_quant, quant_storage=fields.quant_storage, precision=precision,
                            frozen=frozen, attention=fields.attention, device=device,

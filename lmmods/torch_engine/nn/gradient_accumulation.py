@@ -243,7 +243,10 @@ def split_rows(batch: dict[str, Tensor], num_tokens: int) -> list[dict[str, Tens
         start += size
     if len(chunks) == 1 and longest[0] == width:  # nothing to split or trim
         return [batch]
-    # Tensors of the mask's rank have a position axis; others have one value per row.
-    return [{name: values[rows][..., :length] if values.ndim == mask.ndim else values[rows]
+    # Tensors of the mask's shape have a position axis; others have values per row, as a yes or no for each class does,
+    # which may be as many as there are positions.
+    has_positions = {name: values.shape == mask.shape and not (name == "labels" and values.is_floating_point())
+                     for name, values in batch.items()}
+    return [{name: values[rows][..., :length] if has_positions[name] else values[rows]
              for name, values in batch.items()}
             for rows, length in chunks]

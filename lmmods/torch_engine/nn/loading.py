@@ -34,6 +34,7 @@ from lmmods.torch_engine.compat.bitsandbytes import (
 from lmmods.torch_engine.compat.torch import never_move
 from lmmods.torch_engine.compat.transformers import layers_to_quantize, quantising, quiet_loading, reading_parts
 from lmmods.torch_engine.nn.attention import choosing_attention
+from lmmods.torch_engine.nn.classifier import NEW_HEADS, head_modules
 from lmmods.torch_engine.nn.experts import is_stacked, pack
 from lmmods.torch_engine.nn.initialization import missing_weights
 from lmmods.torch_engine.nn.quantizing import quantize_in_chunks
@@ -74,9 +75,11 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     stored = compute if frozen or precision.endswith("true") else torch.float32
     if trust_remote_code:
         warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
-    # The span head is new to the model and trains in full; transformers itself spares only vocabulary heads.
-    skip = list(ANSWER_HEADS) if auto_class.__name__ == "AutoModelForQuestionAnswering" else None
     config = load_config(pretrained, overrides, revision, trust_remote_code)
+    # A new head trains in full; transformers itself leaves only vocabulary heads unquantised.
+    answers = auto_class.__name__ == "AutoModelForQuestionAnswering"
+    heads = [] if answers else new_head(auto_class, config, trust_remote_code)
+    skip = list(ANSWER_HEADS) if answers else heads or None
     saved = saved_quantization(config)
     check_saved_quantization(saved, pretrained, quantize, frozen)
     is_packed = saved not in (None, MXFP4)
@@ -96,7 +99,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                             "that it was made of in model.pretrained, with model.quantize.")
         return _outlined(auto_class, config, stored, attention, trust_remote_code, options.get("quantization_config"),
                          frozen and precision != "bf16-true")
-    options |= {"key_mapping": base_names(config)} if skip else {}
+    options |= {"key_mapping": base_names(config)} if answers else {}
+    options |= {"ignore_mismatched_sizes": True} if heads else {}
     if quantize in ("nf4", "fp4"):
         quantize_in_chunks()
     check_weights(pretrained)
@@ -112,8 +116,13 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
             if max_memory is not None and "dispatched on the CPU or the disk" in str(error):  # by bitsandbytes
                 raise no_room(max_memory) from error
             raise
+    # Weights of the head for other labels are drawn anew; others of another shape mean wrong files.
+    resized = {name for name, *_ in found.get("mismatched_keys") or ()}
+    found["missing_keys"] = {*found["missing_keys"], *resized}
     # Missing weights of the base mean wrong files; those of a new head are normal and reported below.
-    if missing := sorted(name for name in found["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")):
+    base = f"{model.base_model_prefix}."
+    if missing := sorted(name for name in found["missing_keys"] if (name in resized or name.startswith(base))
+                         and not any(name.startswith(f"{head}.") for head in heads)):
         raise UserError(f"model.pretrained: {pretrained} lacks {len(missing)} weights of {type(model).__name__}, among "
                         f"them {', '.join(missing[:3])}: its config.json is of another architecture, or files are "
                         "missing. Fetch it again.")
@@ -135,6 +144,18 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     if (quantize or is_packed) and not by_parts:
         _let_go_of_files(model)
     return model.train()
+
+
+def new_head(auto_class: type, config: PreTrainedConfig, trust_remote_code: bool = False) -> list[str]:
+    """Return the names of the modules of a head that most files lack, as of classifiers; none for heads of a vocabulary.
+
+    Args:
+        auto_class: `AutoModelFor...` of transformers.
+    """
+    if not auto_class.__name__.endswith(NEW_HEADS):
+        return []
+    with torch.device("meta"):
+        return head_modules(auto_class.from_config(config, trust_remote_code=trust_remote_code))
 
 
 def _let_go_of_files(model: nn.Module) -> None:

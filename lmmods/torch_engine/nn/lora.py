@@ -39,6 +39,7 @@ from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.bitsandbytes import is_8bit, matrix_of
 from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear, lora_layers
 from lmmods.torch_engine.compat.torch import has_forward_hooks, version_of
+from lmmods.torch_engine.nn.classifier import has_new_head, head_modules
 from lmmods.torch_engine.nn.experts import is_stacked, packed_names, stand_ins
 from lmmods.torch_engine.nn.initialization import start_adapter
 from lmmods.torch_engine.nn.stored import fill
@@ -57,8 +58,11 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     """
     from peft import LoraConfig, get_peft_model
 
+    heads = head_modules(model) if has_new_head(model) else []
     # Check targets and modules by name before PEFT changes the model, so that errors name keys of the recipe.
-    linear, has_experts = _adaptable(model), mixture_of(model.config) is not None
+    in_heads = [name for name in _adaptable(model) if any(f"{name}.".startswith(f"{head}.") for head in heads)]
+    linear = [name for name in _adaptable(model) if name not in in_heads]
+    has_experts = mixture_of(model.config) is not None
     adapted = adapted_layers(settings, linear, has_experts, model.config.model_type)
     in_full = modules_in_full(settings, dict(model.named_modules()), linear)
     packed = packed_names(model)
@@ -74,7 +78,8 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         fill(module)  # PEFT copies its values
     stacked = [name for name, parameter in model.named_parameters() if is_stacked(name, parameter)]
     adapted_parameters(settings, [*packed, *stacked], in_full)
-    answers = [name for name in ANSWER_HEADS if task_type == "QUESTION_ANS" and hasattr(model, name)]
+    if task_type == "QUESTION_ANS":  # layers before the last one may come from another head in the files
+        heads = in_heads = [name for name in ANSWER_HEADS if hasattr(model, name)]
     targets = [settings.targets] if isinstance(settings.targets, str) else settings.targets
     if "all-linear" in targets and has_experts:  # PEFT's "all-linear" would include them and their router
         targets = sorted({name.rsplit(".", 1)[-1] for name in adapted})
@@ -83,13 +88,13 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules="all-linear" if "all-linear" in targets else targets,
-        # for this task PEFT itself adds "qa_outputs"
-        modules_to_save=[*(settings.modules_to_save or []), *(set(answers) - {"qa_outputs"})] or None,
+        # for answer spans PEFT itself adds "qa_outputs"
+        modules_to_save=[*(settings.modules_to_save or []), *(name for name in heads if name != "qa_outputs")] or None,
         target_parameters=settings.target_parameters,
         use_dora=settings.dora,
         use_rslora=settings.rslora,
         trainable_token_indices=_token_rows(model, trainable_tokens, in_full),
-        exclude_modules=answers or None,  # an adapter on modules that train in full would clash
+        exclude_modules=in_heads or None,  # an adapter on modules that train in full would clash
         task_type=task_type,
     )
     with stand_ins(model):

@@ -1,0 +1,63 @@
+"""Base class of tasks whose metrics are computed once, over the network's outputs for all rows of an evaluation."""
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmmods.torch_engine.nn.gradient_accumulation import gather
+from lmmods.torch_engine.nn.loss import LossSums
+from lmmods.torch_engine.tasks.base import TaskModule
+
+
+class RowModule(TaskModule):
+    """A task whose outputs are few numbers per row, from which the data module makes metrics and predictions."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.eval_metrics = torch.nn.ModuleDict({"loss": self.eval_metrics["loss"]})
+        self._outputs: dict[int, Any] = {}  # of the current evaluation, by row
+
+    @abstractmethod
+    def outputs(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the network's outputs for a batch, [B, ...]."""
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> LossSums:
+        """Return the summed loss of these outputs."""
+
+    def row_output(self, output: np.ndarray, mask: np.ndarray) -> Any:
+        """Return what the data module gets of a row's output; `mask` is the row's attention mask."""
+        return output
+
+    def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
+        return self.loss(self.outputs(batch), batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        outputs = self(self.outputs, batch)
+        sums = self.loss(outputs, batch)
+        self.eval_metrics["loss"].update(sums.total, sums.weight)
+        self._outputs |= self._by_row(batch, outputs)
+
+    test_step = validation_step
+
+    def eval_results(self, role: str) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return loss and metrics over all ranks, and the files of predictions."""
+        loss = self.eval_metrics["loss"]
+        results = {"loss": loss.compute().item()}
+        loss.reset()
+        outputs, self._outputs = gather(self._outputs, self.trainer.world_size), {}
+        found = self.trainer.datamodule.answer(role, outputs)
+        return {**results, **found.scores}, found.files
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[int, Any]:
+        """Return the outputs of each row of the batch, by its index."""
+        return self._by_row(batch, self(self.outputs, batch))
+
+    def _by_row(self, batch: dict[str, Tensor], outputs: Tensor) -> dict[int, Any]:
+        outputs, masks = outputs.float().cpu().numpy(), batch["attention_mask"].cpu().numpy()
+        # Rows without an index only even out the processes.
+        return {index: self.row_output(outputs[row], masks[row]) for row, index in enumerate(batch["index"].tolist())
+                if index >= 0}

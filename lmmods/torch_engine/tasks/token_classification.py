@@ -1,0 +1,17 @@
+"""Classification of tokens, as names, places and parts of speech."""
+
+import numpy as np
+
+from lmmods.recipe.tasks.token_classification import TokenClassificationFields
+from lmmods.torch_engine.tasks.classifier_task import LabelModule
+
+
+class TokenClassification(TokenClassificationFields, LabelModule):
+    """Give each word of a text a tag; loss and metrics are over labelled tokens."""
+
+    auto_class = "AutoModelForTokenClassification"
+    task_type = "TOKEN_CLS"
+
+    def row_output(self, output: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Return the logits of the row's real tokens, [t, K]."""
+        return output[mask.astype(bool)]
