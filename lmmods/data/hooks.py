@@ -30,6 +30,7 @@ class TaskHooks(DataFields, ABC):
     longest_first: bool = False  # train on the longest rows first, to measure the memory of the largest batch
     token_types: bool = True  # True if the model uses token types
     answers: Answers = "pair"  # what a row of preferences is to the loss
+    label_names: list[str] | None = None  # labels of the pretrained model, in the order of its outputs
     _adds_padding = True  # give a tokenizer without padding token a new one, and the network a row for it
 
     # What `new` asks
@@ -42,6 +43,15 @@ class TaskHooks(DataFields, ABC):
     @classmethod
     def model_settings(cls, row: Row) -> dict[str, tuple[Any, str]]:
         """Return keys of `model` that such rows decide: value and comment."""
+        return {}
+
+    # What the network needs
+
+    @property
+    def network_fields(self) -> dict[str, Any]:
+        """Fields of transformers' configuration that the rows decide, such as `id2label`; after `prepare_data`, or from
+        a checkpoint. Default: none.
+        """
         return {}
 
     # Rows
@@ -142,6 +152,13 @@ class TaskHooks(DataFields, ABC):
         prompts = self.tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
         texts = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
         return {index: pair for index, *pair in zip(batch["index"].tolist(), prompts, texts) if index >= 0}
+
+    def answer(self, role: str, outputs: dict[int, Any]) -> Predictions:
+        """Rows, scores and files from all outputs of an evaluation or of predict, by `index`.
+
+        For tasks whose outputs are no text; their `outputs_by_index` and `predictions` lead here.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `answer`")
 
     def predictions(self, outputs: dict[int, Any]) -> Predictions:
         """Rows, scores and files from all outputs of predict, by index."""

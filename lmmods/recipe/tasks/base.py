@@ -4,6 +4,7 @@ Both engines' task classes and the data modules inherit these dataclasses, so a 
 by name what it cannot do when the run starts.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -215,6 +216,27 @@ class CausalFields(TaskFields):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class LabelFields(TaskFields):
+    """What the tasks take that learn labels.
+
+    Args:
+        class_weights: Weight of each label in the loss, by its name ({rare: 5.0}; others weigh 1), or `balanced`: rows
+            / (labels * rows with the label), of the training rows. null weighs all alike.
+    """
+
+    # Encoders of any size are tuned at 2e-5 to 5e-5 (Devlin et al., 2019, appendix A.3).
+    usual: ClassVar[Usual] = Usual(rows=32, lr=2e-5, small_lr=5e-5)
+    own_files: ClassVar[tuple[str, ...]] = ("classes.json",)
+
+    class_weights: dict[str, float] | Literal["balanced"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, weight in self.class_weights.items() if isinstance(self.class_weights, dict) else ():
+            require(weight > 0 and math.isfinite(weight), f"model.class_weights.{name}", weight, "more than 0")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class DataFields:
     """Fields of every data module.
 
@@ -336,6 +358,28 @@ class TextDataFields(DataFields):
 
     text_column: str = "text"
     documents: Literal["file", "paragraph", "line"] = "file"
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class LabelDataFields(DataFields):
+    """Fields of the tasks that learn labels.
+
+    Args:
+        labels: Names of the labels, in the order of the network's outputs; null is those of the training rows, sorted,
+            or in the order in which the model or the data set names the same labels. A stream needs them.
+    """
+
+    labels: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packing:
+            raise UserError("data.packing is not for tasks that learn labels: each row is read by itself. "
+                            "data.group_by_length saves most of the padding")
+        if self.labels is not None:
+            twice = next((name for name in self.labels if self.labels.count(name) > 1), None)
+            require(twice is None, "data.labels", self.labels, f"a list that names {twice!r} once")
+            require(bool(self.labels), "data.labels", self.labels, "null or a list of names")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -1,0 +1,50 @@
+"""Classification of texts: one label, several labels, or a number."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from lmmods.core.settings import require
+from lmmods.recipe.tasks.base import LabelDataFields, LabelFields
+
+ProblemType = Literal["single_label", "multi_label", "regression"]
+
+
+class SequenceClassificationFields(LabelFields):
+    """Tell the label of a text or of a pair of texts, or its number."""
+
+    takes = "SequenceClassificationData"
+    auto_class = "AutoModelForSequenceClassification"
+    accuracy = "val/accuracy"
+
+    @classmethod
+    def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
+        weighted = ", with weights of the classes" if settings.get("class_weights") else ""
+        return ["text-classification"], f"Trained to tell the label of a text{weighted}."
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SequenceClassificationDataFields(LabelDataFields):
+    """Texts, or pairs of texts, with labels; one row of a batch is one of them.
+
+    Args:
+        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
+            revision, columns, limit, weight}, or a list of these. Rows have one or two columns of text and a label.
+        text_columns: One or two columns with the texts; null is the usual ones (sentence1 and sentence2, premise and
+            hypothesis, question and sentence, text, sentence ...), else the first two columns of text.
+        label_column: Column with the label; null is label or labels, else class, category, target or score.
+        problem_type: single_label, multi_label (a row has a list of labels) or regression (a number); null decides by
+            the training rows: lists are multi_label, numbers with a fraction regression.
+    """
+
+    kind: ClassVar[str] = "SequenceClassificationData"
+
+    text_columns: list[str] | None = None
+    label_column: str | None = None
+    problem_type: ProblemType | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.text_columns is None or len(self.text_columns) in (1, 2), "data.text_columns", self.text_columns,
+                "null or a list of one or two columns")
+        require(self.labels is None or self.problem_type != "regression", "data.labels", self.labels,
+                "null with data.problem_type regression, which learns numbers")
