@@ -1,0 +1,84 @@
+"""Reward models: scores of answers, learnt from pairs of which one is better."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import dropout_rates, load_config
+from lmmods.core.settings import require
+from lmmods.recipe.tasks.base import ConversationFields, TaskFields, Usual
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RewardFields(TaskFields):
+    """Train a model to score answers, the better one of a pair higher; predict scores chats.
+
+    The loss of a pair is -log σ(s_w - s_l - margin), s_w being the score of the better answer (Bradley and Terry 1952;
+    margin: Touvron et al. 2023, section 3.2.2).
+
+    Args:
+        center_rewards_coefficient: Weight of (s_w + s_l)^2 in the loss of a pair, which keeps scores around 0
+            (Eisenstein et al. 2023, who take 0.01); 0 is none.
+    """
+
+    takes: ClassVar[str] = "RewardData"
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    sequences_per_row: ClassVar[int] = 2
+    adapter_drops: ClassVar[bool] = False
+    accuracy: ClassVar[str] = "val/accuracy"
+    usual: ClassVar[Usual] = Usual(epochs=1, rows=32, lr=1e-5, small_lr=1e-4, adapter_lr=1e-4)
+
+    center_rewards_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.center_rewards_coefficient >= 0, "model.center_rewards_coefficient",
+                self.center_rewards_coefficient, "0 or more")
+        for key, fields in (("config", self.config), ("config_overrides", self.config_overrides)):
+            labels = fields.get("num_labels", 1) if isinstance(fields, dict) else 1
+            require(labels == 1, f"model.{key}.num_labels", labels, "1 for a reward model, whose score is one number")
+
+    @classmethod
+    def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
+        weight = settings.get("center_rewards_coefficient")
+        centred = f", center_rewards_coefficient {weight}" if weight else ""
+        return ["reward-trainer"], f"Trained as a reward model on pairs of answers{centred}."
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Fields changed in the configuration: one label, and no dropout unless the recipe names a rate.
+
+        Both answers of a pair are compared, so noise that differs between them is noise in the loss. Raises UserError
+        for an unknown model.
+        """
+        given = self.config_overrides or {}
+        named = {*given, *(self.config if isinstance(self.config, dict) else {})}
+        config = load_config(self.pretrained or self.config, given, self.revision, self.trust_remote_code)
+        return {**{name: 0.0 for name in dropout_rates(config) if name not in named}, **given, "num_labels": 1}
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RewardDataFields(ConversationFields):
+    """Pairs of answers to a prompt, or of texts; one row of a batch is a pair.
+
+    Args:
+        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
+            revision, columns, limit, weight, format}, or a list of these. Rows are pairs (chosen, rejected) of chats or
+            texts, or lists of answers with scores.
+        max_length: Longest prompt with one of its answers in tokens; null is 1024, or what the model can take if that
+            is less.
+        batch_size: Pairs per micro-batch and device in training.
+        dataset_format: Layout of the conversations in the rows (messages, prompt-completion, ...); null detects it from
+            the columns. `text` is for pairs of plain texts without a prompt.
+        margin_column: Column with the least difference of the scores, where rows have it; elsewhere it is 0.
+    """
+
+    kind: ClassVar[str] = "RewardData"
+
+    margin_column: str = "margin"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packing:
+            raise UserError("data.packing is not for reward models: the answers of a pair stay together. "
+                            "data.group_by_length saves most of the padding")
