@@ -23,6 +23,7 @@ class RewardFields(TaskFields):
 
     takes: ClassVar[str] = "RewardData"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    pipeline_tag: ClassVar[str] = "text-classification"
     sequences_per_row: ClassVar[int] = 2
     adapter_drops: ClassVar[bool] = False
     accuracy: ClassVar[str] = "val/accuracy"

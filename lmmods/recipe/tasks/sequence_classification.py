@@ -14,6 +14,7 @@ class SequenceClassificationFields(LabelFields):
 
     takes = "SequenceClassificationData"
     auto_class = "AutoModelForSequenceClassification"
+    pipeline_tag = "text-classification"
     accuracy = "val/accuracy"
 
     @classmethod

@@ -11,6 +11,7 @@ class TokenClassificationFields(LabelFields):
 
     takes = "TokenClassificationData"
     auto_class = "AutoModelForTokenClassification"
+    pipeline_tag = "token-classification"
     accuracy = "val/f1"
 
     @classmethod
