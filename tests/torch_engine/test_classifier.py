@@ -1,0 +1,221 @@
+"""Heads that classify, on torch: scores and losses against transformers', and which of their parts train."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING
+
+from lmmods.core.errors import UserError
+from lmmods.core.settings import LoRA
+from lmmods.torch_engine.nn.classifier import Classifier, choice_loss, head_modules, label_loss, reward_loss
+from lmmods.torch_engine.nn.gradient_accumulation import split_rows
+from lmmods.torch_engine.nn.loading import load_pretrained
+from lmmods.torch_engine.nn.lora import add_lora
+from tests.closeness import assert_as_close, gradients, in_both
+
+V, PAD, K = 61, 0, 3
+ROPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
+BERT = {key: ROPE[key] for key in ROPE if key != "num_key_value_heads"}
+OLD = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+ENCODERS = {
+    "bert": BERT, "roberta": BERT, "xlm-roberta": BERT, "electra": {**BERT, "embedding_size": 12},
+    "albert": {**BERT, "embedding_size": 12}, "deberta-v2": {**BERT, "relative_attention": True,
+                                                             "pos_att_type": ["p2c", "c2p"]},
+    "distilbert": {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64,
+                   "initializer_range": 0.2},
+    "modernbert": {**BERT, "classifier_pooling": "mean", "cls_token_id": 1, "sep_token_id": 2},
+}
+DECODERS = {
+    "llama": ROPE, "qwen2": ROPE, "qwen3": {**ROPE, "head_dim": 6}, "gemma": {**ROPE, "head_dim": 6},
+    "gemma2": {**ROPE, "head_dim": 6}, "gemma3_text": {**ROPE, "head_dim": 6}, "mistral": ROPE, "phi3": ROPE,
+    "glm4": {**ROPE, "head_dim": 8}, "starcoder2": ROPE, "smollm3": ROPE, "olmo2": ROPE, "olmo3": ROPE,
+    "gpt_neox": BERT, "gpt2": OLD, "openai-gpt": OLD, "ctrl": {**OLD, "dff": 24},
+}
+LENGTHS = (9, 5, 12)
+
+
+def make(name: str, head: str, **fields) -> torch.nn.Module:
+    torch.manual_seed(0)
+    tokens = {"pad_token_id": PAD, **({"bos_token_id": 1, "eos_token_id": 2} if name in DECODERS else {})}
+    config = CONFIG_MAPPING[name](**{**(ENCODERS | DECODERS)[name], "vocab_size": V, **tokens, **fields})
+    return getattr(transformers, f"AutoModelFor{head}").from_config(config).eval()
+
+
+def rows(end: int | None = None) -> list[torch.Tensor]:
+    """Token ids [1, T] of three texts that hold no padding, or end in this token."""
+    generator = torch.Generator().manual_seed(1)
+    found = [torch.randint(3, V, (1, length), generator=generator) for length in LENGTHS]
+    for ids in found if end is not None else ():
+        ids[:, -1] = end
+    return found
+
+
+def padded(found: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The texts as a batch, padded on the right."""
+    longest = max(LENGTHS)
+    return {"input_ids": torch.cat([F.pad(ids, (0, longest - ids.shape[1]), value=PAD) for ids in found]),
+            "attention_mask": torch.stack([(torch.arange(longest) < ids.shape[1]).long() for ids in found])}
+
+
+@pytest.mark.parametrize("name", [*ENCODERS, *DECODERS])
+def test_rows_have_the_scores_that_transformers_gives_each_alone(name):
+    model = make(name, "SequenceClassification", num_labels=K)
+    labels = torch.tensor([2, 0, 1])
+
+    def ours(network):
+        logits = Classifier(network)(padded(rows()))
+        sums = label_loss(logits, labels)
+        return logits, sums.total / sums.weight, gradients(network, sums.total / sums.weight)
+
+    def theirs(network):
+        found = [network(input_ids=ids, labels=label.view(1)) for ids, label in zip(rows(), labels, strict=True)]
+        loss = torch.stack([each.loss for each in found]).mean()
+        return torch.cat([each.logits for each in found]), loss, gradients(network, loss)
+
+    assert Classifier(model).pools_last == (name in DECODERS)
+    for found, other, exact in zip(ours(model), *in_both(theirs, model), strict=True):
+        assert_as_close(found, other, exact, terms=1024)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "ctrl"])
+def test_a_row_that_ends_in_the_padding_token_is_read_to_its_end(name):
+    model = make(name, "SequenceClassification", num_labels=K)
+    batch = padded(rows(end=PAD))
+    alone = copy.deepcopy(model)
+    alone.config.pad_token_id = None  # each row alone: transformers then takes its last token
+    expected = torch.cat([alone(input_ids=ids).logits for ids in rows(end=PAD)])
+    torch.testing.assert_close(Classifier(model)(batch), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(**batch).logits, expected, rtol=1e-2)  # by the padding id: another token
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert", "llama", "gpt2"])
+def test_tokens_have_transformers_scores_and_loss(name):
+    model, batch = make(name, "TokenClassification", num_labels=K), padded(rows())
+    labels = torch.where(batch["attention_mask"] > 0, batch["input_ids"] % K, -100)
+    output = model(**batch, labels=labels)
+    sums = label_loss(Classifier(model)(batch), labels)
+    torch.testing.assert_close(sums.total / sums.weight, output.loss)
+
+
+@pytest.mark.parametrize("name", [*ENCODERS])
+def test_choices_have_transformers_scores_and_loss(name):
+    model, labels = make(name, "MultipleChoice"), torch.tensor([1, 0])
+    batch = {key: values[torch.tensor([[0, 1], [2, 1]])] for key, values in padded(rows()).items()}  # [2, 2, T]
+    output = model(**batch, labels=labels)
+    sums = choice_loss(Classifier(model)(batch), {"labels": labels, "choices": torch.tensor([2, 2])})
+    torch.testing.assert_close(sums.total / sums.weight, output.loss)
+
+
+def test_a_choice_that_a_row_lacks_has_no_part_in_its_loss():
+    logits = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    sums = choice_loss(logits, {"labels": torch.tensor([1, -100]), "choices": torch.tensor([3, 0])})
+    sums.total.backward()
+    torch.testing.assert_close(sums.total, F.cross_entropy(logits[:1, :3], torch.tensor([1])))
+    assert sums.weight == 1 and not logits.grad[1].any() and logits.grad[0, 3] == 0
+
+
+@pytest.mark.parametrize("kind", ["single", "several", "value"])
+def test_losses_are_those_of_transformers_by_the_labels_type(kind):
+    fields = {"single": ({"num_labels": K}, torch.tensor([2, 0, 1])),
+              "several": ({"num_labels": K, "problem_type": "multi_label_classification"},
+                          torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 1]])),
+              "value": ({"num_labels": 1, "problem_type": "regression"}, torch.tensor([0.5, -100.0, 3.0]))}[kind]
+    model, batch = make("bert", "SequenceClassification", **fields[0]), padded(rows())
+    sums = label_loss(Classifier(model)(batch), fields[1])
+    torch.testing.assert_close(sums.total / sums.weight, model(**batch, labels=fields[1]).loss)
+
+
+def test_rows_that_even_out_processes_count_nowhere():
+    logits = torch.randn(2, K)
+    whole = label_loss(logits[:1], torch.tensor([[1.0, 0, 1]]))
+    both = label_loss(logits, torch.tensor([[1.0, 0, 1], [float("nan")] * 3]))
+    assert both.total == whole.total and both.weight == whole.weight == 1
+    value = label_loss(logits[:, :1], torch.tensor([1.5, float("nan")]))
+    assert value.weight == 1 and value.total == (logits[0, 0] - 1.5).square()
+
+
+def test_weights_of_classes_are_those_of_torchs_losses():
+    generator = torch.Generator().manual_seed(0)
+    logits, weights = torch.randn(5, K, generator=generator), torch.tensor([0.5, 2.0, 1.0])
+    labels = torch.tensor([0, 1, 2, 1, -100])
+    sums = label_loss(logits, labels, weights)
+    torch.testing.assert_close(sums.total / sums.weight, F.cross_entropy(logits, labels, weights))
+    several = (torch.rand(5, K, generator=generator) > 0.5).float()
+    sums = label_loss(logits, several, weights)
+    expected = F.binary_cross_entropy_with_logits(logits, several, weights / weights.mean())
+    torch.testing.assert_close(sums.total / sums.weight, expected)
+
+
+def test_the_loss_of_pairs_is_trls():
+    scores, margin = torch.tensor([[1.0, 0.2], [-0.3, 0.4], [5.0, 5.0]]), torch.tensor([0.5, 0.0, float("nan")])
+    sums = reward_loss(scores, margin, 0.01)
+    chosen, rejected = scores[:2].unbind(1)
+    expected = -F.logsigmoid(chosen - rejected - margin[:2]).mean() + 0.01 * ((chosen + rejected) ** 2).mean()
+    torch.testing.assert_close(sums.total / sums.weight, expected)
+
+
+def test_labels_of_classes_are_not_trimmed_as_positions_are():
+    batch = {**padded(rows()), "labels": torch.rand(3, max(LENGTHS)).round()}
+    chunks = split_rows(batch, 12)
+    assert len(chunks) == 3 and all(chunk["labels"].shape[1] == max(LENGTHS) for chunk in chunks)
+    assert sorted(chunk["input_ids"].shape[1] for chunk in chunks) == [8, 12, 12]
+
+
+HEADS = [("bert", "SequenceClassification", ["bert.pooler", "classifier"]),
+         ("bert", "TokenClassification", ["classifier"]),
+         ("distilbert", "MultipleChoice", ["pre_classifier", "classifier"]),
+         ("roberta", "SequenceClassification", ["classifier"]), ("llama", "SequenceClassification", ["score"])]
+
+
+@pytest.mark.parametrize(("name", "head", "parts"), HEADS)
+def test_the_whole_head_trains_beside_an_adapter_and_peft_loads_both(name, head, parts, tmp_path):
+    model = make(name, head)
+    assert head_modules(model) == parts
+    base = copy.deepcopy(model)
+    task = {"SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS"}.get(head)
+    wrapped = add_lora(model, LoRA(rank=2, targets="all-linear"), [], torch.float32, task, 0)
+    trained = [name for name, param in wrapped.named_parameters() if param.requires_grad]
+    in_head = [name for name in trained if "lora_" not in name]
+    inside = [name for name, _ in base.named_parameters() if any(name.startswith(f"{part}.") for part in parts)]
+    assert [name.replace("base_model.model.", "").replace(".modules_to_save.default", "") for name in in_head] == inside
+    assert not any(part in name for name in trained if "lora_" in name for part in parts)
+    with torch.no_grad():
+        for name, param in wrapped.named_parameters():
+            if param.requires_grad:
+                param.add_(torch.full_like(param, 0.1))
+    wrapped.save_pretrained(tmp_path)
+    from peft import PeftModel
+
+    again = PeftModel.from_pretrained(base, tmp_path).eval()
+    batch = padded(rows())
+    batch = {key: values.unsqueeze(0) for key, values in batch.items()} if head == "MultipleChoice" else batch
+    torch.testing.assert_close(again(**batch).logits, wrapped.eval()(**batch).logits)
+
+
+def test_a_head_for_other_labels_is_drawn_anew_and_said(tmp_path, capsys):
+    saved = make("bert", "SequenceClassification", num_labels=5)
+    saved.save_pretrained(tmp_path)
+    kind = transformers.AutoModelForSequenceClassification
+    model = load_pretrained(kind, str(tmp_path), overrides={"id2label": {0: "a", 1: "b"}}, seed=3)
+    assert "classifier.weight" in capsys.readouterr().out
+    assert model.classifier.weight.shape == (2, 16) and model.classifier.weight.std() > 0
+    again = load_pretrained(kind, str(tmp_path), overrides={"id2label": {0: "a", 1: "b"}}, seed=3)
+    assert torch.equal(model.classifier.weight, again.classifier.weight)
+    # What is in the files and fits is loaded.
+    assert torch.equal(model.bert.pooler.dense.weight, saved.bert.pooler.dense.weight)
+    saved.config.hidden_size = saved.config.intermediate_size = 12
+    saved.config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="lacks"):
+        load_pretrained(kind, str(tmp_path))
+
+
+def test_a_quantised_base_has_a_head_in_full_precision(tmp_path):
+    # A base without a pooler in its files, as those of masked LMs are.
+    transformers.AutoModelForMaskedLM.from_config(make("bert", "MaskedLM").config).save_pretrained(tmp_path)
+    model = load_pretrained(transformers.AutoModelForSequenceClassification, str(tmp_path), quantize="nf4", frozen=True)
+    plain = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    assert plain == {"bert.pooler.dense", "classifier"}
