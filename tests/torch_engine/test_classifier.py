@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
-from lmmods.torch_engine.nn.classifier import Classifier, choice_loss, head_modules, label_loss, reward_loss
+from lmmods.torch_engine.nn.classifier import Classifier, head_modules, label_loss, reward_loss
 from lmmods.torch_engine.nn.gradient_accumulation import split_rows
 from lmmods.torch_engine.nn.loading import load_pretrained
 from lmmods.torch_engine.nn.lora import add_lora
@@ -99,23 +99,6 @@ def test_tokens_have_transformers_scores_and_loss(name):
     output = model(**batch, labels=labels)
     sums = label_loss(Classifier(model)(batch), labels)
     torch.testing.assert_close(sums.total / sums.weight, output.loss)
-
-
-@pytest.mark.parametrize("name", [*ENCODERS])
-def test_choices_have_transformers_scores_and_loss(name):
-    model, labels = make(name, "MultipleChoice"), torch.tensor([1, 0])
-    batch = {key: values[torch.tensor([[0, 1], [2, 1]])] for key, values in padded(rows()).items()}  # [2, 2, T]
-    output = model(**batch, labels=labels)
-    sums = choice_loss(Classifier(model)(batch), {"labels": labels, "choices": torch.tensor([2, 2])})
-    torch.testing.assert_close(sums.total / sums.weight, output.loss)
-
-
-def test_a_choice_that_a_row_lacks_has_no_part_in_its_loss():
-    logits = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    sums = choice_loss(logits, {"labels": torch.tensor([1, -100]), "choices": torch.tensor([3, 0])})
-    sums.total.backward()
-    torch.testing.assert_close(sums.total, F.cross_entropy(logits[:1, :3], torch.tensor([1])))
-    assert sums.weight == 1 and not logits.grad[1].any() and logits.grad[0, 3] == 0
 
 
 @pytest.mark.parametrize("kind", ["single", "several", "value"])

@@ -126,24 +126,6 @@ def scored_values(labels: Tensor) -> Tensor:
     return ~labels.isnan() if labels.ndim == 1 else ~labels.isnan().any(1)
 
 
-def choice_loss(logits: Tensor, batch: dict[str, Tensor]) -> LossSums:
-    """Return the summed cross-entropy of the right choices.
-
-    Args:
-        logits: [B, C] float32.
-        batch: `labels` [B], IGNORED in rows that do not count; `choices` [B], how many of C a row has.
-    """
-    return label_loss(existing(logits, batch), batch["labels"])
-
-
-def existing(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Return logits [B, C] with those of choices that a row does not have at the lowest value, so of probability 0."""
-    places = torch.arange(logits.shape[1], device=logits.device)
-    # Rows that only even out the processes have no choice at all: a softmax over nothing would be NaN.
-    absent = places >= batch["choices"].clamp(min=1).unsqueeze(1)
-    return logits.masked_fill(absent, torch.finfo(logits.dtype).min)
-
-
 def reward_loss(scores: Tensor, margins: Tensor, center: float = 0.0) -> LossSums:
     """Return the summed loss of pairs, −log σ(s_w − s_l − margin) + center (s_w + s_l)² (Bradley & Terry 1952; the
     margin of Touvron et al. 2023; the centring of Eisenstein et al. 2023).
