@@ -276,6 +276,7 @@ def _losses_of(logits: Array, targets: Array, axes: tuple[str, ...]) -> Array:
 # head's weights again, and their gradient if they train: on GPUs larger chunks are worth their memory.
 CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
+LEAST_CHUNK = 128  # positions of a chunk, over which reading the weights of a large vocabulary is spread
 
 
 class Way(NamedTuple):
@@ -325,8 +326,8 @@ def convert(head: Callable[[Array], Array], hidden: Array, vocab_size: int, on: 
     chunk_bytes = CHUNK_BYTES if target(on).platform == "cpu" else CHUNK_BYTES_GPU
     # Per device a chunk has C * V logits, sharded vocabulary or not, and hidden states [together * C, D].
     widest = max(vocab_size, together * flat.shape[1] if axes else 0)
-    # At least one position, and at most a whole line.
-    way = Way(min(max(chunk_bytes // (4 * widest), 1), len(flat) // num_lines), axes)
+    # At most a whole line.
+    way = Way(min(max(chunk_bytes // (4 * widest), LEAST_CHUNK), len(flat) // num_lines), axes)
     pure_head, params = jax.closure_convert(head, flat[:together * way.chunk])
     return pure_head, way, params
 

@@ -19,6 +19,7 @@ from lmmods.torch_engine.compat.torch import add_to_all
 # once more: on GPUs this costs more than the memory of larger chunks; on CPUs larger chunks are not faster.
 CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
+LEAST_CHUNK = 128  # positions of a chunk, over which reading the weights of a large vocabulary is spread
 
 
 class LossSums(NamedTuple):
@@ -82,7 +83,8 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
 
 def _chunk_length(vocab_size: int, device: torch.device) -> int:
     """Return the positions of a chunk."""
-    return max((CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), 1)  # float32 logits
+    # [positions, V] float32 logits
+    return max((CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), LEAST_CHUNK)
 
 
 def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None) -> LossSums:
