@@ -147,7 +147,7 @@ def test_memory_of_a_wide_vocabulary(trains_head, form):
 
     compiled = jax.jit(jax.grad(total, argnums=(0, 2) if trains_head else (0,))).lower(*shapes).compile()
     chunk = 4 * loss.LEAST_CHUNK * wide
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * chunk < 4 * rows * length * wide / 7
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.1 * chunk < 4 * rows * length * wide / 7
 
 
 def test_a_frozen_head_costs_no_gradient():
