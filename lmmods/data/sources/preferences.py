@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 from lmmods.core.errors import UserError
 from lmmods.data.sources.cells import Values, is_blank, parsed
 from lmmods.data.sources.conversation import Conversation, RowProblem
-from lmmods.data.sources.formats import detect_format, read_conversation
+from lmmods.data.sources.formats import detect_format, format_of, read_conversation
 from lmmods.data.sources.turns import Roles
 
 # Content of a row of batches: a pair; one answer; or one answer and that of another row.
@@ -35,7 +35,8 @@ def holds_preference(row: Values) -> bool:
     if "rejected" in row or _answers_column(row) is not None:
         return True
     label = label_of(row)
-    return label is not None and "text" not in row and _is_label(row[label])
+    # Without an answer beside the label, it is the class of a text.
+    return label is not None and format_of(row) not in (None, "text") and _is_label(row[label])
 
 
 def _is_label(value: Any) -> bool:

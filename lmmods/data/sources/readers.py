@@ -37,7 +37,8 @@ LONG_PIECE = 1 << 20  # characters of the pieces of a longer line of text
 LONGEST_DOCUMENT = 512_000_000  # characters of a .json that is no array of records: it is parsed as a whole
 TOO_LONG = f"a row of more than {LONGEST:,} characters, longer than any model could take"
 READ_AT_ONCE = 1 << 20  # bytes
-DocumentUnit = str  # "file", "paragraph" or "line"
+DOCUMENT_START = "-DOCSTART-"  # in CoNLL's files: a line of its own before each document
+DocumentUnit = str  # "file", "paragraph", "line" or "conll"
 
 
 class Row(NamedTuple):
@@ -59,7 +60,8 @@ def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
 
     Args:
         path: Local path or fsspec URL; secrets in a URL are removed from the rows' file name.
-        documents: Unit of a document in a .txt file: the `file`, each `paragraph` (separated by blank lines) or `line`.
+        documents: Unit of a document in a .txt file: the `file`, each `paragraph` (separated by blank lines) or `line`;
+            `conll` if such files are sentences in CoNLL's form.
 
     Raises:
         UserError: The file is missing, damaged, in another encoding than UTF-8, or of an unknown type.
@@ -442,6 +444,9 @@ def _read_txt(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Ro
     A long document is divided at line ends; `starts` is True for its first piece and `ends` for its last. A line of
     more than LONGEST characters is itself divided, before spaces if it has some.
     """
+    if documents == "conll":
+        yield from _read_conll(file, path, documents)
+        return
     piece: list[str] = []
     size, first, starts = 0, 1, True
     for number, line in _lines(_decoded(file, path)):
@@ -484,6 +489,42 @@ def _parted(text: str) -> Iterator[str]:
 def _piece(path: str, line: int, lines: list[str], starts: bool, ends: bool) -> Row:
     text = "".join(lines)
     return Row(path, line, {"text": text.rstrip("\r\n") if ends else text, "starts": starts, "ends": ends})
+
+
+def _read_conll(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
+    """Yield sentences as rows {"tokens", "tags"}: the first and the last column of their lines, which blank lines part.
+
+    Columns are separated by tabs, in lines without a tab by spaces. Sentences of a single column have no tags. A
+    -DOCSTART- line is a row with a problem, so that it is counted.
+    """
+    sentence: list[list[str]] = []
+    first = size = 0
+    # The line 0 at the end closes the last sentence.
+    for number, line in itertools.chain(_lines(_decoded(file, path)), [(0, "")]):
+        text = (line.text if isinstance(line, Part) else line).strip(" \t\r\n")
+        is_start = text.startswith(DOCUMENT_START)
+        if text and not is_start:
+            first, size = first or number, size + len(text)
+            if size > LONGEST:
+                sentence.clear()  # counted on, but not held
+            else:
+                # Not str.split(): it would part words at no-break spaces, too.
+                sentence.append(re.split("\t" if "\t" in text else " +", text))
+            continue
+        if first:
+            yield Row(path, first, {}, TOO_LONG) if size > LONGEST else _tagged(path, first, sentence)
+        if is_start:
+            yield Row(path, number, {}, f"a {DOCUMENT_START} line, which is no sentence")
+        sentence, first, size = [], 0, 0
+
+
+def _tagged(path: str, line: int, sentence: list[list[str]]) -> Row:
+    """A row of CoNLL's lines, split into columns."""
+    if len({len(fields) for fields in sentence}) > 1:
+        return Row(path, line, {}, "lines of a sentence differ in their number of columns")
+    tokens = [fields[0] for fields in sentence]
+    is_bare = len(sentence[0]) == 1
+    return Row(path, line, {"tokens": tokens} if is_bare else {"tokens": tokens, "tags": [row[-1] for row in sentence]})
 
 
 def _read_parquet(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
@@ -545,4 +586,30 @@ READERS: dict[str, Callable[[BinaryIO, str, DocumentUnit], Iterator[Row]]] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
     ".feather": _read_arrow,
+    ".conll": _read_conll,
+    ".bio": _read_conll,
+    ".iob": _read_conll,
 }
+
+
+def table_features(path: str) -> dict[str, Any]:
+    """Types of the columns as `datasets` writes them into the metadata of Parquet and Arrow files; {} if it did not.
+
+    Args:
+        path: Local path or fsspec URL.
+    """
+    if file_type(path) not in (".parquet", ".arrow", ".feather"):
+        return {}
+    try:
+        with fsspec.open(path, "rb", compression=compression(path)) as file:
+            schema = pa.parquet.read_schema(file) if file_type(path) == ".parquet" else _arrow_schema(file)
+        found = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+    except (KeyError, TypeError, RecursionError, *DAMAGED_TABLE, OSError):
+        return {}  # a damaged file is reported where its rows are read
+    return found if isinstance(found, dict) else {}
+
+
+def _arrow_schema(file: BinaryIO) -> pa.Schema:
+    is_file_format = file.read(6) == b"ARROW1"
+    file.seek(0)
+    return (pa.ipc.open_file if is_file_format else pa.ipc.open_stream)(file).schema

@@ -17,7 +17,7 @@ from lmmods.core.compat import rows_fingerprint
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.sources.cells import is_longer_than, without_fillers
-from lmmods.data.sources.readers import LONGEST, READERS, TOO_LONG, Row, read_file
+from lmmods.data.sources.readers import LONGEST, READERS, TOO_LONG, Row, read_file, table_features
 from lmmods.recipe.source import CODECS, Source, check_regular, file_type
 
 NAMED_SETS = {
@@ -89,6 +89,24 @@ class SourceReader:
             renamed[new] = found[0]
         self.replaced.update(name for name in renamed if name in rest)
         return {name: value for name, value in rest.items() if name not in renamed} | renamed
+
+    def class_names(self, column: str) -> list[str] | None:
+        """Names that the numbers of a column stand for, where `datasets` noted them (`ClassLabel`); else None.
+
+        Args:
+            column: Its name after mapping.
+        """
+        if self._hub_rows is not None:
+            features = self._hub_rows.features.to_dict() if self._hub_rows.features else {}
+        else:
+            features = table_features(self.files[0])
+        renamed = {new: name for name, new in (self.source.columns or {}).items()}
+        found = features.get(renamed.get(column, column))
+        # A list of classes has their type inside, as an object or as a list of one.
+        while isinstance(found, dict) and "feature" in found or isinstance(found, list) and len(found) == 1:
+            found = found["feature"] if isinstance(found, dict) else found[0]
+        names = found.get("names") if isinstance(found, dict) and found.get("_type") == "ClassLabel" else None
+        return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
     def num_bytes(self) -> int:
         """Size of local files on disk, 0 for others."""
