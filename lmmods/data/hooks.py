@@ -45,13 +45,17 @@ class TaskHooks(DataFields, ABC):
         """Return keys of `model` that such rows decide: value and comment."""
         return {}
 
-    # What the network needs
+    # What the rows decide
 
     @property
     def network_fields(self) -> dict[str, Any]:
         """Fields of transformers' configuration that the rows decide, such as `id2label`; after `prepare_data`, or from
         a checkpoint. Default: none.
         """
+        return {}
+
+    def label_counts(self, role: str) -> dict[str, int]:
+        """Rows (or tokens) of a role with each label, for the report. Default: none."""
         return {}
 
     # Rows

@@ -11,6 +11,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.core.text_metrics import best_threshold, exact_match, squad_scores, token_f1
 from lmmods.data.base import DataModule
 from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.tokenizer import tells_texts_apart
 from lmmods.data.encode.windows import WindowEncoder, flat_questions, gold_answers
 from lmmods.data.scoring import Answers, Predictions, SpanSettings, WindowLogits, choose_answer
 from lmmods.data.sources.cells import as_text
@@ -185,15 +186,8 @@ class QAData(QADataFields, DataModule):
         return (*self._prompt_keys(), "start_positions", "end_positions")
 
     def _prompt_keys(self) -> tuple[str, ...]:
-        types = ("token_type_ids",) if self.token_types and self._tokenizer_has_types() else ()
+        types = ("token_type_ids",) if self.token_types and tells_texts_apart(self.tokenizer) else ()
         return ("input_ids", *types, "index")
-
-    def _tokenizer_has_types(self) -> bool:
-        """True if the tokenizer distinguishes question and context: by its configuration, else by its encoding."""
-        tokenizer = self.tokenizer
-        if "token_type_ids" in tokenizer.model_input_names or "model_input_names" in tokenizer.init_kwargs:
-            return "token_type_ids" in tokenizer.model_input_names
-        return 1 in tokenizer.backend_tokenizer.encode("a", "b").type_ids and tokenizer.cls_token is not None
 
     def _prompts(self, rows: RowSet) -> "Windows":
         return Windows(rows)

@@ -15,6 +15,7 @@ from lmmods.data.store.rows import RowSet
 SAMPLE = 200_000  # rows from which the padding of larger sets is estimated
 MOST_UNKNOWN = 0.03  # share of unknown tokens above which a vocabulary probably does not fit the texts
 MOST_UNUSED = 30  # keys that the table names; data_report.json names all
+MOST_LABELS = 12  # labels that the table counts; data_report.json counts all
 
 
 def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str],
@@ -34,6 +35,7 @@ def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role
         role: describe_rows(items_of(role), task.batch_size if role == "train" else task.eval_batch_size,
                             task.pad_to_multiple_of, task.max_length, task.seed,
                             batches_per_step if role == "train" else 1)
+        | ({"labels": counts} if (counts := task.label_counts(role)) else {})
         for role in sets
         if role != "predict"
     }
@@ -157,6 +159,10 @@ def render_table(report: dict[str, Any]) -> str:
             named = [f"{name} ({rows} rows)" for name, rows in unused.items()]
             lines.append(f"  not used: {', '.join(named[:MOST_UNUSED])}"
                          + (f" and {len(named) - MOST_UNUSED} more" if len(named) > MOST_UNUSED else ""))
+        if source.get("words_cut"):
+            lines.append(f"  cut {source['words_cut']} of {source['words']} words with them")
+        if source.get("words_without_token"):
+            lines.append(f"  the tokenizer finds no token in {source['words_without_token']} words")
         lines += [f"  note: {note}" for note in source.get("notes", [])]
     lines.append(f"{'split':<8}{'rows':>9}{'tokens':>12}{'median':>8}{'longest':>9}{'padding':>9}{'grouped':>9}"
                  f"{'packed':>9}")
@@ -165,5 +171,18 @@ def render_table(report: dict[str, Any]) -> str:
         lines.append(f"{name:<8}{part['rows']:>9}{part['tokens']:>12}{part['length']['median']:>8.0f}"
                      f"{part['length']['max']:>9}{padding['shuffled']:>9.1%}{padding['group_by_length']:>9.1%}"
                      + (f"{padding['packed']:>9.1%}" if "packed" in padding else ""))
+    lines += [f"labels of {name}: {_label_list(part['labels'])}" for name, part in report["splits"].items()
+              if "labels" in part]
     lines += [f"note: tokenizer: {note}" for note in report["tokenizer"]]
     return "\n".join(lines)
+
+
+def _label_list(counts: dict[str, int]) -> str:
+    """How many rows have each label, the most frequent first, and which labels none has."""
+    total = max(sum(counts.values()), 1)
+    found = sorted(((name, count) for name, count in counts.items() if count), key=lambda pair: -pair[1])
+    absent = [name for name, count in counts.items() if not count]
+    shown = [f"{name} {count} ({count / total:.1%})" for name, count in found[:MOST_LABELS]]
+    more = [f"{len(found) - MOST_LABELS} more"] if len(found) > MOST_LABELS else []
+    return ", ".join([*shown, *more]) + (f"; none of {', '.join(absent[:MOST_LABELS])}"
+                                         + (" ..." if len(absent) > MOST_LABELS else "") if absent else "")

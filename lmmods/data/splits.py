@@ -169,6 +169,12 @@ class Splits:
         else:
             self.sets[role] = rows
 
+    def readers(self, role: Role) -> list[SourceReader]:
+        """Return the readers of the sources of a role, those of a stream unhashed."""
+        is_stream = self._task.streaming and role == "train"
+        return [self._task._reader(source, streaming=True) if is_stream else self._stores.reader(source)
+                for source in self.sources.get(role, [])]
+
     def key(self, role: Role) -> str:
         """Return the recipe key that the rows of a role come from."""
         names = {"train": "source", "val": "val_source" if "val" in self.sources else "val_size"}

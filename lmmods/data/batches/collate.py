@@ -216,3 +216,32 @@ class AnswerCollator:
         # `row` seeds dropout: distinct numbers for up to two answers per row.
         return [{"weight": item["weight"], "draw": item["draw"], "row": 2 * item["row"] + place, **answer}
                 for place, answer in enumerate(item["answers"])]
+
+
+@dataclass
+class LabelCollator:
+    """Adds `labels` of whole rows to the batches of a collator.
+
+    Args:
+        collator: Collator of the other columns.
+        problem_type: What `label` of a row is: a number of a label (int64 [B], IGNORED in padding rows), the numbers of
+            several (float32 [B, K], 1 for those) or a value (float32 [B]); the last two are NaN in padding rows.
+        num_labels: K.
+    """
+
+    collator: Collator
+    problem_type: str
+    num_labels: int
+
+    def __call__(self, items: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
+        return {**self.collator(items), "labels": torch.from_numpy(self._labels(items))}
+
+    def _labels(self, items: list[dict[str, Any] | None]) -> np.ndarray:
+        if self.problem_type == "single_label":
+            return np.array([IGNORED if item is None else item["label"] for item in items], np.int64)
+        if self.problem_type == "regression":
+            return np.array([np.nan if item is None else item["label"] for item in items], np.float32)
+        labels = np.zeros((len(items), self.num_labels), np.float32)
+        for place, item in enumerate(items):
+            labels[place, slice(None) if item is None else item["label"]] = np.nan if item is None else 1
+        return labels

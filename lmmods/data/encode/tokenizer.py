@@ -162,6 +162,13 @@ def encoding_state(tokenizer) -> dict[str, Any]:  # noqa: ANN001
             "special": tokenizer.special_tokens_map}
 
 
+def tells_texts_apart(tokenizer) -> bool:  # noqa: ANN001
+    """True if a tokenizer gives the texts of a pair different types: by its configuration, else by its encoding."""
+    if "token_type_ids" in tokenizer.model_input_names or "model_input_names" in tokenizer.init_kwargs:
+        return "token_type_ids" in tokenizer.model_input_names
+    return 1 in tokenizer.backend_tokenizer.encode("a", "b").type_ids and tokenizer.cls_token is not None
+
+
 def repair(tokenizer, roles: dict[str, str], new_padding: bool = True) -> RepairedTokenizer:  # noqa: ANN001
     """Assign missing roles to tokens of the vocabulary, and ensure that there is a padding token.
 

@@ -9,7 +9,7 @@ A store is a folder named by the fingerprint of everything that it depends on, w
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,10 @@ class Store:
         """Return a column of numbers, or the lengths (int32) of a column of lists. Each call makes a new array."""
         return self._columns.numbers(name)
 
+    def lists(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield a column of lists chunk by chunk: the values of all its lists, and the length of each list."""
+        return self._columns.lists(name)
+
     def source_row(self, index: int) -> dict[str, Any]:
         """Return the row as read. `index` counts all rows read."""
         return json.loads(self._rows["row"][index].as_py())
@@ -114,6 +118,7 @@ class MemoryStore:
 
     row = Store.row
     column = Store.column
+    lists = Store.lists
 
     def source_row(self, index: int) -> dict[str, Any]:
         """The row as read."""
@@ -163,6 +168,12 @@ class _Columns:
                 name: (_numbers(chunk.values), _numbers(chunk.offsets)) if pa.types.is_list(chunk.type)
                 else (_numbers(chunk), None) for name, chunk in chunks.items()}
         return views
+
+    def lists(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield values and lengths of a column of lists, chunk by chunk."""
+        for chunk in self._columns[name].chunks:
+            offsets = _numbers(chunk.offsets)
+            yield _numbers(chunk.values)[offsets[0] : offsets[-1]], np.diff(offsets)
 
     def numbers(self, name: str) -> np.ndarray:
         """Return a column of numbers, or the lengths (int32) of a column of lists."""

@@ -47,6 +47,19 @@ class RowSet(Dataset):
         """Return a column of numbers of the selected rows, or the lengths of a column of lists."""
         return self._selected([store.column(name) for store in self.stores])
 
+    def counts(self, name: str, size: int) -> np.ndarray:
+        """How often the selected rows have each of the numbers 0 to `size` - 1 in their lists of a column."""
+        # Rows may be selected several times.
+        times = np.bincount(self.chosen, minlength=self._starts[-1])
+        found, at = np.zeros(size, np.int64), 0
+        for store in self.stores:
+            for values, lengths in store.lists(name):
+                weights = np.repeat(times[at : at + len(lengths)], lengths)
+                is_counted = (values >= 0) & (values < size)
+                found += np.bincount(values[is_counted], weights[is_counted], size).astype(np.int64)
+                at += len(lengths)
+        return found
+
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each row."""

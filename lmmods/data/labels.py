@@ -1,0 +1,307 @@
+"""What the tasks that learn labels share: finding the labels of the training rows, their order, counts and weights."""
+
+import itertools
+import json
+import os
+import tempfile
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lmmods.core.errors import UserError
+from lmmods.core.files import read_text
+from lmmods.core.hardware import cache_folder
+from lmmods.data.base import DataModule
+from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.labels import CuttingTokenizer
+from lmmods.data.encode.tokenizer import tells_texts_apart
+from lmmods.data.scoring import Predictions
+from lmmods.data.sources.readers import Row
+from lmmods.data.sources.source_reader import SourceReader, did_you_mean
+from lmmods.data.splits import FIRST_BUFFER
+from lmmods.data.store.cache import fingerprint, reporting_writes
+from lmmods.data.store.rows import RowSet
+from lmmods.recipe.source import Source
+from lmmods.recipe.tasks.base import LabelDataFields
+
+LABELS = "labels"  # in a checkpoint: the fields that the training rows decided
+MOST_LABELS = 10_000  # with more, a column holds something else
+
+
+class LabelData(LabelDataFields, DataModule):
+    """Rows with labels. Abstract: a task says what of a row they are.
+
+    The fields in `found_fields` that the recipe leaves null are filled in with what the training rows say, before the
+    first row is encoded: `prepare_data` finds it and keeps it in the cache, a checkpoint brings its own.
+    """
+
+    found_fields: ClassVar[tuple[str, ...]] = ("labels",)
+    text_files: ClassVar[str] = "file"  # how .txt files are read, as of `read_file`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._given = {name: getattr(self, name) for name in self.found_fields}
+        self._are_found = False
+        self._readers: dict[str, SourceReader] = {}
+
+    # Labels ----------------------------------------------------------------------------------------------------------
+
+    def find_labels(self) -> None:
+        """Fill in `found_fields`, once. Raises UserError: the training rows have no labels, or none that can be learnt.
+        """
+        if self._are_found:
+            return
+        readers = self._splits.readers("train")
+        found = self._facts(readers) if self.streaming else self._cached_facts(readers)
+        if self._given["labels"] is None and self.label_names is not None:
+            found["labels"] = in_order_of(self.label_names, found["labels"])
+        self._adopt(found)
+
+    def _adopt(self, found: dict[str, Any]) -> None:
+        for name in self.found_fields:
+            setattr(self, name, found[name])
+        self._are_found = True
+
+    def _cached_facts(self, readers: list[SourceReader]) -> dict[str, Any]:
+        """`_facts` of these sources, read from the cache if they are there."""
+        key = fingerprint({"task": type(self).__name__, "given": self._given,
+                           "sources": [reader.fingerprint() for reader in readers]})
+        path = cache_folder(self.cache_dir) / f"{LABELS}-{key}.json"
+        if not self.rebuild_cache and (found := _read_facts(path, self.found_fields)) is not None:
+            return found
+        found = self._facts(readers)
+        _write_facts(path, found)
+        return found
+
+    @abstractmethod
+    def _facts(self, readers: list[SourceReader]) -> dict[str, Any]:
+        """Values of `found_fields`, plain JSON, from the rows of the training sources. Raises UserError."""
+
+    def _first_row(self, readers: list[SourceReader]) -> Row:
+        """First usable training row. Raises UserError: there is none."""
+        row = next((row for row in readers[0] if row.problem is None), None)
+        if row is None:
+            raise UserError(f"{readers[0].source.path}: no usable row was found")
+        return row
+
+    def _sampled(self, reader: SourceReader) -> Iterator[Row]:
+        """Usable rows of a training source; of a stream the first ones."""
+        rows = itertools.islice(reader, FIRST_BUFFER) if self.streaming else reader
+        return (row for row in rows if row.problem is None)
+
+    def _known_labels(self, names: Iterable[str], class_names: list[list[str] | None], column: str) -> list[str]:
+        """The labels of `data.labels`, else those found, in the order of the data set's own names or sorted.
+
+        Args:
+            names: Those that the training rows have.
+            class_names: What each source calls its numbers.
+
+        Raises:
+            UserError: There are none, too many, or they are those of a part of a stream.
+        """
+        if self._given["labels"] is not None:
+            return self._given["labels"]
+        if self.streaming:
+            raise UserError("data.streaming reads the rows during training, when their labels must be known: name them "
+                            "in data.labels, a list in the order of the network's outputs")
+        first = class_names[0]
+        found = first if first and all(names == first for names in class_names) else in_order(set(names))
+        if not found:
+            raise UserError(f"data.source: no row has a label in the column {column!r}")
+        if len(found) > MOST_LABELS:
+            raise UserError(f"data.source: the column {column!r} has more than {MOST_LABELS:,} different values, which "
+                            "are no labels. Name the column of the labels, or the labels in data.labels")
+        return list(found)
+
+    @property
+    def network_fields(self) -> dict[str, Any]:
+        """`id2label` and `label2id` of transformers' configuration. Raises UserError as `find_labels` does."""
+        self.find_labels()
+        names = self.labels or ["LABEL_0"]  # as transformers calls a number
+        return {"id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)}}
+
+    def class_weights(self, setting: dict[str, float] | str | None) -> np.ndarray | None:
+        """Weight of each label in the loss, float32 [K]; None if all weigh the same.
+
+        Args:
+            setting: As `model.class_weights`. `balanced` is N / (K n_k), with N training rows (or words), n_k of them
+                with label k, and K labels that occur; a label that does not weighs 1.
+
+        Raises:
+            UserError: A name is no label, or the rows are a stream, whose labels cannot be counted.
+        """
+        if setting is None:
+            return None
+        self.find_labels()
+        if not self.labels:
+            raise UserError("model.class_weights weighs labels, but these rows have numbers: set it to null")
+        if setting != "balanced":
+            if unknown := [name for name in setting if name not in self.labels]:
+                raise UserError(f"model.class_weights: there is no label {unknown[0]!r}; the labels are "
+                                f"{', '.join(self.labels)}{did_you_mean(unknown[0], self.labels)}")
+            return np.array([setting.get(name, 1) for name in self.labels], np.float32)
+        if self.streaming:
+            raise UserError("model.class_weights is balanced, but the labels of a stream are not counted before "
+                            "training: give each label its weight, or set data.streaming to false")
+        counts = np.array(list(self.label_counts("train").values()))
+        total, occurs = self._num_labelled("train"), counts > 0
+        return np.where(occurs, total / (occurs.sum() * np.maximum(counts, 1)), 1).astype(np.float32)
+
+    def _num_labelled(self, role: str) -> int:
+        """Rows, or words, of a role that have labels."""
+        return sum(self.label_counts(role).values())
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def state_at(self, position: dict[str, Any]) -> dict[str, Any]:
+        """As of `DataModule`, with the fields that the training rows decided."""
+        self.find_labels()
+        return {**super().state_at(position), LABELS: {name: getattr(self, name) for name in self.found_fields}}
+
+    def resume_from(self, checkpoint: dict[str, Any]) -> None:
+        """As of `DataModule`; the labels are those of the checkpoint."""
+        super().resume_from(checkpoint)
+        found = checkpoint.get(type(self).__qualname__, {}).get(LABELS)
+        if found is not None:
+            self._adopt(found)
+
+    # Rows ------------------------------------------------------------------------------------------------------------
+
+    def _encoding_settings(self) -> dict[str, Any]:
+        self.find_labels()
+        return {"max_length": self.max_length, "truncation_side": self.tokenizer.truncation_side,
+                **{name: getattr(self, name) for name in self.found_fields}}
+
+    def _cutting_tokenizer(self, is_pair: bool = False) -> CuttingTokenizer:
+        tokenizer = self.tokenizer
+        specials = tokenizer.num_special_tokens_to_add(pair=is_pair)
+        if self.max_length <= specials:
+            raise UserError(f"data.max_length is {self.max_length}, but the tokenizer adds {specials} special tokens "
+                            "to a row; set it to more")
+        return CuttingTokenizer(tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token_id, tokenizer.unk_token_id,
+                                self.max_length, tokenizer.truncation_side)
+
+    @abstractmethod
+    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]: ...
+
+    def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
+        reader = self._readers[repr(source)] = SourceReader(source, self.text_files, streaming)
+        return reader
+
+    def _class_names(self, source: Source, column: str) -> list[str] | None:
+        """What a source that has been opened calls its numbers."""
+        return self._readers[repr(source)].class_names(column)
+
+    def _arrange(self, rows: RowSet) -> "Examples":
+        return Examples(rows)
+
+    def _prompts(self, rows: RowSet) -> "Examples":
+        return Examples(rows)
+
+    def _prompt_keys(self) -> tuple[str, ...]:
+        types = ("token_type_ids",) if self.token_types and tells_texts_apart(self.tokenizer) else ()
+        return ("input_ids", *types, "index")
+
+    def _prompt_side(self) -> str:
+        return "right"
+
+    # Outputs ---------------------------------------------------------------------------------------------------------
+
+    def example(self, index: int) -> dict[str, Any]:
+        """The source row behind `index` of a predict batch."""
+        return self._example("predict", index)
+
+    def _example(self, role: str, index: int) -> dict[str, Any]:
+        rows = self._rows(role)
+        return rows.source_row(rows[index]["index"])
+
+    def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
+        """Logits by row; the network already returns them so."""
+        return outputs
+
+    def predictions(self, outputs: dict[int, Any]) -> Predictions:
+        """As `answer`, for all rows of predict."""
+        return self.answer("predict", outputs)
+
+
+class Examples(Dataset):
+    """Rows with `index`, their number in this set. Item -1 is None, a padding row."""
+
+    def __init__(self, rows: RowSet) -> None:
+        self.rows, self.lengths, self.truncated = rows, rows.lengths, rows.truncated
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        row = self.rows[number]
+        return None if row is None else {**row, "index": number}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names of labels and of columns.
+
+
+def in_order(names: set[str]) -> list[str]:
+    """Names sorted as text; if all of them are whole numbers, by their value."""
+    try:
+        return sorted(names, key=int)
+    except ValueError:
+        return sorted(names)
+
+
+def in_order_of(model: list[str], names: list[str]) -> list[str]:
+    """Names in the order in which a model has them, if these are the same but for upper case; else unchanged.
+
+    As transformers' run_glue does, so that a model which knows these labels goes on from its own outputs.
+    """
+    by_key = {name.casefold(): name for name in names}
+    keys = [name.casefold() for name in model]
+    same = len(keys) == len(by_key) == len(names) and set(keys) == set(by_key)
+    return [by_key[key] for key in keys] if same else names
+
+
+def find_column(first: Row, asked: str | None, usual: tuple[str, ...], key: str) -> str:
+    """Return the column of a source that is asked for, else the first usual one.
+
+    Args:
+        key: Of the recipe, in which the user names the column.
+
+    Raises:
+        UserError: There is none.
+    """
+    columns = list(first.values)
+    found = asked if asked in columns else None if asked else next((name for name in usual if name in columns), None)
+    if found is None:
+        wanted = f"no column {asked!r}" if asked else f"no column {' or '.join(usual)}"
+        near = did_you_mean(asked, columns) if asked else ""
+        raise UserError(f"{first.file}:{first.line}: {wanted}; the columns are {', '.join(columns)}{near}. Name yours "
+                        f"with {key}")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Facts about the training rows in the cache.
+
+
+def _read_facts(path: Path, names: tuple[str, ...]) -> dict[str, Any] | None:
+    """Content of a file of the cache; None if it is missing or damaged."""
+    try:
+        found = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found.keys() == set(names) else None
+
+
+def _write_facts(path: Path, found: dict[str, Any]) -> None:
+    """Write a file of the cache, so that no process sees half of it. Raises UserError: it cannot be written."""
+    with reporting_writes(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.tmp-", dir=path.parent)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(found, file)
+        os.replace(temporary, path)
