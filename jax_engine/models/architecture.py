@@ -8,7 +8,7 @@ from jax_engine.models.relative import Relative
 from jax_engine.models.rope import Rope
 from lmmods.core.errors import UserError
 
-Head = Literal["causal", "masked", "qa"]
+Head = Literal["causal", "masked", "qa", "sequence", "token", "choice"]
 NormKind = Literal["layer", "layer_no_bias", "rms", "rms_wide", "rms_plus_one"]
 
 
@@ -44,6 +44,36 @@ class Convolution:
 
 
 @dataclass(frozen=True)
+class Classifier:
+    """Head with a score for each label: pool, dropout, dense layer, activation, norm, dropout, and the scores.
+
+    Args:
+        pooling: Position that represents a row: its first, its last real token, or the mean of its real tokens; None
+            scores every position.
+        size: Number of scores.
+        dense: The head has a dense layer; `activation` applies even without one.
+        activation: None is the identity.
+        norm: A norm follows, of the network's kind.
+        bias: The scores have biases; `dense_bias`: the dense layer has some.
+        dropout: Dropout before the scores; `dense_dropout` before the dense layer.
+        std: Standard deviation of the initial scores' matrix, `dense_std` of that of the dense layer; None is the
+            architecture's `init_std`.
+    """
+
+    pooling: Literal["first", "last", "mean"] | None = None
+    size: int = 0
+    dense: bool = False
+    activation: str | None = None
+    norm: bool = False
+    bias: bool = True
+    dense_bias: bool = True
+    dropout: float = 0.0
+    dense_dropout: float = 0.0
+    std: float | None = None
+    dense_std: float | None = None
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Sizes and options of a transformer, decoder (`causal`) or encoder. Sizes are numbers of features.
 
@@ -75,14 +105,14 @@ class Architecture:
         qkv_limit: Queries, keys and values are clipped to this absolute value.
         experts: Mixture of experts that replaces the MLP, except in `dense_layers`, to which `mlp_size` then applies.
         layers_per_group: Set if torch's names number stored layers by group and index in the group.
-        head_dense_bias: The dense layer of an encoder's head has a bias.
-        qa_dense: The head for answer spans has such a dense layer, too.
+        head_bias: The output layer of the vocabulary has a bias; `head_dense_bias`: the dense layer of a masked head.
+        classifier: The head, of a network that scores labels or answer spans.
         init_std: Standard deviation of initial matrices outside the layers; `layer_std` of those in the layers, and
-            `residual_std` of those that write to the residual stream; of an encoder's head `head_std` of the dense
-            layer and `qa_std` of the span logits, if they differ.
+            `residual_std` of those that write to the residual stream; `head_std` of the dense layer of a masked head,
+            if it differs.
         init_cut: Truncation of the initial distributions, in standard deviations.
         residual_dropout: Dropout of the attention's output; `mlp_dropout` of the MLP's, `mlp_inner_dropout` before its
-            last matrix, `qa_dropout` before the span logits.
+            last matrix.
     """
 
     vocab_size: int
@@ -140,15 +170,13 @@ class Architecture:
     head_activation: str = "gelu"
     head_dense_bias: bool = True
     head_std: float | None = None
-    qa_dense: bool = False
-    qa_std: float | None = None
+    classifier: Classifier | None = None
     init_cut: float | None = None
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
     mlp_dropout: float = 0.0
     mlp_inner_dropout: float = 0.0
-    qa_dropout: float = 0.0
 
     @property
     def num_stored_layers(self) -> int:
@@ -197,9 +225,12 @@ class Family:
         older: Prefixes of names in older files, to the current ones.
         expert_files: Names of experts in files, if these store them separately.
         dropouts: Our dropout sites to torch modules inside the base ("" is the base): the dropout module, the module
-            whose attention weights are dropped (`.weights`), or the module that calls the dropout function; `head` to
-            the full name of its module.
-        first: Heads whose parameters precede the base's in torch's order.
+            whose attention weights are dropped (`.weights`), or the module that calls the dropout function.
+        head_dropouts: For each head, its sites (`head.dense` before the dense layer, `head` before the scores) to full
+            torch modules, in the order of calls.
+        classifiers: For each head that scores labels, the function from the configuration to its `Classifier`, without
+            the size; that for answer spans may be left out.
+        first: Heads whose parameters precede the base's in torch's order; those of a pooler inside the base do not.
         renamed: For each head, names in files to the different names of their parameters in torch's modules.
     """
 
@@ -213,6 +244,8 @@ class Family:
     older: dict[str, str] = field(default_factory=dict)
     expert_files: ExpertFiles | None = None
     dropouts: dict[str, str] = field(default_factory=dict)
+    head_dropouts: dict[Head, dict[str, str]] = field(default_factory=dict)
+    classifiers: dict[Head, Callable[[Any], Classifier]] = field(default_factory=dict)
     first: tuple[Head, ...] = ()
     renamed: dict[Head, dict[str, str]] = field(default_factory=dict)
 

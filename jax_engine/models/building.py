@@ -13,6 +13,7 @@ from jax_engine.models import hub, loading, quant
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Head
 from jax_engine.models.experts import MATRICES
+from jax_engine.models.heads import HEADS
 from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network
 from jax_engine.models.quant import Quantized, Sharers
@@ -45,8 +46,10 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     Raises:
         UserError: The model cannot be found, read or built, or an adapter does not fit it.
     """
-    is_causal, compute, frozen = head == "causal", COMPUTE_DTYPES[precision], frozen or fields.trains_adapter
-    config = hf_config.load_config(fields.pretrained or fields.config, fields.overrides, fields.revision,
+    is_causal, compute, frozen = HEADS[head].generates, COMPUTE_DTYPES[precision], frozen or fields.trains_adapter
+    # The rows decide some fields, such as the names of labels.
+    overrides = {**(fields.overrides or {}), **getattr(data, "network_fields", {})}
+    config = hf_config.load_config(fields.pretrained or fields.config, overrides, fields.revision,
                                    defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal))
     saved = hf_config.saved_quantization(config)
     hf_config.check_saved_quantization(saved, fields.pretrained, fields.quantize, frozen)
@@ -80,7 +83,7 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
         adapters.adapt(network, fields.lora,
                        adapters.rows_beside(network, fields.lora, tokens_to_train(data, num_rows)))
     else:
-        settings = adapters.adapter_settings(fields.adapter)
+        settings = adapters.adapter_settings(fields.adapter, network)
         if not fields.adapter_drops:
             settings = dataclasses.replace(settings, dropout=0.0)
         rows = adapters.adapter_rows(network, settings, fields.adapter)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_engine.models.architecture import Architecture, Family
+from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.names import Names
 from lmmods.core.dropout import FINAL_1, FINAL_2, feature_seeds, keep_scale, least_kept, site_seed
 from lmmods.core.errors import UserError
@@ -28,20 +28,26 @@ class Seeds(NamedTuple):
     queries: Array | None = None
 
 
-def site_seeds(names: Names, family: Family, arch: Architecture, lora_paths: frozenset[str]) -> dict[str, np.ndarray]:
+def site_seeds(names: Names, family: Family, head: Head, arch: Architecture, lora_paths: frozenset[str]
+               ) -> dict[str, np.ndarray]:
     """Return the uint32 seeds of a network's dropout sites by our names; sites in layers have one per layer.
 
     Args:
         lora_paths: Linear layers whose adapters have dropout.
     """
+    in_head = family.head_dropouts.get(head, {})
+
     def torch_name(site: str, layer: int | None) -> str:
         if site.endswith(".lora"):
             path = site.removesuffix(".lora")
             place = None if layer is None else arch.layers_with(path).index(layer)
             return names.module(path, place) + ".lora_dropout"
-        return names.filled_in(family.dropouts[site], layer, inside=site != "head")
+        return names.filled_in(family.dropouts[site], layer, inside=True)
 
-    found = {}
+    # A head may drop twice by one torch module: number the calls.
+    called = list(in_head.values())
+    found = {site: np.array(site_seed(name, called[:number].count(name)), np.uint32)
+             for number, (site, name) in enumerate(in_head.items())}
     for site in [*family.dropouts, *(f"{path}.lora" for path in sorted(lora_paths))]:
         if site.startswith("layers."):
             has = arch.layers_with(site.removesuffix(".lora"))
@@ -56,9 +62,12 @@ def site_seeds(names: Names, family: Family, arch: Architecture, lora_paths: fro
 
 
 def dropout(x: Array, rate: float, seeds: Seeds | None, site: str) -> Array:
-    """Apply dropout to the features of x [B, T, F]; none if `seeds` is None."""
+    """Apply dropout to the features of x [B, T, F] or, pooled, [B, F]; none if `seeds` is None."""
     if seeds is None or rate == 0.0:
         return x
+    if x.ndim == 2:
+        # The seed of a row is the sum of its tokens' (0 in padding), which wraps at 32 bits.
+        return _dropped(rate, x, seeds.tokens.sum(1, dtype=jnp.uint32), seeds.sites[site])
     return _dropped(rate, x, seeds.tokens, seeds.sites[site])
 
 
@@ -69,8 +78,8 @@ def dropped_weights(weights: Array, rate: float, seeds: Seeds, site: str) -> Arr
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dropped(rate: float, x: Array, tokens: Array, site: Array, queries: Array | None = None) -> Array:
-    # Features [B, T, F], or attention weights [B, heads, t, T].
-    if x.ndim == 3:
+    # Features [B, T, F] or [B, F], or attention weights [B, heads, t, T].
+    if x.ndim < 4:
         kept = feature_mask(tokens, site, x.shape[-1], rate)
     else:
         kept = attention_mask(tokens, site, x.shape[1], rate, queries)
@@ -90,10 +99,10 @@ _dropped.defvjp(_forward, _backward)
 
 
 def feature_mask(tokens: Array, site: Array, num: int, rate: float) -> Array:
-    """Return `core.dropout.feature_mask`, [B, T, num], for tokens [B, T]."""
+    """Return `core.dropout.feature_mask`, [..., num], for seeds [...]."""
     # 32 bits of hash decide about two features, hence half as many seeds as features, rounded up.
     words = _finalise(tokens ^ site)
-    return _split(words[..., None] ^ feature_seeds(-(-num // 2)), rate, 2)[..., :num]
+    return _split(words[..., None] ^ feature_seeds(-(-num // 2)), rate, -1)[..., :num]
 
 
 def attention_mask(tokens: Array, site: Array, num_heads: int, rate: float, queries: Array | None = None) -> Array:

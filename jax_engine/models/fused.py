@@ -21,6 +21,7 @@ from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, num
 from jax_engine.distributed.target import target
 from jax_engine.models.architecture import Architecture, Head
 from jax_engine.models.attention import attend, attention_mask
+from jax_engine.models.heads import HEADS
 from lmmods.core.console import say
 from lmmods.core.hardware import Target
 
@@ -166,9 +167,8 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
                   arch.windows[0])
     if on.platform == "tpu":
         fused = replace(fused, implementation=SPLASH)
-    # Extractive QA rows may be left-padded, depending on the tokenizer.
-    # So only by mask: key lengths would take the padding for the text.
-    fused = fused if head != "qa" else replace(fused, by_length=False)
+    # Rows padded on the left only by mask: key lengths would take the padding for the text.
+    fused = replace(fused, by_length=False) if HEADS[head].may_pad_left else fused
     if not on.is_here:
         return _report(fused, f"Attention: {fused.implementation}'s fused kernel, assumed: its check takes the device.")
     return checked(fused)

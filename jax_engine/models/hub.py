@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import pkgutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,8 @@ from jax_engine.distributed.target import target
 from jax_engine.distributed.tree import Tree
 from jax_engine.models import expert_files, families, fused
 from jax_engine.models import lora as adapters
-from jax_engine.models.architecture import Family, Head, refuse
+from jax_engine.models.architecture import Classifier, Family, Head
+from jax_engine.models.heads import HEADS
 from jax_engine.models.linear import Build
 from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
@@ -78,8 +80,10 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     if kind not in (None, "nf4", "fp4", "int8", MXFP4):
         raise UserError(f"model.pretrained: its weights are quantised with {kind}. The JAX engine reads those of "
                         "bitsandbytes and MXFP4: use engine: torch, or a model that is not quantised.")
-    refuse(config, **({"num_labels": 2} if head == "qa" else {}))
     arch = family.architecture(config)
+    if not HEADS[head].vocabulary:
+        classifier = family.classifiers.get(head, lambda config: Classifier())(config)
+        arch = replace(arch, classifier=replace(classifier, size=HEADS[head].num_scores(config)))
     cpu_forms = fast_kernels and target(on).platform == "cpu"
     build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms, attention=attention,
                   blocked=attention != "eager" and (cpu_forms or fused.stands_in(arch, compute_dtype, attention, on)),

@@ -16,6 +16,7 @@ from jax_engine.distributed.tree import Path as LeafPath
 from jax_engine.distributed.tree import Tree, flatten, unflatten
 from jax_engine.models import expert_files, mxfp4, quant
 from jax_engine.models import lora as adapters
+from jax_engine.models.heads import HEADS
 from jax_engine.models.network import Network
 from jax_engine.models.quant import Scales, Sharers, from_bitsandbytes, piece_of
 from lmmods.core import hub, lazy_array
@@ -32,8 +33,8 @@ BUFFERS = re.compile(r"(^|\.)(att(n|ention)\.(masked_)?bias|position_ids|token_t
                      r"pos_encoding)$")
 # Poolers and heads of other tasks, which are ignored.
 OTHER_HEADS = re.compile(r"^(pooler|cls|lm_head|qa_outputs|predictions|sop_classifier|vocab_transform|vocab_projector|"
-                         r"vocab_layer_norm|classifier|pre_classifier|score|multiple_choice_head|head|decoder|"
-                         r"discriminator_predictions|generator_predictions|generator_lm_head|lm_predictions|"
+                         r"vocab_layer_norm|classifier|pre_classifier|score|multiple_choice_head|sequence_summary|head|"
+                         r"decoder|discriminator_predictions|generator_predictions|generator_lm_head|lm_predictions|"
                          r"mask_predictions)\.")
 _AT_ONCE = 1 << 24  # values compared at a time
 Slot = tuple[LeafPath, int | None]  # a leaf, and the layer if it is stacked
@@ -84,6 +85,8 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
             saved.setdefault(place, {})[piece] = value
             if saved[place].keys() == mxfp4.PIECES:
                 problems += [f"{key} ({problem})" for problem in leaves.put_mxfp4(place, **saved.pop(place))]
+        elif value.shape != network.shape(place[0]) and _scores_labels(network, place[0]):
+            dropped.append(key)  # a head with other labels
         elif value.shape != network.shape(place[0]):
             problems.append(f"{key} {value.shape} (the configuration says {network.shape(place[0])})")
         elif tied:
@@ -102,7 +105,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
         if place not in leaves.filled:
             leaves.put(place, value)
             del copies[key]
-    if network.head == "causal" and network.config.tie_word_embeddings and not network.arch.tied:
+    if HEADS[network.head].vocabulary and network.config.tie_word_embeddings and not network.arch.tied:
         # An adapter unties the two matrices and trains one of them, so the head needs a leaf of its own.
         leaves.put((("head", "weight"), None), leaves.found["embed", "tokens", "weight"][None])
     headless = _check_complete(network, leaves, problems, folder)
@@ -200,15 +203,20 @@ def _check_complete(network: Network, leaves: Leaves, problems: list[str], folde
     """Return the head's missing names, if the files lack it; raise UserError for other missing or unexpected keys."""
     missing = {name for name, path, layer in network.names(plain=True) if (path, layer) not in leaves.filled}
     head = {name: path for name, path, _ in network.names(plain=True) if path[0] == "head"}
-    # The first layers of a head for answer spans may come from another head in the files.
-    # Either the whole head is missing, and then drawn, or it is an error.
-    needed = {name for name, path in head.items() if network.head != "qa" or len(path) == 2}
+    # The first layers of a head without a vocabulary may come from another head in the files.
+    # Either the rest of the head is missing, and then drawn, or it is an error.
+    needed = {name for name, path in head.items() if HEADS[network.head].vocabulary or _scores_labels(network, path)}
     headless = missing & head.keys() if needed <= missing else set()
     if missing - headless or problems:
         raise UserError(f"{folder} does not fit {network.config.model_type} with the {network.head} head. "
                         f"Missing: {some(sorted(missing - headless)) or 'nothing'}. "
                         f"Not expected: {some(sorted(problems)) or 'nothing'}.")
     return headless
+
+
+def _scores_labels(network: Network, path: LeafPath) -> bool:
+    """Return True for the output layer of a head without a vocabulary."""
+    return not HEADS[network.head].vocabulary and path[0] == "head" and len(path) == 2
 
 
 def _wanted(network: Network) -> dict[str, tuple[LeafPath, int | None, bool]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import jax
@@ -9,8 +10,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jax_engine.distributed.tree import Tree, flatten, split, unflatten
-from jax_engine.models.architecture import Head
 from jax_engine.models.experts import MATRICES
+from jax_engine.models.heads import HEADS
 from jax_engine.models.names import EXPERTS, TOKEN_ROWS
 from jax_engine.models.network import Network
 from jax_engine.models.quant import Quantized
@@ -37,7 +38,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.initialization import row_norms
 from lmmods.core.settings import LoRA
 
-TASK_TYPES: dict[Head, str | None] = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
+# Names of heads that PEFT records as saved in full for its task types, whatever the model's own head is called.
+PEFT_HEADS = {*ANSWER_HEADS, "classifier", "score"}
 # Further settings that a PEFT folder may have, and the values with which they have no effect.
 NEUTRAL = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False,
            "layers_to_transform": None, "layer_replication": None, "exclude_modules": None,
@@ -46,7 +48,7 @@ NEUTRAL = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_patte
 
 
 def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
-    """Add adapters on the targets to a network in place; `modules_to_save` (and the head for qa) train in full.
+    """Add adapters on the targets to a network in place; `modules_to_save` and new heads train in full.
 
     Args:
         rows: Tokens whose rows also train, by torch's name of their table.
@@ -56,25 +58,27 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
     """
     # Targets are named as in torch, one module per layer; a path of ours stands for the module in all layers.
     linear, modules = _by_torch_name(network)
+    head = HEADS[network.head]
+    # A new head always trains in full, named or not.
+    lora = dataclasses.replace(lora, modules_to_save=_without_head(network, lora.modules_to_save) or None)
     targets = adapted_layers(lora, linear, network.arch.experts is not None, network.config.model_type)
     adapted = _in_every_layer("lora.targets", targets, linear)
     in_full, matrices = modules_in_full(lora, modules, linear), _matrices_of_experts(network)
     of_experts = _in_every_layer("lora.target_parameters", adapted_parameters(lora, matrices, in_full), matrices)
     to_save = _in_every_layer("lora.modules_to_save", in_full, modules)
-    # As with PEFT, the head for answer spans always trains in full.
-    to_save |= {"head"} if network.head == "qa" else set()
+    to_save |= {*network.modules()} & {*head.in_full}
     if both := sorted(adapted & to_save):
         raise UserError(f"lora.modules_to_save: {network.torch_modules(both[0])[0]} is also among lora.targets: "
                         "take it out of one of them.")
     ends = {"embed.tokens", "head"} & to_save
-    if network.head == "masked" and ends:
+    if head.shares_table and ends:
         raise UserError("lora.modules_to_save: the embedding and the output of a masked LM are one matrix, which the "
                         "JAX engine does not train apart. Take them out, or use engine: torch.")
-    if lora.dropout and network.head == "masked" and "head.dense" in adapted:
+    if lora.dropout and head.shares_table and "head.dense" in adapted:
         say("lora.dropout acts inside the encoder: the head, which sees masked positions of many rows, has none.")
     # A tied pair stays one table unless one of the two trains.
     arch = network.arch
-    if network.head == "causal" and arch.tied and ends:
+    if head.vocabulary and arch.tied and ends:
         arch = dataclasses.replace(arch, tied=False)  # one of the two trains a copy, as with PEFT
     trained = {modules[name]: tuple(tokens) for name, tokens in rows.items()}
     build = dataclasses.replace(network.build, lora=lora, adapted=frozenset(adapted), rows=trained,
@@ -94,8 +98,8 @@ def rows_beside(network: Network, lora: LoRA, tokens: list[int]) -> dict[str, li
     linear, modules = _by_torch_name(network)
     embedding, output = _ends(network)
     return trained_rows(tokens, embedding, output, modules_in_full(lora, modules, linear),
-                        tied=network.head == "masked" or network.arch.tied,
-                        has_bias=network.head == "masked" or network.arch.head_bias)
+                        tied=HEADS[network.head].shares_table or network.arch.tied,
+                        has_bias=HEADS[network.head].shares_table or network.arch.head_bias)
 
 
 def _by_torch_name(network: Network) -> tuple[dict[str, str], dict[str, str]]:
@@ -106,8 +110,26 @@ def _by_torch_name(network: Network) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _ends(network: Network) -> tuple[str, str | None]:
-    """Return torch's names of the token embedding and of the output layer (None for qa)."""
-    return network.torch_modules("embed.tokens")[0], None if network.head == "qa" else network.torch_modules("head")[0]
+    """Return torch's names of the token embedding and of the output layer, None if it is not one of the vocabulary."""
+    return (network.torch_modules("embed.tokens")[0],
+            network.torch_modules("head")[0] if HEADS[network.head].vocabulary else None)
+
+
+def _without_head(network: Network, names: list[str] | None) -> list[str]:
+    """Return the names of modules to save without those of a head that trains in full anyway."""
+    own = _in_head(network)
+    return [name for name in names or [] if not _names_one(name, own)]
+
+
+def _in_head(network: Network) -> set[str]:
+    """Return torch's names of the modules of a head that train in full alongside any adapter."""
+    return {name for ours in HEADS[network.head].in_full if ours in network.modules()
+            for name in (network.torch_modules(ours)[0], network.head_module(ours))}
+
+
+def _names_one(target: str, names: Collection[str]) -> bool:
+    """Return True if a name of a recipe or of PEFT's settings means one of these modules: it is the end of its name."""
+    return any(f".{name}".endswith(f".{target}") for name in names)
 
 
 def _matrices_of_experts(network: Network) -> dict[str, str]:
@@ -167,27 +189,31 @@ def save_adapter(network: Network, params: Tree, folder: str | Path, base: str |
     save_file({saved_name(name): value for name, value in network.to_torch(trained).items()}, folder / WEIGHTS,
               metadata={"format": "pt"})
     adapted = sorted(name for ours in network.build.adapted for name in network.torch_modules(ours))
-    to_save = sorted(name for ours in network.to_save for name in network.torch_modules(ours))
+    to_save = sorted({network.saved_module(ours, place) for ours in network.to_save for place in network.places(ours)})
     rows = {network.torch_modules(ours)[0]: list(tokens) for ours, tokens in network.build.rows.items()}
     settings = {
-        "peft_type": "LORA", "task_type": TASK_TYPES[network.head], "base_model_name_or_path": base, "r": lora.rank,
-        "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_dora": lora.dora, "use_rslora": lora.rslora,
-        "target_modules": adapted if lora.targets == "all-linear" else lora.targets,
+        "peft_type": "LORA", "task_type": HEADS[network.head].peft_task, "base_model_name_or_path": base,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_dora": lora.dora,
+        "use_rslora": lora.rslora, "target_modules": adapted if lora.targets == "all-linear" else lora.targets,
         "target_parameters": lora.target_parameters, "modules_to_save": to_save or None, "bias": "none",
         "trainable_token_indices": token_indices(rows, _ends(network)[0]), "fan_in_fan_out": network.arch.conv1d,
         "init_lora_weights": True, "inference_mode": True}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
-def adapter_settings(folder: str | Path) -> LoRA:
+def adapter_settings(folder: str | Path, network: Network) -> LoRA:
     """Return the settings of the adapter in a PEFT folder.
+
+    Args:
+        network: Without adapters.
 
     Raises:
         UserError: There is no adapter, or it is of a kind that the JAX engine does not support.
     """
-    found = adapter_config(folder)
-    if found.get("exclude_modules") in [[name] for name in ANSWER_HEADS]:  # torch's for qa; no head has one here
-        del found["exclude_modules"]
+    found, own = adapter_config(folder), _in_head(network)
+    excluded = found.get("exclude_modules")
+    if isinstance(excluded, list) and all(_names_one(name, own) for name in excluded):
+        del found["exclude_modules"]  # torch's, for a head that trains in full; none has an adapter here
     for name, neutral in NEUTRAL.items():
         if found.get(name, neutral) not in (neutral, None, []):  # PEFT writes an empty list of experts' parameters
             raise _unsupported(folder, name, found[name])
@@ -198,8 +224,11 @@ def adapter_settings(folder: str | Path) -> LoRA:
     if isinstance(targets, str) and targets != "all-linear":
         raise UserError(f"model.adapter: {folder}/{SETTINGS} has a pattern as target_modules, {targets!r}; the JAX "
                         "engine takes lists of names. Use engine: torch.")
-    # For qa PEFT records a fixed head name, whatever the model's is; the head trains in full anyway.
-    to_save = [name for name in found.get("modules_to_save") or [] if name not in ANSWER_HEADS]
+    if isinstance(targets, list):  # PEFT's all-linear may list a head that it then leaves out, as it trains in full
+        linear = _by_torch_name(network)[0]
+        targets = [name for name in targets if not _names_one(name, own) or _names_one(name, linear)]
+    # Those that PEFT records train in full anyway.
+    to_save = [name for name in found.get("modules_to_save") or [] if name not in PEFT_HEADS]
     try:
         return LoRA(rank=found.get("r", 8), alpha=found.get("lora_alpha", 8), dropout=found.get("lora_dropout", 0.0),
                     targets=targets, target_parameters=found.get("target_parameters") or None,

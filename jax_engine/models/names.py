@@ -40,8 +40,10 @@ class Names:
         self._per_group = arch.layers_per_group
         self._base, self._renamed = family.prefix(head), family.renamed.get(head, {})
         inside = {ours: f"{self._base}.{theirs}" for ours, theirs in family.modules.items()}
-        parts = [inside, family.head_modules[head]]
-        self._modules = {**parts[head in family.first], **parts[head not in family.first]}
+        own = family.head_modules[head]
+        if head in family.first:
+            inside = {ours: name for ours, name in own.items() if not self._is_inside(name)} | inside
+        self._modules = inside | own
         # PEFT wraps experts once for each adapted matrix: the last one's adapter is the outermost.
         wraps = ".base_layer" * len(adapted_experts)
         for depth, name in enumerate(adapted_experts, 1):
@@ -80,15 +82,15 @@ class Names:
     def drawn_names(self, path: Path) -> list[str]:
         """Return the names of a leaf, one, or one per layer: in torch's model, or for adapters in PEFT's folder."""
         named = self._saved_name if path[-1] in ADAPTER_LEAVES else self._inside
-        return [named(path, place) for place in self._stack(_module(path))]
+        return [named(path, place) for place in self.places(_module(path))]
 
     def num_stacked(self, path: Path) -> int:
         """Return the number of layers of a stacked leaf."""
         return self._leaves[path].shape[0]
 
-    def _stack(self, ours: str) -> Sequence[int | None]:
-        """Return the indices among the stacked layers of a module; [None] outside the layers."""
-        return range(len(self._layers_with(ours))) if ours.startswith("layers.") else [None]
+    def _is_inside(self, name: str) -> bool:
+        """Return True for the torch name of a module of the base network."""
+        return name.startswith(f"{self._base}.")
 
     def _saved_name(self, path: Path, layer: int | None) -> str:
         return saved_name(self.name(path, layer))
@@ -106,7 +108,23 @@ class Names:
 
     def torch_modules(self, ours: str) -> list[str]:
         """Return torch's names of one of our modules, one per layer."""
-        return [self.module(ours, place) for place in self._stack(ours)]
+        return [self.module(ours, place) for place in self.places(ours)]
+
+    def head_module(self, ours: str) -> str:
+        """Return torch's name of the child of the model, or of the base (a pooler), that holds this part of the head.
+        """
+        theirs = self.module(ours, None)
+        return ".".join(theirs.split(".")[:1 + self._is_inside(theirs)])
+
+    def saved_module(self, ours: str, layer: int | None) -> str:
+        """Return torch's name of the module that PEFT wraps to train one of ours in full; a whole head's are children.
+        """
+        head = {part for part in map(_module, self._leaves) if part.startswith("head")}
+        return self.head_module(ours) if ours in head <= self._to_save else self.module(ours, layer)
+
+    def places(self, ours: str) -> Sequence[int | None]:
+        """Return the indices among the stacked layers of a module; [None] outside the layers."""
+        return range(len(self._layers_with(ours))) if ours.startswith("layers.") else [None]
 
     def name(self, path: Path, layer: int | None) -> str:
         """Return torch's name of a parameter as in `named_parameters`, including PEFT's wrapping, if there is any."""
@@ -125,8 +143,10 @@ class Names:
         if ours == EXPERTS and self._adapted_experts:
             # PEFT wraps a module of experts once for each adapted matrix.
             return f"{theirs}{'.base_layer' * len(self._adapted_experts)}.{leaf}"
-        return (f"{theirs}.modules_to_save.default.{leaf}" if self.trains(path)
-                else PEFT_PREFIX + self._inside(path, layer))
+        if not self.trains(path):
+            return PEFT_PREFIX + self._inside(path, layer)
+        saved = self.saved_module(ours, layer)
+        return f"{PEFT_PREFIX}{saved}.modules_to_save.default{theirs.removeprefix(PEFT_PREFIX + saved)}.{leaf}"
 
     def _plain(self, path: Path, layer: int | None) -> str:
         return f"{self.module(_module(path), layer)}.{path[-1]}"
@@ -164,7 +184,7 @@ class Names:
             pieces.setdefault(path, {})[layer] = value if isinstance(value, LazyArray) else np.asarray(value)
         # The network stacks layers, so a leaf is either in all of them or in none.
         missing = [self.name(path, layer) for path, parts in pieces.items() if path[0] == "layers"
-                   for layer in self._stack(_module(path)) if layer not in parts]
+                   for layer in self.places(_module(path)) if layer not in parts]
         if missing:
             raise UserError(f"Some layers have parameters that others lack: {some(missing)}.")
         return unflatten({path: _stacked([parts[layer] for layer in sorted(parts)])

@@ -24,6 +24,7 @@ from jax_engine.models.attention import Attention, attention_mask, cached_mask, 
 from jax_engine.models.context_parallel import ContextParallel
 from jax_engine.models.dropout import Seeds, dropout, site_seeds, token_words
 from jax_engine.models.experts import MATRICES, Load, SparseMLP
+from jax_engine.models.heads import HEADS
 from jax_engine.models.linear import (
     ACTIVATIONS,
     Build,
@@ -32,23 +33,19 @@ from jax_engine.models.linear import (
     Linear,
     Norm,
     Start,
-    capped,
     gated,
     parameter,
-    product,
     starts,
-    vocabulary_logits,
 )
-from jax_engine.models.names import EXPERTS, TOKEN_ROWS, Names
+from jax_engine.models.names import EXPERTS, Names
 from jax_engine.models.relative import Table
 from jax_engine.models.rope import Angles, text_lengths
 from lmmods.core.errors import UserError
-from lmmods.core.initialization import Normal
 from lmmods.core.settings import decays
 from lmmods.recipe.tasks.base import Quantize
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Decoder: token and position embeddings, and the language-modelling head.
+# Decoder: embeddings of tokens and positions.
 
 
 class DecoderEmbedding(nnx.Module):
@@ -81,30 +78,8 @@ def sinusoids(arch: Architecture) -> np.ndarray:
     return np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], axis=1)
 
 
-class LMHead(nnx.Module):
-    """float32 logits over the vocabulary, with the embedding's matrix if the two are tied."""
-
-    def __init__(self, arch: Architecture, build: Build):
-        self.build, self.scale, self.cap = build, arch.logit_scale, arch.logit_cap
-        self.weight = None if arch.tied else parameter((arch.vocab_size, arch.hidden_size), Normal(arch.init_std))
-        self.bias = parameter((arch.vocab_size,), 0.0) if arch.head_bias else None
-        self.tokens = build.rows.get("embed.tokens" if arch.tied else "head", ())
-        if self.tokens and not arch.tied:
-            self.trainable_tokens_delta = parameter((len(self.tokens), arch.hidden_size), 0.0)
-
-    def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
-        """Return logits [..., V] for hidden states [..., D]; `embedding` holds the token embedding's parameters."""
-        if self.weight is None:
-            matrix, rows = embedding["weight"], embedding.get(TOKEN_ROWS)
-        else:
-            matrix, rows = self.weight[...], self.trainable_tokens_delta[...] if self.tokens else None
-        logits = vocabulary_logits(hidden, matrix, self.build, self.tokens, rows)
-        logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
-        return capped(logits if self.scale == 1.0 else logits * self.scale, self.cap)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Encoder: normed embeddings, and the heads for masked tokens and answer spans.
+# Encoder: normed embeddings.
 
 class EncoderEmbedding(nnx.Module):
     """Normed sum of token, type and, unless they are rotary, position embeddings; projected if tables are narrower."""
@@ -186,56 +161,7 @@ def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
     return np.where(np.arange(size) % 2 == 0, np.sin(angles), np.cos(angles)).astype(np.float32)
 
 
-class EncoderHead(nnx.Module):
-    """Common first part of an encoder's heads: dense layer, activation, norm."""
-
-    def __init__(self, arch: Architecture, build: Build, size: int):
-        self.activation, self.build = arch.head_activation, build
-        self.dense = Linear(arch.hidden_size, size, "head.dense", build, bias=arch.head_dense_bias,
-                            std=arch.head_std or arch.init_std)
-        self.norm = Norm(size, arch.norm, arch.norm_eps)
-
-    def transformed(self, hidden: Array, seeds: Seeds | None = None) -> Array:
-        """Transform hidden states [..., D] to [..., size]."""
-        return self.norm(ACTIVATIONS[self.activation](self.dense(hidden, seeds)).astype(hidden.dtype))
-
-
-class MLMHead(EncoderHead):
-    """Masked-LM head: float32 logits over the vocabulary, from the embedding's table and a bias."""
-
-    def __init__(self, arch: Architecture, build: Build):
-        super().__init__(arch, build, arch.embedding_size or arch.hidden_size)
-        self.bias = parameter((arch.vocab_size,), 0.0) if arch.head_bias else None
-
-    def __call__(self, hidden: Array, embedding: dict[str, Array]) -> Array:
-        """Return logits [..., V] for hidden states [..., D]; `embedding` holds the token table [V, E]."""
-        logits = product(self.transformed(hidden), embedding["weight"], self.build, result=jnp.float32)
-        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
-
-
-class SpanHead(EncoderHead):
-    """float32 logits [..., 2] of an answer's start and end at each position; some families have a dense layer first."""
-
-    def __init__(self, arch: Architecture, build: Build):
-        self.arch, self.build = arch, build
-        if arch.qa_dense:
-            super().__init__(arch, build, arch.hidden_size)
-        self.weight = parameter((2, arch.hidden_size), build.normal(arch.qa_std or arch.init_std))
-        self.bias = parameter((2,), 0.0)
-
-    def features(self, hidden: Array, seeds: Seeds | None) -> Array:
-        """Return the inputs [B, T, D] of the logits, for hidden states [B, T, D]."""
-        # Dropout belongs to the features and not to the logits, so that `logits` needs no seeds.
-        hidden = self.transformed(hidden, seeds) if self.arch.qa_dense else hidden
-        return dropout(hidden, self.arch.qa_dropout, seeds, "head")
-
-    def __call__(self, features: Array, embedding: dict[str, Array]) -> Array:
-        logits = product(features, self.weight[...], self.build, result=jnp.float32)
-        return logits + self.bias[...].astype(jnp.float32)
-
-
 ROUTED = "_with_experts"
-HEADS = {"causal": LMHead, "masked": MLMHead, "qa": SpanHead}
 # Stacks of up to this many layers are unrolled on CPUs if all weights train: in a scan XLA copies residuals and
 # gradients between iterations. The cost is not measurable in deeper networks, which compile faster as a scan.
 UNROLL_CPU = 4
@@ -312,8 +238,10 @@ class Network(Names):
         super().__init__(self.family, self.head, self.shapes, arch, build.adapted, build.adapted_experts, to_save)
         lora_drops = build.lora is not None and build.lora.dropout > 0
         self.drops = lora_drops or any((arch.embedding_dropout, arch.attention_dropout, arch.residual_dropout,
-                                        arch.mlp_dropout, arch.mlp_inner_dropout, arch.qa_dropout))
-        self._sites = site_seeds(self, self.family, arch, build.adapted if lora_drops else frozenset())
+                                        arch.mlp_dropout, arch.mlp_inner_dropout,
+                                        arch.classifier and arch.classifier.dropout,
+                                        arch.classifier and arch.classifier.dense_dropout))
+        self._sites = site_seeds(self, self.family, self.head, arch, build.adapted if lora_drops else frozenset())
 
     def _parts(self) -> dict[str, Any]:
         """Return the constructor of each part of the network."""
@@ -344,7 +272,7 @@ class Network(Names):
 
     def hidden(self, params: Tree, batch: dict[str, Array], training: bool = False, cache: Tree | None = None
                ) -> Array | tuple[Array, Tree]:
-        """Return the hidden states [B, T, D] that the head reads; with a cache, also the cache after these tokens.
+        """Return the features that the head reads, [B, T, D], or [B, D] if it pools; with a cache, also the cache.
 
         Args:
             batch: `input_ids` [B, T]; `attention_mask`, or for packed rows `segment_ids` and `position_ids` that
@@ -397,11 +325,8 @@ class Network(Names):
                                    after_first)
         if "norm" in self._graphs:
             x = self._part("norm", params)(x)
-        if self.head == "qa":
-            # The part of the head that has dropout runs here, where the seeds are.
-            x = self._part("head", params).features(x, seeds)
-        if self.head == "causal":
-            x = x.astype(self.build.dtype)  # the head computes in this dtype; casting first halves the communication
+        # The part of the head that pools and has dropout runs here, where masks and seeds are.
+        x = self._part("head", params).features(x, batch, seeds)
         return x, cache if cache is None else {**kv, "valid": valid, "length": start + length}, load
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
@@ -480,8 +405,17 @@ class Network(Names):
                 [rope.angles(jnp.maximum(slots, 0), lengths) for rope in self._ropes])
 
     def logits(self, params: Tree, hidden: Array) -> Array:
-        """Return the head's float32 logits for hidden states [..., D]: [..., V], or [..., 2] (start, end) for qa."""
+        """Return the head's float32 logits [..., V or K] for features [..., D] of `hidden`; for qa start and end."""
         return self._part("head", params)(hidden, params["embed"]["tokens"])
+
+    def scores(self, params: Tree, batch: dict[str, Array], training: bool = False) -> Array:
+        """Return the float32 logits of all rows: [B, K] if the head pools, else [B, T, K]."""
+        return self.logits(params, self.hidden(params, batch, training))
+
+    @property
+    def pools(self) -> bool:
+        """True if the head scores rows, not positions."""
+        return self.arch.classifier is not None and self.arch.classifier.pooling is not None
 
     def init_cache(self, batch_size: int, length: int) -> Tree:
         """Return an empty key-value cache for `length` tokens per row."""
@@ -520,8 +454,8 @@ class Network(Names):
         return sorted({".".join(path[:-1]) for path in flatten(self.shapes)})
 
     def linears(self) -> list[str]:
-        """Return our paths of the linear layers, without the output head."""
-        return list(dict.fromkeys(self._linears))
+        """Return our paths of the linear layers that may be adapted or quantised: not those of heads, which train."""
+        return [path for path in dict.fromkeys(self._linears) if path not in HEADS[self.head].in_full]
 
     def quantised(self, kind: Quantize | None) -> set[Path]:
         """Return the leaves that `model.quantize` stores in this format: linear layers and, in 4 bits, experts."""

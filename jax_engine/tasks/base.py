@@ -21,6 +21,7 @@ from jax_engine.models import hub
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Head
 from jax_engine.models.building import build_network
+from jax_engine.models.heads import HEADS
 from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
@@ -189,7 +190,7 @@ class Task(TaskFields, ABC):
 
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
         """Return the FLOPs per training token."""
-        is_head_too = self.head != "qa" and self.network.config.tie_word_embeddings
+        is_head_too = HEADS[self.head].vocabulary and self.network.config.tie_word_embeddings
         # A table that is only looked up costs no product.
         looked_up = None if is_head_too else ("embed", "tokens", "weight")
         mixture = mixture_of(self.network.config)

@@ -77,7 +77,19 @@ FAMILIES = {
                                  "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
                                  "full_attention": YARN}},
 }
-AUTO = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "qa": "AutoModelForQuestionAnswering"}
+AUTO = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "qa": "AutoModelForQuestionAnswering",
+        "sequence": "AutoModelForSequenceClassification", "token": "AutoModelForTokenClassification",
+        "choice": "AutoModelForMultipleChoice"}
+NUM_LABELS, NUM_CHOICES = 5, 2  # a batch of four rows is two questions
+
+
+def fields_of(name: str, head: str) -> dict:
+    """Fields of the configuration of a family with this head."""
+    fields = FAMILIES[name]
+    if head in ("sequence", "token"):
+        # Without a padding token transformers takes one row at a time.
+        fields = {"pad_token_id": 0} | fields | {"num_labels": NUM_LABELS}
+    return fields
 
 
 def labels_of(batch: dict[str, np.ndarray]) -> np.ndarray:
@@ -90,23 +102,44 @@ def labels_of(batch: dict[str, np.ndarray]) -> np.ndarray:
 
 def our_loss(net: Network, params: dict, batch: dict, labels: np.ndarray, training: bool = False):
     """A sum over labels, or over answer spans that end where they begin; and the logits."""
-    logits = net.logits(params, net.hidden(params, batch, training))
+    logits = net.scores(params, batch, training)
+    if net.head == "choice":
+        logits = logits.reshape(-1, NUM_CHOICES)
+    if net.head in ("sequence", "choice"):
+        picked = jax.nn.log_softmax(logits)[np.arange(len(logits)), row_labels(len(logits), net.head)]
+        return -picked.sum() + jnp.tanh(logits).sum(), logits  # as below
     if net.head == "qa":
         real = batch["attention_mask"][..., None] > 0
         spans = -jax.nn.log_softmax(jnp.where(real, logits, -1e4), axis=1)[:, 4].sum()
         return spans + jnp.where(real, jnp.tanh(logits), 0).sum(), logits  # the latter so that biases have gradients
-    scored = logits
+    scored, labels = logits, np.where(labels < 0, labels, labels % NUM_LABELS) if net.head == "token" else labels
     if net.head == "causal":
         scored, labels = logits[:, :-1], labels[:, 1:]
     picked = jnp.take_along_axis(jax.nn.log_softmax(scored), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
     return -jnp.where(labels >= 0, picked, 0).sum(), logits
 
 
+def row_labels(num_rows: int, head: str) -> np.ndarray:
+    """A label of each row."""
+    return np.arange(num_rows) * 3 % (NUM_CHOICES if head == "choice" else NUM_LABELS)
+
+
+def of_real(values, batch: dict[str, np.ndarray], head: str):
+    """Those of the logits that are compared: of the real tokens, or of all rows."""
+    return values if head in ("sequence", "choice") else values[batch["attention_mask"] > 0]
+
+
+def torch_inputs(batch: dict[str, np.ndarray], head: str) -> dict[str, torch.Tensor]:
+    """A batch as the torch model takes it."""
+    shape = (-1, NUM_CHOICES) if head == "choice" else (-1,)
+    return {name: torch.tensor(value).unflatten(0, shape) for name, value in batch.items()}
+
+
 class HFReference:
     """A torch model, its folder, and the JAX network loaded from there."""
 
     def __init__(self, name: str, head: str, folder, **changes):
-        config = transformers.CONFIG_MAPPING[name](**FAMILIES[name] | changes)
+        config = transformers.CONFIG_MAPPING[name](**fields_of(name, head) | changes)
         torch.manual_seed(0)
         self.torch = getattr(transformers, AUTO[head]).from_config(config).eval()
         with torch.no_grad():
@@ -127,12 +160,15 @@ class HFReference:
         return np.asarray(logits), float(loss), gradients
 
     def batch(self) -> dict[str, np.ndarray]:
-        """Four rows of 9: full, padded on the right, padded on the left, and one with the padding token in its text."""
+        """Four rows of 9: full, padded on the right, padded on the left, and one with the padding token in its text.
+
+        Rows of heads for labels are padded on the right.
+        """
         random = np.random.default_rng(1)
         ids = random.integers(4, VOCAB, (4, 9))
         mask = np.ones_like(ids)
         mask[1, 6:] = 0
-        mask[2, :4] = 0
+        mask[2, slice(5, None) if self.head in ("sequence", "token", "choice") else slice(4)] = 0
         ids[mask == 0] = self.pad
         ids[3, 4] = self.pad
         batch = {"input_ids": ids, "attention_mask": mask}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_reference import AUTO, FAMILIES
+from hf_reference import AUTO, fields_of
 from safetensors.torch import load_file
 from test_lora import TASKS
 from tested import MAIN, cells, every_pair
@@ -28,13 +28,13 @@ from lmmods.torch_engine.nn.lora import add_lora
 SIZES = {"vocab_size": 300, "initializer_range": 0.05}
 
 
-def configuration(name: str, **changes):
-    return transformers.CONFIG_MAPPING[name](**FAMILIES[name] | SIZES | changes)
+def configuration(name: str, head: str = "causal", **changes):
+    return transformers.CONFIG_MAPPING[name](**fields_of(name, head) | SIZES | changes)
 
 
 def scratch(name: str, head: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
     """A model of the torch engine from random weights."""
-    auto, config = getattr(transformers, AUTO[head]), configuration(name, **changes)
+    auto, config = getattr(transformers, AUTO[head]), configuration(name, head, **changes)
     return from_config(lambda: auto.from_config(config, dtype=dtype), seed)
 
 
@@ -49,7 +49,7 @@ def same(tree_of_names: dict[str, np.ndarray], model: torch.nn.Module) -> None:
 @every_pair
 def test_a_model_from_scratch_is_the_same_on_both_engines(name, head):
     model = scratch(name, head, seed=5)
-    net = hub.network(configuration(name), head)
+    net = hub.network(configuration(name, head), head)
     assert net.to_torch(net.init(5)).keys() == dict(model.named_parameters()).keys()
     same(net.to_torch(net.init(5)), model)
 
@@ -85,11 +85,11 @@ def test_in_bfloat16_and_untied_too(name):
 def test_distributions_are_those_of_transformers(name, head):
     """Mean and variance of every parameter, to five standard deviations of what chance makes of both."""
     torch.manual_seed(0)
-    theirs = dict(getattr(transformers, AUTO[head]).from_config(configuration(name)).named_parameters())
+    theirs = dict(getattr(transformers, AUTO[head]).from_config(configuration(name, head)).named_parameters())
     for key, ours in scratch(name, head).named_parameters():
         value, size = theirs[key].detach(), theirs[key].numel()
         assert ours.shape == value.shape and ours.requires_grad, key
-        if value.std() == 0:
+        if size == 1 or value.std() == 0:
             assert torch.equal(ours, value), key
             continue
         zeros = (value == 0).all(-1)
@@ -109,9 +109,12 @@ def test_position_tables_are_sines_where_the_configuration_says_so():
     ("BertModel", "bert", "qa"), ("BertModel", "bert", "masked"), ("AlbertForMaskedLM", "albert", "qa"),
     ("MistralForCausalLM", "mistral", "qa"), ("GPT2LMHeadModel", "gpt2", "qa"),
     ("ElectraForPreTraining", "electra", "qa"), ("ElectraForPreTraining", "electra", "masked"),
-    ("ModernBertModel", "modernbert", "masked"), ("ModernBertModel", "modernbert", "qa")])
+    ("ModernBertModel", "modernbert", "masked"), ("ModernBertModel", "modernbert", "qa"),
+    ("BertForMaskedLM", "bert", "sequence"), ("BertForMaskedLM", "bert", "token"), ("AlbertForMaskedLM", "albert",
+    "choice"), ("ElectraForPreTraining", "electra", "choice"), ("ModernBertModel", "modernbert", "sequence"),
+    ("MistralForCausalLM", "mistral", "sequence"), ("MistralForCausalLM", "mistral", "token")])
 def test_a_missing_head_is_the_same_on_both_engines_and_that_of_a_model_from_scratch(base, name, head, tmp_path):
-    getattr(transformers, base)(configuration(name)).save_pretrained(tmp_path)
+    getattr(transformers, base)(configuration(name, head)).save_pretrained(tmp_path)
     model = load_pretrained(getattr(transformers, AUTO[head]), str(tmp_path), seed=5)
     net = hub.network(load_config(str(tmp_path)), head)
     loaded = net.to_torch(loading.load(net, str(tmp_path), seed=5))
@@ -121,14 +124,20 @@ def test_a_missing_head_is_the_same_on_both_engines_and_that_of_a_model_from_scr
     assert not any(np.array_equal(loaded[key], first[key]) for key in first if key not in heads and first[key].std())
 
 
-def test_the_head_for_answers_keeps_what_another_head_has_of_it(tmp_path):
-    """The layers of ModernBERT's heads before the logits; those alone are new."""
-    transformers.ModernBertForMaskedLM(configuration("modernbert")).save_pretrained(tmp_path)
-    model = load_pretrained(transformers.AutoModelForQuestionAnswering, str(tmp_path), seed=5)
-    net = hub.network(load_config(str(tmp_path)), "qa")
+@pytest.mark.parametrize(("base", "name", "head", "kept", "saved"), [
+    ("ModernBertForMaskedLM", "modernbert", "qa", "head.dense.weight", "head.dense.weight"),
+    ("ModernBertForMaskedLM", "modernbert", "sequence", "head.norm.weight", "head.norm.weight"),
+    ("BertModel", "bert", "sequence", "bert.pooler.dense.weight", "pooler.dense.weight"),
+    ("BertModel", "bert", "choice", "bert.pooler.dense.bias", "pooler.dense.bias"),
+    ("AlbertModel", "albert", "sequence", "albert.pooler.weight", "pooler.weight")])
+def test_a_new_head_keeps_what_another_head_has_of_it(base, name, head, kept, saved, tmp_path):
+    """Poolers, and the layers of ModernBERT's heads before the logits; those alone are new."""
+    getattr(transformers, base)(configuration(name, head)).save_pretrained(tmp_path)
+    model = load_pretrained(getattr(transformers, AUTO[head]), str(tmp_path), seed=5)
+    net = hub.network(load_config(str(tmp_path)), head)
     loaded = net.to_torch(loading.load(net, str(tmp_path), seed=5))
     same(loaded, model)
-    assert np.array_equal(loaded["head.dense.weight"], load_file(tmp_path / "model.safetensors")["head.dense.weight"])
+    assert np.array_equal(loaded[kept], load_file(tmp_path / "model.safetensors")[saved])
 
 
 @pytest.mark.parametrize(("base", "name", "output"), [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_reference import labels_of
+from hf_reference import labels_of, of_real, torch_inputs
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tested import WITH_EXPERTS, cases
@@ -30,7 +30,8 @@ from lmmods.torch_engine.nn.loading import load_pretrained
 from lmmods.torch_engine.nn.lora import add_lora
 from tests.closeness import assert_as_close, gradients, in_both
 
-TASKS = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS"}
+TASKS = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS", "sequence": "SEQ_CLS", "token": "TOKEN_CLS",
+         "choice": None}
 
 
 def wrapped(ref, lora):
@@ -60,10 +61,10 @@ def wrapped(ref, lora):
     return model, net, merge(trained, frozen)
 
 
-def logits_of(model, batch):
+def logits_of(model, batch, head="causal"):
     # PEFT's own wrapper for question answering forgets token_type_ids; what it wraps does not.
     network = model.base_model if isinstance(model, PeftModel) else model
-    output = network(**{key: torch.tensor(value) for key, value in batch.items()})
+    output = network(**torch_inputs(batch, head))
     return output.logits if "logits" in output else torch.stack([output.start_logits, output.end_logits], -1)
 
 
@@ -77,6 +78,18 @@ CASES = [
     ("gpt2", "causal", LoRA(rank=4, alpha=8, targets=["c_fc"], modules_to_save=["wte"])),
     ("bert", "masked", LoRA(rank=4, alpha=16, dora=True, rslora=True)),
     ("bert", "qa", LoRA(rank=4, alpha=16, targets=["query", "attention.output.dense"])),
+    ("llama", "sequence", LoRA(rank=4, alpha=16)),
+    ("llama", "token", LoRA(rank=4, alpha=16, modules_to_save=["score"])),
+    ("bert", "sequence", LoRA(rank=4, alpha=16, targets=["query", "dense"], modules_to_save=["pooler"])),
+    ("bert", "choice", LoRA(rank=4, alpha=16, targets=["value"], modules_to_save=["pooler", "classifier"])),
+    ("albert", "sequence", LoRA(rank=4, alpha=16, targets=["value"], modules_to_save=["albert.pooler"])),
+    ("distilbert", "sequence", LoRA(rank=4, alpha=16, modules_to_save=["pre_classifier"])),
+    ("distilbert", "token", LoRA(rank=4, alpha=16)),
+    ("roberta", "sequence", LoRA(rank=4, alpha=16, targets=["query", "dense"])),
+    ("deberta-v2", "sequence", LoRA(rank=4, alpha=16, modules_to_save=["pooler", "rel_embeddings"])),
+    ("electra", "choice", LoRA(rank=4, alpha=16, targets=["query"],
+                               modules_to_save=["sequence_summary", "classifier"])),
+    ("modernbert", "token", LoRA(rank=4, alpha=16, targets=["Wqkv"], modules_to_save=["head"])),
     ("modernbert", "qa", LoRA(rank=4, alpha=16, targets=["Wqkv", "head.dense"], modules_to_save=["classifier"])),
 ]
 EVERY = cases("lora", ("llama", "gpt2", "bert", "albert", "phi3", "modernbert"), LoRA(rank=3, alpha=6))
@@ -94,23 +107,22 @@ def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora
     ref = make_ref(name, head)
     model, net, params = wrapped(ref, lora)
     batch = ref.batch()
-    real = batch["attention_mask"] > 0
     trained, frozen = split(params, net.trainable(params))
 
     def loss(trained):
-        params = merge(trained, frozen)
-        logits = net.logits(params, net.hidden(params, batch))
-        return jnp.where(real[..., None], jnp.tanh(logits), 0).sum(), logits
+        logits = of_real(net.scores(merge(trained, frozen), batch), batch, head)
+        return jnp.tanh(logits).sum(), logits
 
     def of_peft(model):
-        logits = logits_of(model, batch)[torch.tensor(real)]
+        logits = of_real(logits_of(model, batch, head), batch, head)
+        logits = logits.reshape(-1, 1) if head == "choice" else logits
         return logits, gradients(model, logits.tanh().sum())
 
     (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)
     theirs, exact = in_both(of_peft, model)
     named = net.to_torch(grads)
     assert list(named) == [key for key, parameter in model.named_parameters() if parameter.requires_grad]
-    for found in zip((np.asarray(logits)[real], named), theirs, exact, strict=True):
+    for found in zip((np.asarray(logits), named), theirs, exact, strict=True):
         assert_as_close(*found, terms=1024)  # up to three layers, forth and back
     frozen_names = {key for key, p in model.named_parameters() if not p.requires_grad and "original_module" not in key}
     # A copy that trains beside a tied weight leaves the weight itself under the other name.
@@ -122,8 +134,8 @@ def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora
         tmp_path / "theirs" / "adapter_model.safetensors")
     assert mine.keys() == peft.keys() and all(torch.equal(mine[key], peft[key]) for key in mine)
     again = PeftModel.from_pretrained(copy.deepcopy(ref.torch), tmp_path / "ours").eval()
-    assert torch.equal(logits_of(again, batch), logits_of(model, batch))
-    settings = adapters.adapter_settings(tmp_path / "theirs")
+    assert torch.equal(logits_of(again, batch, head), logits_of(model, batch, head))
+    settings = adapters.adapter_settings(tmp_path / "theirs", ref.net)
     back = hub.network(ref.net.config, head, lora=settings)
     loaded = adapters.load_adapter(back, tmp_path / "theirs")
     assert jax.tree.structure(loaded) == jax.tree.structure(trained)
@@ -294,9 +306,9 @@ def test_adapters_that_do_not_fit_are_refused(make_ref, tmp_path):
     net = hub.network(ref.net.config, "causal", lora=lora)
     params = loading.load(net, str(ref.folder))
     with pytest.raises(UserError, match="no adapter_config.json"):
-        adapters.adapter_settings(tmp_path)
+        adapters.adapter_settings(tmp_path, ref.net)
     adapters.save_adapter(net, params, tmp_path)
-    assert adapters.adapter_settings(tmp_path) == lora
+    assert adapters.adapter_settings(tmp_path, ref.net) == lora
     other = hub.network(ref.net.config, "causal", lora=LoRA(rank=4, targets=["k_proj"]))
     with pytest.raises(UserError, match="k_proj.lora_A.*Not expected.*q_proj.lora_A"):
         adapters.load_adapter(other, tmp_path)
@@ -308,4 +320,4 @@ def test_adapters_that_do_not_fit_are_refused(make_ref, tmp_path):
                    {"target_modules": ".*q_proj"}):
         (tmp_path / "adapter_config.json").write_text(json.dumps(written | change))
         with pytest.raises(UserError, match=next(iter(change))):
-            adapters.adapter_settings(tmp_path)
+            adapters.adapter_settings(tmp_path, ref.net)

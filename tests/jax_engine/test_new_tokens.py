@@ -92,7 +92,7 @@ def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora
     assert settings[0]["trainable_token_indices"] == settings[1]["trainable_token_indices"] == indices
     again = PeftModel.from_pretrained(copy.deepcopy(ref.torch), tmp_path / "ours").eval()
     assert torch.equal(logits_of(again, batch), logits_of(model, batch))
-    found = adapters.adapter_settings(tmp_path / "theirs")
+    found = adapters.adapter_settings(tmp_path / "theirs", ref.net)
     taken = adapters.adapter_rows(ref.net, found, tmp_path / "theirs")
     back = hub.network(ref.net.config, head, lora=found, rows=taken)
     loaded = flatten(adapters.load_adapter(back, tmp_path / "theirs"))

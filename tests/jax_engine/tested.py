@@ -22,14 +22,24 @@ ENCODERS = ("bert", "roberta", "albert", "distilbert", "xlm-roberta", "electra",
 CAUSAL = tuple(name for name in (*MAIN, *VARIANTS) if name not in ENCODERS)
 ANSWERING = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_neox", "mixtral", "qwen3_moe", *ENCODERS)
 
+# Families whose class transformers lacks, for sequences and for tokens.
+UNLABELLED = ("granite", "cohere2", "olmoe")
+ROWS_ONLY = ("openai-gpt", "ctrl", "olmo2", "olmo3", "gemma3_text")
+# Heads for labels are held against transformers in every family; of these, and all encoders, in every run.
+QUICK_LABELS = ("llama", "gpt2", *ENCODERS)
+
 Pair = tuple[str, str]  # a family and a head
 HEADS: dict[str, list[Pair]] = {
     "CLM, SFT, Preference": [(name, "causal") for name in CAUSAL],
     "MLM": [(name, "masked") for name in ENCODERS],
     "QA": [(name, "qa") for name in ANSWERING],
+    "SequenceClassification, Reward": [(name, "sequence") for name in (*MAIN, *VARIANTS) if name not in UNLABELLED],
+    "TokenClassification": [(name, "token") for name in (*MAIN, *VARIANTS) if name not in UNLABELLED + ROWS_ONLY],
+    "MultipleChoice": [(name, "choice") for name in ENCODERS],
 }
 PAIRS = [pair for pairs in HEADS.values() for pair in pairs]
-LANGUAGE = [pair for pair in PAIRS if pair[1] != "qa"]
+LANGUAGE = [pair for pair in PAIRS if pair[1] in ("causal", "masked")]
+LABELS = ("sequence", "token", "choice")
 # In the words of recipes and docs. Each is a test's parameters; logits, loss, gradients and files are tested of PAIRS.
 TESTED: dict[str, list[Pair]] = {
     "quantize": LANGUAGE,
@@ -46,7 +56,10 @@ def cases(feature: str, quick: Collection[str] = MAIN, *more: object) -> list:
     Args:
         feature: One of TESTED, or "all" for every head of every family.
     """
-    return [pytest.param(name, head, *more, id=f"{name}-{head}", marks=[] if name in quick else pytest.mark.slow)
+    def is_quick(name: str, head: str) -> bool:
+        return name in quick and (head not in LABELS or name in QUICK_LABELS)
+
+    return [pytest.param(name, head, *more, id=f"{name}-{head}", marks=[] if is_quick(name, head) else pytest.mark.slow)
             for name, head in (PAIRS if feature == "all" else TESTED[feature])]
 
 

@@ -2,8 +2,8 @@
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Family
-from jax_engine.models.families.bert import bert_like
+from jax_engine.models.architecture import Architecture, Classifier, Family
+from jax_engine.models.families.bert import TOKEN, bert_like, label_classes
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
@@ -16,6 +16,15 @@ def architecture(config: PreTrainedConfig) -> Architecture:
                      embedding_size=config.embedding_size, mlp_dropout=0.0)
 
 
+def of_pooler(config: PreTrainedConfig) -> Classifier:
+    return Classifier("first", dense=True, activation="tanh", dropout=config.classifier_dropout_prob)
+
+
+def of_tokens(config: PreTrainedConfig) -> Classifier:
+    return Classifier(dropout=config.classifier_dropout_prob)
+
+
+POOLED = {"head.dense": "albert.pooler", "head": "classifier"}
 LAYER = "encoder.albert_layer_groups.{}.albert_layers.{}"
 FAMILY = Family(
     architecture=architecture,
@@ -35,12 +44,14 @@ FAMILY = Family(
         "layers.mlp.up": f"{LAYER}.ffn",
         "layers.mlp.down": f"{LAYER}.ffn_output",
     },
-    classes={"masked": "AlbertForMaskedLM", "qa": "AlbertForQuestionAnswering"},
+    classes={"masked": "AlbertForMaskedLM", "qa": "AlbertForQuestionAnswering", **label_classes("Albert")},
     head_modules={
         "masked": {"head": "predictions", "head.norm": "predictions.LayerNorm", "head.dense": "predictions.dense"},
-        "qa": {"head": "qa_outputs"},
+        "qa": {"head": "qa_outputs"}, "sequence": POOLED, "token": TOKEN, "choice": POOLED,
     },
     dropouts={"embed": "embeddings.dropout", "layers.attn.weights": f"{LAYER}.attention.weights",
               "layers.attn": f"{LAYER}.attention.output_dropout"},
+    head_dropouts=dict.fromkeys(("sequence", "token", "choice"), {"head": "dropout"}),
+    classifiers={"sequence": of_pooler, "token": of_tokens, "choice": of_pooler},
     tied={"masked": {"predictions.decoder.weight": "embed.tokens.weight", "predictions.decoder.bias": "head.bias"}},
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers, refuse
+from jax_engine.models.architecture import Architecture, Classifier, Family, Head, initial_std, plain_layers, refuse
 from jax_engine.models.linear import known_activation
 
 MODULES = {
@@ -47,17 +47,39 @@ def bert_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
         **plain_layers(config.num_hidden_layers, head_dim**-0.5), **choices})
 
 
+def head_dropout(config: PreTrainedConfig) -> float:
+    """Return the dropout rate of the heads for labels, by the fields of BERT and its descendants."""
+    return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+
+
+def label_classes(name: str) -> dict[Head, str]:
+    """Return transformers' classes of the heads for labels."""
+    return {"sequence": f"{name}ForSequenceClassification", "token": f"{name}ForTokenClassification",
+            "choice": f"{name}ForMultipleChoice"}
+
+
+def of_pooler(config: PreTrainedConfig) -> Classifier:
+    return Classifier("first", dense=True, activation="tanh", dropout=head_dropout(config))
+
+
+def of_tokens(config: PreTrainedConfig) -> Classifier:
+    return Classifier(dropout=head_dropout(config))
+
+
+TOKEN, POOLED = {"head": "classifier"}, {"head.dense": "bert.pooler.dense", "head": "classifier"}
 FAMILY = Family(
     architecture=bert_like,
     base="bert",
     modules=MODULES,
-    classes={"masked": "BertForMaskedLM", "qa": "BertForQuestionAnswering"},
+    classes={"masked": "BertForMaskedLM", "qa": "BertForQuestionAnswering", **label_classes("Bert")},
     head_modules={
         "masked": {"head": "cls.predictions", "head.dense": "cls.predictions.transform.dense",
                    "head.norm": "cls.predictions.transform.LayerNorm"},
-        "qa": {"head": "qa_outputs"},
+        "qa": {"head": "qa_outputs"}, "sequence": POOLED, "token": TOKEN, "choice": POOLED,
     },
     dropouts=DROPOUTS,
+    head_dropouts=dict.fromkeys(("sequence", "token", "choice"), {"head": "dropout"}),
+    classifiers={"sequence": of_pooler, "token": of_tokens, "choice": of_pooler},
     tied={"masked": {"cls.predictions.decoder.weight": "embed.tokens.weight",
                      "cls.predictions.decoder.bias": "head.bias"}},
 )

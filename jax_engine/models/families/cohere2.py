@@ -15,5 +15,5 @@ def architecture(config: PreTrainedConfig) -> Architecture:
                       ropes=tuple(rope.still() if window is None else rope for window in windows))
 
 
-FAMILY = llama_family(architecture, "Cohere2", qa_base=None, modules={
+FAMILY = llama_family(architecture, "Cohere2", qa_base=None, labels=(), modules={
     name: theirs for name, theirs in MODULES.items() if name != "layers.mlp_norm"})

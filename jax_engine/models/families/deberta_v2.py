@@ -2,8 +2,8 @@
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Convolution, Family, refuse
-from jax_engine.models.families.bert import DROPOUTS, MODULES, bert_like
+from jax_engine.models.architecture import Architecture, Classifier, Convolution, Family, refuse
+from jax_engine.models.families.bert import DROPOUTS, MODULES, TOKEN, bert_like, label_classes
 from jax_engine.models.linear import known_activation
 from jax_engine.models.relative import Relative
 
@@ -38,6 +38,16 @@ def _relative(config: PreTrainedConfig, kinds: tuple[str, ...]) -> Relative | No
                     normed="layer_norm" in norms.lower(), shared=getattr(config, "share_att_key", False))
 
 
+def of_pooler(config: PreTrainedConfig) -> Classifier:
+    refuse(config, pooler_hidden_size=config.hidden_size)
+    rate = getattr(config, "cls_dropout", None)
+    return Classifier("first", dense=True, activation=known_activation(config.pooler_hidden_act),
+                      dense_dropout=config.pooler_dropout,
+                      dropout=config.hidden_dropout_prob if rate is None else rate)
+
+
+POOLED = {"head.dense": "pooler.dense", "head": "classifier"}
+POOLED_DROPOUTS = {"head.dense": "pooler.dropout", "head": "dropout"}
 SELF = "encoder.layer.{}.attention.self"
 PROJECTIONS = {
     "layers.attn.q": f"{SELF}.query_proj",
@@ -53,13 +63,17 @@ FAMILY = Family(
         name: theirs for name, theirs in MODULES.items() if name.startswith("layers.") and name not in PROJECTIONS} | {
         "embed.relative": "encoder.rel_embeddings", "embed.relative_norm": "encoder.LayerNorm",
         "embed.conv": "encoder.conv.conv", "embed.conv_norm": "encoder.conv.LayerNorm"},
-    classes={"masked": "DebertaV2ForMaskedLM", "qa": "DebertaV2ForQuestionAnswering"},
+    classes={"masked": "DebertaV2ForMaskedLM", "qa": "DebertaV2ForQuestionAnswering",
+             **label_classes("DebertaV2")},
     head_modules={
         "masked": {"head": "cls.predictions", "head.dense": "cls.predictions.transform.dense",
                    "head.norm": "cls.predictions.transform.LayerNorm"},
-        "qa": {"head": "qa_outputs"},
+        "qa": {"head": "qa_outputs"}, "sequence": POOLED, "token": TOKEN, "choice": POOLED,
     },
     dropouts=DROPOUTS | {"embed.conv": "encoder.conv.dropout"},
+    head_dropouts={"sequence": POOLED_DROPOUTS, "token": {"head": "dropout"}, "choice": POOLED_DROPOUTS},
+    classifiers={"sequence": of_pooler, "token": lambda config: Classifier(dropout=config.hidden_dropout_prob),
+                 "choice": of_pooler},
     tied={"masked": {"cls.predictions.decoder.weight": "embed.tokens.weight",
                      "cls.predictions.decoder.bias": "head.bias"}},
 )

@@ -2,7 +2,8 @@
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers, refuse
+from jax_engine.models.architecture import Architecture, Classifier, Family, initial_std, plain_layers, refuse
+from jax_engine.models.families.bert import TOKEN, label_classes
 from jax_engine.models.linear import known_activation
 
 NORM_EPS = 1e-12  # fixed in its torch module
@@ -19,9 +20,14 @@ def architecture(config: PreTrainedConfig) -> Architecture:
         norms=("sum",), head_bias=True, max_positions=config.max_position_embeddings, padding_id=config.pad_token_id,
         sinusoid_init=config.sinusoidal_pos_embds, embedding_dropout=config.dropout,
         attention_dropout=config.attention_dropout, mlp_dropout=config.dropout,
-        qa_dropout=config.qa_dropout, **plain_layers(config.n_layers, head_dim**-0.5))
+        **plain_layers(config.n_layers, head_dim**-0.5))
 
 
+def of_rows(config: PreTrainedConfig) -> Classifier:
+    return Classifier("first", dense=True, activation="relu", dropout=config.seq_classif_dropout)
+
+
+ROWS = {"head.dense": "pre_classifier", "head": "classifier"}
 FAMILY = Family(
     architecture=architecture,
     base="distilbert",
@@ -38,12 +44,16 @@ FAMILY = Family(
         "layers.mlp.down": "transformer.layer.{}.ffn.lin2",
         "layers.mlp_norm": "transformer.layer.{}.output_layer_norm",
     },
-    classes={"masked": "DistilBertForMaskedLM", "qa": "DistilBertForQuestionAnswering"},
+    classes={"masked": "DistilBertForMaskedLM", "qa": "DistilBertForQuestionAnswering",
+             **label_classes("DistilBert")},
     head_modules={
         "masked": {"head.dense": "vocab_transform", "head.norm": "vocab_layer_norm", "head": "vocab_projector"},
-        "qa": {"head": "qa_outputs"},
+        "qa": {"head": "qa_outputs"}, "sequence": ROWS, "token": TOKEN, "choice": ROWS,
     },
     dropouts={"embed": "embeddings.dropout", "layers.attn.weights": "transformer.layer.{}.attention.weights",
-              "layers.mlp": "transformer.layer.{}.ffn.dropout", "head": "dropout"},
+              "layers.mlp": "transformer.layer.{}.ffn.dropout"},
+    head_dropouts=dict.fromkeys(("qa", "sequence", "token", "choice"), {"head": "dropout"}),
+    classifiers={"qa": lambda config: Classifier(dropout=config.qa_dropout), "sequence": of_rows,
+                 "token": lambda config: Classifier(dropout=config.dropout), "choice": of_rows},
     tied={"masked": {"vocab_projector.weight": "embed.tokens.weight"}},
 )

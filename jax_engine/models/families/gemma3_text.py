@@ -1,5 +1,7 @@
 """Gemma 3, text only (Gemma Team 2025): Gemma 2 with norms on queries and keys, and a rope per layer type."""
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, refuse
@@ -12,4 +14,6 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     return gemma2_like(config, qk_norm="head", ropes=layer_ropes(config))
 
 
-FAMILY = llama_family(architecture, "Gemma3", qa_base=None, modules=SANDWICHED)
+GEMMA3 = llama_family(architecture, "Gemma3", qa_base=None, modules=SANDWICHED, labels=("sequence",))
+# The name without Text is that of the model that reads images, too.
+FAMILY = replace(GEMMA3, classes=GEMMA3.classes | {"sequence": "Gemma3TextForSequenceClassification"})

@@ -5,6 +5,7 @@ import math
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family, initial_std, refuse
+from jax_engine.models.families.llama import of_last, of_tokens
 from jax_engine.models.linear import known_activation
 
 
@@ -39,9 +40,13 @@ FAMILY = Family(
         "layers.mlp.down": "h.{}.mlp.c_proj",
         "norm": "ln_f",
     },
-    classes={"causal": "GPT2LMHeadModel", "qa": "GPT2ForQuestionAnswering"},
-    head_modules={"causal": {"head": "lm_head"}, "qa": {"head": "qa_outputs"}},
+    classes={"causal": "GPT2LMHeadModel", "qa": "GPT2ForQuestionAnswering",
+             "sequence": "GPT2ForSequenceClassification", "token": "GPT2ForTokenClassification"},
+    head_modules={"causal": {"head": "lm_head"}, "qa": {"head": "qa_outputs"}, "sequence": {"head": "score"},
+                  "token": {"head": "classifier"}},
     dropouts={"embed": "drop", "layers.attn.weights": "h.{}.attn.weights", "layers.attn": "h.{}.attn.resid_dropout",
               "layers.mlp": "h.{}.mlp.dropout"},
+    head_dropouts={"token": {"head": "dropout"}},
+    classifiers={"sequence": of_last, "token": of_tokens},
     tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
 )

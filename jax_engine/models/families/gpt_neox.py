@@ -3,6 +3,7 @@
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers
+from jax_engine.models.families.llama import of_last, of_tokens
 from jax_engine.models.linear import known_activation
 from jax_engine.models.rope import rope_of
 
@@ -35,10 +36,14 @@ FAMILY = Family(
         "layers.mlp.down": "layers.{}.mlp.dense_4h_to_h",
         "norm": "final_layer_norm",
     },
-    classes={"causal": "GPTNeoXForCausalLM", "qa": "GPTNeoXForQuestionAnswering"},
-    head_modules={"causal": {"head": "lm_head"}, "qa": {"head": "qa_outputs"}},
+    classes={"causal": "GPTNeoXForCausalLM", "qa": "GPTNeoXForQuestionAnswering",
+             "sequence": "GPTNeoXForSequenceClassification", "token": "GPTNeoXForTokenClassification"},
+    head_modules={"causal": {"head": "lm_head"}, "qa": {"head": "qa_outputs"}, "sequence": {"head": "score"},
+                  "token": {"head": "classifier"}},
     older={"embed_out.": "lm_head."},
     dropouts={"embed": "emb_dropout", "layers.attn.weights": "layers.{}.attention.weights",
               "layers.attn": "layers.{}.post_attention_dropout", "layers.mlp": "layers.{}.post_mlp_dropout"},
+    head_dropouts={"token": {"head": "dropout"}},
+    classifiers={"sequence": of_last, "token": of_tokens},
     tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
 )

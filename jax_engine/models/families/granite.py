@@ -13,4 +13,4 @@ def architecture(config: PreTrainedConfig) -> Architecture:
                       residual_scale=config.residual_multiplier, logit_scale=1 / config.logits_scaling)
 
 
-FAMILY = llama_family(architecture, "Granite", qa_base=None)
+FAMILY = llama_family(architecture, "Granite", qa_base=None, labels=())

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers
+from jax_engine.models.architecture import Architecture, Classifier, Family, Head, initial_std, plain_layers
 from jax_engine.models.linear import known_activation
 from jax_engine.models.rope import Rope, rope_of
 
@@ -48,18 +48,40 @@ def llama_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
         **plain_layers(config.num_hidden_layers, head_dim**-0.5), **choices})
 
 
+def of_last(config: PreTrainedConfig) -> Classifier:
+    """Return the head for sequences of a decoder: scores of the last token, without bias."""
+    return Classifier("last", bias=False)
+
+
+def of_tokens(config: PreTrainedConfig) -> Classifier:
+    """Return the head for tokens of a decoder."""
+    rates = (getattr(config, name, None) for name in ("classifier_dropout", "hidden_dropout"))
+    return Classifier(bias=getattr(config, "token_classification_bias", True),
+                      dropout=next((rate for rate in rates if rate is not None), 0.1))
+
+
+LABELS: tuple[Head, ...] = ("sequence", "token")
+
+
 def llama_family(architecture: Any, name: str, qa_base: str | None = "transformer",
-                 modules: dict[str, str] = MODULES, dropouts: dict[str, str] | None = None, **fields: Any) -> Family:
+                 modules: dict[str, str] = MODULES, dropouts: dict[str, str] | None = None,
+                 labels: tuple[Head, ...] = LABELS, **fields: Any) -> Family:
     """Return a family with Llama's key table or `modules`, and its dropout sites beside the attention weights.
 
-    Its classes are `{name}ForCausalLM` and, given its base, `{name}ForQuestionAnswering`. `fields` are Family's own.
+    Its classes are `{name}ForCausalLM`, those of the heads in `labels`, and, given its base,
+    `{name}ForQuestionAnswering`. `fields` are Family's own.
     """
-    classes, head_modules = {"causal": f"{name}ForCausalLM"}, {"causal": {"head": "lm_head"}}
+    classes = {"causal": f"{name}ForCausalLM", "sequence": f"{name}ForSequenceClassification",
+               "token": f"{name}ForTokenClassification"}
+    classes = {head: kind for head, kind in classes.items() if head in ("causal", *labels)}
+    head_modules = {"causal": {"head": "lm_head"}, **dict.fromkeys(labels, {"head": "score"})}
     if qa_base:
         classes["qa"], head_modules["qa"] = f"{name}ForQuestionAnswering", {"head": "qa_outputs"}
     return Family(architecture=architecture, base="model", modules=modules, classes=classes,
                   head_modules=head_modules,
                   dropouts={"layers.attn.weights": "layers.{}.self_attn.weights", **(dropouts or {})},
+                  head_dropouts={"token": {"head": "dropout"}},
+                  classifiers={"sequence": of_last, "token": of_tokens},
                   tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
                   base_of={"qa": qa_base} if qa_base else {}, **fields)
 

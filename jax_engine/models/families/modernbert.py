@@ -4,18 +4,23 @@ The embedding is normed, so the first layer's attention has no norm of its own.
 """
 
 import math
+from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers, refuse
+from jax_engine.models.architecture import Architecture, Classifier, Family, initial_std, plain_layers, refuse
+from jax_engine.models.families.bert import label_classes
 from jax_engine.models.families.llama import layer_ropes
 from jax_engine.models.linear import known_activation
+
+
+def residual_std(config: PreTrainedConfig) -> float:
+    return initial_std(config) / math.sqrt(2 * config.num_hidden_layers)
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
     refuse(config, tie_word_embeddings=True)
     head_dim, std = config.hidden_size // config.num_attention_heads, initial_std(config)
-    residual_std = std / math.sqrt(2 * config.num_hidden_layers)
     # transformers' sliding_window counts the tokens to each side, without the query itself
     windows = tuple(config.sliding_window + 1 if kind == "sliding_attention" else None for kind in config.layer_types)
     return Architecture(**{
@@ -24,18 +29,30 @@ def architecture(config: PreTrainedConfig) -> Architecture:
         "mlp_size": config.intermediate_size, "activation": known_activation(config.hidden_activation),
         "norm": "layer" if config.norm_bias else "layer_no_bias", "norm_eps": config.norm_eps,
         "final_norm_eps": config.norm_eps, "first_norm": False, "init_std": std, "layer_std": std,
-        "residual_std": residual_std, "init_cut": config.initializer_cutoff_factor or 3, "causal": False,
+        "residual_std": residual_std(config), "init_cut": config.initializer_cutoff_factor or 3, "causal": False,
         "positions": "rope", "ropes": layer_ropes(config), "padding_id": config.pad_token_id,
         "qkv": "fused", "qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "gated": True,
         "fused_gate_up": True, "mlp_bias": config.mlp_bias, "head_bias": config.decoder_bias,
         "head_activation": known_activation(config.classifier_activation), "head_dense_bias": config.classifier_bias,
-        "head_std": residual_std, "qa_dense": True, "qa_std": config.hidden_size**-0.5,
+        "head_std": residual_std(config),
         "embedding_dropout": config.embedding_dropout, "attention_dropout": config.attention_dropout,
         "residual_dropout": config.attention_dropout, "mlp_inner_dropout": config.mlp_dropout,
-        "qa_dropout": config.classifier_dropout, **plain_layers(config.num_hidden_layers, head_dim**-0.5),
+        **plain_layers(config.num_hidden_layers, head_dim**-0.5),
         "windows": windows})
 
 
+def of_tokens(config: PreTrainedConfig) -> Classifier:
+    return Classifier(dense=True, activation=known_activation(config.classifier_activation), norm=True,
+                      dense_bias=config.classifier_bias, dropout=config.classifier_dropout,
+                      std=config.hidden_size**-0.5, dense_std=residual_std(config))
+
+
+def of_rows(config: PreTrainedConfig) -> Classifier:
+    return replace(of_tokens(config), pooling={"cls": "first", "mean": "mean"}[config.classifier_pooling])
+
+
+HEADS, LABELS = ("qa", "sequence", "token", "choice"), {
+    "head.dense": "head.dense", "head.norm": "head.norm", "head": "classifier"}
 FAMILY = Family(
     architecture=architecture,
     base="model",
@@ -50,12 +67,15 @@ FAMILY = Family(
         "layers.mlp.down": "layers.{}.mlp.Wo",
         "norm": "final_norm",
     },
-    classes={"masked": "ModernBertForMaskedLM", "qa": "ModernBertForQuestionAnswering"},
+    classes={"masked": "ModernBertForMaskedLM", "qa": "ModernBertForQuestionAnswering",
+             **label_classes("ModernBert")},
     head_modules={
         "masked": {"head.dense": "head.dense", "head.norm": "head.norm", "head": "decoder"},
-        "qa": {"head.dense": "head.dense", "head.norm": "head.norm", "head": "classifier"},
+        **dict.fromkeys(HEADS, LABELS),
     },
     dropouts={"embed": "embeddings.drop", "layers.attn.weights": "layers.{}.attn.weights",
-              "layers.attn": "layers.{}.attn.out_drop", "layers.mlp.inner": "layers.{}.mlp.drop", "head": "drop"},
+              "layers.attn": "layers.{}.attn.out_drop", "layers.mlp.inner": "layers.{}.mlp.drop"},
+    head_dropouts=dict.fromkeys(HEADS, {"head": "drop"}),
+    classifiers={"qa": of_tokens, "sequence": of_rows, "token": of_tokens, "choice": of_rows},
     tied={"masked": {"decoder.weight": "embed.tokens.weight"}},
 )

@@ -17,4 +17,4 @@ def olmo2_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
                       norms=("output",), qk_norm="projection", **choices)
 
 
-FAMILY = llama_family(olmo2_like, "Olmo2", qa_base=None, modules=MODULES | OUT_NORMS)
+FAMILY = llama_family(olmo2_like, "Olmo2", qa_base=None, modules=MODULES | OUT_NORMS, labels=("sequence",))

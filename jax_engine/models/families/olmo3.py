@@ -11,4 +11,4 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     return olmo2_like(config, windows=layer_windows(config), ropes=layer_ropes(config))
 
 
-FAMILY = llama_family(architecture, "Olmo3", qa_base=None, modules=MODULES | OUT_NORMS)
+FAMILY = llama_family(architecture, "Olmo3", qa_base=None, modules=MODULES | OUT_NORMS, labels=("sequence",))

@@ -14,4 +14,4 @@ def architecture(config: PreTrainedConfig) -> Architecture:
                           normalised=config.norm_topk_prob))
 
 
-FAMILY = llama_family(architecture, "Olmoe", qa_base=None, modules=MODULES, expert_files=ExpertFiles())
+FAMILY = llama_family(architecture, "Olmoe", qa_base=None, labels=(), modules=MODULES, expert_files=ExpertFiles())

@@ -3,6 +3,7 @@
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers, refuse
+from jax_engine.models.families.llama import of_last
 
 # Its own table of activations: "gelu" is the tanh approximation here.
 ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "silu"}
@@ -37,9 +38,10 @@ FAMILY = Family(
         "layers.mlp.down": "h.{}.mlp.c_proj",
         "layers.mlp_norm": "h.{}.ln_2",
     },
-    classes={"causal": "OpenAIGPTLMHeadModel"},
-    head_modules={"causal": {"head": "lm_head"}},
+    classes={"causal": "OpenAIGPTLMHeadModel", "sequence": "OpenAIGPTForSequenceClassification"},
+    head_modules={"causal": {"head": "lm_head"}, "sequence": {"head": "score"}},
     dropouts={"embed": "drop", "layers.attn.weights": "h.{}.attn.weights", "layers.attn": "h.{}.attn.resid_dropout",
               "layers.mlp": "h.{}.mlp.dropout"},
+    classifiers={"sequence": of_last},
     tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
 )

@@ -1,5 +1,6 @@
 """Weights from folders: old spellings, shards, mixed dtypes, pickles, missing heads, and every strict refusal."""
 
+import json
 import shutil
 
 import jax
@@ -108,6 +109,22 @@ def test_a_missing_head_starts_at_random_and_is_reported(make_ref, tmp_path, cap
     assert same(first, again) and same(first["layers"], other["layers"])
     weight = ("dense", "weight") if head == "masked" else ("weight",)
     assert not np.array_equal(flatten(first["head"])[weight], flatten(other["head"])[weight])
+
+
+@pytest.mark.parametrize(("name", "head"), [("bert", "sequence"), ("roberta", "sequence"), ("llama", "token")])
+def test_a_head_with_other_labels_starts_at_random_and_is_reported(make_ref, tmp_path, capsys, name, head):
+    ref = make_ref(name, head)
+    config = load_config(str(ref.folder), {"id2label": dict(enumerate("abc"))})
+    net = hub.network(config, head)
+    found = loading.load(net, str(ref.folder), seed=1)
+    told = capsys.readouterr().out
+    assert "Not needed" in told and "these start at random" in told
+    assert same({**found, "head": {}}, {**ref.params, "head": {}})
+    assert found["head"]["weight"].shape[0] == 3
+    if "dense" in found["head"]:  # which has nothing to do with the labels
+        assert same(found["head"]["dense"], ref.params["head"]["dense"])
+    hub.save(net, found, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["id2label"] == {"0": "a", "1": "b", "2": "c"}
 
 
 @pytest.mark.parametrize(("name", "change", "message"), [

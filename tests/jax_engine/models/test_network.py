@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_reference import labels_of, our_loss
+from hf_reference import NUM_LABELS, labels_of, of_real, our_loss, row_labels, torch_inputs
 from tested import MAIN, cases, cells, every_pair
 
 from jax_engine.distributed import loss
@@ -20,14 +20,19 @@ from tests.closeness import assert_as_close, gradients, in_both
 
 
 def torch_loss(model, head, batch, labels):
-    inputs = {name: torch.tensor(value) for name, value in batch.items()}
+    inputs = torch_inputs(batch, head)
     output = model(**inputs)
+    if head in ("sequence", "choice"):
+        targets = torch.tensor(row_labels(len(output.logits), head))
+        loss = torch.nn.functional.cross_entropy(output.logits, targets, reduction="sum")
+        return output.logits, loss + output.logits.tanh().sum()
     if head == "qa":
         logits = torch.stack([output.start_logits, output.end_logits], -1)
         padding = inputs["attention_mask"][..., None] == 0
         spans = -logits.masked_fill(padding, -1e4).log_softmax(1)[:, 4].sum()
         return logits, spans + logits.tanh().masked_fill(padding, 0).sum()
     logits, labels = output.logits, torch.tensor(labels)
+    labels = torch.where(labels < 0, labels, labels % NUM_LABELS) if head == "token" else labels
     pairs = (logits[:, :-1], labels[:, 1:]) if head == "causal" else (logits, labels)
     return logits, torch.nn.functional.cross_entropy(pairs[0].flatten(0, 1), pairs[1].flatten(), reduction="sum")
 
@@ -37,19 +42,18 @@ def test_logits_loss_and_all_gradients_are_torchs(make_ref, name, head):
     ref = make_ref(name, head)
     batch = ref.batch()
     labels = labels_of(batch)
-    real = batch["attention_mask"] > 0
 
     def of_torch(model):
         logits, loss = torch_loss(model, head, batch, labels)
         found = gradients(model, loss)
-        return logits[torch.tensor(real)], loss, {name: found.get(name, torch.zeros(param.shape))
+        return of_real(logits, batch, head), loss, {name: found.get(name, torch.zeros(param.shape))
                                                   for name, param in model.named_parameters()}
 
     theirs, exact = in_both(of_torch, ref.torch)
     logits, value, grads = ref.found
     named = ref.net.to_torch(grads)
     assert logits.dtype == np.float32 and list(named) == list(exact[2])
-    for found in zip((logits[real], value, named), theirs, exact, strict=True):
+    for found in zip((of_real(logits, batch, head), value, named), theirs, exact, strict=True):
         assert_as_close(*found, terms=1024)  # up to three layers, forth and back
 
 
@@ -62,8 +66,7 @@ def test_saved_folder_is_the_same_model_for_transformers(make_ref, name, head, t
     assert all(torch.equal(value, before[key]) for key, value in again.named_parameters())
     saved, original = again.config.to_dict(), type(ref.torch).from_pretrained(ref.folder).config.to_dict()
     assert saved | {"_name_or_path": ""} == original | {"_name_or_path": ""}
-    batch = ref.batch()
-    inputs = {key: torch.tensor(value) for key, value in batch.items()}
+    inputs = torch_inputs(ref.batch(), head)
     with torch.no_grad():
         ours, theirs = again(**inputs), ref.torch(**inputs)
     assert torch.equal(ours.start_logits if head == "qa" else ours.logits,
@@ -141,7 +144,10 @@ RATES |= {"starcoder2": {"embedding_dropout": 0.1, "attention_dropout": 0.2, "re
           "phi3": {"resid_pdrop": 0.3, "attention_dropout": 0.2},
           "modernbert": {"embedding_dropout": 0.1, "attention_dropout": 0.2, "mlp_dropout": 0.3,
                          "classifier_dropout": 0.25}}
-RATES |= {"distilbert": {"dropout": 0.3, "attention_dropout": 0.2, "qa_dropout": 0.1}}
+RATES |= {"distilbert": {"dropout": 0.3, "attention_dropout": 0.2, "qa_dropout": 0.1,
+                         "seq_classif_dropout": 0.4}}
+RATES["deberta-v2"] |= {"pooler_dropout": 0.4, "cls_dropout": 0.25}
+RATES["electra"] |= {"classifier_dropout": 0.25, "summary_last_dropout": 0.4}
 
 
 @cells("all", (*MAIN, "starcoder2", "modernbert"))
@@ -158,9 +164,10 @@ def test_dropout_is_torchs(make_ref, name, head):
             found[training] = torch_loss(ref.torch, head, batch, labels_of(batch))[0].numpy()
     ref.torch.eval()
     seeded = batch | {"token_seeds": seeds}
-    ours = np.asarray(jax.jit(lambda p: ref.net.logits(p, ref.net.hidden(p, seeded, True)))(ref.params))
-    real, scale = batch["attention_mask"] > 0, np.abs(found[True]).max()
-    assert np.abs(ours - found[True])[real].max() <= 1e-4 * scale < 1e-2 * np.abs(ours - found[False])[real].max()
+    ours = np.asarray(jax.jit(lambda p: ref.net.scores(p, seeded, True))(ref.params)).reshape(found[True].shape)
+    scale = np.abs(found[True]).max()
+    near, far = (of_real(np.abs(ours - found[training]), batch, head).max() for training in (True, False))
+    assert near <= 1e-4 * scale < 1e-2 * far
 
 
 @every_pair
