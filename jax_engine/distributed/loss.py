@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
@@ -56,12 +57,24 @@ def shift_weights(weights: Array | None) -> Array | None:
     return None if weights is None else jnp.pad(weights[:, 1:], ((0, 0), (0, 1)))
 
 
+# Columns that say what a row is scored against. A padding row has IGNORED there, or NaN in columns of floats.
+LABELS = ("labels", "start_positions", "end_positions", "margin")
+
+
+def no_label(dtype: np.dtype) -> float:
+    """Return what a padding row holds in a column of `LABELS` of this dtype."""
+    return np.nan if jnp.issubdtype(dtype, jnp.floating) else IGNORED
+
+
+def is_label(values: Array) -> Array:
+    """Return bool of the shape of a column of `LABELS`, False for `no_label`."""
+    return ~jnp.isnan(values) if jnp.issubdtype(values.dtype, jnp.floating) else values != IGNORED
+
+
 def scored_rows(batch: dict[str, Array]) -> Array:
     """Return [B] bool, True for rows with a label. Rows without one are padding and do not count."""
-    if "labels" not in batch:
-        return batch["start_positions"] != IGNORED
-    labels = batch["labels"]
-    return (labels != IGNORED).any(tuple(range(1, labels.ndim)))
+    labels = next(batch[name] for name in LABELS if name in batch)
+    return is_label(labels).any(tuple(range(1, labels.ndim)))
 
 
 def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
@@ -122,6 +135,52 @@ def span_loss(logits: Array, batch: dict[str, Array]) -> LossSums:
     # Half of each: the mean of start and end.
     total = -jnp.where(positions == IGNORED, 0.0, picked).sum() / 2
     return LossSums(total, (batch["start_positions"] != IGNORED).sum().astype(jnp.float32))
+
+
+def label_loss(logits: Array, labels: Array, class_weights: Array | None = None) -> LossSums:
+    """Return the summed loss of labels, which their dtype and shape choose.
+
+    Integers are classes: cross-entropy, weighted by class. Floats in the shape of the logits are a yes or no for each
+    class: the weighted mean over the classes of the binary cross-entropy. One float per row is a value: its squared
+    error.
+
+    Args:
+        logits: [..., K] float32.
+        labels: [...] integers, IGNORED where nothing is scored; or [B, K] or [B] float32, NaN in rows that do not
+            count.
+        class_weights: [K] float32; None weighs all alike.
+    """
+    known = is_label(labels)
+    if not jnp.issubdtype(labels.dtype, jnp.floating):
+        # IGNORED is negative: any class stands in for it, as its weight is 0.
+        classes = jnp.maximum(labels, 0)
+        weights = known * (1.0 if class_weights is None else jnp.asarray(class_weights)[classes])
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), classes[..., None], axis=-1)[..., 0]
+        return LossSums(-(picked * weights).sum(), weights.sum().astype(jnp.float32))
+    labels = jnp.where(known, labels, 0.0)
+    if labels.ndim == 1:
+        losses = jnp.square(logits[:, 0] - labels)
+    else:
+        # -y log p - (1 - y) log(1 - p) for p = sigmoid(logits).
+        losses = jnp.average(jnp.logaddexp(0.0, logits) - labels * logits, axis=1, weights=class_weights)
+        known = known.all(1)
+    return LossSums((losses * known).sum(), known.sum().astype(jnp.float32))
+
+
+def pair_loss(scores: Array, margins: Array, centering: float = 0.0) -> LossSums:
+    """Return the summed loss of pairs, -log sigmoid(s_w - s_l - margin) + centering (s_w + s_l)^2.
+
+    Bradley & Terry 1952; margins of Touvron et al. 2023, centring of Eisenstein et al. 2023.
+
+    Args:
+        scores: [B, 2] float32, of the better and of the worse answer.
+        margins: [B] float32, NaN in rows that do not count.
+    """
+    known = is_label(margins)
+    better, worse = scores[:, 0], scores[:, 1]
+    losses = -jax.nn.log_sigmoid(better - worse - jnp.where(known, margins, 0.0))
+    losses = losses + centering * jnp.square(better + worse)
+    return LossSums((losses * known).sum(), known.sum().astype(jnp.float32))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -16,10 +16,8 @@ import numpy as np
 from jax import Array
 
 from jax_engine.distributed.interface import Parallel
-from jax_engine.distributed.loss import IGNORED
+from jax_engine.distributed.loss import LABELS, no_label
 from lmmods.data.batches.loader import Absent
-
-_FILL = {"labels": IGNORED, "start_positions": IGNORED, "end_positions": IGNORED, "index": -1}
 
 
 @dataclass
@@ -56,7 +54,7 @@ class Prefetcher:
     def __init__(self, loader: Iterable, parallel: Parallel, batch_size: int, pad_id: int,
                  max_length: int | None = None, lengths: Sequence[int] = (), ahead: int = 2):
         self._loader, self._parallel, self._batch_size = loader, parallel, batch_size
-        self._fill = {**_FILL, "input_ids": pad_id}
+        self._fill = {"index": -1, "input_ids": pad_id}
         self._max_length, self._lengths = max_length, lengths
         self._ready: queue.Queue = queue.Queue(ahead)
         self._closed = threading.Event()
@@ -143,9 +141,12 @@ class Prefetcher:
 
     def _filled(self, name: str, x: np.ndarray, length: int, axis: int) -> np.ndarray:
         """Pad a micro-batch's array to the batch size, and `axis` to `length`; convert it to int32 or float32."""
-        tokens = (length,) if x.ndim > axis else ()
-        shape = (self._batch_size, *x.shape[1:axis], *tokens, *x.shape[axis + 1:])
-        full = np.full(shape, self._fill.get(name, 0), np.float32 if x.dtype.kind == "f" else np.int32)
+        # Labels that are floats are those of rows, also if a row has several.
+        of_rows = x.ndim <= axis or name == "labels" and x.dtype.kind == "f"
+        tokens = () if of_rows else (length,)
+        shape = (self._batch_size, *x.shape[1:axis], *tokens, *x.shape[axis + len(tokens):])
+        fill = no_label(x.dtype) if name in LABELS else self._fill.get(name, 0)
+        full = np.full(shape, fill, np.float32 if x.dtype.kind == "f" else np.int32)
         # Padding rows come last, and padding tokens on the right.
         full[tuple(slice(size) for size in x.shape)] = x
         if name in ("attention_mask", "segment_ids"):

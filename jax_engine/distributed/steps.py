@@ -17,9 +17,8 @@ import optax
 from jax import Array
 
 from jax_engine.distributed.interface import Parallel, num_visible_ranks
-from jax_engine.distributed.loss import LossSums, scored_rows
+from jax_engine.distributed.loss import LABELS, LossSums, no_label, scored_rows
 from jax_engine.distributed.tree import Tree, merge, new_accumulation, new_state
-from lmmods.core.labels import IGNORED
 
 Batch = dict[str, Array]
 # (parameters, rows, with dropout, count argmax hits) -> sums; a task with a survey also receives the step's statistics
@@ -272,7 +271,7 @@ def in_chunks(rows: Batch, num_tokens: int) -> Batch | None:
     def divided(name: str, x: Array) -> Array:
         if num_missing:
             # A row without any label does not count (see `scored_rows`).
-            spare = jnp.full_like(x[:1], IGNORED) if name in ("labels", "start_positions", "end_positions") else x[:1]
+            spare = jnp.full_like(x[:1], no_label(x.dtype)) if name in LABELS else x[:1]
             x = jnp.concatenate([x, *[spare] * num_missing])
         return x.reshape(num_chunks, per_chunk, *x.shape[1:])
 

@@ -1,0 +1,11 @@
+"""Classification of texts or pairs of texts on JAX: one label, several, or a value."""
+
+from jax_engine.tasks.by_row import LabelTask
+from lmmods.recipe.tasks.sequence_classification import SequenceClassificationFields
+
+
+class SequenceClassification(SequenceClassificationFields, LabelTask):
+    """Classify texts; the labels' dtype and shape choose the loss."""
+
+    head = "sequence"
+    auto_class = "AutoModelForSequenceClassification"
