@@ -22,6 +22,7 @@ ROWS = {
     "sharegpt": ({"conversations": TURNS, "system": "sys"}, [("system", "sys"), *EXCHANGE]),
     "oasst1": ({"text": "### Human: ask ### Assistant: reply### Human: more### Assistant: end"}, TWO_TURNS),
     "chip2": ({"text": "<human>: ask\n<bot>: reply\n<human>: more\n<bot>: end", "metadata": {}}, TWO_TURNS),
+    "text-pair": ({"chosen": "reply", "rejected": "x"}, [("assistant", "reply")]),
     "hh-rlhf": ({"chosen": "\n\nHuman: ask\n\nAssistant: reply", "rejected": "x"}, EXCHANGE),
     "dolly": ({"instruction": "ask", "context": "", "response": "reply", "category": "x"}, EXCHANGE),
     "instruction-response": ({"instruction": "ask", "input": "", "response": "reply"}, EXCHANGE),

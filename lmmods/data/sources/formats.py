@@ -22,6 +22,7 @@ from lmmods.recipe.source import file_type
 
 Converter = Callable[[RowReader], list[Message]]
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+PROMPTS = ("prompt", "instruction", "question")  # columns of what a chosen answer answers
 
 
 def pair(prompt: str, response: str, context: str | None = None, end_marker: str = "") -> Converter:
@@ -90,15 +91,15 @@ def _transcript(text: str, column: str, user: str, assistant: str) -> list[Messa
     return messages
 
 
-def whole_text(row: RowReader) -> list[Message]:
-    """The text of a row, all of it scored."""
-    return [{"role": "assistant", "content": row.text("text")}]
+def whole_text(column: str) -> Converter:
+    """Return a converter of rows with a text, all of it scored."""
+    return lambda row: [{"role": "assistant", "content": row.text(column)}]
 
 
 def preferred(row: RowReader) -> list[Message]:
     """hh-rlhf and similar: the chosen conversation, or the chosen answer to the prompt in another column."""
     chosen = row.values.get("chosen")
-    asked = next((name for name in ("prompt", "instruction", "question") if row.values.get(name) is not None), None)
+    asked = next((name for name in PROMPTS if row.values.get(name) is not None), None)
     answer = row.turns("chosen") if isinstance(chosen, list) else []
     if asked is None:
         return answer or marked("chosen", HUMAN, ASSISTANT)(row)
@@ -255,6 +256,12 @@ def _instances_have(column: str) -> Callable[[Values], bool]:
                         and any(isinstance(item, dict) and column in item for item in row["instances"]))
 
 
+def _are_plain_texts(row: Values) -> bool:
+    """True if the answers of a pair are neither turns nor transcripts, and answer nothing in another column."""
+    return (all(isinstance(row[name], str) and HUMAN not in row[name] for name in ("chosen", "rejected"))
+            and all(is_blank(row.get(name)) for name in PROMPTS))
+
+
 FORMATS: dict[str, Format] = {
     "messages": Format(("messages",), turns("messages")),
     "sharegpt": Format(("conversations",), turns("conversations")),
@@ -264,6 +271,7 @@ FORMATS: dict[str, Format] = {
                            lambda row: isinstance(row["prompt"], dict), oasst_trees, spent=IN_TREES),
     "oasst1": Format(("text",), marked("text", "### Human:", "### Assistant:"), _holds("text", "### Human:")),
     "chip2": Format(("text",), marked("text", "<human>:", "<bot>:"), _holds("text", "<human>:")),
+    "text-pair": Format(("chosen", "rejected"), whole_text("chosen"), _are_plain_texts, template="plain"),
     "hh-rlhf": Format(("chosen",), preferred),
     "unnatural-instructions": Format(("instruction", "instances"), pair("instruction_with_input", "output"),
                                      _instances_have("instruction_with_input"), flat_instances,
@@ -279,7 +287,7 @@ FORMATS: dict[str, Format] = {
     "prompt-response": Format(("prompt", "response"), pair("prompt", "response")),
     "question-answer": Format(("question", "answer"), pair("question", "answer", "context")),
     "input-output": Format(("input", "output"), pair("input", "output")),
-    "text": Format(("text",), whole_text, template="plain"),
+    "text": Format(("text",), whole_text("text"), template="plain"),
     "conversation": Format(("conversation",), turns("conversation")),
     "moss": Format(("chat",), moss, lambda row: isinstance(row["chat"], list | dict)),
     "moss-text": Format(("plain_text",), moss_text, _holds("plain_text", "<eoh>")),

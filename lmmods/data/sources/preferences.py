@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 from lmmods.core.errors import UserError
 from lmmods.data.sources.cells import Values, is_blank, parsed
 from lmmods.data.sources.conversation import Conversation, RowProblem
-from lmmods.data.sources.formats import detect_format, format_of, read_conversation
+from lmmods.data.sources.formats import PROMPTS, detect_format, format_of, read_conversation
 from lmmods.data.sources.turns import Roles
 
 # Content of a row of batches: a pair; one answer; or one answer and that of another row.
@@ -30,9 +30,14 @@ def label_of(row: Values) -> str | None:
     return next((name for name in LABELS if name in row and "rejected" not in row), None)
 
 
+def holds_pair(row: Values) -> bool:
+    """True if a row holds a better and a worse answer."""
+    return "rejected" in row or _answers_column(row) is not None
+
+
 def holds_preference(row: Values) -> bool:
     """True if a row holds a better and a worse answer, or one with a label."""
-    if "rejected" in row or _answers_column(row) is not None:
+    if holds_pair(row):
         return True
     label = label_of(row)
     # Without an answer beside the label, it is the class of a text.
@@ -55,7 +60,7 @@ def conversation_layout(row: Values, where: str, prompts_only: bool = False) -> 
     Raises:
         UserError: The row holds no preference, or its columns fit no known layout.
     """
-    if "rejected" not in row and _answers_column(row) is None and label_of(row) is None and not prompts_only:
+    if not holds_pair(row) and label_of(row) is None and not prompts_only:
         raise UserError(f"{where}: the columns {', '.join(row)} hold no preference: a row needs chosen and rejected "
                         f"(and prompt, or the conversation in both), or a list of answers with scores "
                         f"({' or '.join(LISTS)}), or one answer and whether it is wanted ({' or '.join(LABELS)}). Map "
@@ -107,7 +112,7 @@ def _is_wanted(value: Any, name: str) -> bool:
 def _continues(row: Values) -> bool:
     """True if the answers of a row continue a list of turns in another column (LLaMA-Factory's ShareGPT pairs)."""
     column = next((name for name in ("messages", "conversations", "conversation") if name in row), None)
-    if column is None or any(row.get(name) is not None for name in ("prompt", "instruction", "question")):
+    if column is None or any(row.get(name) is not None for name in PROMPTS):
         return False
     return isinstance(row["chosen"], str | dict) or (isinstance(row["chosen"], list) and len(row["chosen"]) == 1)
 
