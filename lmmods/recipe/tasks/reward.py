@@ -70,7 +70,7 @@ class RewardDataFields(ConversationFields):
             is less.
         batch_size: Pairs per micro-batch and device in training.
         dataset_format: Layout of the conversations in the rows (messages, prompt-completion, ...); null detects it from
-            the columns. `text` is for pairs of plain texts without a prompt.
+            the columns. `text-pair` is for plain texts without a prompt.
         margin_column: Column with the least difference of the scores, where rows have it; elsewhere it is 0.
     """
 

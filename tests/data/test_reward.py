@@ -1,0 +1,173 @@
+"""Reward models: pairs of chats and texts to batches, and scores to metrics."""
+
+import json
+
+import numpy as np
+import pytest
+
+from lmmods.core.errors import UserError
+from lmmods.data.reward import RewardData
+
+PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"},
+          {"role": "assistant", "content": "1"}, {"role": "user", "content": "Two?"}]
+GOOD, BAD = {"role": "assistant", "content": "2"}, {"role": "assistant", "content": "22 is the answer."}
+CHAT = ("<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
+        "1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n")
+TEXTS = {"prompt": "Two?", "chosen": "2", "rejected": "22 is the answer."}
+PLAIN = {"chosen": "the quick brown fox", "rejected": "the lazy dog"}
+
+
+def data_of(source, folder, stage="fit", **settings) -> RewardData:
+    data = RewardData(source=source, **{"max_length": 400, "pad_to_multiple_of": 1, **settings})
+    data.connect(pretrained=folder, seed=7)
+    data.prepare_data()
+    data.setup(stage)
+    return data
+
+
+def texts(data: RewardData, role="train") -> list[list[str]]:
+    """The sequences of each row."""
+    items = data._loaders.items(role)
+    return [[data.tokenizer.decode(answer["input_ids"]) for answer in items[place]["answers"]]
+            for place in range(len(items))]
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": PROMPT, "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": PROMPT, "chosen": "2", "rejected": "22 is the answer."},
+    {"chosen": [*PROMPT, GOOD], "rejected": [*PROMPT, BAD]},
+    {"messages": PROMPT, "chosen": GOOD, "rejected": BAD},
+    {"prompt": PROMPT, "completions": [{"response": "2 or 3", "overall_score": 5},
+                                       {"response": "22 is the answer.", "overall_score": 1},
+                                       {"response": "2", "overall_score": 9.5}]}])
+def test_every_layout_of_a_pair_is_the_same_pair(row, chat_folder, write_jsonl):
+    """A sequence is the prompt with an answer, ended as the chat template ends it."""
+    data = data_of(write_jsonl([row]), chat_folder)
+    assert texts(data) == [[f"{CHAT}2<|im_end|>\n", f"{CHAT}22 is the answer.<|im_end|>\n"]]
+    written = [data.tokenizer.apply_chat_template([*PROMPT, answer]) for answer in (GOOD, BAD)]
+    assert [answer["input_ids"].tolist() for answer in data._loaders.items("train")[0]["answers"]] == [
+        ids["input_ids"] for ids in written]
+    assert [row["name"] for row in data.rows_for_inspection(9)] == ["chosen", "rejected"]
+
+
+def test_texts_without_a_prompt(byte_level_folder, chat_folder, write_jsonl):
+    source = write_jsonl([PLAIN])
+    assert texts(data_of(source, byte_level_folder)) == [[f"{text}<|endoftext|>" for text in PLAIN.values()]]
+    # The tokenizer of a chat model has a template, but these are no chats.
+    assert texts(data_of(source, chat_folder)) == [[f"<s>{text}<|im_end|>" for text in PLAIN.values()]]
+
+
+def test_a_tokenizer_of_berts_kind_begins_and_ends_texts(write_jsonl):
+    data = data_of(write_jsonl([PLAIN]), "demo/bert")
+    for sequence, text in zip(texts(data)[0], PLAIN.values(), strict=True):
+        assert sequence == data.tokenizer.decode(data.tokenizer(text)["input_ids"])
+
+
+def test_a_batch_holds_pairs(chat_folder, write_jsonl):
+    rows = [{**TEXTS, "chosen": "2" * n, "margin": margin} for n, margin in ((1, 0.5), (2, None), (30, "2"))]
+    data = data_of(write_jsonl(rows), chat_folder, batch_size=3, shuffle=False)
+    batch = next(iter(data.train_dataloader()))
+    longest = int(data._loaders.items("train").lengths.max())
+    assert {name: tuple(column.shape) for name, column in batch.items()} == {
+        **dict.fromkeys(("input_ids", "attention_mask", "token_seeds"), (3, 2, longest)), "index": (3,), "margin": (3,)}
+    assert batch["margin"].tolist() == [0.5, 0, 2] and batch["index"].tolist() == [0, 1, 2]
+    for row in range(3):
+        for side, answer in enumerate(data._loaders.items("train")[row]["answers"]):
+            size = len(answer["input_ids"])
+            assert batch["input_ids"][row, side, :size].tolist() == answer["input_ids"].tolist()
+            assert batch["attention_mask"][row, side].tolist() == [1] * size + [0] * (longest - size)
+    real = batch["attention_mask"].bool()
+    assert len(batch["token_seeds"][real].unique()) == real.sum()  # no two positions share their dropout
+    padding = data._loaders.collator()([None])
+    assert padding["index"].tolist() == [-1] and padding["margin"].isnan().all()
+    assert padding["attention_mask"].sum(-1).tolist() == [[1, 1]]
+    [source] = data.report["sources"].values()
+    assert source["rows_with_margin"] == 2
+
+
+def test_what_is_cut_is_counted(byte_level_folder, write_jsonl):
+    long = {"chosen": "fox " * 200, "rejected": "dog"}
+    data = data_of(write_jsonl([long, PLAIN]), byte_level_folder, max_length=40)
+    [source] = data.report["sources"].values()
+    first = data._loaders.items("train")[0]["answers"][0]["input_ids"]
+    assert len(first) == 40 and source["rows_cut"] == 1
+    whole = data.tokenizer(long["chosen"])["input_ids"]
+    assert source["tokens_cut"] == len(whole) + 1 - 40  # 1: the end token
+    assert first.tolist() == whole[:40]
+
+
+@pytest.mark.parametrize(("row", "reason"), [
+    ({**TEXTS, "rejected": "2 "}, "the two answers are equal"),
+    ({**TEXTS, "rejected": None}, "rejected is empty or missing"),
+    ({**TEXTS, "margin": "much"}, "margin is not a number"), ({**TEXTS, "margin": True}, "margin is not a number"),
+    ({**TEXTS, "chosen": "2 " * 400}, "longer than the limits, without its earlier turns too"),
+    ({"prompt": PROMPT, "completions": [{"response": "2", "score": 1}, {"response": "3", "score": 1}]},
+     "all answers have the same score")])
+def test_rows_that_are_dropped(row, reason, chat_folder, write_jsonl):
+    data = data_of(write_jsonl([TEXTS, row]), chat_folder)
+    [source] = data.report["sources"].values()
+    assert {why: entry["rows"] for why, entry in source["dropped"].items()} == {reason: 1}
+    assert len(texts(data)) == 1
+
+
+def test_pairs_that_are_equal_in_tokens_are_dropped(write_jsonl):
+    # BERT's tokenizer leaves out spaces.
+    data = data_of(write_jsonl([PLAIN, {"chosen": "the dog", "rejected": "the  dog"}]), "demo/bert")
+    [source] = data.report["sources"].values()
+    assert list(source["dropped"]) == ["the two answers are equal in tokens"]
+
+
+def test_packing_and_single_answers_are_refused(chat_folder, write_jsonl):
+    with pytest.raises(UserError, match="the answers of a pair stay together"):
+        RewardData(source="a.jsonl", packing=True)
+    with pytest.raises(UserError, match="a single answer, not a pair"):
+        data_of(write_jsonl([{"prompt": "Two?", "completion": "2", "label": True}]), chat_folder)
+
+
+def predicted(data: RewardData, score) -> tuple[list[dict], dict[str, float]]:
+    """Rows and metrics of predict if the network scores each text by `score`."""
+    outputs = {}
+    for batch in data.predict_dataloader():
+        assert batch["input_ids"].shape[1] == 1 and "margin" not in batch
+        for index, ids, mask in zip(batch["index"].tolist(), batch["input_ids"], batch["attention_mask"], strict=True):
+            text = data.tokenizer.decode(ids[0][mask[0].bool()])
+            outputs[index] = np.array([score(text)], np.float32)
+    found = data.predictions(outputs)
+    return found.rows, found.scores
+
+
+def test_predict_scores_chats_and_pairs(chat_folder, write_jsonl):
+    rows = [{"messages": [*PROMPT, GOOD]}, {"messages": PROMPT, "chosen": GOOD, "rejected": BAD},
+            {"messages": PROMPT}, {"messages": [*PROMPT, BAD], "kto_tag": False}]
+    data = data_of(write_jsonl([TEXTS], "train.jsonl"), chat_folder, "predict", predict_source=write_jsonl(rows),
+                   eval_batch_size=2)
+    written, metrics = predicted(data, len)
+    good, bad = len(f"{CHAT}2<|im_end|>\n"), len(f"{CHAT}22 is the answer.<|im_end|>\n")
+    assert written == [{**rows[0], "score": good}, {**rows[1], "scores": [good, bad]}, {**rows[3], "score": bad}]
+    assert metrics == {"reward_min": good, "reward_mean": (2 * good + 2 * bad) / 4, "reward_max": bad}
+    [source] = [data._splits.sets["predict"].info(0)]
+    assert list(source["dropped"]) == ["the conversation does not end in an answer"]
+    assert data.example(1) == rows[1] and data.example(2) == rows[1]
+
+
+def test_predict_scores_what_training_does(chat_folder, write_jsonl):
+    """The rows of a test set and the same rows as a source of predict, whose answers are encoded one by one."""
+    source = write_jsonl([TEXTS, {**TEXTS, "chosen": "two"}])
+    settings = [{"test_source": source}, {"predict_source": source}]
+    found = [predicted(data_of(source, chat_folder, "predict", **each), lambda text: hash(text) % 97)
+             for each in settings]
+    assert found[0] == found[1] and {"accuracy", "margin"} <= found[0][1].keys()
+
+
+def test_metrics_of_an_evaluation(chat_folder, write_jsonl):
+    rows = [{**TEXTS, "chosen": "2" * n} for n in (1, 2, 3, 4)]
+    data = data_of(write_jsonl([TEXTS]), chat_folder, "validate", val_source=write_jsonl(rows, "val.jsonl"))
+    scores = np.array([[1.5, -0.5], [0.25, 0.25], [-2.0, 1.0], [3.0, 2.0]], np.float32)
+    found = data.answer("val", dict(enumerate(scores)))
+    chosen, rejected = scores.T
+    assert found.scores == {
+        "accuracy": (chosen > rejected).mean(), "margin": (chosen - rejected).mean(), "reward_min": scores.min(),
+        "reward_mean": scores.mean(), "reward_max": scores.max()}
+    assert found.scores["accuracy"] == 0.5  # equal scores are not right
+    assert json.loads(json.dumps(found.rows)) == [
+        {**row, "scores": pair.tolist()} for row, pair in zip(rows, scores, strict=True)]
