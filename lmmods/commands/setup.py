@@ -136,7 +136,7 @@ class Setup:
         self.datamodule.connect(pretrained=self.model.pretrained, revision=self.model.revision,
                                 trust_remote_code=self.model.trust_remote_code, seed=self.recipe.seed,
                                 max_positions=position_limit(fields), token_types=tells_token_types(fields),
-                                answers=self.model.answers)
+                                answers=self.model.answers, label_names=self.model.label_names())
 
     def _defaults(self) -> dict[str, Any]:
         """Return the defaults of all keys, in recipe blocks but without `class_path` and `init_args`."""

@@ -187,6 +187,14 @@ class TaskFields:
         """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
         return position_limit(self.config_fields())
 
+    def label_names(self) -> list[str] | None:
+        """Names of the labels that `pretrained` knows, in the order of its outputs; None if they are numbers alone."""
+        if self.pretrained is None:
+            return None
+        found = load_config(self.pretrained, self.config_overrides, self.revision, self.trust_remote_code).id2label
+        names = [str(found[place]) for place in sorted(found)]
+        return None if names == [f"LABEL_{place}" for place in range(len(names))] else names
+
     def config_fields(self) -> dict[str, Any]:
         """`hf_config.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
         return known_fields(load_config(self.pretrained or self.config, self.config_overrides, self.revision,
