@@ -40,7 +40,10 @@ def single_label_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, flo
         scores[f"{name.removesuffix('_score')}_macro"] = float(score)
     if num_labels == 2:
         scores["f1"] = float(classification.binary_f1_score(predicted, wanted, validate_args=False))
-    scores["matthews"] = float(classification.multiclass_matthews_corrcoef(predicted, wanted, **common))
+    # A constant side is 0 as in scikit-learn; torchmetrics has 1, -1 and values between for two labels.
+    varies = len(predicted.unique()) > 1 and len(wanted.unique()) > 1
+    matthews = classification.multiclass_matthews_corrcoef(predicted, wanted, **common) if varies else 0
+    scores["matthews"] = float(matthews)
     ranked = range(1, 2) if num_labels == 2 else range(num_labels)
     areas = [_roc_auc(probabilities[:, label], labels == label) for label in ranked]
     defined = [area for area in areas if area is not None]
