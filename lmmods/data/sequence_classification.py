@@ -64,7 +64,8 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
     def _facts(self, readers: list[SourceReader]) -> dict[str, Any]:
         first = self._first_row(readers)
         label_column = find_column(first, self.label_column, LABEL, "data.label_column")
-        columns = self.text_columns or text_columns(first, label_column)
+        columns = [find_column(first, name, (), "data.text_columns") for name in self.text_columns or ()]
+        columns = columns or text_columns(first, label_column)
         if not columns:
             raise UserError(f"{first.file}:{first.line}: no column of text; the columns are {', '.join(first.values)}. "
                             "Name one or two with data.text_columns")

@@ -1,0 +1,374 @@
+"""SequenceClassificationData: labels found once and kept, texts as transformers encodes them, rows kept or counted.
+
+Needs no network.
+"""
+
+import csv
+import json
+import math
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import AutoConfig
+
+from lmmods.core.errors import UserError
+from lmmods.core.labels import IGNORED
+from lmmods.data.sequence_classification import SequenceClassificationData
+from lmmods.data.sources.readers import Row
+from tests.data.conftest import CORPUS
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+
+
+def build(path, folder, stage="fit", names=None, **fields):
+    data = SequenceClassificationData(path, **{"tokenizer": folder, "max_length": 64, "batch_size": 4, **fields})
+    data.connect(pretrained=folder, max_positions=512, label_names=names)
+    data.setup(stage)
+    return data
+
+
+def labelled(labels, **more):
+    return [{"text": f"The fox number {n}" + " again" * (n % 7), "label": label, **more}
+            for n, label in enumerate(labels)]
+
+
+def rows_of(data, role="train"):
+    """Rows of batches by the number of the source row."""
+    loader = {"train": data.train_dataloader, "val": data.val_dataloader, "test": data.test_dataloader,
+              "predict": data.predict_dataloader}[role]()
+    found = {}
+    for batch in loader:
+        for place, index in enumerate(batch["index"].tolist()):
+            if index >= 0:
+                source = data._rows(role)[index]["index"]
+                found[source] = {name: column[place] for name, column in batch.items()}
+    return found
+
+
+# Labels
+
+
+@pytest.mark.parametrize("labels,wanted,numbers", [
+    (["b", "a", "b", "c"], ["a", "b", "c"], [1, 0, 1, 2]),
+    ([1, 0, 10, 2], ["0", "1", "2", "10"], [1, 0, 3, 2]),
+    ([True, False, True], ["False", "True"], [1, 0, 1]),
+    (["10", "9", " 9"], ["9", "10"], [1, 0, 0]),
+    ([-1, 1, 0], ["-1", "0", "1"], [0, 2, 1]),
+    (["yes", 1, "no"], ["1", "no", "yes"], [2, 0, 1]),
+])
+def test_labels_are_those_of_the_rows_in_order(labels, wanted, numbers, bert_folder, write_jsonl):  # noqa: F811
+    data = build(write_jsonl(labelled(labels)), bert_folder)
+    assert data.labels == wanted and data.problem_type == "single_label"
+    rows = rows_of(data)
+    assert [int(rows[n]["labels"]) for n in range(len(labels))] == numbers
+    config = AutoConfig.for_model("bert", **data.network_fields)
+    assert config.num_labels == len(wanted) and config.problem_type == "single_label_classification"
+    assert [config.id2label[n] for n in range(len(wanted))] == wanted and config.label2id[wanted[1]] == 1
+
+
+def test_text_cells_of_csv_files_are_numbers_too(bert_folder, tmp_path):  # noqa: F811
+    for name, cells, kind in (("a", ["0", "1", "0"], "single_label"), ("b", ["0.5", "1", "-2e1"], "regression"),
+                              ("c", ['["x", "y"]', "[]", '["y"]'], "multi_label")):
+        with open(tmp_path / f"{name}.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("text", "label"), *(("the fox", cell) for cell in cells)])
+        data = build(str(tmp_path / f"{name}.csv"), bert_folder)
+        assert data.problem_type == kind and len(rows_of(data)) == 3
+    assert data.labels == ["x", "y"] and rows_of(data)[0]["labels"].tolist() == [1, 1]
+
+
+def test_several_labels(bert_folder, write_jsonl):  # noqa: F811
+    path = write_jsonl(labelled([["b", "a"], [], ["c"], ["a", "a"], "a", [["a"]], None]))
+    data = build(path, bert_folder)
+    assert data.labels == ["a", "b", "c"] and data.problem_type == "multi_label"
+    rows = rows_of(data)
+    assert {n: row["labels"].tolist() for n, row in rows.items()} == {0: [1, 1, 0], 1: [0, 0, 0], 2: [0, 0, 1]}
+    assert rows[0]["labels"].dtype == torch.float32
+    assert data.network_fields["problem_type"] == "multi_label_classification"
+    assert data.report["sources"][path]["rows_dropped"] == 4
+    assert data.label_counts("train") == {"a": 1, "b": 1, "c": 1}
+
+
+def test_numbers(bert_folder, write_jsonl):  # noqa: F811
+    path = write_jsonl(labelled([0.5, 2, "3.5", float("nan"), "many", True, None, 1e400]))
+    data = build(path, bert_folder, problem_type="regression")
+    rows = rows_of(data)
+    assert {n: float(row["labels"]) for n, row in rows.items()} == {0: 0.5, 1: 2, 2: 3.5}
+    assert data.report["sources"][path]["dropped"]["the label is no number"]["rows"] == 5
+    config = AutoConfig.for_model("bert", **data.network_fields)
+    assert config.num_labels == 1 and config.problem_type == "regression"
+    assert build(write_jsonl(labelled([0.5, 1.0, 2])), bert_folder).problem_type == "regression"
+    with pytest.raises(UserError, match="weighs labels"):
+        data.class_weights("balanced")
+
+
+def test_padding_rows_have_no_label(bert_folder, write_jsonl):  # noqa: F811
+    for labels, is_none in (([0, 1], lambda column: column == IGNORED), ([0.5, 1.5], torch.isnan),
+                            ([["a"], ["b"]], torch.isnan)):
+        data = build(write_jsonl(labelled(labels)), bert_folder)
+        batch = data._loaders.collator()([data._loaders.items("train")[0], None])
+        assert bool(is_none(batch["labels"][1]).all()) and not bool(is_none(batch["labels"][0]).any())
+        assert batch["index"].tolist() == [0, -1] and batch["attention_mask"][1].sum() == 1
+
+
+def test_given_labels_and_their_order(bert_folder, write_jsonl):  # noqa: F811
+    path = write_jsonl(labelled(["a", "b", "z", "c", "a"]))
+    data = build(path, bert_folder, labels=["c", "b", "a"])
+    assert {n: int(row["labels"]) for n, row in rows_of(data).items()} == {0: 2, 1: 1, 3: 0, 4: 2}
+    assert data.report["sources"][path]["dropped"]["a label that is none of data.labels"]["first"] == [f"{path}:3"]
+    data = build(write_jsonl(labelled([0, 1, 2, 0])), bert_folder, labels=["bad", "good"])  # numbers are places
+    assert {n: int(row["labels"]) for n, row in rows_of(data).items()} == {0: 0, 1: 1, 3: 0}
+
+
+@pytest.mark.parametrize("names,wanted", [
+    (["Pos", "neg", "NEUTRAL"], ["pos", "neg", "neutral"]), (["LABEL_0", "LABEL_1", "LABEL_2"], None),
+    (["pos", "neg"], None), (["pos", "neg", "neutral", "mixed"], None), (None, None)])
+def test_the_model_s_own_order_of_the_same_labels(names, wanted, bert_folder, write_jsonl):  # noqa: F811
+    path = write_jsonl(labelled(["neg", "pos", "neutral"]))
+    assert build(path, bert_folder, names=names).labels == (wanted or ["neg", "neutral", "pos"])
+    assert build(path, bert_folder, names=names, labels=["neutral", "neg", "pos"]).labels == ["neutral", "neg", "pos"]
+
+
+def test_names_that_datasets_noted(bert_folder, tmp_path):  # noqa: F811
+    """As `datasets` writes Parquet files, with the numbers of classes by name; -1 is a secret label."""
+    features = {"sentence": {"dtype": "string", "_type": "Value"},
+                "label": {"names": ["negative", "positive", "never"], "_type": "ClassLabel"}}
+    metadata = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+    table = pa.table({"sentence": ["the fox", "the dog", "a fox"], "label": [1, 0, -1]})
+    table = table.replace_schema_metadata(metadata)
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        path = str(tmp_path / name)
+        data = build(path, bert_folder)
+        assert data.labels == ["negative", "positive", "never"]
+        assert {n: int(row["labels"]) for n, row in rows_of(data).items()} == {0: 1, 1: 0}
+        assert list(data.report["sources"][path]["dropped"]) == ["a label without a name"]
+        named = build(path, bert_folder, columns={"label": "verdict"}, label_column="verdict")
+        assert named.labels == ["negative", "positive", "never"]
+
+
+def test_labels_are_kept_for_other_processes_evaluation_and_checkpoints(bert_folder, write_jsonl, tmp_path):  # noqa: F811
+    path = write_jsonl(labelled(["b", "a", "c"]))
+    data = build(path, bert_folder)
+    [kept] = (tmp_path / "cache").glob("labels-*.json")
+    found = json.loads(kept.read_text())
+    assert found == {"labels": ["a", "b", "c"], "problem_type": "single_label", "text_columns": ["text"],
+                     "label_column": "label"}
+    kept.write_text(json.dumps({**found, "labels": ["c", "b", "a"]}))  # read, and not found anew
+    assert build(path, bert_folder).labels == ["c", "b", "a"]
+    kept.write_text("{")
+    assert build(path, bert_folder).labels == ["a", "b", "c"]
+    data.train_dataloader()
+    state = json.loads(json.dumps(data.state_dict()))
+    resumed = SequenceClassificationData(write_jsonl(labelled(["x", "y"]), "other.jsonl"), tokenizer=bert_folder,
+                                         test_source=path, max_length=64)
+    resumed.resume_from({"SequenceClassificationData": state})
+    assert resumed.network_fields == data.network_fields
+    resumed.setup("test")
+    assert {n: int(row["labels"]) for n, row in rows_of(resumed, "test").items()} == {0: 1, 1: 0, 2: 2}
+
+
+# Weights and counts
+
+
+def test_counts_and_weights(bert_folder, write_jsonl):  # noqa: F811
+    data = build(write_jsonl(labelled(["a"] * 30 + ["b"] * 10)), bert_folder, labels=["a", "b", "never"])
+    assert data.label_counts("train") == data.report["splits"]["train"]["labels"] == {"a": 30, "b": 10, "never": 0}
+    assert data.class_weights("balanced").tolist() == pytest.approx([40 / (2 * 30), 40 / (2 * 10), 1])
+    assert data.class_weights("balanced").dtype == np.float32
+    assert data.class_weights({"b": 3}).tolist() == [1, 3, 1] and data.class_weights(None) is None
+    with pytest.raises(UserError, match="there is no label 'bb'.*did you mean"):
+        data.class_weights({"bb": 1})
+    assert "labels of train: a 30 (75.0%), b 10 (25.0%); none of never" in data.report_table()
+
+
+def test_weights_count_the_rows_that_train(bert_folder, write_jsonl):  # noqa: F811
+    several = build(write_jsonl(labelled([["a", "b"], ["a"], [], ["b"]] * 5)), bert_folder)
+    assert several.class_weights("balanced").tolist() == pytest.approx([20 / (2 * 10)] * 2)
+    path = write_jsonl(labelled(["a", "b"] * 20))
+    data = build([{"path": path, "weight": 2.0}], bert_folder, val_size=10)
+    counts = data.label_counts("train")
+    assert sum(counts.values()) == 60 and sum(data.label_counts("val").values()) == 10
+    assert counts["a"] + 2 * data.label_counts("val")["a"] == 40
+
+
+# Encoding
+
+
+@pytest.mark.parametrize("max_length", [12, 40])
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_rows_are_transformers_own(is_pair, max_length, any_folder, bert_folder, write_jsonl):  # noqa: F811
+    pairs = [(f"{text} {n}", CORPUS[(n * 3) % 5] * (n % 3 + 1)) for n, text in enumerate(CORPUS)]
+    names = ("premise", "hypothesis") if is_pair else ("sentence",)
+    rows = [{**dict(zip(names, pair)), "label": n % 2} for n, pair in enumerate(pairs)]
+    for folder in (any_folder, bert_folder):
+        data = build(write_jsonl(rows), folder, max_length=max_length)
+        tokenizer = data.tokenizer
+        found = rows_of(data)
+        cut = 0
+        for n, pair in enumerate(pairs):
+            wanted = tokenizer(*pair[: len(names)], truncation="longest_first", max_length=max_length,
+                               return_token_type_ids=True)
+            ids = found[n]["input_ids"][found[n]["attention_mask"].bool()].tolist()
+            assert ids == wanted.input_ids
+            cut += len(tokenizer(*pair[: len(names)]).input_ids) - len(ids)
+            if "token_type_ids" in found[n]:
+                assert found[n]["token_type_ids"][: len(ids)].tolist() == wanted.token_type_ids
+        [source] = data.report["sources"].values()
+        assert source["tokens_cut"] == cut
+    assert "token_type_ids" in found[0]
+    assert "token_type_ids" not in rows_of(build(write_jsonl(rows), any_folder))[0]
+
+
+def test_names_of_special_tokens_stay_text(bert_folder, write_jsonl):  # noqa: F811
+    data = build(write_jsonl([{"text": "the [SEP] fox [PAD]", "label": n} for n in range(2)]), bert_folder)
+    ids = rows_of(data)[0]["input_ids"]
+    assert (ids == 3).sum() == 1
+
+
+def test_rows_that_end_in_the_padding_token_are_counted(byte_level_folder, write_jsonl):
+    """A token of texts that pads, too: transformers' own decoders would take the one before it."""
+    rows = [{"text": "the fo" + letter, "label": n % 2} for n, letter in enumerate("xnxn")]
+    data = build(write_jsonl(rows, "b.jsonl"), byte_level_folder, pad_token="n")
+    [source] = data.report["sources"].values()
+    ends = [data.tokenizer(row["text"]).input_ids[-1] == data.tokenizer.pad_token_id for row in rows]
+    assert source["ends_in_padding"] == sum(ends) > 0
+
+
+def test_rows_that_cannot_be_used_are_counted_with_their_reason(bert_folder, write_jsonl):  # noqa: F811
+    rows = [*labelled(["a", "b"]), {"text": " ", "label": "a"}, {"text": "x", "label": None}, {"text": "x"},
+            {"text": None, "label": "a"}, {"text": ["x"], "label": "a"}, {"text": "x", "label": {"a": 1}},
+            {"label": "a"}, {"text": "x\ud800", "label": "a"}, {"text": "x", "label": ""}, {"text": 12, "label": "a"},
+            {"text": "\u200b", "label": "b"}]
+    path = write_jsonl([])
+    with open(path, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    data = build(path, bert_folder)
+    source = data.report["sources"][path]
+    assert source["rows_read"] == len(rows) == source["rows_kept"] + source["rows_dropped"]
+    reasons = {reason: entry["rows"] for reason, entry in source["dropped"].items()}
+    assert reasons == {"empty text": 1, "the label is null": 1, "label is missing": 1, "text is null": 1,
+                       "text is a list, not text": 1, "the label is a dict, not text": 1, "text is missing": 1,
+                       "text with a lone surrogate (half of a character)": 1, "the label is empty": 1,
+                       "the tokenizer finds no token": 1}
+    assert sorted(rows_of(data)) == [0, 1, 11]
+
+
+def test_an_encoder_survives_pickling(bert_folder, write_jsonl):  # noqa: F811
+    rows = labelled(["a", "b"] * 20)
+    path = write_jsonl(rows)
+    one, two = (build(path, bert_folder, num_proc=n, cache_dir=f"{path}.{n}") for n in (1, 2))
+    for n in range(40):
+        assert (one._rows("train")[n]["input_ids"] == two._rows("train")[n]["input_ids"]).all()
+    encoder, _ = one._encoder(one._splits.sources["train"][0], Row("x", 1, rows[0]), False)
+    again = pickle.loads(pickle.dumps(encoder))
+    texts = [{"text": "the [SEP] fox", "label": "a"}]
+    assert again(texts).columns["input_ids"].values.tolist() == encoder(texts).columns["input_ids"].values.tolist()
+
+
+# Columns
+
+
+@pytest.mark.parametrize("row,columns,label", [
+    ({"idx": 1, "sentence1": "a", "sentence2": "b", "label": 1}, ["sentence1", "sentence2"], "label"),
+    ({"hypothesis": "b", "premise": "a", "label": 1}, ["premise", "hypothesis"], "label"),
+    ({"question": "b", "sentence": "a", "label": 1}, ["question", "sentence"], "label"),
+    ({"author": "x", "text": "a", "labels": [1]}, ["text"], "labels"),
+    ({"id": "7", "title": "a", "body": "b", "more": "c", "class": "x"}, ["title", "body"], "class"),
+    ({"review": "a", "label_text": "good", "label": 1}, ["review"], "label"),
+])
+def test_usual_columns(row, columns, label, bert_folder, write_jsonl):  # noqa: F811
+    other = {**row, label: [0] if isinstance(row[label], list) else "other"}
+    data = build(write_jsonl([row, other] * 3), bert_folder)
+    assert (data.text_columns, data.label_column) == (columns, label)
+    assert SequenceClassificationData.recognise(Row("a.jsonl", 1, row))
+
+
+@pytest.mark.parametrize("row", [
+    {"text": "a"}, {"messages": [{"role": "user", "content": "x"}], "label": True},
+    {"prompt": "a", "completion": "b", "label": True}, {"chosen": "a", "rejected": "b"},
+    {"question": "a", "context": "b", "answers": {"text": [], "answer_start": []}},
+    {"tokens": ["a"], "ner_tags": [0], "label": 1}, {"text": "a", "label": {"a": 1}},
+    {"sent1": "a", "ending0": "b", "ending1": "c", "label": 1}, {"label": 1}])
+def test_rows_of_other_tasks(row):
+    assert SequenceClassificationData.recognise(Row("a.jsonl", 1, row)) is None
+
+
+@pytest.mark.parametrize("row,fields,wanted", [
+    ({"text": "a", "x": 1}, {}, "rows.jsonl:1: no column label or labels.*the columns are text, x.*data.label_column"),
+    ({"text": "a", "label": 1}, {"label_column": "lable"}, "no column 'lable'.*did you mean 'label'"),
+    ({"text": "a", "label": 1}, {"text_columns": ["txt"]}, "no column 'txt'.*did you mean 'text'"),
+    ({"n": 1, "label": 1}, {}, "no column of text.*data.text_columns"),
+    ({"text": "a", "label": "x"}, {}, "all rows have the label 'x'"),
+    ({"text": "a", "label": None}, {}, "no row has a label in the column 'label'"),
+    ({"text": "a", "label": 1}, {"max_length": 2, "labels": ["1", "2"]}, "adds 2 special tokens"),
+    ({"text": "a", "label": 1}, {"streaming": True}, "name them in data.labels"),
+    ({"text": "a", "label": 1}, {"packing": True}, "data.packing"),
+    ({"text": "a", "label": 1}, {"labels": ["a"], "problem_type": "regression"}, "data.labels"),
+    ({"text": "a", "label": 1}, {"text_columns": ["a", "b", "c"]}, "one or two columns"),
+])
+def test_refused_with_a_remedy(row, fields, wanted, bert_folder, write_jsonl):  # noqa: F811
+    with pytest.raises(UserError, match=wanted):
+        build(write_jsonl([row] * 3), bert_folder, **fields)
+
+
+def test_too_many_labels(bert_folder, write_jsonl):  # noqa: F811
+    with pytest.raises(UserError, match="more than 10,000 different values"):
+        build(write_jsonl([{"text": "a", "label": f"x{n}"} for n in range(10_002)]), bert_folder)
+
+
+def test_a_stream_with_named_labels(bert_folder, write_jsonl):  # noqa: F811
+    data = build(write_jsonl(labelled(["a", "b"] * 20)), bert_folder, streaming=True, labels=["b", "a"])
+    data.trainer = None
+    batch = next(iter(data.train_dataloader()))
+    assert set(batch["labels"].tolist()) <= {0, 1} and data.problem_type == "single_label"
+    assert data.label_counts("train") == {"b": 20, "a": 20}
+    with pytest.raises(UserError, match="stream"):
+        data.class_weights("balanced")
+
+
+# Outputs
+
+
+def test_answers_of_one_label(bert_folder, write_jsonl):  # noqa: F811
+    rows = labelled(["a", "b", "c", "b", "a"])
+    data = build(write_jsonl(rows), bert_folder, "test", test_source=write_jsonl(rows, "test.jsonl"))
+    logits = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    found = data.answer("test", dict(enumerate(logits)))
+    for row, source, logit in zip(found.rows, rows, logits, strict=True):
+        assert row["text"] == source["text"] and row["prediction"] == "abc"[logit.argmax()]
+        assert row["probabilities"] == pytest.approx(
+            dict(zip("abc", torch.from_numpy(logit).double().softmax(0).tolist(), strict=True)))
+    right = sum(row["prediction"] == row["label"] for row in found.rows)
+    assert found.scores["accuracy"] == right / 5 and found.scores["f1_macro"] <= 1
+    assert np.trace(np.array(found.files["classes.json"]["confusion"])) == right
+    json.dumps(found)
+    assert data.answer("test", {}) == ([], {}, {})
+
+
+def test_answers_of_several_labels_and_numbers(bert_folder, write_jsonl):  # noqa: F811
+    data = build(write_jsonl(labelled([["a"], ["a", "b"], []])), bert_folder)
+    found = data.answer("train", {n: np.array(row, np.float32) for n, row in enumerate([[1, -1], [2, 2], [-1, 1]])})
+    assert [row["prediction"] for row in found.rows] == [["a"], ["a", "b"], ["b"]]
+    assert found.scores["exact_match"] == pytest.approx(2 / 3)
+    assert found.files["classes.json"]["classes"]["b"]["support"] == 1
+    data = build(write_jsonl(labelled([0.5, 1.5, 2.5])), bert_folder)
+    found = data.answer("train", {n: np.array([n], np.float32) for n in range(3)})
+    assert found.scores["mse"] == pytest.approx(0.25) and found.scores["pearson"] == pytest.approx(1)
+    assert [row["prediction"] for row in found.rows] == [0, 1, 2] and found.files == {}
+
+
+def test_predict_without_labels_and_with_some(bert_folder, write_jsonl):  # noqa: F811
+    path = write_jsonl(labelled(["a", "b"]))
+    for asked, num_scores in (([{"text": "the fox"}, {"text": "x", "label": "zzz"}], 0), (labelled(["b", "a"]), 8)):
+        data = build(path, bert_folder, "predict", predict_source=write_jsonl(asked, "ask.jsonl"))
+        [batch] = data.predict_dataloader()
+        assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "index"}
+        found = data.predictions({int(n): np.array([1, 0], np.float32) for n in batch["index"] if n >= 0})
+        assert [row["prediction"] for row in found.rows] == ["a", "a"] and len(found.scores) == num_scores
+        assert data.example(1)["text"] == asked[1]["text"]
+        assert all(map(math.isfinite, found.scores.values()))

@@ -1,0 +1,285 @@
+"""TokenClassificationData: tags on the tokens that transformers' word ids say, CoNLL files, tags back from logits.
+
+Needs no network.
+"""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+from lmmods.core.errors import UserError
+from lmmods.core.labels import IGNORED
+from lmmods.data.sources.readers import LONGEST, TOO_LONG, Row, read_file
+from lmmods.data.token_classification import TokenClassificationData
+from tests.data.conftest import CORPUS
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+from tests.data.test_sequence_classification import rows_of
+
+WORDS = [["EU", "rejects", "German", "call", "to", "boycott", "British", "lamb", "."], ["Peter", "Blackburn"],
+         ["BRUSSELS", "1996-08-22"], ["Größe", "can't", "東京", "U.S.", "[SEP]", "again"]]
+TAGS = [["B-ORG", "O", "B-MISC", "O", "O", "O", "B-MISC", "O", "O"], ["B-PER", "I-PER"], ["B-LOC", "O"],
+        ["O", "O", "B-LOC", "I-LOC", "O", "O"]]
+NAMES = ["B-LOC", "B-MISC", "B-ORG", "B-PER", "I-LOC", "I-PER", "O"]
+
+
+def tagged(words=WORDS, tags=TAGS, names=("tokens", "ner_tags")):
+    return [dict(zip(names, pair)) for pair in zip(words, tags, strict=True)]
+
+
+def build(path, folder, stage="fit", **fields):
+    data = TokenClassificationData(path, **{"tokenizer": folder, "max_length": 128, "batch_size": 2, **fields})
+    data.connect(pretrained=folder, max_positions=512)
+    data.setup(stage)
+    return data
+
+
+@pytest.fixture(scope="session")
+def split_folder(tmp_path_factory):
+    """Llama 3's kind: a pattern parts text, then bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    pattern = Regex(r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    folder = tmp_path_factory.mktemp("split")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return str(folder)
+
+
+def run_ner(tokenizer, words, tags, names, label_all_tokens, **options):
+    """Ids and labels as transformers' run_ner makes them."""
+    encoded = tokenizer(words, is_split_into_words=True, **options)
+    labels, before = [], None
+    for word in encoded.word_ids():
+        if word is None:
+            labels.append(IGNORED)
+        elif word != before:
+            labels.append(names.index(tags[word]))
+        else:
+            inner = tags[word].replace("B-", "I-") if tags[word].startswith("B-") else tags[word]
+            inner = inner if inner in names else tags[word]
+            labels.append(names.index(inner) if label_all_tokens else IGNORED)
+        before = word
+    return encoded.input_ids, labels
+
+
+@pytest.mark.parametrize("label_all_tokens", [False, True])
+@pytest.mark.parametrize("max_length", [10, 128])
+@pytest.mark.parametrize("kind", ["bert", "byte_level", "spm"])
+def test_rows_are_run_ners(kind, max_length, label_all_tokens, request, write_jsonl):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    path = write_jsonl(tagged())
+    data = build(path, folder, max_length=max_length, label_all_tokens=label_all_tokens)
+    assert data.labels == NAMES
+    # Of a GPT-2, transformers asks that words get a space in front.
+    options = {"add_prefix_space": True} if kind == "byte_level" else {}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    tokenizer.backend_tokenizer.encode_special_tokens = True
+    cut = 0
+    for n, row in sorted(rows_of(data).items()):
+        inside = row["attention_mask"].bool()
+        ids, labels = run_ner(tokenizer, WORDS[n], TAGS[n], NAMES, label_all_tokens, truncation=True,
+                              max_length=max_length)
+        assert row["input_ids"][inside].tolist() == ids and row["labels"][inside].tolist() == labels
+        assert (row["labels"][~inside] == IGNORED).all() and row["labels"].dtype == torch.int64
+        whole = tokenizer(WORDS[n], is_split_into_words=True).input_ids
+        cut += len(whole) - len(ids)
+    source = data.report["sources"][path]
+    assert source["tokens_cut"] == cut and source["words"] == sum(map(len, WORDS))
+    assert (source["words_cut"] > 0) == (max_length == 10)
+
+
+def test_words_of_a_tokenizer_that_parts_by_a_pattern(split_folder, write_jsonl):
+    """Each word has the tokens that it has inside of a text, none of its parts a space of its own."""
+    data = build(write_jsonl(tagged()), split_folder)
+    for n, row in rows_of(data).items():
+        ids = row["input_ids"][row["attention_mask"].bool()].tolist()
+        assert ids == data.tokenizer(" " + " ".join(WORDS[n]), add_special_tokens=False).input_ids
+
+
+def test_special_tokens_in_words_stay_text(bert_folder, write_jsonl):  # noqa: F811
+    row = rows_of(build(write_jsonl(tagged()), bert_folder))[3]
+    assert (row["input_ids"] == 3).sum() == 1
+
+
+@pytest.mark.parametrize("num_words", [3, 9])
+def test_words_without_a_token(num_words, bert_folder, write_jsonl):  # noqa: F811
+    words = ["the", "\u200b", "", "fox", "\u00ad", "dog", " ", "x", "y"][:num_words]
+    tags = (["A", "B"] * 5)[:num_words]
+    path = write_jsonl(tagged([words, ["\u200b"]], [tags, ["A"]]))
+    data = build(path, bert_folder)
+    source = data.report["sources"][path]
+    wanted = sum(not data.tokenizer.tokenize(word) for word in words)
+    assert source["words_without_token"] == wanted and source["dropped"]["the tokenizer finds no token"]["rows"] == 1
+    item = data._rows("train")[0]
+    logits = np.eye(2, dtype=np.float32)[np.maximum(item["labels"], 0)]
+    found = data.answer("train", {0: logits})
+    assert found.rows[0]["prediction"] == [tag if data.tokenizer.tokenize(word) else None
+                                           for word, tag in zip(words, tags, strict=True)]
+    assert found.scores["accuracy"] == 1
+
+
+def test_rows_that_cannot_be_used_are_counted_with_their_reason(bert_folder, write_jsonl):  # noqa: F811
+    rows = [*tagged(), {"tokens": ["a"], "ner_tags": []}, {"tokens": [], "ner_tags": []}, {"tokens": ["a"]},
+            {"ner_tags": ["O"]}, {"tokens": "a b", "ner_tags": ["O", "O"]}, {"tokens": ["a"], "ner_tags": None},
+            {"tokens": [["a"]], "ner_tags": ["O"]}, {"tokens": [None], "ner_tags": ["O"]},
+            {"tokens": ["a"], "ner_tags": [{"x": 1}]}, {"tokens": '["a"]', "ner_tags": '["O"]'},
+            {"tokens": [12, True], "ner_tags": ["O", "O"]}, {"tokens": ["a"], "ner_tags": [""]}]
+    path = write_jsonl(rows)
+    source = build(path, bert_folder).report["sources"][path]
+    assert source["rows_read"] == len(rows) == source["rows_kept"] + source["rows_dropped"]
+    assert {reason: entry["rows"] for reason, entry in source["dropped"].items()} == {
+        "the numbers of words and of tags differ": 1, "empty tokens": 1, "ner_tags is missing": 1,
+        "tokens is missing": 1, "tokens is text, but not JSON": 1, "ner_tags is no list": 1,
+        "a word is a list, not text": 1, "a word is null": 1, "the label is a dict, not text": 1,
+        "the label is empty": 1}
+    assert source["rows_kept"] == 6
+
+
+def test_tags_as_numbers_and_given_names(bert_folder, write_jsonl):  # noqa: F811
+    rows = tagged(WORDS[:2], [[2, 0, 10, 0, 0, 0, 10, 0, 0], [1, 2]])
+    assert build(write_jsonl(rows), bert_folder).labels == ["0", "1", "2", "10"]
+    path = write_jsonl(rows, "b.jsonl")
+    data = build(path, bert_folder, labels=["O", "B-PER", "I-PER"])
+    assert data.report["sources"][path]["dropped"]["a label that is none of data.labels"]["rows"] == 1
+    assert data.label_counts("train") == {"O": 0, "B-PER": 1, "I-PER": 1}
+
+
+def test_counts_weights_and_the_network(bert_folder, write_jsonl):  # noqa: F811
+    data = build(write_jsonl(tagged()), bert_folder)
+    flat = [tag for tags in TAGS for tag in tags]
+    assert data.label_counts("train") == data.report["splits"]["train"]["labels"] == {n: flat.count(n) for n in NAMES}
+    assert data.class_weights("balanced").tolist() == pytest.approx([len(flat) / (7 * flat.count(n)) for n in NAMES])
+    config = AutoConfig.for_model("bert", **data.network_fields)
+    assert [config.id2label[n] for n in range(config.num_labels)] == NAMES and config.problem_type is None
+
+
+# CoNLL
+
+CONLL = """-DOCSTART- -X- -X- O
+
+EU NNP B-NP B-ORG
+rejects VBZ B-VP O
+
+-DOCSTART- -X- -X- O
+Peter NNP B-NP B-PER
+Blackburn NNP I-NP I-PER\t
+ \t
+a\u00a0b XX I-NP O
+# XX I-NP O"""
+
+
+def test_conll_files(tmp_path):
+    for name, text in (("a.conll", CONLL), ("b.bio", CONLL.replace(" ", "\t").replace("\t\t", "\t")),
+                       ("c.iob", CONLL.replace("\n", "\r\n"))):
+        path = str(tmp_path / name)
+        (tmp_path / name).write_bytes(text.encode())
+        rows = list(read_file(path))
+        assert [(row.line, row.values or row.problem) for row in rows] == [
+            (1, "a -DOCSTART- line, which is no sentence"),
+            (3, {"tokens": ["EU", "rejects"], "tags": ["B-ORG", "O"]}),
+            (6, "a -DOCSTART- line, which is no sentence"),
+            (7, {"tokens": ["Peter", "Blackburn"], "tags": ["B-PER", "I-PER"]}),
+            (10, {"tokens": ["a\u00a0b", "#"], "tags": ["O", "O"]})]
+    (tmp_path / "d.txt").write_text(CONLL)
+    (tmp_path / "d.conll.gz").write_bytes(gzip.compress(CONLL.encode()))
+    assert [row[1:] for row in read_file(str(tmp_path / "d.txt"), "conll")] == [row[1:] for row in rows]
+    assert [row[1:] for row in read_file(str(tmp_path / "d.conll.gz"))] == [row[1:] for row in rows]
+
+
+@pytest.mark.parametrize("text,wanted", [
+    ("", []), ("\n\n", []), ("a O\nb\n\nc O", ["lines of a sentence differ in their number of columns", ["c"]]),
+    ("New York\tB-LOC\nis\tO\n", [["New York", "is"]]), ("a\nb\n", [["a", "b"]]), ("a  O \n", [["a"]])])
+def test_sentences_of_conll_files(text, wanted, tmp_path):
+    (tmp_path / "a.conll").write_text(text)
+    assert [row.problem or row.values["tokens"] for row in read_file(str(tmp_path / "a.conll"))] == wanted
+
+
+def test_an_endless_sentence_is_left_out(tmp_path):
+    path = tmp_path / "a.conll"
+    with open(path, "w") as file:
+        file.write("a O\n\n" + "b O\n" + "x" * (LONGEST + 1) + " O\n" + "c O\n\n" + "d O\n")
+    assert [(row.line, row.values.get("tokens", row.problem)) for row in read_file(str(path))] == [
+        (1, ["a"]), (3, TOO_LONG), (7, ["d"])]
+
+
+def test_training_from_conll_files(bert_folder, tmp_path):  # noqa: F811
+    for name in ("train.txt", "val.conll", "ask.txt"):
+        (tmp_path / name).write_text("EU\nrejects\n\nPeter\n" if name == "ask.txt" else CONLL)
+    data = build(str(tmp_path / "train.txt"), bert_folder, None, val_source=str(tmp_path / "val.conll"),
+                 predict_source=str(tmp_path / "ask.txt"))
+    assert data.labels == ["B-ORG", "B-PER", "I-PER", "O"] and len(rows_of(data, "val")) == 3
+    assert data.report["sources"][str(tmp_path / "train.txt")]["rows_dropped"] == 2
+    [batch] = data.predict_dataloader()
+    assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "index"}
+    found = data.predictions({n: np.eye(4, dtype=np.float32)[np.zeros(int(mask.sum()), int)]
+                              for n, mask in zip(batch["index"].tolist(), batch["attention_mask"])})
+    assert [row["prediction"] for row in found.rows] == [["B-ORG", "B-ORG"], ["B-ORG"]] and found.scores == {}
+    assert found.rows[0]["entities"] == [{"type": "ORG", "start": 0, "end": 1, "text": "EU"},
+                                         {"type": "ORG", "start": 1, "end": 2, "text": "rejects"}]
+
+
+# Outputs
+
+
+@pytest.mark.parametrize("label_all_tokens", [False, True])
+def test_answers_from_logits(label_all_tokens, bert_folder, write_jsonl):  # noqa: F811
+    data = build(write_jsonl(tagged()), bert_folder, label_all_tokens=label_all_tokens)
+    outputs = {}
+    for n in range(len(WORDS)):
+        item = data._loaders.items("train")[n]
+        outputs[n] = np.eye(7, dtype=np.float32)[np.maximum(item["labels"], 0)]
+    found = data.answer("train", outputs)
+    assert [row["prediction"] for row in found.rows] == TAGS
+    assert found.scores == {"accuracy": 1, "precision": 1, "recall": 1, "f1": 1}
+    assert found.rows[3]["entities"] == [{"type": "LOC", "start": 2, "end": 4, "text": "東京 U.S."}]
+    assert found.files["classes.json"]["entities"]["MISC"]["support"] == 2
+    outputs[1] = -outputs[1]  # the first tag of the others is the largest then
+    scores = data.answer("train", outputs).scores
+    assert scores["accuracy"] == pytest.approx(17 / 19) and scores["recall"] == pytest.approx(4 / 5)
+    json.dumps(found)
+
+
+def test_words_that_are_cut_off_get_no_tag(bert_folder, write_jsonl):  # noqa: F811
+    data = build(write_jsonl(tagged()), bert_folder, max_length=10)
+    item = data._rows("train")[0]
+    found = data.answer("train", {0: np.zeros((10, 7), np.float32)})
+    seen = len({word for word in item["words"].tolist() if word >= 0})
+    assert found.rows[0]["prediction"] == ["B-LOC"] * seen + [None] * (9 - seen) and 0 < seen < 9
+    assert found.scores["accuracy"] == 0
+
+
+def test_parts_of_speech_have_no_entities(bert_folder, write_jsonl):  # noqa: F811
+    rows = tagged([["the", "fox"], ["it", "jumps"]], [["DT", "NN"], ["PRP", "VBZ"]], ("words", "pos_tags"))
+    data = build(write_jsonl(rows), bert_folder)
+    assert (data.tokens_column, data.tags_column) == ("words", "pos_tags")
+    outputs = {n: np.zeros((len(data._rows("train")[n]["input_ids"]), 4), np.float32) for n in range(2)}
+    found = data.answer("train", outputs)
+    assert set(found.scores) == {"accuracy", "f1_macro"} and found.scores["accuracy"] == 0.25
+    assert set(found.rows[0]) == {"words", "pos_tags", "prediction"}
+
+
+@pytest.mark.parametrize("row,is_ours", [
+    ({"tokens": ["a"], "ner_tags": [1]}, True), ({"words": ["a"], "labels": ["O"], "id": 1}, True),
+    ({"tokens": ["a"], "tags": ["O", "O"]}, False), ({"text": "a", "labels": [1]}, False), ({"tokens": ["a"]}, False)])
+def test_which_rows_are_recognised(row, is_ours):
+    assert bool(TokenClassificationData.recognise(Row("a.jsonl", 1, row))) is is_ours
+
+
+@pytest.mark.parametrize("row,fields,wanted", [
+    ({"tokens": ["a"]}, {}, "no column ner_tags or tags.*data.tags_column"),
+    ({"text": "a", "tags": ["O"]}, {}, "no column tokens or words.*data.tokens_column"),
+    ({"tokens": ["a"], "tags": ["O"]}, {"tags_column": "tag"}, "no column 'tag'.*did you mean 'tags'"),
+    ({"tokens": ["a"], "tags": ["O"]}, {}, "all words have the tag 'O'"),
+    ({"tokens": ["a"], "tags": None}, {}, "no row has a label in the column 'tags'"),
+    ({"tokens": ["a"], "tags": ["O"]}, {"streaming": True}, "name them in data.labels")])
+def test_refused_with_a_remedy(row, fields, wanted, bert_folder, write_jsonl):  # noqa: F811
+    with pytest.raises(UserError, match=wanted):
+        build(write_jsonl([row] * 3), bert_folder, **fields)
