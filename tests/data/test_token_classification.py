@@ -78,18 +78,18 @@ def test_rows_are_run_ners(kind, max_length, label_all_tokens, request, write_js
     path = write_jsonl(tagged())
     data = build(path, folder, max_length=max_length, label_all_tokens=label_all_tokens)
     assert data.labels == NAMES
-    # Of a GPT-2, transformers asks that words get a space in front.
-    options = {"add_prefix_space": True} if kind == "byte_level" else {}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    tokenizer.backend_tokenizer.encode_special_tokens = True
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if kind == "byte_level":  # what transformers asks for, and sets in its own classes alone
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    options = {"split_special_tokens": True}
     cut = 0
     for n, row in sorted(rows_of(data).items()):
         inside = row["attention_mask"].bool()
         ids, labels = run_ner(tokenizer, WORDS[n], TAGS[n], NAMES, label_all_tokens, truncation=True,
-                              max_length=max_length)
+                              max_length=max_length, **options)
         assert row["input_ids"][inside].tolist() == ids and row["labels"][inside].tolist() == labels
         assert (row["labels"][~inside] == IGNORED).all() and row["labels"].dtype == torch.int64
-        whole = tokenizer(WORDS[n], is_split_into_words=True).input_ids
+        whole = tokenizer(WORDS[n], is_split_into_words=True, **options).input_ids
         cut += len(whole) - len(ids)
     source = data.report["sources"][path]
     assert source["tokens_cut"] == cut and source["words"] == sum(map(len, WORDS))
@@ -243,7 +243,7 @@ def test_answers_from_logits(label_all_tokens, bert_folder, write_jsonl):  # noq
     assert found.files["classes.json"]["entities"]["MISC"]["support"] == 2
     outputs[1] = -outputs[1]  # the first tag of the others is the largest then
     scores = data.answer("train", outputs).scores
-    assert scores["accuracy"] == pytest.approx(17 / 19) and scores["recall"] == pytest.approx(4 / 5)
+    assert scores["accuracy"] == pytest.approx(17 / 19) and scores["recall"] == pytest.approx(5 / 6)
     json.dumps(found)
 
 

@@ -367,4 +367,4 @@ def word_prefix(backend: str) -> str:
         backend: JSON of the tokenizer's backend.
     """
     found = json.loads(backend)["pre_tokenizer"] or {}
-    return " " if any(part["type"] == "ByteLevel" for part in found.get("pretokenizers", [found])) else ""
+    return " " if any(part.get("type") == "ByteLevel" for part in found.get("pretokenizers", [found])) else ""
