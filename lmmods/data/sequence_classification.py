@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lmmods.core.errors import UserError
-from lmmods.core.label_metrics import class_report, multi_label_scores, regression_scores, single_label_scores
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.collate import Collator, LabelCollator
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.labels import Labels, SequenceEncoder, cell_list, label_name
+from lmmods.data.label_metrics import class_report, multi_label_scores, regression_scores, single_label_scores
 from lmmods.data.labels import MOST_LABELS, LabelData, find_column
 from lmmods.data.scoring import Predictions
 from lmmods.data.sources.conversation import RowProblem

@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lmmods.core.errors import UserError
-from lmmods.core.label_metrics import class_report, entity_scores, entity_spans, have_entities, tag_scores
 from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.labels import Labels, TokenEncoder, cell_list, first_tokens, label_name, word_prefix
+from lmmods.data.label_metrics import class_report, entity_scores, entity_spans, have_entities, tag_scores
 from lmmods.data.labels import MOST_LABELS, LabelData, find_column
 from lmmods.data.scoring import Predictions
 from lmmods.data.sources.conversation import RowProblem

@@ -9,7 +9,7 @@ from scipy import stats
 from seqeval import metrics as seqeval
 from sklearn import metrics
 
-from lmmods.core.label_metrics import (
+from lmmods.data.label_metrics import (
     class_report,
     entity_scores,
     entity_spans,
