@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CALIBRATION_BINS = 15  # Guo et al. 2017
+MOST_PAIRS = 1000  # labels up to which each is compared with each other, or with the rest
 
 
 def single_label_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -20,8 +21,8 @@ def single_label_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, flo
 
     `accuracy`; `f1_macro`, `precision_macro` and `recall_macro`, means over the labels that rows have or are given; for
     two labels `f1` of the second; `matthews` (0 where all rows have, or are given, one label); `roc_auc`, of more than
-    two labels the mean over each against the rest, of those that some rows have and others have not;
-    `calibration_error`, of the likeliest label in 15 bins.
+    two labels the mean over each against the rest, of those that some rows have and others have not, and of at most
+    MOST_PAIRS labels; `calibration_error`, of the likeliest label in 15 bins.
 
     Args:
         logits: [N, K], N and K at least 1 and 2.
@@ -44,7 +45,7 @@ def single_label_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, flo
     varies = len(predicted.unique()) > 1 and len(wanted.unique()) > 1
     matthews = classification.multiclass_matthews_corrcoef(predicted, wanted, **common) if varies else 0
     scores["matthews"] = float(matthews)
-    ranked = range(1, 2) if num_labels == 2 else range(num_labels)
+    ranked = range(1, 2) if num_labels == 2 else range(num_labels if num_labels <= MOST_PAIRS else 0)
     areas = [_roc_auc(probabilities[:, label], labels == label) for label in ranked]
     defined = [area for area in areas if area is not None]
     if defined:
@@ -139,7 +140,8 @@ def _roc_auc(scores: np.ndarray, is_positive: np.ndarray) -> float | None:
 
 def class_report(predicted: np.ndarray, labels: np.ndarray, names: list[str]) -> dict[str, Any]:
     """Table of the classes, plain JSON: `names`; `classes`, each with precision, recall, f1 and support; and, of rows
-    with one label each, `confusion`, whose entry [i][j] counts the rows of class i that are given class j.
+    with one label each and up to MOST_PAIRS classes, `confusion`, whose entry [i][j] counts the rows of class i that
+    are given class j.
 
     Args:
         predicted: [N] integers, or [N, K] bool for several labels.
@@ -150,9 +152,12 @@ def class_report(predicted: np.ndarray, labels: np.ndarray, names: list[str]) ->
         hits, given, wanted = ((predicted & labels).sum(0), predicted.sum(0), labels.sum(0))
         return {"names": names, "classes": _table(names, hits, given, wanted)}
     size = len(names)
+    counts = [np.bincount(numbers, minlength=size) for numbers in (labels[predicted == labels], predicted, labels)]
+    table = {"names": names, "classes": _table(names, *counts)}
+    if size > MOST_PAIRS:
+        return table
     confusion = np.bincount(labels * size + predicted, minlength=size * size).reshape(size, size)
-    classes = _table(names, confusion.diagonal(), confusion.sum(0), confusion.sum(1))
-    return {"names": names, "confusion": confusion.tolist(), "classes": classes}
+    return {**table, "confusion": confusion.tolist()}
 
 
 def _table(names: list[str], hits: Any, given: Any, wanted: Any) -> dict[str, dict[str, float]]:

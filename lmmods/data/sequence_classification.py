@@ -193,10 +193,9 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
 
 def text_columns(row: Row, label_column: str) -> list[str]:
     """The usual columns of a text or a pair in a row, else its first two columns of text; empty if it has none."""
-    is_text = {name: isinstance(value, str) for name, value in row.values.items()}
-    usual = next((names for names in TEXTS if all(is_text.get(name) for name in names)), None)
-    others = [name for name, is_one in is_text.items() if is_one and name not in (label_column, *NO_TEXTS)]
-    return list(usual or others[:2])
+    usual = next((list(names) for names in TEXTS if all(name in row.values for name in names)), None)
+    return usual or [name for name, value in row.values.items()
+                     if isinstance(value, str) and name not in (label_column, *NO_TEXTS)][:2]
 
 
 def _cell(value: Any) -> Any:

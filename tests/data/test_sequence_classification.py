@@ -54,7 +54,7 @@ def rows_of(data, role="train"):
 @pytest.mark.parametrize("labels,wanted,numbers", [
     (["b", "a", "b", "c"], ["a", "b", "c"], [1, 0, 1, 2]),
     ([1, 0, 10, 2], ["0", "1", "2", "10"], [1, 0, 3, 2]),
-    ([True, False, True], ["False", "True"], [1, 0, 1]),
+    ([True, False, True], ["false", "true"], [1, 0, 1]),
     (["10", "9", " 9"], ["9", "10"], [1, 0, 0]),
     ([-1, 1, 0], ["-1", "0", "1"], [0, 2, 1]),
     (["yes", 1, "no"], ["1", "no", "yes"], [2, 0, 1]),

@@ -33,7 +33,9 @@ def label_name(value: Any, names: list[str] | None = None) -> str:
     Raises:
         RowProblem: There is no label, or no name for it.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and names is not None:
+    if isinstance(value, bool):
+        return "true" if value else "false"  # as JSON and YAML write it
+    if isinstance(value, int) and names is not None:
         if not 0 <= value < len(names):
             raise RowProblem("a label without a name")  # data sets write -1 where the label is secret
         return names[value]
