@@ -45,6 +45,8 @@ def _measure(task: Task, trainable: Tree, frozen: Tree, rows: list[Row], folder:
     @jax.jit
     def logits(trainable: Tree, frozen: Tree, row: dict[str, Array], places: Array) -> Array:
         params = merge(trainable, frozen)
+        if network.pools:
+            return network.scores(params, row).reshape(-1, 1)  # all scores of the row
         hidden = network.hidden(params, row)
         return network.logits(params, hidden.reshape(-1, hidden.shape[-1])[places])
 

@@ -84,7 +84,7 @@ CASES = [
     ("bert", "choice", LoRA(rank=4, alpha=16, targets=["value"], modules_to_save=["pooler", "classifier"])),
     ("albert", "sequence", LoRA(rank=4, alpha=16, targets=["value"], modules_to_save=["albert.pooler"])),
     ("distilbert", "sequence", LoRA(rank=4, alpha=16, modules_to_save=["pre_classifier"])),
-    ("distilbert", "token", LoRA(rank=4, alpha=16)),
+    ("distilbert", "token", LoRA(rank=4, alpha=16, targets=["q_lin"])),
     ("roberta", "sequence", LoRA(rank=4, alpha=16, targets=["query", "dense"])),
     ("deberta-v2", "sequence", LoRA(rank=4, alpha=16, modules_to_save=["pooler", "rel_embeddings"])),
     ("electra", "choice", LoRA(rank=4, alpha=16, targets=["query"],
