@@ -62,17 +62,20 @@ class Progress:
     accumulated: int = 0
 
     def loops(self, is_last_of_epoch: bool) -> dict[str, Any]:
-        """Return the state of Lightning's loops at this moment."""
+        """Return the state of Lightning's loops at this moment, as it saves it in the hook after a micro-batch."""
         # Lightning reads many more counts than this project has; those of finished work are all equal.
         steps = {"ready": self.step, "completed": self.step}
         none = {"total": dict(_NO_BATCHES), "current": dict(_NO_BATCHES)}
+        # Where the micro-batch of the hook counted as completed, Lightning would not begin to count anew after the last
+        # one of an epoch, and cut the first step of the next one short.
+        total, current = ({**dict.fromkeys(_NO_BATCHES, count), "completed": max(count - 1, 0)}
+                          for count in (self.total_batches, self.batches))
+        stepped = bool(self.batches and not self.accumulated)  # in this micro-batch
         return {
             "fit_loop": {
                 "state_dict": {},
-                "epoch_loop.state_dict": {"_batches_that_stepped": self.step},
-                "epoch_loop.batch_progress": {
-                    "total": dict.fromkeys(_NO_BATCHES, self.total_batches),
-                    "current": dict.fromkeys(_NO_BATCHES, self.batches), "is_last_batch": is_last_of_epoch},
+                "epoch_loop.state_dict": {"_batches_that_stepped": self.step - stepped},
+                "epoch_loop.batch_progress": {"total": total, "current": current, "is_last_batch": is_last_of_epoch},
                 "epoch_loop.scheduler_progress": {"total": dict(steps), "current": dict(steps)},
                 "epoch_loop.automatic_optimization.state_dict": {},
                 "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {
