@@ -170,7 +170,8 @@ def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int
 
 
 def _shown_row(row: dict[str, Any], rows: RowSet) -> dict[str, Any]:
-    ids, index = row["input_ids"].tolist(), int(row["index"])
+    # Where `index` numbers the items themselves, `source` is the number of the row as read.
+    ids, index = row["input_ids"].tolist(), int(row.get("source", row["index"]))
     labels = row["labels"].tolist() if "labels" in row else [IGNORED] * len(ids)
     prompt = {"prompt_length": int(row["prompt_length"])} if "prompt_length" in row else {}
     weights = {"weights": np.unique(row["weight"]).tolist()} if "weight" in row else {}

@@ -229,7 +229,8 @@ class LabelData(LabelDataFields, DataModule):
 
 
 class Examples(Dataset):
-    """Rows with `index`, their number in this set. Item -1 is None, a padding row."""
+    """Rows with `index`, their number in this set, and `source`, their number as read. Item -1 is None, a padding row.
+    """
 
     def __init__(self, rows: RowSet) -> None:
         self.rows, self.lengths, self.truncated = rows, rows.lengths, rows.truncated
@@ -239,7 +240,7 @@ class Examples(Dataset):
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:
         row = self.rows[number]
-        return None if row is None else {**row, "index": number}
+        return None if row is None else {**row, "index": number, "source": row["index"]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ def find_column(first: Row, asked: str | None, usual: tuple[str, ...], key: str)
     columns = list(first.values)
     found = asked if asked in columns else None if asked else next((name for name in usual if name in columns), None)
     if found is None:
-        wanted = f"no column {asked!r}" if asked else f"no column {' or '.join(usual)}"
+        wanted = f"no column {asked!r}" if asked else f"none of the usual columns ({', '.join(usual)})"
         near = did_you_mean(asked, columns) if asked else ""
         raise UserError(f"{first.file}:{first.line}: {wanted}; the columns are {', '.join(columns)}{near}. Name yours "
                         f"with {key}")

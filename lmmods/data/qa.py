@@ -200,7 +200,10 @@ class QAData(QADataFields, DataModule):
 
 
 class Windows:
-    """Windows numbered by their place in the set. Item -1 is None, a padding row."""
+    """Windows with `index`, their place in the set, and `source`, the number of their question as read.
+
+    Item -1 is None, a padding row.
+    """
 
     def __init__(self, rows: RowSet) -> None:
         self.rows = rows
@@ -212,4 +215,4 @@ class Windows:
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:
         row = self.rows[number]
-        return None if row is None else {**row, "index": number}
+        return None if row is None else {**row, "index": number, "source": row["index"]}

@@ -9,6 +9,7 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
+from lmmods.data.base import Which
 from lmmods.data.batches.collate import Collator, LabelCollator
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.labels import Labels, SequenceEncoder, cell_list, label_name
@@ -139,6 +140,12 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
 
     def _batch_collator(self, collator: Collator) -> Callable[[list], dict[str, Any]]:
         return LabelCollator(collator, self.problem_type, len(self.labels))
+
+    def rows_for_inspection(self, num_rows: int, which: Which | list[int] = "first") -> list[dict[str, Any]]:
+        """As of `DataModule`, each with its label as `name`."""
+        rows = self._rows("train")
+        return [{**shown, "name": f"{self.label_column} {rows.source_row(shown['index'])[self.label_column]}"}
+                for shown in super().rows_for_inspection(num_rows, which)]
 
     # Outputs ---------------------------------------------------------------------------------------------------------
 

@@ -231,3 +231,15 @@ def test_questions_that_share_an_id_are_answered_each_by_itself(bert_folder, wri
     said = capsys.readouterr().out
     assert said.count("warning: 3 questions of data.source have the id of another one, the first is a (") == 1
     assert "rows.jsonl:2)" in said
+
+
+def test_windows_are_shown_with_the_place_of_their_question(bert_folder, write_jsonl):  # noqa: F811
+    """There are more windows than questions."""
+    path = write_jsonl([{"question": "q", "context": CONTEXT, "answers": {
+        "text": ["42"], "answer_start": [CONTEXT.index("42")]}} for _ in range(2)])
+    data = build(path, bert_folder)
+    shown = data.rows_for_inspection(100)
+    assert len(shown) == len(data._rows("train")) > 4
+    wanted = data._rows("train").index.tolist()
+    assert [row["index"] for row in shown] == wanted
+    assert [row["location"] for row in shown] == [f"{path}:{number + 1}" for number in wanted]

@@ -299,7 +299,7 @@ def test_rows_of_other_tasks(row):
 
 
 @pytest.mark.parametrize("row,fields,wanted", [
-    ({"text": "a", "x": 1}, {}, "rows.jsonl:1: no column label or labels.*the columns are text, x.*data.label_column"),
+    ({"text": "a", "x": 1}, {}, "rows.jsonl:1: none of the usual columns .label, .*the columns are text, x.*data.label_column"),
     ({"text": "a", "label": 1}, {"label_column": "lable"}, "no column 'lable'.*did you mean 'label'"),
     ({"text": "a", "label": 1}, {"text_columns": ["txt"]}, "no column 'txt'.*did you mean 'text'"),
     ({"n": 1, "label": 1}, {}, "no column of text.*data.text_columns"),
@@ -372,3 +372,10 @@ def test_predict_without_labels_and_with_some(bert_folder, write_jsonl):  # noqa
         assert [row["prediction"] for row in found.rows] == ["a", "a"] and len(found.scores) == num_scores
         assert data.example(1)["text"] == asked[1]["text"]
         assert all(map(math.isfinite, found.scores.values()))
+
+
+def test_rows_are_shown_with_their_label_and_place(bert_folder, write_jsonl):  # noqa: F811
+    path = write_jsonl([{"text": "", "label": "a"}, *labelled(["a", "b", "a"])])
+    shown = build(path, bert_folder).rows_for_inspection(2, [0, 2])
+    assert [(row["location"], row["index"], row["name"]) for row in shown] == [
+        (f"{path}:2", 1, "label a"), (f"{path}:4", 3, "label a")]

@@ -274,8 +274,8 @@ def test_which_rows_are_recognised(row, is_ours):
 
 
 @pytest.mark.parametrize("row,fields,wanted", [
-    ({"tokens": ["a"]}, {}, "no column ner_tags or tags.*data.tags_column"),
-    ({"text": "a", "tags": ["O"]}, {}, "no column tokens or words.*data.tokens_column"),
+    ({"tokens": ["a"]}, {}, "none of the usual columns .ner_tags, .*data.tags_column"),
+    ({"text": "a", "tags": ["O"]}, {}, "none of the usual columns .tokens, words.*data.tokens_column"),
     ({"tokens": ["a"], "tags": ["O"]}, {"tags_column": "tag"}, "no column 'tag'.*did you mean 'tags'"),
     ({"tokens": ["a"], "tags": ["O"]}, {}, "all words have the tag 'O'"),
     ({"tokens": ["a"], "tags": None}, {}, "no row has a label in the column 'tags'"),
