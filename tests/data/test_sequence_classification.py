@@ -299,7 +299,7 @@ def test_rows_of_other_tasks(row):
 
 
 @pytest.mark.parametrize("row,fields,wanted", [
-    ({"text": "a", "x": 1}, {}, "rows.jsonl:1: none of the usual columns .label, .*the columns are text, x.*data.label_column"),
+    ({"text": "a", "x": 1}, {}, "jsonl:1: none of the usual columns .label, .*columns are text, x.*data.label_column"),
     ({"text": "a", "label": 1}, {"label_column": "lable"}, "no column 'lable'.*did you mean 'label'"),
     ({"text": "a", "label": 1}, {"text_columns": ["txt"]}, "no column 'txt'.*did you mean 'text'"),
     ({"n": 1, "label": 1}, {}, "no column of text.*data.text_columns"),
