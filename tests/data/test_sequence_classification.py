@@ -17,9 +17,12 @@ from transformers import AutoConfig
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
+from lmmods.data.encode.encoder import Ragged
+from lmmods.data.encode.labels import Labels, SequenceEncoder
 from lmmods.data.sequence_classification import SequenceClassificationData
 from lmmods.data.sources.readers import Row
 from tests.data.conftest import CORPUS
+from tests.data.test_damaged_rows import WRONG
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 
 
@@ -268,6 +271,29 @@ def test_an_encoder_survives_pickling(bert_folder, write_jsonl):  # noqa: F811
     again = pickle.loads(pickle.dumps(encoder))
     texts = [{"text": "the [SEP] fox", "label": "a"}]
     assert again(texts).columns["input_ids"].values.tolist() == encoder(texts).columns["input_ids"].values.tolist()
+
+
+@pytest.mark.parametrize("problem_type,label", [
+    ("single_label", "a"), ("multi_label", ["a", "b"]), ("regression", 1.5)])
+@pytest.mark.parametrize("prompts_only", [False, True])
+def test_wrong_values_give_a_row_or_a_reason(problem_type, label, prompts_only, bert_folder):  # noqa: F811
+    """Each value of another kind in each column, straight to the encoder: JSON could not hold some of them."""
+    names = [] if problem_type == "regression" else ["a", "b"]
+    data = SequenceClassificationData("x", tokenizer=bert_folder, max_length=16)
+    encoder = SequenceEncoder(data._cutting_tokenizer(True), prompts_only, ["first", "second"], "label", problem_type,
+                              Labels(names, None))
+    row = {"first": "the fox", "second": "jumps", "label": label}
+    rows = [row, *({**row, column: value} for column in row for value in WRONG),
+            *({name: value for name, value in row.items() if name != column} for column in row)]
+    encoded = encoder(rows)
+    assert encoded.positions[0] == 0
+    places = [*encoded.positions.tolist(), *(place for place, _ in encoded.dropped)]
+    assert sorted(places) == list(range(len(rows)))
+    assert all(reason and len(reason) < 100 for _, reason in encoded.dropped)
+    without = [place for place, each in enumerate(rows) if each.get("label") is None]
+    assert set(without) <= set(encoded.positions if prompts_only else [place for place, _ in encoded.dropped])
+    assert all(len(column.lengths if isinstance(column, Ragged) else column) == len(encoded.positions)
+               for column in encoded.columns.values())
 
 
 # Columns

@@ -14,9 +14,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
+from lmmods.data.encode.labels import Labels, TokenEncoder
 from lmmods.data.sources.readers import LONGEST, TOO_LONG, Row, read_file
 from lmmods.data.token_classification import TokenClassificationData
 from tests.data.conftest import CORPUS
+from tests.data.test_damaged_rows import WRONG
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_sequence_classification import rows_of
 
@@ -141,6 +143,22 @@ def test_rows_that_cannot_be_used_are_counted_with_their_reason(bert_folder, wri
         "a word is a list, not text": 1, "a word is null": 1, "the label is a dict, not text": 1,
         "the label is empty": 1}
     assert source["rows_kept"] == 6
+
+
+@pytest.mark.parametrize("prompts_only", [False, True])
+def test_wrong_values_give_a_row_or_a_reason(prompts_only, bert_folder):  # noqa: F811
+    data = TokenClassificationData("x", tokenizer=bert_folder, max_length=16)
+    encoder = TokenEncoder(data._cutting_tokenizer(), prompts_only, "tokens", "tags", Labels(["A", "B-C", "I-C"], None),
+                           True, "")
+    row = {"tokens": ["the", "fox"], "tags": ["A", "B-C"]}
+    rows = [row, *({**row, column: value} for column in row for value in WRONG),
+            *({**row, column: [row[column][0], value]} for column in row for value in WRONG), {"tokens": ["a"]}]
+    encoded = encoder(rows)
+    assert encoded.positions[0] == 0
+    places = [*encoded.positions.tolist(), *(place for place, _ in encoded.dropped)]
+    assert sorted(places) == list(range(len(rows)))
+    assert all(reason and len(reason) < 100 for _, reason in encoded.dropped)
+    assert (len(rows) - 1 in encoded.positions) is prompts_only
 
 
 def test_tags_as_numbers_and_given_names(bert_folder, write_jsonl):  # noqa: F811
