@@ -133,8 +133,13 @@ def test_the_dynamic_type_is_that_of_bitsandbytes():
 # Networks ------------------------------------------------------------------------------------------------------------
 
 
+# Children of the models, and the poolers, that are heads for labels: they train in full.
+HEAD_MODULES = ["classifier", "score", "pooler", "bert.pooler", "roberta.pooler", "pre_classifier", "sequence_summary",
+                "head"]
+
+
 def quantised_torch(folder, head, kind, **options):
-    skip = ["qa_outputs", "classifier"] if head == "qa" else None
+    skip = {"qa": ["qa_outputs", "classifier"], "causal": None, "masked": None}.get(head, HEAD_MODULES)
     config = (transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip) if kind == "int8" else
               transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, llm_int8_skip_modules=skip,
                                               bnb_4bit_compute_dtype=torch.float32, **options))

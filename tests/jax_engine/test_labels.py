@@ -1,0 +1,296 @@
+"""Tasks with heads for labels: losses against torch's functions, pooling, padding rows, the same steps on any mesh."""
+
+from functools import cache, partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hf_reference import HFReference, of_real, our_loss
+from torch.nn import functional as F
+
+from jax_engine.distributed.devices import Replicas
+from jax_engine.distributed.loss import IGNORED, LossSums, label_loss, pair_loss, scored_rows
+from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.prefetch import Prefetcher
+from jax_engine.distributed.steps import Clipping, Steps, fetch_step_metrics, in_chunks
+from jax_engine.models.heads import pooled
+from jax_engine.optim import build, step_scalars
+from jax_engine.tasks.multiple_choice import MultipleChoice
+from jax_engine.tasks.reward import Reward
+from jax_engine.tasks.sequence_classification import SequenceClassification
+from jax_engine.tasks.token_classification import TokenClassification
+from lmmods.core.dropout import token_seeds
+from lmmods.core.settings import Optimizer
+
+B, K = 6, 5
+WEIGHTS = np.array([0.5, 1, 2, 3, 0.25], np.float32)
+NAN = np.float32(np.nan)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    # [..., K] -> [K, N] for torch, which wants the classes second.
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), weights, ignore_index=IGNORED, reduction="sum")
+
+
+def binary(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    found = F.binary_cross_entropy_with_logits(logits[:-1], labels[:-1], weights, reduction="sum")
+    return found / (K if weights is None else weights.sum())
+
+
+def squares(logits: torch.Tensor, labels: torch.Tensor, weights: None) -> torch.Tensor:
+    return F.mse_loss(logits[:-1, 0], labels[:-1], reduction="sum")
+
+
+random = np.random.default_rng(0)
+CLASSES = np.array([0, 3, 1, 4, 2, IGNORED])
+TAGS = np.where(random.random((B, 7)) < 0.6, random.integers(0, K, (B, 7)), IGNORED)
+YES = np.vstack([random.integers(0, 2, (B - 1, K)).astype(np.float32), np.full(K, NAN)])
+VALUES = np.append(random.normal(size=B - 1).astype(np.float32), NAN)
+LOSSES = {
+    "classes": (CLASSES, None, cross_entropy, 5), "weighted classes": (CLASSES, WEIGHTS, cross_entropy, WEIGHTS.sum()),
+    "tags": (TAGS, WEIGHTS, cross_entropy, WEIGHTS[TAGS[TAGS >= 0]].sum()),
+    "several": (YES, None, binary, B - 1), "weighted several": (YES, WEIGHTS, binary, B - 1),
+    "values": (VALUES, None, squares, B - 1)}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_of_labels_are_torchs(kind):
+    labels, weights, theirs, weight = LOSSES[kind]
+    logits = np.random.default_rng(1).normal(size=(*labels.shape[:2 - (kind != "tags")], K)).astype(np.float32) * 3
+    value, gradient = jax.value_and_grad(lambda x: label_loss(x, labels, weights).total)(logits)
+    tensor = torch.tensor(logits, requires_grad=True)
+    expected = theirs(tensor, torch.tensor(labels), None if weights is None else torch.tensor(weights))
+    expected.backward()
+    assert float(value) == pytest.approx(expected.item(), rel=1e-5)
+    assert float(label_loss(logits, labels, weights).weight) == pytest.approx(weight, rel=1e-6)
+    assert np.abs(gradient - tensor.grad.numpy()).max() <= 1e-5 * np.abs(gradient).max()
+
+
+def test_losses_of_pairs_are_those_of_their_formula():
+    scores = np.random.default_rng(2).normal(size=(B, 2)).astype(np.float32) * 2
+    margins = np.array([0, 0.5, 2, 0, 1, NAN], np.float32)
+    value, gradient = jax.value_and_grad(lambda x: pair_loss(x, margins, 0.01).total)(scores)
+    better, worse = scores[:-1].T.astype(np.float64)
+    expected = np.log1p(np.exp(-(better - worse - margins[:-1]))) + 0.01 * (better + worse) ** 2
+    assert float(value) == pytest.approx(expected.sum(), rel=1e-5)
+    assert float(pair_loss(scores, margins).weight) == B - 1
+    assert np.isfinite(gradient).all() and not gradient[-1].any()
+
+
+def test_pooling_takes_the_mask(make_ref):
+    """Also where the padding token ends the text, at which transformers would take an earlier one."""
+    ref = make_ref("llama", "sequence")
+    batch = ref.batch()
+    batch["input_ids"][0, -1] = batch["input_ids"][1, 5] = ref.pad  # the last token of rows of 9 and of 6
+    ours = np.asarray(jax.jit(ref.net.scores)(ref.params, batch))
+    with torch.no_grad():
+        hidden = ref.torch.model(**{name: torch.tensor(value) for name, value in batch.items()}).last_hidden_state
+        last = torch.tensor(batch["attention_mask"]).sum(1) - 1
+        expected = ref.torch.score(hidden[torch.arange(4), last])
+        by_padding = ref.torch(**{name: torch.tensor(value) for name, value in batch.items()}).logits
+    assert np.abs(ours - expected.numpy()).max() <= 1e-4 * np.abs(ours).max()
+    differs = np.abs(ours - by_padding.numpy()).max(1) > 1e-2 * np.abs(ours).max()
+    assert differs.tolist() == [True, True, False, False]
+
+
+def test_poolings_of_padded_rows():
+    hidden = np.random.default_rng(3).normal(size=(2, 4, 3)).astype(np.float32)
+    real = np.array([[True, True, True, False], [False, True, True, True]])
+    assert np.array_equal(pooled(hidden, real, "last"), hidden[[0, 1], [2, 3]])
+    assert np.array_equal(pooled(hidden, real, "first"), hidden[:, 0])
+    expected = [hidden[0, :3].mean(0), hidden[1, 1:].mean(0)]
+    assert np.allclose(pooled(hidden, real, "mean"), expected, atol=1e-6)
+    assert pooled(hidden, real, None) is hidden
+
+
+@pytest.mark.parametrize("head", ["sequence", pytest.param("choice", marks=pytest.mark.slow)])
+def test_modernbert_may_take_the_mean(tmp_path, head):
+    ref = HFReference("modernbert", head, tmp_path, classifier_pooling="mean")
+    shape = (2, 2) if head == "choice" else (4,)
+    inputs = {name: torch.tensor(value).unflatten(0, shape) for name, value in ref.batch().items()}
+    with torch.no_grad():
+        expected = ref.torch(**inputs).logits.numpy()
+    logits = ref.found[0]
+    assert np.abs(of_real(logits, ref.batch(), head) - expected).max() <= 1e-4 * np.abs(expected).max()
+    first = HFReference("modernbert", head, tmp_path)
+    assert not np.allclose(our_loss(first.net, ref.params, ref.batch(), CLASSES)[1], expected, rtol=1e-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tasks: batches as the data modules make them.
+
+TASKS = {"single": (SequenceClassification, "sequence", {}), "several": (SequenceClassification, "sequence", {}),
+         "value": (SequenceClassification, "sequence", {}), "tags": (TokenClassification, "token", {}),
+         "choices": (MultipleChoice, "choice", {}), "pairs": (Reward, "sequence", {"center_rewards_coefficient": 0.01})}
+
+
+def quick(*kinds: str) -> list:
+    """Parameters of a test of all tasks; others than these differ in their losses alone, or in the network's head."""
+    return [pytest.param(kind, marks=[] if kind in kinds else pytest.mark.slow) for kind in TASKS]
+
+
+def rows(kind: str, num: int = 8, length: int = 7) -> dict[str, np.ndarray]:
+    """Rows of a task, of which the last is padding."""
+    random = np.random.default_rng(4)
+    shape = {"choices": (num, 3, length), "pairs": (num, 2, length)}.get(kind, (num, length))
+    mask = (np.arange(length) < random.integers(2, length + 1, (*shape[:-1], 1))).astype(np.int64)
+    batch = {"input_ids": random.integers(4, 37, shape) * mask, "attention_mask": mask, "index": np.arange(num),
+             "token_seeds": mask * token_seeds(3, 0, np.arange(mask[..., 0].size).reshape(*shape[:-1], 1),
+                                               np.arange(length))}
+    batch |= {
+        "single": lambda: {"labels": random.integers(0, K, num)},
+        "several": lambda: {"labels": random.integers(0, 2, (num, K)).astype(np.float32)},
+        "value": lambda: {"labels": random.normal(size=num).astype(np.float32)},
+        "tags": lambda: {"labels": np.where(mask & (random.random(shape) < 0.7), random.integers(0, K, shape),
+                                            IGNORED)},
+        "choices": lambda: {"labels": random.integers(0, 2, num), "choices": random.integers(2, 4, num)},
+        "pairs": lambda: {"margin": random.random(num).astype(np.float32)}}[kind]()
+    batch["index"][-1] = -1
+    name = "margin" if kind == "pairs" else "labels"
+    batch[name][-1] = np.nan if batch[name].dtype.kind == "f" else IGNORED
+    batch["attention_mask"][-1] = np.arange(length) == 0
+    return batch
+
+
+def task_of(make_ref, kind: str):
+    """A task on a tiny network, with dropout."""
+    task_class, head, fields = TASKS[kind]
+    ref = make_ref("bert", head, **({"num_labels": 1} if kind in ("value", "pairs") else {}))
+    task = task_class(pretrained=str(ref.folder), **fields)
+    task.network = ref.net
+    if kind in ("single", "tags"):
+        task.weights = WEIGHTS
+    return task, ref
+
+
+def chunks(batch: dict[str, np.ndarray], size: int) -> list[dict[str, torch.Tensor]]:
+    return [{name: torch.tensor(part[start:start + size]) for name, part in batch.items()}
+            for start in range(0, len(batch["index"]), size)]
+
+
+def run(kind: str, task, ref, parallel, size: int, chunk_tokens: int = 0):
+    """A step of plain SGD on all rows, and an evaluation before it: metrics, gradient, and what the data are given."""
+    settings = Optimizer(name="sgd", lr=1.0, weight_decay=0.0)
+    steps = Steps(parallel, task.batch_loss, build(settings, ref.net.decays(ref.params)), Clipping(), task.predict,
+                  chunk_tokens=chunk_tokens)
+    state = steps.new_state(parallel.put_state(jax.tree.map(np.copy, ref.params)))
+    given, accumulation = {}, steps.new_accumulation(state)
+    data = SimpleNamespace(answer=lambda role, outputs: given.update(outputs) or SimpleNamespace(
+        scores={"rows": len(outputs)}, files={}))
+    weights = SimpleNamespace(trainable=state["trainable"], frozen={})
+    with Prefetcher(chunks(rows(kind), size), parallel, size, pad_id=0) as prefetcher:
+        for batch in prefetcher:
+            task.evaluate(steps, weights, batch)
+            accumulation = steps.accumulate(state, {}, accumulation, batch.arrays)
+    results, files = task.eval_results("val", data)
+    state, figures = steps.update(state, accumulation, parallel.put_scalars(step_scalars(settings, 0, 1)))
+    after = parallel.fetch_state(state["trainable"])
+    return results, fetch_step_metrics(figures), jax.tree.map(np.subtract, after, ref.params), given
+
+
+def assert_near(found, wanted) -> None:
+    """The same changes of parameters, which are rounded as the parameters are."""
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(one - other).max() <= 1e-4 * max(np.abs(other).max(), 0.1 * largest)
+
+
+@pytest.fixture(scope="module")
+def alone(make_ref):
+    """A function: the run of a task on one device."""
+    return cache(lambda kind: run(kind, *task_of(make_ref, kind), Replicas(jax.devices()[:1]), 8))
+
+
+@pytest.mark.parametrize("kind", quick("several", "choices"))
+def test_a_step_is_the_gradient_of_the_loss_of_all_rows_and_each_is_given_its_output(make_ref, alone, kind):
+    task, ref = task_of(make_ref, kind)
+    batch = rows(kind)
+    results, figures, moved, outputs = alone(kind)
+    assert results["rows"] == len(outputs) == 7 and figures["num_rows"] == 7
+    assert figures["num_tokens"] == batch["attention_mask"][:-1].sum()
+
+    @partial(jax.jit, static_argnums=1)
+    def loss(params, training):
+        sums = task.batch_loss(params, {name: jnp.asarray(x) for name, x in batch.items()}, training, False)
+        return sums.total, sums.weight
+
+    (total, weight), gradients = jax.value_and_grad(loss, has_aux=True)(ref.params, True)
+    assert figures["loss"] == pytest.approx(float(total / weight), rel=1e-4)
+    assert_near(moved, jax.tree.map(lambda g: -np.asarray(g) / float(weight), gradients))
+    # Without dropout: the loss of an evaluation is that of its rows.
+    total, weight = loss(ref.params, False)
+    assert results["loss"] == pytest.approx(float(total / weight), rel=1e-4)
+    shapes = {"single": (K,), "several": (K,), "value": (1,), "pairs": (2,)}
+    for index, output in outputs.items():
+        wanted = {"tags": lambda i: (batch["attention_mask"][i].sum(), K),
+                  "choices": lambda i: (batch["choices"][i],)}.get(kind, lambda i: shapes[kind])(index)
+        assert output.shape == tuple(wanted) and output.dtype == np.float32
+
+
+# Devices, rows of a micro-batch, and tokens of a chunk.
+WAYS = {"chunks": (lambda: Replicas(jax.devices()[:1]), 8, 7),
+        "eight ranks": (lambda: Replicas(jax.devices()[:8]), 1, 0),
+        "fsdp and tensor": (lambda: ShardedMesh(fsdp=2, tensor=2, devices=jax.devices()[:4]), 2, 0),
+        "data and sequence": (lambda: ShardedMesh(data=2, sequence=2, devices=jax.devices()[:4]), 4, 0)}
+
+
+@pytest.mark.parametrize(("kind", "way"), [
+    pytest.param(kind, way, marks=[] if (kind, way) in (("several", "fsdp and tensor"), ("choices", "chunks"))
+                 else pytest.mark.slow) for kind in TASKS for way in WAYS])
+def test_many_devices_take_the_step_of_one_and_give_its_outputs(make_ref, alone, kind, way):
+    results, figures, moved, outputs = alone(kind)
+    make, size, chunk_tokens = WAYS[way]
+    found = run(kind, *task_of(make_ref, kind), make(), size, chunk_tokens)
+    assert found[0] == pytest.approx(results, rel=1e-4) and found[1] == pytest.approx(figures, rel=1e-4)
+    assert_near(found[2], moved)
+    assert outputs.keys() == found[3].keys()
+    for index, output in outputs.items():
+        assert np.abs(found[3][index] - output).max() <= 1e-4 * max(np.abs(output).max(), 1)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_padding_rows_are_known_and_chunks_add_such(kind):
+    batch = {name: jnp.asarray(x) for name, x in rows(kind).items()}
+    assert scored_rows(batch).tolist() == [True] * 7 + [False]
+    per_row = batch["input_ids"].size // 8
+    parts = in_chunks(batch, 3 * per_row)  # 3 + 3 + 2 rows, and one that is missing
+    joined = {name: x.reshape(-1, *x.shape[2:]) for name, x in parts.items()}
+    assert scored_rows(joined).tolist() == [True] * 7 + [False] * 2
+
+
+def test_several_labels_of_a_row_have_no_token_axis():
+    batch = {name: torch.tensor(x) for name, x in rows("several", num=2, length=K).items()}
+    with Prefetcher([batch], Replicas(jax.devices()[:2]), 3, pad_id=0, max_length=32) as prefetcher:
+        (found,) = prefetcher
+    assert found.host["labels"].shape == (2, 3, K) and found.host["input_ids"].shape == (2, 3, 32)
+    assert np.isnan(found.host["labels"][0, 2]).all() and np.isnan(found.host["labels"][1]).all()
+
+
+def test_predict_of_rewards_scores_answers_without_pairs(make_ref):
+    task, ref = task_of(make_ref, "pairs")
+    batch = {name: jnp.asarray(x) for name, x in rows("pairs").items()}
+    single = {name: x[:, :1] if x.ndim == 3 else x for name, x in batch.items()}
+    found, pairs = task.predict(ref.params, single), task.predict(ref.params, batch)
+    assert found.keys() == {"scores"} and found["scores"].shape == (8, 1)
+    assert np.allclose(found["scores"], pairs["scores"][:, :1], atol=1e-5)
+    assert isinstance(task.loss(pairs["scores"], batch), LossSums)
+
+
+def test_class_weights_are_asked_of_the_data_when_the_network_is_built(make_ref):
+    ref, asked = make_ref("bert", "sequence"), []
+
+    class Tokenizer(SimpleNamespace):
+        def __len__(self):
+            return 37
+
+    data = SimpleNamespace(
+        tokenizer=Tokenizer(bos_token_id=None, eos_token_id=None, pad_token_id=0, unk_token_id=None),
+        network_fields={"id2label": dict(enumerate("abcde")), "label2id": {name: i for i, name in enumerate("abcde")}},
+        class_weights=lambda setting: asked.append(setting) or WEIGHTS)
+    task = SequenceClassification(pretrained=str(ref.folder), class_weights="balanced")
+    task.build("32-true", data, 0)
+    assert asked == ["balanced"] and np.array_equal(task.weights, WEIGHTS)
+    assert task.network.config.id2label == dict(enumerate("abcde")) and task.network.config.num_labels == 5
