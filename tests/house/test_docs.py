@@ -359,7 +359,7 @@ def test_the_new_family_of_the_page_is_one():
     pages = fences((ROOT / "docs" / "extending.md").read_text())
     scope: dict = {}
     exec(next(content for _, _, content in pages if "FAMILY = " in content), scope)
-    assert set(scope["FAMILY"].classes) == {"causal", "qa"}
+    assert set(scope["FAMILY"].classes) == {"causal", "qa", "sequence", "token"}
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     assert scope["FAMILY"].architecture(config).num_heads == 4
 
