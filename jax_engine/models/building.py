@@ -48,7 +48,7 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     """
     is_causal, compute, frozen = HEADS[head].generates, COMPUTE_DTYPES[precision], frozen or fields.trains_adapter
     # The rows decide some fields, such as the names of labels.
-    overrides = {**(fields.overrides or {}), **getattr(data, "network_fields", {})}
+    overrides = {**(fields.overrides or {}), **data.network_fields}
     config = hf_config.load_config(fields.pretrained or fields.config, overrides, fields.revision,
                                    defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal))
     saved = hf_config.saved_quantization(config)

@@ -128,8 +128,9 @@ class ClassifierHead(OutputHead):
         own = self.own
         x = pooled(hidden, real_tokens(batch), own.pooling)
         x = dropout(x, own.dense_dropout, seeds, "head.dense")
-        x = x if self.dense is None else self.dense(x, seeds).astype(x.dtype)
-        x = x if own.activation is None else ACTIVATIONS[own.activation](x)
+        y = x if self.dense is None else self.dense(x, seeds)
+        y = y if own.activation is None else ACTIVATIONS[own.activation](y)
+        x = y.astype(x.dtype)
         x = x if self.norm is None else self.norm(x)
         return dropout(x, own.dropout, seeds, "head")
 

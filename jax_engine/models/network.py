@@ -237,10 +237,9 @@ class Network(Names):
         # Names follow from the shapes, and seeds of dropout from the names.
         super().__init__(self.family, self.head, self.shapes, arch, build.adapted, build.adapted_experts, to_save)
         lora_drops = build.lora is not None and build.lora.dropout > 0
+        of_head = () if arch.classifier is None else (arch.classifier.dropout, arch.classifier.dense_dropout)
         self.drops = lora_drops or any((arch.embedding_dropout, arch.attention_dropout, arch.residual_dropout,
-                                        arch.mlp_dropout, arch.mlp_inner_dropout,
-                                        arch.classifier and arch.classifier.dropout,
-                                        arch.classifier and arch.classifier.dense_dropout))
+                                        arch.mlp_dropout, arch.mlp_inner_dropout, *of_head))
         self._sites = site_seeds(self, self.family, self.head, arch, build.adapted if lora_drops else frozenset())
 
     def _parts(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Tokenizer(SimpleNamespace):
 
 
 def data_of(size: int = VOCAB) -> SimpleNamespace:
-    return SimpleNamespace(tokenizer=Tokenizer(size=size), trainable_new_tokens=[])
+    return SimpleNamespace(tokenizer=Tokenizer(size=size), trainable_new_tokens=[], network_fields={})
 
 
 CASES = {

@@ -391,7 +391,7 @@ def test_nothing_drops_but_what_the_recipe_names(llama_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     get_peft_model(model, LoraConfig(r=2, lora_dropout=0.3, target_modules=["q_proj"], task_type="CAUSAL_LM")
                    ).save_pretrained(tmp_path)
-    data = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(llama_folder))
+    data = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(llama_folder), network_fields={})
 
     def drops(**fields) -> bool:
         task = Preference(pretrained=str(llama_folder), adapter=str(tmp_path), **fields)
