@@ -47,7 +47,8 @@ class RewardEncoder:
                 dropped.append((place, str(problem)))
                 continue
             counts["rows_with_margin"] += margin is not None
-            counts[f"{UNUSED}weight"] += not is_blank(row.get("weight"))
+            if not is_blank(row.get("weight")):
+                counts[f"{UNUSED}weight"] += 1
             places.append(place)
             margins.append(margin or 0.0)
             usable.append(judged)
