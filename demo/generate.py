@@ -17,6 +17,7 @@ from random import Random
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from mistakes import wrong_answer, wrong_fact
+from people import tagged_sentences
 from skills import ARITHMETIC, CONVERSIONS, FORMATS, LISTS, SKILLS, STRINGS, Skill, is_held_out, operands_held_out
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -26,6 +27,7 @@ from world import FACTS, NAMES, FactTable
 SEED = 7
 TRAIN_CHARACTERS, VAL_CHARACTERS = 2_900_000, 80_000
 TRAIN_ROWS, PAIRS, HELD_OUT_ROWS = 3_000, 2_400, 240
+TAGGED_ROWS, TAGGED_HELD_OUT_ROWS = 1_600, 200
 VOCABULARY = 1_536
 CATEGORIES = ("arithmetic", "strings", "lists", "conversion", "facts", "formats")
 # How often a corpus document practises each group; the hard skills get the larger share.
@@ -246,6 +248,9 @@ def main(out: Path) -> None:
         articles = squad(part, passages, long_passages, random_stream("squad", part), taken)
         lines = ",\n".join(json.dumps(article) for article in articles)
         write_text(out / f"squad/{part}.json", f'{{"version": "v2.0", "data": [\n{lines}\n]}}\n')
+    taken = set()  # held-out people and places are in no training row
+    for name, count in (("people", TAGGED_ROWS), ("people_heldout", TAGGED_HELD_OUT_ROWS)):
+        write_text(out / f"{name}.jsonl", json_lines(tagged_sentences(count, random_stream(name), taken)))
     train_tokenizer([train_text, *map(alpaca_text, rows)]).save_pretrained(out / "llama")
     make_wordpiece(train_text).save_pretrained(out / "bert")
 
