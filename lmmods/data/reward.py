@@ -139,7 +139,7 @@ class RewardData(RewardDataFields, ConversationData):
         # Rows of predict are whole, too: they end in the answer to be scored.
         conversations, info = self._conversations(layout, prompts_only=False)
         answers = PreferenceEncoder(conversations, "single" if prompts_only else "pair")
-        return RewardEncoder(answers, self.margin_column), info
+        return RewardEncoder(answers, self.margin_column, self.tokenizer.pad_token_id), info
 
     def _sft_encoder(self, layout: str, prompts_only: bool) -> SFTEncoder:
         encoder = super()._sft_encoder(layout, prompts_only)

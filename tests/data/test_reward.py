@@ -57,6 +57,15 @@ def test_texts_without_a_prompt(byte_level_folder, chat_folder, write_jsonl):
     assert texts(data_of(source, chat_folder)) == [[f"<s>{text}<|im_end|>" for text in PLAIN.values()]]
 
 
+@pytest.mark.parametrize("folder", ["byte_level_folder", "chat_folder"])
+def test_sequences_that_end_in_the_padding_token_are_counted(folder, write_jsonl, request):
+    data = data_of(write_jsonl([PLAIN]), request.getfixturevalue(folder))
+    [source] = data.report["sources"].values()
+    # GPT-2's kind of tokenizer pads with its end token.
+    assert source["ends_in_padding"] == (2 if data.tokenizer.pad_token == data.tokenizer.eos_token else 0)
+    assert (source["ends_in_padding"] == 2) == (folder == "byte_level_folder")
+
+
 def test_a_tokenizer_of_berts_kind_begins_and_ends_texts(write_jsonl):
     data = data_of(write_jsonl([PLAIN]), "demo/bert")
     for sequence, text in zip(texts(data)[0], PLAIN.values(), strict=True):

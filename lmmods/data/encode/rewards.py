@@ -22,10 +22,12 @@ class RewardEncoder:
         answers: Renders and truncates answers: as pairs, or one by one for predict, where rows may be chats that end
             in an answer as well as pairs.
         margin_column: Column with the margin of a pair.
+        pad_id: Id of the padding token.
     """
 
     answers: PreferenceEncoder
     margin_column: str
+    pad_id: int
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
         """Columns of one row for each pair, or answer.
@@ -60,6 +62,9 @@ class RewardEncoder:
         second = ids.lengths - first  # 0 where the row is a single answer
         is_pair = second > 0
         sizes = np.stack([first, second], axis=1)
+        # transformers' decoders take the last token that is no padding by its id, which is another one in such rows.
+        lasts = ids.values[np.cumsum(sizes[sizes > 0]) - 1]
+        counts["ends_in_padding"] += int((lasts == self.pad_id).sum())
         columns: dict[str, Any] = {
             "input_ids": ids,
             "sizes": Ragged(sizes[sizes > 0].astype(np.int32), 1 + is_pair.astype(np.int64)),
