@@ -1,4 +1,4 @@
-"""Tasks with classification heads on both engines: the same steps under any cut, on two processes, and their exports."""
+"""Tasks with classification heads on both engines: equal steps under any cut, on two processes, and their exports."""
 
 import json
 import re

@@ -167,7 +167,7 @@ def test_the_whole_head_trains_beside_an_adapter_and_peft_loads_both(name, head,
     assert [name.replace("base_model.model.", "").replace(".modules_to_save.default", "") for name in in_head] == inside
     assert not any(part in name for name in trained if "lora_" in name for part in parts)
     with torch.no_grad():
-        for name, param in wrapped.named_parameters():
+        for param in wrapped.parameters():
             if param.requires_grad:
                 param.add_(torch.full_like(param, 0.1))
     wrapped.save_pretrained(tmp_path)
