@@ -28,8 +28,8 @@ class RowModule(TaskModule):
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> LossSums:
         """Return the summed loss of these outputs."""
 
-    def row_output(self, output: np.ndarray, mask: np.ndarray) -> Any:
-        """Return what the data module gets of a row's output; `mask` is the row's attention mask."""
+    def row_output(self, output: np.ndarray, row: dict[str, np.ndarray]) -> Any:
+        """Return what the data module gets of the output of a row of a batch."""
         return output
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
@@ -57,7 +57,7 @@ class RowModule(TaskModule):
         return self._by_row(batch, self(self.outputs, batch))
 
     def _by_row(self, batch: dict[str, Tensor], outputs: Tensor) -> dict[int, Any]:
-        outputs, masks = outputs.float().cpu().numpy(), batch["attention_mask"].cpu().numpy()
+        outputs, columns = outputs.float().cpu().numpy(), {name: part.cpu().numpy() for name, part in batch.items()}
         # Rows without an index only even out the processes.
-        return {index: self.row_output(outputs[row], masks[row]) for row, index in enumerate(batch["index"].tolist())
-                if index >= 0}
+        return {index: self.row_output(outputs[row], {name: part[row] for name, part in columns.items()})
+                for row, index in enumerate(batch["index"].tolist()) if index >= 0}

@@ -12,6 +12,6 @@ class TokenClassification(TokenClassificationFields, LabelModule):
     auto_class = "AutoModelForTokenClassification"
     task_type = "TOKEN_CLS"
 
-    def row_output(self, output: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    def row_output(self, output: np.ndarray, row: dict[str, np.ndarray]) -> np.ndarray:
         """Return the logits of the row's real tokens, [t, K]."""
-        return output[mask.astype(bool)]
+        return output[row["attention_mask"].astype(bool)]
