@@ -1,0 +1,45 @@
+"""Multiple choice: which of several texts goes on from, or answers, another one."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lmmods.core.errors import UserError
+from lmmods.recipe.tasks.base import DataFields, TaskFields, Usual
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class MultipleChoiceFields(TaskFields):
+    """Train a model to score the choices of a question, the right one highest; predict chooses."""
+
+    takes: ClassVar[str] = "MultipleChoiceData"
+    auto_class: ClassVar[str] = "AutoModelForMultipleChoice"
+    pipeline_tag: ClassVar[str] = "multiple-choice"
+    accuracy: ClassVar[str] = "val/accuracy"
+    # Encoders of any size are tuned at 2e-5 to 5e-5 (Devlin et al. 2019, section 4.4 and appendix A.3).
+    usual: ClassVar[Usual] = Usual(epochs=3, rows=16, lr=2e-5, small_lr=5e-5)
+
+    @classmethod
+    def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
+        return ["multiple-choice"], "Trained to choose among several texts."
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class MultipleChoiceDataFields(DataFields):
+    """Questions with several choices; one row of a batch is a question.
+
+    Args:
+        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
+            revision, columns, limit, weight}, or a list of these. Rows {context, question, choices, answer} under these
+            or the usual other names.
+        max_length: Longest context with one of its choices in tokens; the context loses what is over it. null is 1024,
+            or what the model can take if that is less.
+        batch_size: Questions per micro-batch and device in training.
+    """
+
+    kind: ClassVar[str] = "MultipleChoiceData"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packing:
+            raise UserError("data.packing is not for multiple choice: the choices of a question stay together. "
+                            "data.group_by_length saves most of the padding")

@@ -1,0 +1,180 @@
+"""Multiple choice: rows of the usual layouts to batches of pairs, and logits to choices."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.special import softmax
+from transformers import AutoTokenizer
+
+from lmmods.core.errors import UserError
+from lmmods.data.multiple_choice import MultipleChoiceData
+from lmmods.data.sources.choices import holds_choices, read_question
+
+BERT = "demo/bert"
+TWO = {"question": "Two and two?", "choices": ["3", "4", "22"], "answer": 1}
+PAGE = Path(__file__).parents[2] / "docs" / "tasks" / "multiple_choice.md"
+
+
+def data_of(source, stage="fit", folder=BERT, **settings) -> MultipleChoiceData:
+    data = MultipleChoiceData(source=source, **{"max_length": 64, "pad_to_multiple_of": 1, **settings})
+    data.connect(pretrained=folder, seed=7)
+    data.prepare_data()
+    data.setup(stage)
+    return data
+
+
+def printed() -> list[dict]:
+    [block] = re.findall(r"<!-- rows -->\n```json\n(.*?)```", PAGE.read_text(), re.S)
+    return [json.loads(line) for line in block.splitlines()]
+
+
+def test_every_layout_on_the_page_is_the_same_question():
+    """The text before the choices, the choices, and which is right."""
+    rows = printed()
+    for row in rows:
+        found = read_question(row)
+        texts = {f"{found.first} {second}" for second in found.seconds}
+        assert texts == {"Tom is hungry. He eats a stone.", "Tom is hungry. He eats a pear."}, row
+        assert found.choices[found.answer] == "a pear." and holds_choices(row), row
+    assert len(rows) == 11
+
+
+@pytest.mark.parametrize(("answer", "place"), [
+    (0, 0), (1.0, 1), ("1", 1), ("b", 1), ("C", 2), ("22", 2), (" 4 ", 1)])
+def test_forms_of_an_answer(answer, place):
+    assert read_question({**TWO, "answer": answer}).answer == place
+
+
+def test_a_text_that_is_a_choice_comes_before_a_number_unless_it_is_a_label():
+    row = {"question": "?", "choices": ["1", "2", "0"]}
+    assert read_question({**row, "answer": "1"}).answer == 0
+    assert read_question({**row, "label": "1"}).answer == read_question({**row, "answer": 1}).answer == 1
+    named = {"question": "?", "choices": {"text": ["x", "y"], "label": ["1", "2"]}}
+    assert read_question({**named, "answerKey": "1"}).answer == 0
+    assert read_question({"sentence": "The _ is red.", "option1": "a", "option2": "b", "answer": "2"}).answer == 1
+
+
+@pytest.mark.parametrize(("row", "reason"), [
+    ({**TWO, "answer": 3}, "answer is none of the choices"), ({**TWO, "answer": "E"}, "answer is none of the choices"),
+    ({**TWO, "answer": "five"}, "answer is none of the choices"),
+    ({**TWO, "answer": 0.5}, "answer is none of the choices"),
+    ({**TWO, "answer": [1]}, "answer is neither a number nor a text"),
+    ({**TWO, "answer": True}, "answer is neither a number nor a text"),
+    ({**TWO, "answer": None}, "the right choice is missing"), ({**TWO, "answer": -1}, "the right choice is missing"),
+    ({**TWO, "question": " "}, "no text before the choices"), ({**TWO, "question": {}}, "no text before the choices"),
+    ({**TWO, "question": ["Two?"]}, "question is a list, not text"),
+    ({**TWO, "choices": ["4"]}, "fewer than two choices"), ({**TWO, "choices": ["4", " "]}, "choice 1 is empty"),
+    ({**TWO, "choices": ["4", None]}, "choices is null"), ({**TWO, "choices": "4, 5"}, "choices is text, but not JSON"),
+    ({**TWO, "choices": {"text": ["4", "5"], "label": ["A"]}}, "choices is no list of texts"),
+    ({**TWO, "choices": 4}, "choices is no list of texts"),
+    ({**TWO, "choices": ["4", "5 " * 80]}, "a choice alone is longer than max_length")])
+def test_rows_that_are_dropped(row, reason, write_jsonl):
+    data = data_of(write_jsonl([TWO, row]))
+    [source] = data.report["sources"].values()
+    assert {why: entry["rows"] for why, entry in source["dropped"].items()} == {reason: 1}
+    assert source["rows_kept"] == len(data._loaders.items("train")) == 1
+
+
+def test_pairs_are_encoded_as_by_transformers(write_jsonl):
+    """Token ids, types and mask of `tokenizer(first, second)`, padded together."""
+    rows = [{"sent1": "the man", "sent2": "He", **{f"ending{n}": f"{'walks ' * n}home" for n in range(4)}, "label": 2},
+            {"question": "Who [SEP] is it?", "choices": ["a man", "a cat", "the", "x y z"], "answer": "D"}]
+    data = data_of(write_jsonl(rows), batch_size=2, shuffle=False)
+    batch = next(iter(data.train_dataloader()))
+    tokenizer = AutoTokenizer.from_pretrained(BERT)
+    # Names of special tokens in a text are text.
+    first = ["the man"] * 4 + ["Who [ SEP ] is it?"] * 4
+    second = [f"He {rows[0][f'ending{n}']}" for n in range(4)] + rows[1]["choices"]
+    wanted = tokenizer(first, second, padding=True, return_tensors="pt")
+    for name in ("input_ids", "token_type_ids", "attention_mask"):
+        assert batch[name].flatten(0, 1).tolist() == wanted[name].tolist(), name
+    assert batch["labels"].tolist() == [2, 3] and batch["choices"].tolist() == [4, 4]
+    assert batch["index"].tolist() == [0, 1]
+    real = batch["attention_mask"].bool()
+    assert len(batch["token_seeds"][real].unique()) == real.sum()  # no two positions share their dropout
+
+
+def test_the_context_alone_is_truncated(write_jsonl):
+    row = {"context": "red blue " * 40, "question": "Which colour is it?", "choices": ["green", "red and blue"],
+           "answer": 1}
+    data = data_of(write_jsonl([row]), max_length=30)
+    pairs = [answer["input_ids"] for answer in data._loaders.items("train")[0]["answers"]]
+    tokenizer = AutoTokenizer.from_pretrained(BERT)
+    wanted = tokenizer([row["context"]] * 2, [f"{row['question']} {choice}" for choice in row["choices"]],
+                       truncation="only_first", max_length=30)["input_ids"]
+    assert [ids.tolist() for ids in pairs] == wanted
+    whole = tokenizer([row["context"]] * 2, [f"{row['question']} {choice}" for choice in row["choices"]])["input_ids"]
+    [source] = data.report["sources"].values()
+    assert (source["rows_cut"], source["tokens_cut"]) == (1, sum(map(len, whole)) - 60)
+
+
+def test_rows_with_different_numbers_of_choices(write_jsonl):
+    rows = [TWO, {**TWO, "choices": ["3", "4"]}, {**TWO, "choices": ["3", "4", "5", "6"]}]
+    data = data_of(write_jsonl(rows), batch_size=2, shuffle=False)
+    first, second = list(data.train_dataloader())
+    # All batches are as wide as the widest question, so that processes which do not read a batch know its shape.
+    assert first["input_ids"].shape[:2] == (2, 4) and second["input_ids"].shape[:2] == (1, 4)
+    assert first["choices"].tolist() == [3, 2] and second["choices"].tolist() == [4]
+    missing = np.arange(4) >= first["choices"][:, None].numpy()
+    assert (first["attention_mask"].sum(-1).numpy()[missing] == 1).all()
+    assert (first["input_ids"].numpy()[missing] == data.tokenizer.pad_token_id).all()
+    padding = data._loaders.collator()([None])
+    assert padding["labels"].tolist() == [-100] and padding["choices"].tolist() == [1]
+    assert padding["attention_mask"].sum(-1).tolist() == [[1] * 4] and padding["index"].tolist() == [-1]
+
+
+def test_token_types_only_where_the_model_has_them(write_jsonl, byte_level_folder):
+    data = MultipleChoiceData(source=write_jsonl([TWO]), max_length=64)
+    data.connect(pretrained=BERT, token_types=False)
+    assert "token_type_ids" not in next(iter(data.train_dataloader()))
+    assert "token_type_ids" not in next(iter(data_of(write_jsonl([TWO]), folder=byte_level_folder).train_dataloader()))
+
+
+def test_answers_of_an_evaluation(write_jsonl):
+    rows = [TWO, {**TWO, "choices": ["3", "4"]}, {**TWO, "answer": 0}]
+    data = data_of(write_jsonl([TWO]), "validate", val_source=write_jsonl(rows, "val.jsonl"))
+    # The second row has two choices: its third logit is that of a padding sequence.
+    logits = np.array([[0.5, 2, -1], [0.25, 0.5, 9], [1, 1.5, 3]], np.float32)
+    found = data.answer("val", dict(enumerate(logits)))
+    assert found.scores == {"accuracy": 2 / 3} and found.files == {}
+    assert [(row["choice"], row["prediction"]) for row in found.rows] == [(1, "4"), (1, "4"), (2, "22")]
+    for row, each in zip(found.rows, ([0.5, 2, -1], [0.25, 0.5], [1, 1.5, 3]), strict=True):
+        np.testing.assert_allclose(row["probabilities"], softmax(each), rtol=1e-6)
+    assert {name: found.rows[2][name] for name in TWO} == rows[2]
+
+
+@pytest.mark.parametrize("answers", [(None, -1, "none"), (1, 1, 1)])
+def test_predict_needs_no_answers(answers, write_jsonl):
+    source = write_jsonl([{**TWO, "answer": answer} for answer in answers], "asked.jsonl")
+    data = data_of(write_jsonl([TWO]), "predict", predict_source=source, eval_batch_size=2)
+    outputs = {}
+    for batch in data.predict_dataloader():
+        assert "labels" not in batch and batch["input_ids"].shape[1] == 3
+        outputs |= {index: np.array([0, 1, 0], np.float32) for index in batch["index"].tolist() if index >= 0}
+    found = data.predictions(outputs)
+    assert [row["prediction"] for row in found.rows] == ["4"] * 3
+    assert found.scores == ({"accuracy": 1.0} if None not in answers else {})
+    assert data.example(2)["answer"] == answers[2]
+
+
+def test_csv_cells(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('question,choices,label\nTwo and two?,"[""3"", ""4"", ""22""]",1\nOne?,"[""0"", ""1""]",1\n')
+    data = data_of(str(path))
+    assert [row["answer"] for row in (data._rows("train")[0], data._rows("train")[1])] == [1, 1]
+
+
+def test_inspection_names_the_right_choice(write_jsonl):
+    shown = data_of(write_jsonl([TWO])).rows_for_inspection(1)
+    assert [row["name"] for row in shown] == ["choice 0", "choice 1, right", "choice 2"]
+
+
+def test_other_rows_and_packing_are_refused(write_jsonl):
+    with pytest.raises(UserError, match="are no question with choices"):
+        data_of(write_jsonl([{"text": "Two and two?", "label": 1}]))
+    with pytest.raises(UserError, match="the choices of a question stay together"):
+        MultipleChoiceData(source="a.jsonl", packing=True)
+    assert not holds_choices({"question": "Two?", "context": "Two and two are four.", "answers": {"text": ["four"]}})
