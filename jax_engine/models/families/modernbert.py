@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Classifier, Family, initial_std, plain_layers, refuse
+from jax_engine.models.architecture import Architecture, Classifier, Family, Head, initial_std, plain_layers, refuse
 from jax_engine.models.families.bert import label_classes
 from jax_engine.models.families.llama import layer_ropes
 from jax_engine.models.linear import known_activation
@@ -51,8 +51,8 @@ def of_rows(config: PreTrainedConfig) -> Classifier:
     return replace(of_tokens(config), pooling={"cls": "first", "mean": "mean"}[config.classifier_pooling])
 
 
-HEADS, LABELS = ("qa", "sequence", "token", "choice"), {
-    "head.dense": "head.dense", "head.norm": "head.norm", "head": "classifier"}
+SCORING: tuple[Head, ...] = ("qa", "sequence", "token", "choice")  # heads without a vocabulary
+PARTS = {"head.dense": "head.dense", "head.norm": "head.norm", "head": "classifier"}
 FAMILY = Family(
     architecture=architecture,
     base="model",
@@ -71,11 +71,11 @@ FAMILY = Family(
              **label_classes("ModernBert")},
     head_modules={
         "masked": {"head.dense": "head.dense", "head.norm": "head.norm", "head": "decoder"},
-        **dict.fromkeys(HEADS, LABELS),
+        **dict.fromkeys(SCORING, PARTS),
     },
     dropouts={"embed": "embeddings.drop", "layers.attn.weights": "layers.{}.attn.weights",
               "layers.attn": "layers.{}.attn.out_drop", "layers.mlp.inner": "layers.{}.mlp.drop"},
-    head_dropouts=dict.fromkeys(HEADS, {"head": "drop"}),
+    head_dropouts=dict.fromkeys(SCORING, {"head": "drop"}),
     classifiers={"qa": of_tokens, "sequence": of_rows, "token": of_tokens, "choice": of_rows},
     tied={"masked": {"decoder.weight": "embed.tokens.weight"}},
 )
