@@ -72,6 +72,11 @@ class TaskHooks(DataFields, ABC):
     def _batch_keys(self) -> tuple[str, ...]:
         """Columns of a training batch besides attention_mask."""
 
+    @property
+    def has_token_types(self) -> bool:
+        """True if batches say which of two texts a token is of."""
+        return "token_type_ids" in self._batch_keys()
+
     def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
         """Rows of a source as read."""
         return SourceReader(source, streaming=streaming)

@@ -325,7 +325,7 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
         data: The data module, set up.
     """
     chat_template = data.chat_template
-    save_tokenizer(data.tokenizer, chat_template, folder)
+    save_tokenizer(data.tokenizer, chat_template, folder, data.has_token_types)
     if isinstance(task, CausalFields):
         base = base_generation(task.pretrained, task.revision)
         tokenizer = data.tokenizer
@@ -338,12 +338,21 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
     draw_curves(run.metrics_csv, folder / "loss.png")
 
 
-def save_tokenizer(tokenizer: Any, chat_template: str | None, folder: Path) -> None:
-    """Write a transformers tokenizer, with this chat template in place of its own unless None."""
+def save_tokenizer(tokenizer: Any, chat_template: str | None, folder: Path, token_types: bool = False) -> None:
+    """Write a transformers tokenizer.
+
+    Args:
+        chat_template: Takes the place of its own unless None.
+        token_types: The network was trained with token types, which the tokenizer then returns.
+    """
     own = tokenizer.chat_template
+    tokenizer = copy.copy(tokenizer)  # the original must not change: it is part of the run's identity
     if chat_template is not None and chat_template not in (own.values() if isinstance(own, dict) else [own]):
-        tokenizer = copy.copy(tokenizer)  # the original must not change: it is part of the run's identity
         tokenizer.chat_template = chat_template
+    if token_types and "token_type_ids" not in tokenizer.model_input_names:
+        tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+        # save_pretrained writes the attributes that have a key here.
+        tokenizer.init_kwargs = {**tokenizer.init_kwargs, "model_input_names": None}
     tokenizer.save_pretrained(folder)
 
 
