@@ -180,3 +180,13 @@ def test_metrics_of_an_evaluation(chat_folder, write_jsonl):
     assert found.scores["accuracy"] == 0.5  # equal scores are not right
     assert json.loads(json.dumps(found.rows)) == [
         {**row, "scores": pair.tolist()} for row, pair in zip(rows, scores, strict=True)]
+
+
+@pytest.mark.parametrize("settings", [{"streaming": True}, {"num_workers": 2}], ids=["stream", "workers"])
+def test_batches_of_streams_and_workers(settings, chat_folder, write_jsonl):
+    rows = [{**TEXTS, "chosen": "2" * n, "margin": n / 4} for n in range(1, 5)]
+    data = data_of(write_jsonl(rows), chat_folder, batch_size=2, shuffle=False, **settings)
+    loader = iter(data.train_dataloader())
+    batches = [next(loader) for _ in range(2)]
+    assert [batch["margin"].tolist() for batch in batches] == [[0.25, 0.5], [0.75, 1]]
+    assert all(batch["input_ids"].shape[:2] == (2, 2) for batch in batches)
