@@ -178,3 +178,10 @@ def test_other_rows_and_packing_are_refused(write_jsonl):
     with pytest.raises(UserError, match="the choices of a question stay together"):
         MultipleChoiceData(source="a.jsonl", packing=True)
     assert not holds_choices({"question": "Two?", "context": "Two and two are four.", "answers": {"text": ["four"]}})
+
+
+@pytest.mark.parametrize("settings", [{"streaming": True}, {"num_workers": 2}], ids=["stream", "workers"])
+def test_batches_of_streams_and_workers(settings, write_jsonl):
+    data = data_of(write_jsonl([{**TWO, "answer": n % 3} for n in range(4)]), batch_size=2, shuffle=False, **settings)
+    loader = iter(data.train_dataloader())
+    assert [next(loader)["labels"].tolist() for _ in range(2)] == [[0, 1], [2, 0]]
