@@ -164,6 +164,12 @@ def as_pair(row: dict) -> dict:
             "rejected": row["wrong"], "category": row["category"]}
 
 
+def with_strange_answer(row: dict, rows: list[dict], rng: Random) -> dict:
+    """A row for a reward model: the right answer, and the right answer to another question."""
+    strange = rng.choice([other["output"] for other in rows if other["output"] != row["output"]])
+    return {**as_pair(row), "rejected": strange}
+
+
 # ---- tokenizer ----
 
 def alpaca_text(row: dict) -> str:
@@ -243,6 +249,9 @@ def main(out: Path) -> None:
     write_text(out / "instructions_heldout.jsonl", json_lines(list(map(answered, held_out_rows))))
     write_text(out / "preferences.jsonl", json_lines(list(map(as_pair, pairs))))
     write_text(out / "preferences_heldout.jsonl", json_lines(list(map(as_pair, held_out_rows))))
+    for name, judged in (("rewards", pairs), ("rewards_heldout", held_out_rows)):
+        rng = random_stream(name)
+        write_text(out / f"{name}.jsonl", json_lines([with_strange_answer(row, judged, rng) for row in judged]))
     taken = set(re.findall("[A-Z][a-z]+", train_text))  # dev villages are in neither corpus nor train.json
     for part, passages, long_passages in (("train", 1_000, 8), ("dev", 60, 4)):
         articles = squad(part, passages, long_passages, random_stream("squad", part), taken)
