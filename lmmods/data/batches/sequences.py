@@ -105,8 +105,9 @@ class SequenceCollator:
         # [B * A, T] -> [B, A, T]
         batch = {name: column.unflatten(0, (len(items), width)) for name, column in self.collator(rows).items()}
         batch["index"] = torch.tensor([-1 if item is None else item["row"] for item in items])
-        for name, (key, padding, dtype) in self.columns.items():
-            batch[name] = torch.from_numpy(np.array([padding if item is None else item[key] for item in items], dtype))
+        for name, column in self.columns.items():
+            values = [column.padding if item is None else item[column.key] for item in items]
+            batch[name] = torch.from_numpy(np.array(values, column.dtype))
         return batch
 
     def _rows(self, item: dict[str, Any] | None, width: int) -> list[dict[str, Any] | None]:
