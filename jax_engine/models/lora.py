@@ -23,6 +23,7 @@ from lmmods.core.adapters import (
     adapted_parameters,
     adapter_config,
     adapter_weights,
+    check_head,
     check_rows,
     does_not_fit,
     fitting_adapter,
@@ -211,6 +212,8 @@ def adapter_settings(folder: str | Path, network: Network) -> LoRA:
         UserError: There is no adapter, or it is of a kind that the JAX engine does not support.
     """
     found, own = adapter_config(folder), _in_head(network)
+    if HEADS[network.head].in_full:
+        check_head(folder, network.torch_modules("head")[0])
     excluded = found.get("exclude_modules")
     if isinstance(excluded, list) and all(_names_one(name, own) for name in excluded):
         del found["exclude_modules"]  # torch's, for a head that trains in full; none has an adapter here

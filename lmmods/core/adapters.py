@@ -243,6 +243,20 @@ def adapter_weights(folder: str | Path, key: str = KEY) -> Path:
     raise UserError(f"{key}: {folder} holds no {WEIGHTS}. Fetch or save the adapter again.")
 
 
+def check_head(folder: str | Path, head: str) -> None:
+    """Raise UserError if an adapter to go on from lacks a task's output layer, which is new to its base.
+
+    Args:
+        head: Name of the layer.
+    """
+    saved = adapter_config(folder).get("modules_to_save") or []
+    # A module is saved with all that is inside it.
+    if not any(f".{name}." in f".{head}." for name in saved):
+        raise UserError(f"model.adapter: the adapter in {folder} is of another task, without {head}. Merge it (python "
+                        "train.py merge), name the merged model in model.pretrained, and train a new one with "
+                        "model.lora.")
+
+
 def does_not_fit(folder: str | Path, reason: object, key: str = KEY) -> UserError:
     """Error for an adapter that does not fit its base model."""
     return UserError(f"{key}: the adapter in {folder} does not fit the base model: {reason}")

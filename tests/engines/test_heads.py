@@ -280,6 +280,21 @@ def test_a_pipeline_of_transformers_takes_an_export(head):
         assert found == pytest.approx(row["probabilities"], abs=1e-4)
 
 
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_an_adapter_of_another_task_has_no_head_to_go_on_from(head, demo_adapter, engine, capsys):
+    _, arguments = head("reward", "run", engine=engine, **demo_adapter)
+    assert main(["fit", *arguments]) == 2
+    assert "is of another task, without score. Merge it" in capsys.readouterr().err
+
+
+@pytest.fixture
+def demo_adapter() -> dict[str, Any]:
+    """Keys that name the demo's adapter, which answers instructions."""
+    folder = Path(__file__).parents[2] / "demo"
+    return {"model__init_args__pretrained": str(folder / "llama"), "model__init_args__adapter":
+            str(folder / "llama_sft")}
+
+
 def test_labels_of_a_run_stay_when_its_rows_change(head, tmp_path):
     """A test of a run that has ended does not look for labels in rows that may be others by then."""
     run, arguments = head("single", "run")

@@ -147,7 +147,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
 
 
 def new_head(auto_class: type, config: PreTrainedConfig, trust_remote_code: bool = False) -> list[str]:
-    """Return the names of the modules of a head that most files lack, as of classifiers; none for heads of a vocabulary.
+    """Return the names of the modules of a head that most files lack, as a classifier's; none for a vocabulary's.
 
     Args:
         auto_class: `AutoModelFor...` of transformers.

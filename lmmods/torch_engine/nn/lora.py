@@ -21,6 +21,7 @@ from lmmods.core.adapters import (
     adapted_parameters,
     adapter_config,
     adapter_weights,
+    check_head,
     check_rows,
     does_not_fit,
     fitting_adapter,
@@ -138,6 +139,8 @@ def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: b
         UserError: The folder holds no adapter, or one that does not fit the model.
     """
     check_rows(folder, model.get_input_embeddings().weight.shape[0])
+    if has_new_head(model):
+        check_head(folder, head_modules(model)[-1])
     return _cast_trainable(load_adapter(model, folder, drops=drops, trains=True, abstract=abstract), dtype)
 
 
