@@ -147,6 +147,9 @@ def render_table(report: dict[str, Any]) -> str:
             lines.append(f"  unknown to the vocabulary: {unknown}")
         if source.get("rows_cut"):
             lines.append(f"  cut {source['rows_cut']} rows by {source['tokens_cut']} tokens in all")
+        if source.get("ends_in_padding"):
+            lines.append(f"  {source['ends_in_padding']} rows end in the padding token: transformers classifies a "
+                         "decoder's row at an earlier token, see the model card")
         if source.get("conversations_split"):
             lines.append(f"  {source['conversations_split']} conversations became one row for each response: the chat "
                          "template writes earlier turns differently")
