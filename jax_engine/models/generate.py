@@ -368,7 +368,23 @@ def no_repeated_ngrams(logits: Array, tokens: Array, real: Array, place: Array, 
 
 def keep_top_k(logits: Array, k: int) -> Array:
     """Keep the k likeliest tokens, and ties with the last of them."""
-    return jnp.where(logits < jax.lax.top_k(logits, min(k, logits.shape[-1]))[0][:, -1:], OUT, logits)
+    return jnp.where(logits < kth_largest(logits, min(k, logits.shape[-1]))[:, None], OUT, logits)
+
+
+def kth_largest(values: Array, k: int) -> Array:
+    """Return the k-th largest value of each row, [N] for [N, V].
+
+    XLA sorts whole rows on CPUs. Here each row is divided into blocks: the k blocks with the largest maxima hold the k
+    largest values, or others equal to them, and only these are sorted.
+    """
+    num, size = values.shape
+    # Blocks of this size make the two sorted lists, of maxima and of the values in k blocks, equally long.
+    block = max(int((size / k) ** 0.5), 1)
+    if block > 1:
+        blocks = jnp.pad(values, ((0, 0), (0, -size % block)), constant_values=-jnp.inf).reshape(num, -1, block)
+        chosen = jax.lax.top_k(blocks.max(-1), k)[1]
+        values = jnp.take_along_axis(blocks, chosen[..., None], axis=1).reshape(num, -1)
+    return jax.lax.top_k(values, k)[0][:, -1]
 
 
 def keep_top_p(logits: Array, p: float, least: int = 1) -> Array:

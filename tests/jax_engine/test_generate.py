@@ -70,6 +70,15 @@ def test_an_answer_stops_before_the_first_end_token(make_ref):
     assert len(longer) >= 6 and end not in longer
 
 
+@pytest.mark.parametrize("size", [1, 7, 60, 1000])
+def test_the_kth_largest_value_is_that_of_a_sorted_row(size):
+    random = np.random.default_rng(size)
+    for values in (random.normal(size=(3, size)), random.integers(0, 5, (3, size))):  # the second with equal values
+        for k in {1, 2, 5, 50, size - 1, size} & set(range(1, size + 1)):
+            found = filters.kth_largest(jnp.asarray(values, jnp.float32), k)
+            assert np.array_equal(found, np.sort(values.astype(np.float32), 1)[:, -k])
+
+
 @pytest.mark.parametrize(("mine", "reference"), [
     (lambda x: filters.keep_top_k(x, 5), theirs.TopKLogitsWarper(5)),
     (lambda x: filters.keep_top_k(x, 500), theirs.TopKLogitsWarper(500)),
