@@ -89,7 +89,8 @@ def ours(model: Model, folder: Path, num_tokens: int, engine: str) -> Answers:
     """Our network and loop; on JAX, products are in float32."""
     fields = CausalFields(pretrained=str(folder))
     fields.quantize = model.quantize
-    data = SimpleNamespace(tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=_tokenizer(model)))
+    data = SimpleNamespace(network_fields={},
+                           tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=_tokenizer(model)))
     precision = model.torch_precision if engine == "torch" else "32-true"
     settings = {sampled: Generation(max_new_tokens=num_tokens, do_sample=sampled, top_k=0 if sampled else 50)
                 for sampled in (True, False)}

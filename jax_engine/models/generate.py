@@ -107,11 +107,19 @@ def drawn(logits: Array, numbers: Array) -> Array:
         numbers: [B] uniform random numbers in [0, 1).
     """
     # Integer arithmetic makes the cumulative sum exact, so that it does not depend on the order of summation.
-    added = jnp.cumsum(jnp.round(jax.nn.softmax(logits, -1) / UNIT).astype(jnp.int32), -1)
+    shares = jnp.round(jax.nn.softmax(logits, -1) / UNIT).astype(jnp.int32)
+    num, size = shares.shape
+    # Summed in two steps, over blocks and within one of them: a running sum of whole rows is slow in XLA on CPUs.
+    block = int(size**0.5)
+    blocks = jnp.pad(shares, ((0, 0), (0, -size % block))).reshape(num, -1, block)
+    ends = jnp.cumsum(blocks.sum(-1), -1)
     # Scale to the actual total, which rounding moves away from 1, and stay below it.
-    wanted = jnp.minimum((numbers * added[:, -1]).astype(jnp.int32), added[:, -1] - 1)
+    wanted = jnp.minimum((numbers * ends[:, -1]).astype(jnp.int32), ends[:, -1] - 1)[:, None]
     # The number of sums up to `wanted` is the index of the first one above it.
-    return (added <= wanted[:, None]).sum(-1)
+    own = (ends <= wanted).sum(-1, keepdims=True)
+    inside = jnp.take_along_axis(blocks, own[..., None], axis=1)[:, 0]
+    before = jnp.take_along_axis(ends, own, axis=1) - inside.sum(-1, keepdims=True)
+    return own[:, 0] * block + (before + jnp.cumsum(inside, -1) <= wanted).sum(-1)
 
 
 def _until(tokens: list[int], ends: list[int]) -> list[int]:
