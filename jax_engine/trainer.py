@@ -57,7 +57,7 @@ from lmmods.runs.progress import Cut
 from lmmods.runs.schedule import Schedule
 from lmmods.runs.start import RunEnd, RunStart, RunSummary, say_engine
 from lmmods.runs.step_metrics import StepMetrics, check_evaluated
-from lmmods.runs.wandb import log_checkpoint, log_predictions
+from lmmods.runs.wandb import log_checkpoint, log_classes, log_predictions
 
 # Approximate FLOPs of training in the time that a program takes to compile: seconds, on a CPU's two cores and on a GPU.
 COMPILE_FLOPS = {"cpu": 1e12, "other": 1e15}
@@ -405,6 +405,7 @@ class Evaluation:
         found, files = run.task.eval_results(role, data)
         if keep and run.is_first:
             run.folder.write_files(files)
+            log_classes(run.loggers, files, role, run.progress.step)
         return {f"{role}/{name}": value for name, value in found.items()}
 
     def ask(self) -> dict[str, float]:

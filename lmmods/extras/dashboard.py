@@ -8,8 +8,8 @@ from lmmods.runs.wandb import has_wandb_key
 # Section -> panels (title -> metrics); each panel shows all runs.
 CURVES = {
     "Loss": {"Training loss": ["train/loss"], "Validation loss": ["val/loss"]},
-    "Quality": {"Perplexity": ["val/perplexity"], "Token accuracy": ["val/accuracy"],
-                "Exact match and F1": ["val/exact_match", "val/f1"]},
+    "Quality": {"Perplexity": ["val/perplexity"], "Accuracy": ["val/accuracy"],
+                "Exact match and F1": ["val/exact_match", "val/f1", "val/f1_macro"]},
     "Preferences": {"Reward margin": ["val/rewards/margin"], "Reward accuracy": ["val/rewards/accuracy"],
                     "Rewards": ["val/rewards/chosen", "val/rewards/rejected"], "Divergence": ["train/kl"]},
     "Optimiser": {"Learning rate": ["train/lr"], "Gradient norm": ["train/grad_norm"]},
@@ -67,7 +67,8 @@ def workspace(project: str, entity: str, name: str, x: str) -> Any:
         panels.LinePlot(title="Accuracy", x=AXES[x], metric_regex="mmlu/.*/(mean_subject_)?accuracy"),
         panels.LinePlot(title="By subject", x=AXES[x], metric_regex="mmlu/.*")]))
     sections.append(workspaces.Section(name="Samples and predictions", is_open=True, panels=[
-        panels.WeavePanelSummaryTable(table_name=table) for table in ("samples", "predictions")]))
+        panels.WeavePanelSummaryTable(table_name=table)
+        for table in ("samples", "predictions", "val/classes", "val/entities", "val/confusion")]))
     return workspaces.Workspace(
         entity=entity, project=project, name=name, sections=sections,
         settings=workspaces.WorkspaceSettings(x_axis=AXES[x]),

@@ -48,6 +48,7 @@ class RunFolder:
         self.metrics_json = self.root / "metrics.json"
         self.predictions = self.root / "predictions.jsonl"
         self.samples = self.root / "samples.jsonl"
+        self.classes = self.root / "classes.json"
         self.resumes = self.root / "resumes.jsonl"
         self.loss_png = self.root / "loss.png"
         self.checkpoints = self.root / "checkpoints"

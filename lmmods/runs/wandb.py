@@ -102,6 +102,36 @@ def log_predictions(loggers: list[Any], rows: list[dict[str, Any]]) -> None:
             logger.finalize("success")
 
 
+def log_classes(loggers: Iterable[Any], files: dict[str, Any], role: str, step: int) -> None:
+    """Log classes.json of an evaluation as W&B's tables, to loggers that support tables.
+
+    `ROLE/classes` and, of tagged entities, `ROLE/entities` have precision, recall, F1 and support of each name;
+    `ROLE/confusion` has the counts of the confusion matrix above 0, the largest first, in the columns of W&B's own
+    charts of such matrices. Each has at most TABLE_ROWS rows.
+
+    Args:
+        files: Files of the evaluation by name, as `DataModule.answer` returns them.
+        role: val or test.
+        step: Optimiser steps done.
+    """
+    found = files.get("classes.json")
+    if not found:
+        return
+    tables = {}
+    for name in ("classes", "entities"):
+        if scores := found.get(name):
+            measures = list(next(iter(scores.values())))
+            tables[name] = ["name", *measures], [[each, *(row[measure] for measure in measures)]
+                                                 for each, row in scores.items()]
+    if "confusion" in found:
+        counts = [[actual, predicted, count] for actual, row in zip(found["names"], found["confusion"], strict=True)
+                  for predicted, count in zip(found["names"], row, strict=True) if count]
+        tables["confusion"] = ["Actual", "Predicted", "nPredictions"], sorted(counts, key=lambda row: -row[2])
+    for logger in loggers:
+        for name, (columns, data) in tables.items() if hasattr(logger, "log_table") else ():
+            logger.log_table(f"{role}/{name}", columns=columns, data=data[:TABLE_ROWS], step=step)
+
+
 def log_recipe(loggers: Iterable[Any], recipe: dict[str, Any], report: dict[str, Any]) -> None:
     """Log recipe and data report as hyperparameters."""
     with hidden_arguments():

@@ -16,6 +16,7 @@ from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import assume, given, settings
@@ -24,11 +25,21 @@ from hypothesis import strategies as st
 import lmmods.extras.report.command as page_module
 from lmmods.cli import main
 from lmmods.core.errors import UserError
+from lmmods.data.label_metrics import class_report
 from lmmods.extras.report.charts import MAX_POINTS, draw_charts, linear_ticks, log_ticks, thin, tokens_at
 from lmmods.extras.report.command import COLOURS, SHAPES, render
 from lmmods.extras.report.numbers import full, short
 from lmmods.extras.report.reading import Run, labels, read_curves, read_runs, read_samples
-from lmmods.extras.report.tables import direction, flatten, metrics_table, mmlu_bars, sample_groups, settings_tables
+from lmmods.extras.report.tables import (
+    MOST_NAMES,
+    class_tables,
+    direction,
+    flatten,
+    metrics_table,
+    mmlu_bars,
+    sample_groups,
+    settings_tables,
+)
 
 PACKAGE = Path(page_module.__file__).parent
 VOID = {"meta", "input", "br", "wbr", "link", "img", "hr"}
@@ -114,6 +125,46 @@ def test_report_of_a_real_run(engine, recipe, tmp_path, capsys):
     plots = [attributes["aria-label"] for attributes in page.all("svg") if "data-chart" in attributes]
     assert {"Loss over optimiser step", "Loss over tokens trained on", "Learning rate over optimiser step",
             "Perplexity over optimiser step", "Throughput over optimiser step"} <= set(plots)
+
+
+def test_scores_by_class(tmp_path):
+    """Tables by class and entity and the confusion matrix are those of classes.json, with names escaped."""
+    names = ["O", "B-<b>", "B-LOC"]
+    report = class_report(np.array([0, 0, 1, 2, 1, 1, 0]), np.array([0, 1, 1, 2, 2, 1, 0]), names)
+    run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other")
+    (run / "classes.json").write_text(json.dumps({**report, "entities": {"LOC": report["classes"]["B-LOC"]}}))
+    (found,) = class_tables(read_runs([str(other), str(run)]))
+    assert found.run == 1 and [kind for kind, *_ in found.tables] == ["class", "entity"]
+    assert found.tables[0][2][1] == ("B-<b>", ["0.6667", "0.6667", "0.6667", "3"])
+    assert found.tables[1][2] == [("LOC", ["1", "0.5000", "0.6667", "2"])]
+    assert [[count for count, _ in row] for _, row in found.confusion] == [[2, 0, 0], [1, 2, 0], [0, 1, 1]]
+    assert found.confusion[1][1][0][1] == pytest.approx(1 / 3)
+    page = Page(page_of(other, run))
+    assert "B-<b>" in "".join(page.text)
+    assert {"--share: 33%", "--share: 67%"} <= {cell.get("style") for cell in page.all("td")}
+    assert "Classes" not in "".join(Page(page_of(other)).text)
+
+
+@pytest.mark.parametrize("content", [
+    {"classes": [1]}, {"classes": {"a": 3}}, {"classes": {"a": {"support": "x"}}, "names": "ab", "confusion": {}},
+    {"classes": {"a": {"f1": None}}, "names": ["a", "b"], "confusion": [[1, 2], [3]]},
+    {"classes": {"a": {}}, "names": [["a"], None], "confusion": [[-1, "x"], [None, math.nan]]}, {"names": ["a"]}])
+def test_odd_scores_by_class_are_shown_as_they_are(content, tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "classes.json").write_text(json.dumps(content))
+    Page(page_of(run))
+
+
+def test_of_many_classes_few_are_shown(tmp_path):
+    """Those with the largest support, and no matrix."""
+    numbers = np.concatenate([np.arange(300), [250] * 3])
+    run = write_run(tmp_path / "run")
+    names = [f"class {number}" for number in range(300)]
+    (run / "classes.json").write_text(json.dumps(class_report(numbers, numbers, names)))
+    (found,) = class_tables(read_runs([str(run)]))
+    ((_, total, rows),) = found.tables
+    assert total == 300 and len(rows) == MOST_NAMES and rows[0][0] == "class 250" and found.confusion == []
+    assert "of 300" in "".join(Page(page_of(run)).text)
 
 
 def test_it_starts_without_the_libraries(tmp_path):
@@ -202,6 +253,7 @@ def test_folders_that_are_no_runs(tmp_path, capsys):
     ("metrics.json", "{", "metrics.json cannot be read"),
     ("metrics.json", "[1]", "should hold keys"),
     ("config.yaml", "a: [", "config.yaml cannot be read"),
+    ("classes.json", "[1]", "should hold keys"),
     ("data_report.json", "no", "data_report.json cannot be read"),
     ("samples.jsonl", '{"step": 1}\n', "samples.jsonl, line 1"),
     ("samples.jsonl", 'half\n{"step": 1, "prompt": "a"}\n', "samples.jsonl, line 1"),
@@ -366,6 +418,7 @@ def test_not_finite_values_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(("metric", "sign"), [
+    ("val/f1_macro", 1), ("val/calibration_error", -1), ("val/mse", -1), ("val/spearman", 1), ("val/margin", 0),
     ("val/loss", -1), ("val/perplexity", -1), ("val/f1", 1), ("val/HasAns_exact_match", 1), ("train/lr", 0),
     ("mmlu/val/accuracy", 1), ("val/best_f1_threshold", 0), ("train/tokens_per_second", 1), ("train/tokens", 0)])
 def test_direction(metric, sign):

@@ -4,13 +4,17 @@ import csv
 import json
 import secrets
 import struct
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 
 from lmmods.cli import main
+from lmmods.data.label_metrics import class_report
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.wandb import TABLE_ROWS, log_classes
 
 WANDB = [{"class_path": "WandbLogger", "init_args": {"project": "test"}}]
 
@@ -136,6 +140,51 @@ def test_an_offline_run_holds_what_metrics_csv_holds(recipe, tmp_path, clean_wan
     rows = json.loads(tables[0].read_text())
     predicted = [json.loads(line) for line in folder.predictions.read_text().splitlines()]
     assert rows["columns"] == list(predicted[0]) and len(rows["data"]) == len(predicted) > 0
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_scores_by_class_are_tables(tmp_path, clean_wandb, monkeypatch, engine):
+    """Of each evaluation: precision, recall, F1 and support by class and by entity, and the confusion matrix."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = RunFolder(tmp_path / "run")
+    assert main(["fit", "--config", "configs/tag.yaml", "--engine", engine, "--trainer.max_steps", "2",
+                 "--trainer.val_check_interval", "1", "--trainer.limit_val_batches", "1",
+                 "--trainer.default_root_dir", str(folder.root)]) == 0
+    wandb.finish()
+    wanted = json.loads(folder.classes.read_text())
+    for name, scores in (("classes", wanted["classes"]), ("entities", wanted["entities"])):
+        tables = folder.root.glob(f"wandb/offline-run-*/files/media/table/val/{name}_*.json")
+        tables = [json.loads(path.read_text()) for path in sorted(tables, key=lambda path: int(path.name.split("_")[1]))]
+        assert len(tables) == 2 and all(table["columns"] == ["name", "precision", "recall", "f1", "support"]
+                                        for table in tables)
+        assert tables[-1]["data"] == [[each, *row.values()] for each, row in scores.items()]
+    tables = folder.root.glob("wandb/offline-run-*/files/media/table/val/confusion_*.json")
+    table = json.loads(max(tables, key=lambda path: int(path.name.split("_")[1])).read_text())
+    assert table["columns"] == ["Actual", "Predicted", "nPredictions"]
+    matrix = np.zeros((len(wanted["names"]),) * 2, int)
+    for actual, predicted, count in table["data"]:
+        matrix[wanted["names"].index(actual), wanted["names"].index(predicted)] = count
+    assert matrix.tolist() == wanted["confusion"] and matrix.sum() > 0
+    counts = [row[2] for row in table["data"]]
+    assert 0 not in counts and counts == sorted(counts, reverse=True)
+
+
+def test_of_many_classes_few_are_logged():
+    """The table of a matrix holds its largest counts; rows without classes, such as those of other tasks, are none."""
+    logged, size = {}, 40
+    logger = SimpleNamespace(log_table=lambda name, **table: logged.update({name: table}))
+    names = [f"class {number}" for number in range(size)]
+    found = class_report(np.arange(size**2) // size, np.arange(size**2) % size, names)
+    found["confusion"][3][5] = 9
+    log_classes([object(), logger], {"classes.json": found}, "test", 7)
+    assert set(logged) == {"test/classes", "test/confusion"} and logged["test/confusion"]["step"] == 7
+    rows = logged["test/confusion"]["data"]
+    assert len(rows) == TABLE_ROWS and rows[0] == ["class 3", "class 5", 9]
+    logged.clear()
+    log_classes([logger], {}, "val", 1)
+    assert not logged
 
 
 def test_no_secret_reaches_the_run_folder(recipe, tmp_path, clean_wandb, monkeypatch):

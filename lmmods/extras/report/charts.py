@@ -32,11 +32,11 @@ LOG_SPAN = 30
 GROUPS = (
     Group("Loss", "nats", ("train/loss", "val/loss")),
     Group("Perplexity", "exp of the loss", ("val/perplexity",), log=True),
-    Group("Accuracy", "share of right tokens", ("val/accuracy",)),
+    Group("Accuracy", "share that is right", ("val/accuracy",)),
     Group("Reward margin", "", ("train/rewards/margin", "val/rewards/margin")),
     Group("Reward accuracy", "share of pairs in the right order", ("train/rewards/accuracy", "val/rewards/accuracy")),
     Group("Exact match", "", ("val/exact_match",)),
-    Group("F1", "", ("val/f1",)),
+    Group("F1", "", ("val/f1", "val/f1_macro")),
     Group("Learning rate", "", ("train/lr",), zero=True),
     Group("Gradient norm", "L2", ("train/grad_norm",), log=True),
     Group("Throughput", "tokens per second", ("train/tokens_per_second",), zero=True),

@@ -72,7 +72,7 @@ def render(runs: Sequence[Run], written: datetime, trials: tables.TrialTable | N
         direction=tables.direction,
         metrics=tables.metrics_table(runs), settings=tables.settings_tables(runs), splits=tables.split_rows(runs),
         sources=tables.source_rows(runs), samples=tables.sample_groups(runs), mmlu=tables.mmlu_bars(runs),
-        trials=trials,
+        classes_of=tables.class_tables(runs), measures=tables.MEASURES, trials=trials,
     )
 
 

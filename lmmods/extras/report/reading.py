@@ -29,6 +29,7 @@ class Run:
         step: Last known optimiser step.
         completed: True if training has finished.
         written: Modification time of the newest of these files.
+        classes: Content of classes.json.
     """
 
     label: str
@@ -40,6 +41,7 @@ class Run:
     step: int
     completed: bool
     written: datetime
+    classes: dict[str, Any] = field(default_factory=dict)
     not_finite: dict[str, list[int]] = field(init=False)  # metric -> steps
 
     def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ def _read(folder: RunFolder, label: str) -> Run:
     return Run(label=label, recipe=redacted(_read_mapping(folder.config)), curves=curves,
                final={**last, **_read_mapping(folder.metrics_json)}, data=redacted(_read_mapping(folder.data_report)),
                samples=read_samples(folder.samples), step=max(logged, saved), completed=folder.completed.exists(),
-               written=datetime.fromtimestamp(max(times)).astimezone())
+               written=datetime.fromtimestamp(max(times)).astimezone(), classes=_read_mapping(folder.classes))
 
 
 def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:

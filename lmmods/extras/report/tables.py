@@ -11,8 +11,9 @@ from lmmods.extras.report.numbers import full, percent
 from lmmods.extras.report.reading import Run
 from lmmods.recipe.trainer_fields import TrainerFields
 
-LOWER_IS_BETTER = ("loss", "perplexity")
-HIGHER_IS_BETTER = ("accuracy", "exact_match", "f1", "tokens_per_second", "mfu")
+LOWER_IS_BETTER = ("loss", "perplexity", "mse", "calibration_error")
+HIGHER_IS_BETTER = ("accuracy", "exact_match", "f1", "f1_macro", "f1_micro", "precision", "precision_macro", "recall",
+                    "recall_macro", "matthews", "roc_auc", "pearson", "spearman", "tokens_per_second", "mfu")
 ABSENT = "–"
 NAMES_THE_RUN = re.compile(r"trainer\.(default_root_dir|logger(\.\d+)?\.init_args\.(id|name|save_dir|version))")
 
@@ -140,6 +141,59 @@ def mmlu_bars(runs: Sequence[Run]) -> list[Bars]:
     return [Bars(split, sorted(((name.replace("_", " "), found) for name, found in subjects.items()),
                                key=lambda pair: (pair[0] != "accuracy", pair[0])))
             for split, subjects in splits.items()]
+
+
+MOST_NAMES = 100  # rows of a table by class
+MOST_CLASSES = 30  # rows and columns of a confusion matrix
+MEASURES = ("precision", "recall", "f1", "support")
+
+
+@dataclass
+class Classes:
+    """Scores by class of a run's last evaluation.
+
+    Args:
+        tables: Kind of name (class or entity), all names, and for each name shown: the name, MEASURES as texts.
+        confusion: For each class: its name, and for each class given to its rows: the count, and its share of them.
+        names: Names of the confusion matrix; empty if there is none, or it is too large to be shown.
+    """
+
+    run: int
+    tables: list[tuple[str, int, list[tuple[str, list[str]]]]]
+    names: list[str]
+    confusion: list[tuple[str, list[tuple[int, float]]]]
+
+
+def class_tables(runs: Sequence[Run]) -> list[Classes]:
+    """Return the scores by class of the runs that have some; of many classes those with the largest support."""
+    found = []
+    for index, run in enumerate(runs):
+        tables = []
+        for kind, key in (("class", "classes"), ("entity", "entities")):
+            scores = {str(name): _mapping(row) for name, row in _mapping(run.classes.get(key)).items()}
+            rows = list(scores.items())
+            if len(rows) > MOST_NAMES:
+                rows = sorted(rows, key=lambda pair: -_count(pair[1].get("support")))[:MOST_NAMES]
+            if rows:
+                tables.append((kind, len(scores), [
+                    (name, [full(row.get(measure, ABSENT)) for measure in MEASURES]) for name, row in rows]))
+        if tables:
+            found.append(Classes(index, tables, *_confusion(run.classes)))
+    return found
+
+
+def _confusion(classes: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[tuple[int, float]]]]]:
+    names, matrix = [str(name) for name in _list(classes.get("names"))], _list(classes.get("confusion"))
+    size = len(names)
+    if size > MOST_CLASSES or [len(_list(row)) for row in matrix] != [size] * size:
+        return [], []
+    counts = [[_count(count) for count in row] for row in matrix]
+    return names, [(name, [(count, count / (sum(row) or 1)) for count in row])
+                   for name, row in zip(names, counts, strict=True)]
+
+
+def _count(value: Any) -> int:
+    return int(value) if _is_number(value) and value > 0 else 0
 
 
 @dataclass

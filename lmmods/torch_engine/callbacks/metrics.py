@@ -10,6 +10,7 @@ from lmmods.core.hardware import peak_flops
 from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.throughput import Stopwatch
 from lmmods.runs.step_metrics import StepMetrics
+from lmmods.runs.wandb import log_classes
 
 
 class Metrics(L.Callback):
@@ -88,6 +89,7 @@ class Metrics(L.Callback):
         results = {f"{prefix}/{name}": value for name, value in found.items()}
         if trainer.is_global_zero:
             trainer.run_folder.write_files(files)
+            log_classes(trainer.loggers, files, prefix, trainer.global_step)
         self._put(module, results)
         self.steps.log(results, trainer.global_step)
         if trainer.state.fn != "fit" and trainer.is_global_zero:
