@@ -154,14 +154,17 @@ def test_scores_by_class_are_tables(tmp_path, clean_wandb, monkeypatch, engine):
                  "--trainer.default_root_dir", str(folder.root)]) == 0
     wandb.finish()
     wanted = json.loads(folder.classes.read_text())
-    for name, scores in (("classes", wanted["classes"]), ("entities", wanted["entities"])):
-        tables = folder.root.glob(f"wandb/offline-run-*/files/media/table/val/{name}_*.json")
-        tables = [json.loads(path.read_text()) for path in sorted(tables, key=lambda path: int(path.name.split("_")[1]))]
-        assert len(tables) == 2 and all(table["columns"] == ["name", "precision", "recall", "f1", "support"]
-                                        for table in tables)
-        assert tables[-1]["data"] == [[each, *row.values()] for each, row in scores.items()]
-    tables = folder.root.glob("wandb/offline-run-*/files/media/table/val/confusion_*.json")
-    table = json.loads(max(tables, key=lambda path: int(path.name.split("_")[1])).read_text())
+
+    def tables(name: str) -> list[dict]:
+        paths = folder.root.glob(f"wandb/offline-run-*/files/media/table/val/{name}_*.json")
+        return [json.loads(path.read_text()) for path in sorted(paths, key=lambda path: int(path.name.split("_")[1]))]
+
+    for name in ("classes", "entities"):
+        found = tables(name)
+        assert len(found) == 2
+        assert all(table["columns"] == ["name", "precision", "recall", "f1", "support"] for table in found)
+        assert found[-1]["data"] == [[each, *row.values()] for each, row in wanted[name].items()]
+    table = tables("confusion")[-1]
     assert table["columns"] == ["Actual", "Predicted", "nPredictions"]
     matrix = np.zeros((len(wanted["names"]),) * 2, int)
     for actual, predicted, count in table["data"]:
