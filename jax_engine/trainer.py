@@ -300,7 +300,7 @@ class Trainer(JaxTrainerFields):
         found, ranks = loader.lengths(), self.parallel.data_parallel_size
         found = [max(found[first:first + ranks]) for first in range(0, len(found), ranks)]
         on_cpu = at_hand().platform == "cpu"
-        rows = run.data.batch_size * run.task.sequences_per_row
+        rows = run.data.batch_size * run.data.sequences_per_row
         tokens = COMPILE_FLOPS["cpu" if on_cpu else "other"] / (run.flops_per_token * rows)
         return few_lengths(found, run.data.max_length, on_cpu, tokens * len(found) / num_batches)
 

@@ -180,7 +180,8 @@ class Task(TaskFields, ABC):
     def step_memory(self, trainable: Tree, frozen: Tree, precision: str, datamodule: Any, available: float,
                     chunk_tokens: int) -> StepMemory:
         """Return the memory of a training step on a device that holds all parameters, without compiling it."""
-        tokens, per_row = (num * self.sequences_per_row * datamodule.max_length for num in (datamodule.batch_size, 1))
+        per_row = datamodule.sequences_per_row * datamodule.max_length
+        tokens = datamodule.batch_size * per_row
         if chunk_tokens:
             tokens = min(tokens, max(chunk_tokens, per_row))
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen)))

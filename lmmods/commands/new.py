@@ -19,7 +19,7 @@ from lmmods.core.memory import NetworkShape, StepMemory, estimate_step
 from lmmods.core.settings import LoRA
 from lmmods.recipe.classes import class_name, declared, implementation
 from lmmods.recipe.files import as_yaml
-from lmmods.recipe.tasks.base import Usual
+from lmmods.recipe.tasks.base import ConversationFields, Usual
 
 SAMPLE = 20_000  # leading rows to read
 MULTIPLE = 64  # lengths are rounded up to multiples of this
@@ -65,11 +65,11 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
                                            ("eos_token", eos_token)) if value is not None}
     with _own_names():
         measured = _measured(chosen, model, config, data, fixed, len(rows) > SAMPLE, fields.answers)
-    shape = planned_shape(config, kind.auto_class)
+    shape = planned_shape(load_config(model, {**(fields.overrides or {}), **measured.network_fields}), kind.auto_class)
     machine = gpu_of(memory) if memory is not None else this_machine(shape.widths.hidden)
     batch = _rows_of_a_step(measured.rows, kind.usual.rows)
     plan = plan_memory(shape, machine, measured.options["max_length"], batch, saved_quantization(config) is not None,
-                       fields.reference_kind is not None)
+                       measured.sequences, fields.reference_kind is not None)
     facts = Facts(path=str(path), model=model, data=data, task=chosen, why=why, settings=settings,
                   num_params=shape.num_params, machine=machine, plan=plan, batch=batch, **vars(measured))
     text = recipe_text(facts)
@@ -93,6 +93,8 @@ class Measured:
         options: Keys of `data` in recipe order.
         notes: Reason for each key's value.
         rows: Batch rows made from the rows that were read.
+        sequences: Sequences of a batch that such a row is.
+        network_fields: Fields of the network's configuration that the rows decide.
         is_sample: True if the source has more rows than were read.
         table: Data report.
     """
@@ -100,6 +102,8 @@ class Measured:
     options: dict[str, Any]
     notes: dict[str, str]
     rows: int
+    sequences: int
+    network_fields: dict[str, Any]
     is_sample: bool
     table: str
 
@@ -203,13 +207,13 @@ def _measured(task: Task, model: str, config: Any, data: str, fixed: dict[str, A
         measure = {"texts": _texts, "questions": _questions, "conversations": _conversations}[kind.rows_are]
         options, notes, module = measure(read, most, kind)
         report = module.report
-        table = module.report_table()
+        table, sequences, network_fields = module.report_table(), module.sequences_per_row, module.network_fields
     [source] = report["sources"].values()
     options |= fixed
     usable, is_sample = source["rows_kept"], has_more or "documents" in options and source["rows_read"] >= SAMPLE
     val_size, notes["val_size"] = _validation(usable, is_sample)
     options["val_size"] = val_size
-    return Measured(options, notes, report["splits"]["train"]["rows"], is_sample, table)
+    return Measured(options, notes, report["splits"]["train"]["rows"], sequences, network_fields, is_sample, table)
 
 
 def _opened(task: Task, model: str, config: Any, cache: str, data: str, options: dict[str, Any], answers: str) -> Any:
@@ -225,10 +229,11 @@ def _opened(task: Task, model: str, config: Any, cache: str, data: str, options:
     return module
 
 
-def _conversations(read: Any, most: int, _kind: Any) -> tuple[dict[str, Any], dict[str, str], Any]:
-    """Limit rows to the 95th percentile of lengths; use the tokenizer's own template if it has one."""
+def _conversations(read: Any, most: int, kind: Any) -> tuple[dict[str, Any], dict[str, str], Any]:
+    """Limit rows to the 95th percentile of lengths; name a template for chats if the tokenizer has none of its own."""
     whole = read(max_length=most)
-    named = {} if whole.tokenizer.chat_template else {"template": "alpaca"}
+    is_chat = issubclass(kind, ConversationFields)
+    named = {"template": "alpaca"} if is_chat and not whole.tokenizer.chat_template else {}
     length = whole.report["splits"]["train"]["length"]
     max_length = min(_rounded(length["p95"]), most)
     if _rounded(length["max"]) <= 1.25 * max_length:  # too little gain to lose rows
@@ -245,7 +250,7 @@ def _conversations(read: Any, most: int, _kind: Any) -> tuple[dict[str, Any], di
         "template": "the tokenizer has no chat template of its own; others: docs/tasks/sft.md" if named else "",
         "max_length": f"95 % of the rows have at most {length['p95']:.0f} tokens, the longest {length['max']}; {lost}"}
     padding = module.report["splits"]["train"]["padding_share"]
-    if padding["shuffled"] > 0.1:
+    if padding["shuffled"] > 0.1 and padding["group_by_length"] < 0.9 * padding["shuffled"]:
         options["group_by_length"] = True
         notes["group_by_length"] = (f"with rows of any length side by side, 8 at a time, {padding['shuffled']:.0%} of "
                                     f"the positions would be padding, so {padding['group_by_length']:.0%}")
@@ -398,23 +403,24 @@ def gpu_of(gibibytes: float) -> Machine:
 
 
 def plan_memory(shape: NetworkShape, machine: Machine, max_length: int, batch: int, is_quantized: bool,
-                is_preference: bool = False) -> MemoryPlan:
+                sequences: int = 1, has_reference: bool = False) -> MemoryPlan:
     """Return the first plan that fits, or the smallest if none does.
 
     Args:
-        max_length: Longest row in tokens.
+        max_length: Longest sequence in tokens.
         batch: Rows per step, the upper limit of a micro-batch.
         is_quantized: True if the model is saved in 4 or 8 bits, so that only an adapter can be trained.
-        is_preference: True if a row holds two answers; full tuning then also keeps a reference copy of the model.
+        sequences: Sequences of a row, such as the answers of a pair.
+        has_reference: True if training compares with a frozen network: full tuning then keeps a copy of the model.
     """
     tried = None
     for lora, quantize, size, checkpointing in _choices(shape, batch, is_quantized):
-        tokens = size * max_length * (2 if is_preference else 1)
+        tokens = size * sequences * max_length
         if machine.tokens_at_once:
-            tokens = min(tokens, max(machine.tokens_at_once, max_length))
+            tokens = min(tokens, max(machine.tokens_at_once, sequences * max_length))
         trainable = shape.lora_per_rank * ADAPTER.rank if lora else shape.num_params
         weights = shape.base_bytes(quantize or is_quantized, machine.compute_bytes) + 4 * trainable if lora \
-            else 4 * shape.num_params * (2 if is_preference else 1)
+            else 4 * shape.num_params * (2 if has_reference else 1)
         memory = estimate_step(shape.widths, weights, trainable, "adamw", tokens, checkpointing, machine.compute_bytes,
                                ROOM * machine.memory)
         tried = MemoryPlan(lora, quantize, size, checkpointing, memory)
@@ -450,7 +456,7 @@ WIDTH = 120  # maximum line width
 
 
 @dataclass
-class Facts:
+class Facts(Measured):
     """Input of a recipe's text.
 
     Args:
@@ -458,8 +464,6 @@ class Facts:
         why: Reason for the choice of task.
         settings: Further keys of `model`, each with its comment.
         batch: Rows per step.
-        options: Keys of `data`, some of them with `notes`.
-        rows: Batch rows made from the rows that were read; if `is_sample`, the source has more.
     """
 
     path: str
@@ -472,11 +476,6 @@ class Facts:
     machine: Machine
     plan: MemoryPlan
     batch: int
-    options: dict[str, Any]
-    notes: dict[str, str]
-    rows: int
-    is_sample: bool
-    table: str
 
     @property
     def usual(self) -> Usual:

@@ -85,6 +85,11 @@ class TaskHooks(DataFields, ABC):
         """Convert rows as read to rows as encoded. Default: unchanged."""
         return rows
 
+    @property
+    def sequences_per_row(self) -> int:
+        """Sequences of a batch that a training row is, such as the answers of a pair; after `setup`. Default: 1."""
+        return 1
+
     def _arrange(self, rows: RowSet) -> Any:
         """Training or evaluation items built from kept rows: a map-style data set with `lengths`. Default: the rows."""
         return rows

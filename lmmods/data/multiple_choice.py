@@ -42,6 +42,11 @@ class MultipleChoiceData(MultipleChoiceDataFields, DataModule):
         collator = replace(collator, columns={"choices": collator.columns["choices"]})
         return self._loaders.evaluation("predict", replace(self._shard(), num_workers=0), collator)
 
+    @property
+    def sequences_per_row(self) -> int:
+        """Choices of the widest question of all sets, which every batch has, so that every process knows it."""
+        return max((int(rows.column("choices").max(initial=1)) for rows in self._splits.sets.values()), default=1)
+
     def _arrange(self, rows: RowSet) -> SequenceSet:
         return SequenceSet(rows, _name_of)
 
@@ -50,9 +55,7 @@ class MultipleChoiceData(MultipleChoiceDataFields, DataModule):
         return ("input_ids", *types)
 
     def _batch_collator(self, collator: Collator) -> Callable[[list], dict[str, Any]]:
-        # All batches have the width of the widest question, so that every process knows it.
-        width = max((int(rows.column("choices").max(initial=1)) for rows in self._splits.sets.values()), default=1)
-        return SequenceCollator(collator, width, {"labels": RowColumn("answer", IGNORED, np.int64),
+        return SequenceCollator(collator, self.sequences_per_row, {"labels": RowColumn("answer", IGNORED, np.int64),
                                                   "choices": RowColumn("choices", 1, np.int64)})
 
     # Answers ---------------------------------------------------------------------------------------------------------

@@ -111,12 +111,16 @@ class PreferenceData(PreferenceDataFields, ConversationData):
         conversations, info = self._conversations(layout, prompts_only)
         return PreferenceEncoder(conversations, "pair" if self.answers == "pair" else "single"), info
 
+    @property
+    def sequences_per_row(self) -> int:
+        """Answers of a row; 2 also where another row lends one."""
+        return 1 if self.answers == "single" else 2
+
     def _arrange(self, rows: RowSet) -> AnswerSet:
         if self.answers == "mismatched":
             return MismatchedSet(rows, self.seed, self.max_length)
         return AnswerSet(rows, 2 if self.answers == "pair" else 1)
 
     def _batch_collator(self, collator: Collator) -> Callable[[list], dict[str, Any]]:
-        return AnswerCollator(collator, num_answers=1 if self.answers == "single" else 2,
-                              is_paired=self.answers == "pair",
+        return AnswerCollator(collator, num_answers=self.sequences_per_row, is_paired=self.answers == "pair",
                               keys=("reference_logps",) if self.keeps_references else ())

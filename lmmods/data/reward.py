@@ -65,6 +65,11 @@ class RewardData(RewardDataFields, ConversationData):
     def _answers_to_predict(self) -> SingleSequences:
         return SingleSequences(self._arrange(self._rows("predict")))
 
+    @property
+    def sequences_per_row(self) -> int:
+        """The answers of a pair."""
+        return 2
+
     def _arrange(self, rows: RowSet) -> SequenceSet:
         return SequenceSet(rows, _name_of)
 
@@ -72,7 +77,7 @@ class RewardData(RewardDataFields, ConversationData):
         return ("input_ids",)
 
     def _batch_collator(self, collator: Collator) -> Callable[[list], dict[str, Any]]:
-        return SequenceCollator(collator, 2, {"margin": RowColumn("margin", np.nan, np.float32)})
+        return SequenceCollator(collator, self.sequences_per_row, {"margin": RowColumn("margin", np.nan, np.float32)})
 
     # Scores ----------------------------------------------------------------------------------------------------------
 

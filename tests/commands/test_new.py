@@ -128,7 +128,7 @@ def test_texts(made, llama_folder, bert_folder, capsys):
     inspected(capsys)
     said, recipe = made(bert_folder, [{"text": "a b c " * 9}] * 30, "--overwrite", "true")
     options = recipe["data"]["init_args"]
-    assert recipe["model"]["class_path"] == "MLM" and "documents" not in options and options["max_length"] <= 128
+    assert recipe["model"]["class_path"] == "MLM" and "documents" not in options
     assert recipe["model"]["init_args"]["optimizer"]["lr"] == 5e-5  # as of encoders of any size
     inspected(capsys)
 
@@ -143,6 +143,36 @@ def test_questions(made, bert_folder, capsys):
     assert options["max_length"] == 64 and options["stride"] < 64
     assert recipe["model"]["init_args"]["optimizer"]["lr"] == 3e-5
     inspected(capsys)
+
+
+TEXTS = [{"text": f"a {'b c'[n % 2]} d", "label": ["bad", "good"][n % 2]} for n in range(40)]
+TAGGED = [{"tokens": ["a", "b", "c"], "ner_tags": ["B-X", "O", ["O", "B-Y"][n % 2]]} for n in range(40)]
+CHOICES = [{"context": "a b", "choices": ["c", "d", "e", "f"][:2 + n % 3], "answer": n % 2} for n in range(40)]
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("task", "rows", "network"), [
+    ("SequenceClassification", TEXTS, "bert"), ("SequenceClassification", TEXTS, "llama"),
+    ("TokenClassification", TAGGED, "bert"), ("TokenClassification", TAGGED, "llama"),
+    ("MultipleChoice", CHOICES, "bert"), ("Reward", PAIRS, "bert"), ("Reward", PAIRS, "llama")])
+def test_heads(made, bert_folder, llama_folder, capsys, task, rows, network, engine):
+    """Tasks with a head of their own, on encoders and decoders: recognised, estimated as `inspect` does, and trained.
+    """
+    asked = ("--task", task) if (task, network) == ("Reward", "llama") else ()  # which else is for Preference
+    said, recipe = made({"bert": bert_folder, "llama": llama_folder}[network], rows, *asked)
+    options = recipe["data"]["init_args"]
+    assert recipe["model"]["class_path"] == task and recipe["data"]["class_path"] == f"{task}Data"
+    assert options.get("template") == ("alpaca" if task == "Reward" else None)
+    if engine == "torch":
+        told = float(re.search(r"about ([\d.]+) GiB", said)[1])
+        assert told == float(re.search(r"Memory: about ([\d.]+) GiB", inspected(capsys))[1])
+    assert main(["fit", "--config", "mine.yaml", "--engine", engine, "--trainer.max_steps", "3",
+                 "--trainer.val_check_interval", "3", "--trainer.accelerator", "cpu"]) == 0, capsys.readouterr().err
+    assert "val/loss" in capsys.readouterr().out
+
+
+def test_choices_are_of_an_encoder(made, llama_folder):
+    assert "no ForMultipleChoice network of type llama" in made(llama_folder, CHOICES)
 
 
 def test_columns_task_and_memory_of_a_gpu(made, llama_folder, capsys):
@@ -216,6 +246,14 @@ def test_how_a_model_is_trained_follows_from_the_memory(shape, memory, lora, qua
     plan = plan_memory(shape, gpu_of(memory), 512, 16, is_quantized=False)
     assert (plan.lora, plan.quantize, plan.fits) == (lora, quantize, fits)
     assert (plan.needed <= 0.8 * memory * 2**30) is fits
+
+
+def test_memory_counts_the_sequences_of_a_row():
+    """Four choices of a row take what four rows do; a reference is another copy of the weights."""
+    alone, choices, compared = (plan_memory(GPT2, gpu_of(80), 128, size, False, sequences, has_reference)
+                                for size, sequences, has_reference in ((16, 1, False), (4, 4, False), (16, 1, True)))
+    assert alone.memory == choices.memory and choices.batch_size == 4
+    assert compared.needed - alone.needed == pytest.approx(4 * GPT2.num_params, rel=0.01)
 
 
 def test_the_comment_says_why_a_micro_batch_has_so_many_rows(made, llama_folder):

@@ -405,7 +405,7 @@ def test_passes_are_those_that_a_step_makes(trained, monkeypatch, loss):
     """By the tokens that go through the networks: of training, and of the reference and the baseline."""
     task, trainable, frozen = task_of(trained, loss)
     params, seen, hidden = merge(trainable, frozen), {True: 0, False: 0}, Network.hidden
-    num_answers = task.sequences_per_row
+    num_answers = 1 if task.answers == "single" else 2
     batch = {name: x[:, :num_answers] if x.ndim > 1 else x for name, x in rows(loss in PAIRED).items()}
 
     def counting(network, params, batch, training=False):

@@ -98,7 +98,6 @@ class TaskFields:
 
     takes: ClassVar[str | None] = None  # kind of the data that the loss is made for; None leaves it to the user
     answers: ClassVar[Literal["pair", "single", "mismatched"]] = "pair"  # what a row of preferences is to the loss
-    sequences_per_row: ClassVar[int] = 1
     adapter_drops: ClassVar[bool] = True  # whether `adapter` keeps its own dropout
     auto_class: ClassVar[str] = "AutoModel"  # transformers' class that loads the model
     pipeline_tag: ClassVar[str | None] = None  # the hub's name of the task

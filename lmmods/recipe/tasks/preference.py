@@ -90,11 +90,6 @@ class PreferenceFields(CausalFields):
         return "pair" if method.is_paired else "mismatched" if method.has_baseline else "single"
 
     @property
-    def sequences_per_row(self) -> int:  # type: ignore[override]
-        """How many sequences of a batch a row is."""
-        return 1 if self.answers == "single" else 2
-
-    @property
     def reference_kind(self) -> Literal["base", "copy", "cache"] | None:
         """`reference`, with what null means."""
         if not self.preference_loss.method.has_reference:

@@ -258,9 +258,10 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Return the memory of a training step on this device."""
         data = self.trainer.datamodule
         compute_bytes = 4 if self.trainer.precision == "32-true" else 2
-        tokens, chunk = data.batch_size * self.sequences_per_row * data.max_length, self.chunk_tokens()
+        per_row, chunk = data.sequences_per_row * data.max_length, self.chunk_tokens()
+        tokens = data.batch_size * per_row
         if chunk:
-            tokens = min(tokens, max(chunk, data.max_length))  # a row is never split
+            tokens = min(tokens, max(chunk, per_row))  # a row is never split
         tokens = -(-tokens // sharding.num_pieces(self.trainer.strategy))
         return summary.step_memory(self.model, self.optimizer.name, tokens, self.gradient_checkpointing, compute_bytes,
                                    self.device, self.copied_bytes())
