@@ -129,24 +129,25 @@ class Loaders:
 Which = Literal["first", "longest", "most_cut", "most_unknown"]
 
 
-def shown_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None
-               ) -> list[dict[str, Any]]:
-    """Training rows as the model sees them, as plain lists: {index, input_ids, labels, location}.
+def shown_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None,
+               scored: Callable[[dict[str, Any], dict[str, Any]], str | None]) -> list[dict[str, Any]]:
+    """Training rows as the model sees them, as plain lists: {index, input_ids, location}.
 
-    Rows that have them also get `prompt_length` and the `weights` of their tokens. A row of several answers comes as
-    one row for each, by `name`.
+    Rows that have them also get the `labels` and `weights` of their tokens, `prompt_length`, and what is `scored` in
+    words. A row of several answers comes as one row for each, by `name`.
 
     Args:
         items: Items of batches, a data set with `lengths` and `truncated`.
         rows: The rows that the items are built from.
         which: `first`, `longest`, `most_cut` (tokens removed), `most_unknown` (tokens not in the vocabulary), or row
             numbers.
+        scored: See `TaskHooks._scored`.
 
     Raises:
         UserError: A row number does not exist.
     """
     shown = [items[place] for place in _places(items, num_rows, which, unknown_id)]
-    return [_shown_row(row, rows) for item in shown for row in _answers(item)]
+    return [_shown_row(row, rows, scored) for item in shown for row in _answers(item)]
 
 
 def _answers(item: dict[str, Any]) -> list[dict[str, Any]]:
@@ -169,15 +170,17 @@ def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int
     return np.argsort(-measure, kind="stable")[:num_rows].tolist()
 
 
-def _shown_row(row: dict[str, Any], rows: RowSet) -> dict[str, Any]:
+def _shown_row(row: dict[str, Any], rows: RowSet, scored: Callable[[dict[str, Any], dict[str, Any]], str | None]
+               ) -> dict[str, Any]:
     # Where `index` numbers the items themselves, `source` is the number of the row as read.
     ids, index = row["input_ids"].tolist(), int(row.get("source", row["index"]))
-    labels = row["labels"].tolist() if "labels" in row else [IGNORED] * len(ids)
+    labels = {"labels": row["labels"].tolist()} if "labels" in row else {}
     prompt = {"prompt_length": int(row["prompt_length"])} if "prompt_length" in row else {}
     weights = {"weights": np.unique(row["weight"]).tolist()} if "weight" in row else {}
     name = {"name": row["name"]} if "name" in row else {}
-    return {"index": index, "input_ids": ids, "labels": labels, "location": rows.location(index), **prompt, **weights,
-            **name}
+    words = scored(row, rows.source_row(index))
+    return {"index": index, "input_ids": ids, "location": rows.location(index), **labels, **prompt, **weights, **name,
+            **({"scored": words} if words else {})}
 
 
 DEFAULT_MAX_LENGTH = 1024
@@ -408,7 +411,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
     def rows_for_inspection(self, num_rows: int, which: Which | list[int] = "first") -> list[dict[str, Any]]:
         """Training rows as the model sees them; see `shown_rows`."""
         return shown_rows(self._loaders.items("train"), self._rows("train"), num_rows, which,
-                          self.tokenizer.unk_token_id)
+                          self.tokenizer.unk_token_id, self._scored)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

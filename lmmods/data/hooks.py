@@ -105,6 +105,15 @@ class TaskHooks(DataFields, ABC):
         """
         return "labels" not in item or bool((item["labels"][1:] != IGNORED).any())
 
+    def _scored(self, item: dict[str, Any], source: dict[str, Any]) -> str | None:
+        """Return in words what the loss scores in a training item, for `inspect`; None if its tokens or names say it.
+
+        Args:
+            item: As encoded.
+            source: The row that it was made from, as read.
+        """
+        return None
+
     def _draws_by_epoch(self) -> bool:
         """True if item number + draw * len is a row drawn anew in each epoch and in each buffer of a stream."""
         return False

@@ -182,6 +182,14 @@ class QAData(QADataFields, DataModule):
     def _is_scored(self, item: dict[str, Any], role: str) -> bool:
         return role == "test" or item["start_positions"] != IGNORED  # a test is scored by the texts of answers too
 
+    def _scored(self, item: dict[str, Any], source: dict[str, Any]) -> str:
+        start, end = int(item["start_positions"]), int(item["end_positions"])
+        if start == IGNORED:
+            return "nothing: its answer was not found"
+        if start == item["cls_position"]:
+            return "no answer, as this window does not hold it"
+        return f"start and end of {self.tokenizer.decode(item['input_ids'][start:end + 1])}"
+
     def _batch_keys(self) -> tuple[str, ...]:
         return (*self._prompt_keys(), "start_positions", "end_positions")
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
-from lmmods.data.base import Which
 from lmmods.data.batches.collate import Collator, LabelCollator
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.labels import Labels, SequenceEncoder, cell_list, label_name
@@ -141,11 +140,12 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
     def _batch_collator(self, collator: Collator) -> Callable[[list], dict[str, Any]]:
         return LabelCollator(collator, self.problem_type, len(self.labels))
 
-    def rows_for_inspection(self, num_rows: int, which: Which | list[int] = "first") -> list[dict[str, Any]]:
-        """As of `DataModule`, each with its label as `name`."""
-        rows = self._rows("train")
-        return [{**shown, "name": f"{self.label_column} {rows.source_row(shown['index'])[self.label_column]}"}
-                for shown in super().rows_for_inspection(num_rows, which)]
+    def _scored(self, item: dict[str, Any], source: dict[str, Any]) -> str:
+        label = item["label"]
+        if self.problem_type == "regression":
+            return f"{self.label_column} {label:g}"
+        numbers = np.atleast_1d(label)
+        return f"{self.label_column} {', '.join(self.labels[number] for number in numbers) or '(none)'}"
 
     # Outputs ---------------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,12 @@ class TokenClassificationData(TokenClassificationDataFields, LabelData):
     def _batch_keys(self) -> tuple[str, ...]:
         return (*self._prompt_keys(), "labels")
 
+    def _scored(self, item: dict[str, Any], source: dict[str, Any]) -> str:
+        words = cell_list(source[self.tokens_column], self.tokens_column)
+        firsts = first_tokens(item["words"])
+        return " ".join(f"{words[word]}/{self.labels[tag]}" for word, tag in zip(
+            item["words"][firsts], item["labels"][firsts], strict=True))
+
     def _is_scored(self, item: dict[str, Any], role: str) -> bool:
         return bool((item["labels"] != IGNORED).any())  # the first token may be a word, too
 

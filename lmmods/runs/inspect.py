@@ -14,7 +14,7 @@ TRAINER_MEANS = {"log_every_n_steps": 50, "num_sanity_val_steps": 2}
 
 
 def show_data(datamodule: Any, rows: int, which: str | list[int]) -> None:
-    """Print the data report and rows with their loss mask, in colour if the terminal supports it.
+    """Print the data report and rows with what is scored in them, in colour if the terminal supports it.
 
     Args:
         datamodule: Set up for `fit`.
@@ -25,15 +25,19 @@ def show_data(datamodule: Any, rows: int, which: str | list[int]) -> None:
     say(datamodule.report_table())
     if train := datamodule.report["splits"].get("train"):
         say(f"\n{histogram(train['length_histogram'])}")
-    say(f"\nRows as the model sees them; scored tokens are {'green' if marks[0] != '[[' else '[[marked]]'}.")
-    for row in datamodule.rows_for_inspection(rows, which):
-        scored = sum(label != IGNORED for label in row["labels"])
+    shown = datamodule.rows_for_inspection(rows, which)
+    marked = f"; scored tokens are {'green' if marks[0] != '[[' else '[[marked]]'}"
+    say(f"\nRows as the model sees them{marked if any('labels' in row for row in shown) else ''}.")
+    for row in shown:
+        labels = row.get("labels", [IGNORED] * len(row["input_ids"]))
+        scored = f", {sum(label != IGNORED for label in labels)} scored" if "labels" in row else ""
         weights = row.get("weights", [1.0])
         counted = "" if weights == [1.0] else f", weight {', '.join(f'{weight:g}' for weight in weights)}"
         name = f", {row['name']}" if "name" in row else ""
-        say(f"\n--- row {row['index']} ({row['location']}){name}: {len(row['input_ids'])} tokens, {scored} scored"
-            f"{counted}")
-        print(marked_text(datamodule.tokenizer, row["input_ids"], row["labels"], marks))
+        say(f"\n--- row {row['index']} ({row['location']}){name}: {len(row['input_ids'])} tokens{scored}{counted}")
+        print(marked_text(datamodule.tokenizer, row["input_ids"], labels, marks))
+        if "scored" in row:
+            say(f"scored: {printable(row['scored'])}")
         if prompts := datamodule.inference_prompts(row["index"]) if "prompt_length" in row else []:
             say(compared_prompt(datamodule.tokenizer, row["input_ids"][: row["prompt_length"]], prompts))
 

@@ -243,3 +243,4 @@ def test_windows_are_shown_with_the_place_of_their_question(bert_folder, write_j
     wanted = data._rows("train").index.tolist()
     assert [row["index"] for row in shown] == wanted
     assert [row["location"] for row in shown] == [f"{path}:{number + 1}" for number in wanted]
+    assert {row["scored"] for row in shown} == {"start and end of 42", "no answer, as this window does not hold it"}

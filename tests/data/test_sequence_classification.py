@@ -403,5 +403,14 @@ def test_predict_without_labels_and_with_some(bert_folder, write_jsonl):  # noqa
 def test_rows_are_shown_with_their_label_and_place(bert_folder, write_jsonl):  # noqa: F811
     path = write_jsonl([{"text": "", "label": "a"}, *labelled(["a", "b", "a"])])
     shown = build(path, bert_folder).rows_for_inspection(2, [0, 2])
-    assert [(row["location"], row["index"], row["name"]) for row in shown] == [
+    assert [(row["location"], row["index"], row["scored"]) for row in shown] == [
         (f"{path}:2", 1, "label a"), (f"{path}:4", 3, "label a")]
+    assert not any("labels" in row for row in shown)  # of tokens, whose loss mask would be shown
+
+
+@pytest.mark.parametrize(("labels", "scored"), [
+    ([["a", "c"], [], ["b"]], ["label a, c", "label (none)", "label b"]),
+    ([1.5, 2, -3], ["label 1.5", "label 2", "label -3"])])
+def test_what_is_scored_is_shown(bert_folder, write_jsonl, labels, scored):  # noqa: F811
+    shown = build(write_jsonl(labelled(labels)), bert_folder).rows_for_inspection(3)
+    assert [row["scored"] for row in shown] == scored

@@ -17,6 +17,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.encode.labels import Labels, TokenEncoder
 from lmmods.data.sources.readers import LONGEST, TOO_LONG, Row, read_file
 from lmmods.data.token_classification import TokenClassificationData
+from lmmods.runs.inspect import show_data
 from tests.data.conftest import CORPUS
 from tests.data.test_damaged_rows import WRONG
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
@@ -242,6 +243,17 @@ def test_training_from_conll_files(bert_folder, tmp_path):  # noqa: F811
     assert [row["prediction"] for row in found.rows] == [["B-ORG", "B-ORG"], ["B-ORG"]] and found.scores == {}
     assert found.rows[0]["entities"] == [{"type": "ORG", "start": 0, "end": 1, "text": "EU"},
                                          {"type": "ORG", "start": 1, "end": 2, "text": "rejects"}]
+
+
+@pytest.mark.parametrize("label_all_tokens", [False, True])
+def test_words_are_shown_with_their_tags(label_all_tokens, bert_folder, write_jsonl, capsys):  # noqa: F811
+    data = build(write_jsonl(tagged()), bert_folder, label_all_tokens=label_all_tokens)
+    shown = data.rows_for_inspection(len(WORDS))
+    assert [row["scored"] for row in shown] == [
+        " ".join(f"{word}/{tag}" for word, tag in zip(*row, strict=True)) for row in zip(WORDS, TAGS, strict=True)]
+    show_data(data, 1, "first")
+    said = capsys.readouterr().out
+    assert f"scored: {shown[0]['scored']}\n" in said and "scored tokens are [[marked]]" in said
 
 
 # Outputs
