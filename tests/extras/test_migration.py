@@ -14,7 +14,7 @@ from lmmods.core.preference_losses import PreferenceLoss
 from lmmods.core.settings import Optimizer, OptimizerName
 from lmmods.data.encode.templates import TEMPLATES as OUR_TEMPLATES
 from lmmods.extras.migration import axolotl, llamafactory, training, trl
-from lmmods.extras.migration.command import as_draft
+from lmmods.extras.migration.command import as_draft, check_recipe_text
 from lmmods.extras.migration.draft import Draft
 from lmmods.extras.migration.training import zero_stage
 from lmmods.recipe.foreign_keys import (
@@ -370,6 +370,30 @@ def test_what_pairs_have_not_is_told():
     assert "does not use it" in draft.lost["label_smoothing"]
 
 
+@pytest.mark.parametrize(("text", "expected"), [
+    ("{model_name_or_path: x, dataset_name: y, center_rewards_coefficient: 0.01, max_length: 512, packing: true, "
+     "use_peft: true, lora_task_type: SEQ_CLS, lora_modules_to_save: [score]}",
+     {"model.center_rewards_coefficient": 0.01, "data.max_length": 512, "data.on_overflow": "skip",
+      "model.lora.rank": 16, "model.lora.modules_to_save": ["score"], "model.optimizer.lr": 1e-4}),
+    ("{model_name_or_path: x, dataset_name: y, use_peft: true, lora_task_type: SEQ_CLS}",
+     {"model.lora.rank": 16, "trainer.log_every_n_steps": 10}),
+    ("{model_name_or_path: x, stage: rm, finetuning_type: lora, dataset: y, cutoff_len: 900, temperature: 0.5}",
+     {"data.max_length": 900, "model.lora.rank": 8, "model.optimizer.lr": 5e-5}),
+    ("{base_model: x, reward_model: true, num_labels: 1, model_type: AutoModelForSequenceClassification, "
+     "center_rewards_coefficient: 0.02, sequence_len: 800, sample_packing: true, chat_template: gemma, datasets: "
+     "[{path: a, type: bradley_terry.chat_template}]}",
+     {"model.center_rewards_coefficient": 0.02, "data.max_length": 800,
+      "data.source": [{"path": "a", "columns": {"input": "prompt"}}]})])
+def test_reward_models(text, expected):
+    """Their recipes are recipes, and keys without use there are named."""
+    settings, draft = settings_of(text)
+    assert settings["model"] == "Reward" and settings["data"] == "RewardData"
+    assert expected.items() <= settings.items()
+    assert "data.packing" not in settings and "data.train_on" not in settings
+    assert draft.lost.keys() <= {"packing", "sample_packing", "temperature"}
+    check_recipe_text(draft.as_yaml("x"))
+
+
 def test_columns_of_pairs(tmp_path):
     settings, _ = settings_of("{base_model: x, rl: dpo, datasets: [{path: a, type: chat_template.default, "
                               "field_chosen: good, field_rejected: bad, field_messages: talk}]}")
@@ -385,7 +409,10 @@ def test_columns_of_pairs(tmp_path):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("{base_model: x, rl: grpo}", "trains on rewards (grpo)"),
-    ("{model_name_or_path: x, stage: rm, finetuning_type: lora}", "trains on a reward model (rm)"),
+    ("{model_name_or_path: x, stage: ppo, finetuning_type: lora}", "trains on rewards (ppo)"),
+    ("{base_model: x, process_reward_model: true}", "(process_reward_model)"),
+    ("{base_model: x, num_labels: 3}", "trains on labels of texts (num_labels), which migrate does not convert. There are"),
+    ("{base_model: x, reward_model: true, num_labels: 3}", "(num_labels)"),
     ("{model_name_or_path: x, dataset_name: y, beta: 0.1, num_generations: 8}", "trains on rewards (grpo)"),
     ("{model: x, model_class: llm, train_dataset: y}", "second layout"),
     ("{learning_rate: 3}", "the keys do not tell"),

@@ -31,8 +31,10 @@ def axolotl(content: dict[str, Any]) -> Draft:
     """Return the recipe of an axolotl configuration. Raises UserError: the objective has no task here."""
     draft = Draft("axolotl", content)
     rl = draft.get("rl")
+    is_reward, labels = bool(draft.get("reward_model")), draft.get("num_labels")
     refuse_objective(draft, rl if rl and rl not in RL_LOSSES else next((key for key in (
-        "reward_model", "process_reward_model", "diffusion", "ebft", "num_labels") if draft.get(key)), None))
+        "process_reward_model", "diffusion", "ebft") if draft.get(key)),
+        "num_labels" if labels and not (is_reward and labels == 1) else None))
     texts = draft.get("pretraining_dataset") or []
     rows = draft.get("datasets") or []
     texts, rows = ([each] if isinstance(each, str | dict) else each for each in (texts, rows))
@@ -40,6 +42,9 @@ def axolotl(content: dict[str, Any]) -> Draft:
     is_text = bool(texts) or bool(rows) and all(_type(row) == "completion" for row in rows)
     if rl:
         _take_preferences(draft, rl)
+        training.take_data(draft)
+    elif is_reward:
+        training.take_reward(draft, "reward_model")
         training.take_data(draft)
     else:
         draft.put("model", "CLM" if is_text else "SFT", "datasets[].type" if rows else "pretraining_dataset")
@@ -200,8 +205,10 @@ def _sources(draft: Draft, row: dict[str, Any], is_text: bool) -> list[Any]:
     if files and path not in ("json", "csv", "parquet", "text", "arrow"):
         files = [f"hf://datasets/{path}/{file}" if "://" not in file else file for file in files]
     kind = _type(row)
-    fields = FIELDS | (ANSWERS if draft.settings["model"][0] == "Preference" else {})
+    fields = FIELDS | (ANSWERS if draft.settings["model"][0] in ("Preference", "Reward") else {})
     columns = {row[key]: ours for key, ours in ANSWERS.items() if key in fields and row.get(key)}
+    if kind == "bradley_terry":  # its rows are {system, input, chosen, rejected}
+        columns = {"input": "prompt", **columns}
     if kind == "fields":
         columns = {row["type"][key]: ours for key, ours in fields.items() if row["type"].get(key)}
         for key in sorted(row["type"].keys() - fields.keys()):

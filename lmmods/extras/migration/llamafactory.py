@@ -32,10 +32,15 @@ def llamafactory(content: dict[str, Any], folder: Path) -> Draft:
                         "a recipe in configs/.")
     draft = Draft("llamafactory", content)
     stage = draft.get("stage", "sft")
-    refuse_objective(draft, None if stage in ("sft", "pt", "dpo", "kto") else stage)
+    refuse_objective(draft, None if stage in ("sft", "pt", "dpo", "kto", "rm") else stage)
     is_text = stage == "pt"
     if stage in ("dpo", "kto"):
         _take_preferences(draft, stage)
+        training.take_data(draft)
+    elif stage == "rm":
+        training.take_reward(draft, "stage")
+        draft.note("The score comes from transformers' head for one label, which has no bias and no dropout; there it "
+                   "is TRL's value head, whose files (value_head.safetensors) are not read.")
         training.take_data(draft)
     else:
         draft.put("model", "CLM" if is_text else "SFT", "stage")
@@ -156,15 +161,15 @@ def _source(draft: Draft, name: str, info: dict[str, Any], size: int | None, is_
     entry = info.get(name, {})
     if info and not entry:
         draft.note(f"dataset {name} is not in dataset_info.json: write its file or hub id in data.source.")
-    is_preference = draft.settings["model"][0] == "Preference"
-    if entry.get("ranking") and not is_preference:
+    has_pairs = draft.settings["model"][0] in ("Preference", "Reward")
+    if entry.get("ranking") and not has_pairs:
         draft.note(f"{name} holds preferences: the chosen answer is read, the other one is named as not used.")
     file = entry.get("file_name")
     path = str(entry["_folder"] / file) if file else entry.get("hf_hub_url") or entry.get("ms_hub_url") or name
     given = entry.get("columns", {})
     columns = {theirs: COLUMNS.get(part, part) for part, theirs in given.items()
                if part in (*COLUMNS, "messages", "history", "system", "tools",
-                           *(("chosen", "rejected", "kto_tag") if is_preference else ())) and theirs
+                           *(("chosen", "rejected", "kto_tag") if has_pairs else ())) and theirs
                and theirs not in (COLUMNS.get(part, part), "conversations")}
     if is_text and given.get("prompt"):
         columns = {given["prompt"]: "text"} if given["prompt"] != "text" else {}
@@ -223,7 +228,7 @@ def _take_rows(draft: Draft, is_text: bool) -> None:
         if tokens := _names(draft.get(key)):
             draft.put("data.add_tokens", tokens, key)
     for key in ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k"):
-        if draft.get(key) is not None:
+        if draft.get(key) is not None and draft.settings["model"][0] != "Reward":
             draft.put(f"model.generation.{key}", draft.content[key], key)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from lmmods.core.errors import UserError
 from lmmods.core.preference_losses import METHODS, REFUSED
 from lmmods.extras.migration.draft import Draft
+from lmmods.recipe.classes import declared
 from lmmods.recipe.foreign_keys import OPTIMIZERS, PROGRAMS, SCHEDULES
 
 LOGGERS = {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger", "mlflow": "MLFlowLogger"}
@@ -253,10 +254,12 @@ def zero_stage(config: Any) -> tuple[int | None, bool]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Preference optimisation of the other programs: names of losses and related settings.
+# Preference optimisation and reward models of the other programs: names of losses and related settings.
 
 NEAREST = {"kto_pair": "kto"}  # LLaMA-Factory's KTO of pairs; here each answer of a pair is a row of its own
 ROWS_DIFFER = ("packing", "neat_packing", "padding_free", "sample_packing")
+OF_TEXTS = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "repetition_penalty",
+            "length_penalty")
 SCORED = ("train_on_prompt", "mask_history", "train_on_inputs", "completion_only_loss", "assistant_only_loss")
 
 
@@ -295,9 +298,22 @@ def take_reference(draft: Draft, loss: str) -> None:
         draft.put("model.reference", "cache", key)
 
 
+def take_reward(draft: Draft, origin: str) -> None:
+    """Set the task of reward models, and report what they have no use for."""
+    draft.put("model", "Reward", origin)
+    if weight := draft.get("center_rewards_coefficient"):
+        draft.put("model.center_rewards_coefficient", float(weight), "center_rewards_coefficient")
+    for key in OF_TEXTS:
+        if draft.get(key):
+            draft.lose(key, "a reward model writes no text")
+    if draft.get("router_aux_loss_coef"):
+        draft.lose("router_aux_loss_coef", "not for reward models")
+    note_differences(draft)
+
+
 def take_data(draft: Draft) -> None:
-    """Set the data module and report what it does not support."""
-    draft.put("data", "PreferenceData", "")
+    """Set the data module of pairs and report what it does not support."""
+    draft.put("data", f"{draft.settings['model'][0]}Data", "")
     for key in ROWS_DIFFER:
         if draft.get(key):
             draft.lose(key, "answers of a pair stay together; data.group_by_length saves most of the padding")
@@ -316,9 +332,9 @@ def note_differences(draft: Draft) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Objectives of other programs without a task here.
 
-# Foreign name -> description. Remove an objective when a task for it is added.
+# Foreign name -> description.
 WITHOUT_TASK = {
-    **dict.fromkeys(("rm", "reward_model", "process_reward_model", "num_labels"), "a reward model"),
+    "process_reward_model": "a reward for each step of an answer", "num_labels": "labels of texts",
     **dict.fromkeys(("ppo", "grpo", "gdpo", "rloo"), "rewards"),
     "diffusion": "diffusion", "ebft": "features of its own answers"}
 
@@ -328,5 +344,5 @@ def refuse_objective(draft: Draft, name: str | None) -> None:
     if name is None:
         return
     raise UserError(f"This configuration of {PROGRAMS[draft.program]} trains on {WITHOUT_TASK.get(name, name)} "
-                    f"({name}), which has no counterpart yet: there are SFT, CLM, MLM, QA and Preference. Nothing was "
-                    "written.")
+                    f"({name}), which migrate does not convert. There are the tasks {', '.join(declared('model'))}. Nothing "
+                    "was written.")

@@ -7,10 +7,10 @@ from lmmods.extras.migration import training
 from lmmods.extras.migration.draft import Draft
 from lmmods.extras.migration.training import Names, refuse_objective, take_quantization, take_training
 
-NAMES, PREFERENCE_NAMES = Names(default_lr=2e-5), Names(default_lr=1e-6)
+# By task.
+NAMES = {"SFT": Names(default_lr=2e-5), "Preference": Names(default_lr=1e-6), "Reward": Names(default_lr=1e-4)}
 # Keys unique to reward-based trainers -> their objective, for which there is no task here.
-OBJECTIVES = {"num_generations": "grpo", "reward_funcs": "grpo", "reward_model_name_or_path": "rm",
-              "center_rewards_coefficient": "rm"}
+OBJECTIVES = {"num_generations": "grpo", "reward_funcs": "grpo", "reward_model_name_or_path": "rloo"}
 # Keys unique to preference trainers -> the trainer, most specific first.
 PREFERENCES = {"desirable_weight": "kto", "undesirable_weight": "kto", "cpo_alpha": "cpo", "simpo_gamma": "cpo",
                "beta": "dpo", "precompute_ref_log_probs": "dpo", "sync_ref_model": "dpo", "loss_weights": "dpo",
@@ -23,20 +23,24 @@ def trl(content: dict[str, Any]) -> Draft:
     refuse_objective(draft, next((OBJECTIVES[key] for key in OBJECTIVES if key in content), None))
     if draft.get("env"):
         draft.note("env: set these variables in the shell.")
-    trainer = _preference_trainer(content)
-    if trainer:
+    if trainer := _preference_trainer(content):
         _take_preferences(draft, trainer)
+        training.take_data(draft)
+    elif _is_reward(content):
+        training.take_reward(draft, "center_rewards_coefficient")
+        draft.get("disable_dropout")
         training.take_data(draft)
     else:
         draft.put("model", "SFT", "")
         draft.put("data", "SFTData", "")
+    task = draft.settings["model"][0]
     _take_model(draft)
     _take_sources(draft)
-    _take_rows(draft)
-    if not trainer:
+    _take_rows(draft, task)
+    if task == "SFT":
         _take_scored(draft)
     draft.content.setdefault("logging_steps", 10)
-    take_training(draft, PREFERENCE_NAMES if trainer else NAMES)
+    take_training(draft, NAMES[task])
     draft.finish()
     return draft
 
@@ -56,6 +60,11 @@ def _preference_trainer(content: dict[str, Any]) -> str | None:
     if found == "dpo" and losses == ["simpo"]:
         return "cpo"
     return found or ("dpo" if any(name in METHODS or name in REFUSED for name in losses) else None)
+
+
+def _is_reward(content: dict[str, Any]) -> bool:
+    """True if a file is for `trl reward`, of whose keys one is its own."""
+    return "center_rewards_coefficient" in content or content.get("lora_task_type") == "SEQ_CLS"
 
 
 def _take_preferences(draft: Draft, trainer: str) -> None:
@@ -160,13 +169,14 @@ def _of_mixture(draft: Draft, row: dict[str, Any]) -> list[Any]:
     return [{"path": path, **options} if options else path for path in paths or [row.get("path")]]
 
 
-def _take_rows(draft: Draft) -> None:
+def _take_rows(draft: Draft, task: str) -> None:
     length = draft.get("max_length", draft.get("max_seq_length", 1024))
     draft.put("data.max_length", length, "max_length", "max_seq_length")
     draft.get("truncation_mode")
-    draft.put("data.on_overflow", "truncate", "truncation_mode")
+    # `trl reward` leaves out pairs of which one answer is too long.
+    draft.put("data.on_overflow", "skip" if task == "Reward" else "truncate", "truncation_mode")
     packs, free, strategy = draft.get("packing"), draft.get("padding_free"), draft.get("packing_strategy", "bfd")
-    if draft.settings["data"][0] == "PreferenceData":  # no packing there
+    if task != "SFT":  # no packing there
         packs = free = False
     if packs or free:
         draft.put("data.packing", True, "packing" if packs else "padding_free")
