@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 from lmmods.core import fingerprints
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
-from lmmods.core.labels import IGNORED
 from lmmods.data.batches.collate import SEEDS, Collator
 from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader, Widths
 from lmmods.data.batches.packing import PackedSet

@@ -584,7 +584,7 @@ class Reader:
             if key.name in self.classes:
                 if key.name not in self.named and not self._is_dropped(key.name):
                     names = [*declared(key.name)]
-                    self.report("", f"{key.name} is missing: name its class, as in --{key.name} {names[-1]} "
+                    self.report("", f"{key.name} is missing: name its class, as in --{key.name} {names[0]} "
                                    f"({', '.join(names)}).")
             elif key.default is REQUIRED and block_in(key.type) is None and key.name not in self.given:
                 self._missing(key)

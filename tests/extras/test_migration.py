@@ -411,7 +411,7 @@ def test_columns_of_pairs(tmp_path):
     ("{base_model: x, rl: grpo}", "trains on rewards (grpo)"),
     ("{model_name_or_path: x, stage: ppo, finetuning_type: lora}", "trains on rewards (ppo)"),
     ("{base_model: x, process_reward_model: true}", "(process_reward_model)"),
-    ("{base_model: x, num_labels: 3}", "trains on labels of texts (num_labels), which migrate does not convert. There are"),
+    ("{base_model: x, num_labels: 3}", "trains on labels of texts (num_labels), which migrate does not convert"),
     ("{base_model: x, reward_model: true, num_labels: 3}", "(num_labels)"),
     ("{model_name_or_path: x, dataset_name: y, beta: 0.1, num_generations: 8}", "trains on rewards (grpo)"),
     ("{model: x, model_class: llm, train_dataset: y}", "second layout"),

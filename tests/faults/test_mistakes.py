@@ -6,8 +6,10 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.commands.registry import options_of
+from lmmods.recipe.classes import declared
 from lmmods.recipe.keys import recipe_keys, task_classes, walk
 
+TASKS = ", ".join(declared("model"))
 BASE = """
 trainer: {max_steps: 3, default_root_dir: run}
 model:
@@ -99,8 +101,7 @@ IN_FILES = {
     "model: {init_args: {fast_kernels: null}}":
         "model.fast_kernels is null, but must be set; without the key it is true.",
     "model: {class_path: STF}":
-        "model is STF, but must be CLM, MLM, Preference, QA, SFT or the import path of a class. Did you mean "
-        "SFT?",
+        f"model is STF, but must be {TASKS} or the import path of a class. Did you mean SFT?",
     "data: {init_args: {batch_size: many}}":
         "data.batch_size is many, but must be a whole number.",
     "data: {init_args: {batch_size: 0}}":
@@ -180,7 +181,7 @@ OF_COMMANDS = {
                           "--replay is x, but must be a whole number or null."],
     "sweep data.seed=1,2 --trials many": ["--trials is many, but must be a whole number or null."],
     "new mine --model 12e5 --data 7 --task SFFT": [
-        "--task is SFFT, but must be one of CLM, MLM, Preference, QA, SFT, or null. Did you mean SFT?"],
+        f"--task is SFFT, but must be one of {TASKS}, or null. Did you mean SFT?"],
 }
 # What is left to the engine's parser: settings of libraries' classes, and classes by their import paths.
 OF_THE_ENGINE = {
@@ -274,9 +275,9 @@ model:
 
 
 def test_what_is_missing(told):
-    assert told(base="trainer: {max_epochs: 1}\n") == """2 mistakes:
-  model is missing: name its class, as in --model SFT (CLM, MLM, Preference, QA, SFT).
-  data is missing: name its class, as in --data SFTData (CLMData, MLMData, PreferenceData, QAData, SFTData).
+    assert told(base="trainer: {max_epochs: 1}\n") == f"""2 mistakes:
+  model is missing: name its class, as in --model CLM ({TASKS}).
+  data is missing: name its class, as in --data CLMData ({', '.join(declared('data'))}).
   For example: python train.py fit --config configs/sft_qlora.yaml"""
     assert told(base="model: {class_path: SFT}\ndata: {class_path: SFTData}\n") == """3 mistakes:
   model.pretrained and model.config: set one of them, a model to start from or a configuration to start from random \

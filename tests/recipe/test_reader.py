@@ -243,9 +243,9 @@ def test_names_that_are_almost_right(recipe, capsys):
 
 @pytest.mark.parametrize(("engine", "key", "value", "message"), [
     ("torch", "model__class_path", "SFTT",
-     "model is SFTT, but must be CLM, MLM, Preference, QA, SFT or the import path of a class. Did you mean SFT?"),
+     f"model is SFTT, but must be {', '.join(declared('model'))} or the import path of a class. Did you mean SFT?"),
     ("jax", "data__class_path", "Data",
-     "data is Data, but must be CLMData, MLMData, PreferenceData, QAData, SFTData or the import path of a class."),
+     f"data is Data, but must be {', '.join(declared('data'))} or the import path of a class."),
     ("torch", "trainer__logger", [{"class_path": "WandbLoger"}], "Did you mean WandbLogger?"),
     ("jax", "trainer__callbacks", [{"class_path": "Timer"}], "trainer.callbacks is Timer, but must be EarlyStopping"),
     ("torch", "trainer__callbacks", [{"class_path": "Timer"}], "Timer does not work here. Set trainer.max_time"),

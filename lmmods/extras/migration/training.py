@@ -344,5 +344,5 @@ def refuse_objective(draft: Draft, name: str | None) -> None:
     if name is None:
         return
     raise UserError(f"This configuration of {PROGRAMS[draft.program]} trains on {WITHOUT_TASK.get(name, name)} "
-                    f"({name}), which migrate does not convert. There are the tasks {', '.join(declared('model'))}. Nothing "
-                    "was written.")
+                    f"({name}), which migrate does not convert. There are the tasks "
+                    f"{', '.join(declared('model'))}. Nothing was written.")
