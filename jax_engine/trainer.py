@@ -180,7 +180,7 @@ class Trainer(JaxTrainerFields):
                 outputs |= run.task.outputs(run.steps, run.weights, batch, data, data.run_seed)
                 run.bar.update()
         # Each process has the outputs of its own ranks.
-        outputs = machines.gather(outputs)
+        outputs = machines.gather(data.judged(outputs))
         if run.is_first:
             found = data.predictions(outputs)
             say(run.folder.write_predictions(found))

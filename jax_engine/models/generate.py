@@ -38,7 +38,7 @@ def check_room(network: Network, length: int, settings: Generation) -> None:
 
 
 def generate(network: Network, params: Tree, prompts: list[list[int]], settings: Generation, eos: list[int],
-             pad: int, seed: int = 0, rows: Sequence[int] | None = None) -> list[list[int]]:
+             pad: int, seed: int = 0, rows: Sequence[int] | None = None, num_answers: int = 1) -> list[list[int]]:
     """Return the new tokens after each prompt, up to but excluding the first end token.
 
     A row's answer does not depend on the other rows of the batch. Without beams, a prompt given several times is
@@ -48,6 +48,7 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
         prompts: Token ids, at least one per prompt; left-padded with `pad`.
         seed: Seed of the sampling.
         rows: Row numbers, which determine each row's random draws; None counts from 0.
+        num_answers: Sampled answers to each prompt, which follow each other; 1 with beams.
 
     Raises:
         UserError: The engine does not support the decoding method, or there are more tokens than positions.
@@ -64,7 +65,8 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), np.array(rows, np.int32))
         tokens = np.asarray(programs(params, *_padded(prompts, width, pad), keys))
     else:
-        tokens = _single(programs, params, prompts, width, pad, draws(seed, rows, settings.max_new_tokens))
+        prompts = [prompt for prompt in prompts for _ in range(num_answers)]
+        tokens = _single(programs, params, prompts, width, pad, draws(seed, rows, settings.max_new_tokens, num_answers))
     return [_until(row.tolist(), eos) for row in tokens]
 
 

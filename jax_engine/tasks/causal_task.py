@@ -84,7 +84,7 @@ class CausalTask(CausalFields, Task):
             if not prompts:
                 continue
             answers = generate(self.network, weights.replica, prompts, self.generation, datamodule.stop_token_ids,
-                               datamodule.tokenizer.pad_token_id, seed, local["index"][rows].tolist())
+                               datamodule.tokenizer.pad_token_id, seed, local["index"][rows].tolist(), self.num_answers)
             own = {name: local[name][rows] for name in ("input_ids", "index")}
             found |= datamodule.outputs_by_index(own, answers)
         return found

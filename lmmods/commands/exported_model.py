@@ -1,15 +1,19 @@
 """Load a finished run for other commands: base model, adapter and tokenizer, on torch."""
 
 import copy
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from lmmods.core.adapters import SETTINGS, adapter_config, adapter_weights
 from lmmods.core.errors import UserError
-from lmmods.recipe.classes import tasks_that_write
+from lmmods.recipe.classes import implementation, tasks_that_write
 from lmmods.recipe.files import read_recipe
+from lmmods.recipe.reader import objects, parse
+from lmmods.recipe.tasks.base import DataFields, TaskFields
 from lmmods.recipe.trust import check_remote_code
 from lmmods.runs.folder import RunFolder
+
+Fields = TypeVar("Fields", bound=TaskFields)
 
 
 @dataclass
@@ -121,6 +125,29 @@ def model_block(run: str, command: str) -> dict[str, Any]:
         raise UserError(f"--run {run}: {command} takes runs of {', '.join(others)} and {last}, this one is of "
                         f"{model['class_path']}.")
     return model
+
+
+def read_blocks(folder: RunFolder) -> tuple[TaskFields | None, DataFields | None]:
+    """Read the blocks `model` and `data` of a run's config.yaml into their fields; None for a class of the user's own.
+    """
+    parsed = parse(["predict", "--config", str(folder.config)], {}, checked=False)
+    return tuple(kind and kind(**objects(kind, parsed.given[block]))  # type: ignore[return-value]
+                 for block, kind in parsed.classes.items())
+
+
+def exported_fields(folder: RunFolder, model: Fields) -> Fields | None:
+    """Return the fields that load the exported model/ of a run; None if there is none yet."""
+    if (folder.model / SETTINGS).exists():
+        return replace(model, lora=None, adapter=str(folder.model))
+    if not (folder.model / "config.json").is_file():
+        return None
+    return replace(model, pretrained=str(folder.model), config=None, config_overrides=None, revision=None)
+
+
+def data_module(declared: DataFields) -> Any:
+    """Build the data module of declared fields without reading rows."""
+    kind = implementation(type(declared), "lmmods.data")
+    return kind(**{item.name: getattr(declared, item.name) for item in fields(declared)})
 
 
 def copy_dequantized(quantized, model) -> None:

@@ -23,6 +23,7 @@ from lmmods.recipe.engines import load_engine
 from lmmods.recipe.keys import BLOCKS
 from lmmods.recipe.library_classes import LibraryClasses, whole
 from lmmods.recipe.reader import Recipe, filled, objects
+from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
@@ -137,6 +138,11 @@ class Setup:
                                 trust_remote_code=self.model.trust_remote_code, seed=self.recipe.seed,
                                 max_positions=position_limit(fields), token_types=tells_token_types(fields),
                                 answers=self.model.answers, label_names=self.model.label_names())
+        if self.recipe.command == "predict" and getattr(self.model, "best_of", None) is not None:
+            from lmmods.commands.reward_model import read_reward_model
+
+            self.datamodule.reward_model = read_reward_model(self.model.best_of.reward, "model.best_of.reward",
+                                                             isinstance(self.datamodule, ConversationFields))
 
     def _defaults(self) -> dict[str, Any]:
         """Return the defaults of all keys, in recipe blocks but without `class_path` and `init_args`."""

@@ -178,6 +178,31 @@ class Generation:
                             "data.max_length.")
 
 
+@dataclass(frozen=True)
+class BestOf:
+    """Generate several answers to each prompt in predict, and take the one that a reward model scores highest.
+
+    Args:
+        reward: The reward model: folder of a finished run of the task Reward, or a folder or hub id of a model for
+            sequence classification with one label, or of an adapter of one.
+        answers: Answers to each prompt.
+    """
+
+    reward: str | None = None
+    answers: int = 8
+
+    def __post_init__(self) -> None:
+        check_set(self, "best_of")
+        require(bool(self.reward), "best_of.reward", self.reward, "a folder or hub id of a reward model")
+        require(self.answers >= 2, "best_of.answers", self.answers, "2 or more")
+
+    def check_method(self, generation: Generation) -> None:
+        """Raise UserError unless a decoding method gives answers that differ."""
+        if not generation.do_sample or generation.num_beams > 1:
+            raise UserError("model.best_of chooses among answers that are sampled: set model.generation.do_sample to "
+                            "true and model.generation.num_beams to 1, or model.best_of to null")
+
+
 def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: float, do_sample: bool | None) -> None:
     """Raise UserError unless these beams can be searched in these groups."""
     if num_beam_groups <= 1:

@@ -6,9 +6,11 @@ from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
+from lmmods.data import best_of
 from lmmods.data.batches.collate import Collator
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.scoring import Predictions
+from lmmods.data.sources.conversation import Conversation
 from lmmods.data.sources.preferences import Answers
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
@@ -30,6 +32,7 @@ class TaskHooks(DataFields, ABC):
     longest_first: bool = False  # train on the longest rows first, to measure the memory of the largest batch
     token_types: bool = True  # True if the model uses token types
     answers: Answers = "pair"  # what a row of preferences is to the loss
+    reward_model: best_of.Scorer | None = None  # chooses among several answers of predict
     label_names: list[str] | None = None  # labels of the pretrained model, in the order of its outputs
     _adds_padding = True  # give a tokenizer without padding token a new one, and the network a row for it
 
@@ -166,15 +169,29 @@ class TaskHooks(DataFields, ABC):
         return []
 
     def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
-        """Outputs of a predict batch by `index`, without padding rows: here (prompt, generated text).
+        """Outputs of a predict batch by `index`, without padding rows: here (prompt, generated text), or (prompt,
+        generated texts) where a reward model chooses.
 
         Args:
             batch: The batch, with `input_ids` [B, T].
-            outputs: Generated tokens [B, T_new].
+            outputs: Generated tokens [B * answers, T_new], with the answers to a prompt next to each other.
         """
         prompts = self.tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
-        texts = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        texts: list[Any] = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        if self.reward_model is not None:
+            size = len(texts) // max(len(prompts), 1)
+            texts = [texts[first : first + size] for first in range(0, len(texts), size)]
         return {index: pair for index, *pair in zip(batch["index"].tolist(), prompts, texts) if index >= 0}
+
+    def judged(self, outputs: dict[int, Any]) -> dict[int, Any]:
+        """The outputs of predict that this process has, with the scores of the reward model, if there is one."""
+        if self.reward_model is None:
+            return outputs
+        return best_of.scored(outputs, self.reward_model, self.answered)
+
+    def answered(self, index: int, prompt: str, text: str) -> str | Conversation:
+        """What a reward model reads of an answer to a row of predict. Default: the text that it goes on with."""
+        return prompt + text
 
     def answer(self, role: str, outputs: dict[int, Any]) -> Predictions:
         """Rows, scores and files from all outputs of an evaluation or of predict, by `index`.
@@ -184,10 +201,18 @@ class TaskHooks(DataFields, ABC):
         raise NotImplementedError(f"{type(self).__name__} has no `answer`")
 
     def predictions(self, outputs: dict[int, Any]) -> Predictions:
-        """Rows, scores and files from all outputs of predict, by index."""
+        """Rows, scores and files from all outputs of predict, by index: (prompt, text), or `best_of.Candidates`."""
+        if self.reward_model is not None:
+            return self._best_predictions(outputs)
         rows = [{**self.example(index), "prediction_with_input": prompt + text, "prediction": text.strip()}
                 for index, (prompt, text) in sorted(outputs.items())]
         return Predictions(rows, self.score({index: text for index, (_, text) in outputs.items()}), {})
+
+    def _best_predictions(self, found: dict[int, best_of.Candidates]) -> Predictions:
+        texts = {index: each.texts[each.best] for index, each in sorted(found.items())}
+        rows = [{**self.example(index), "prediction_with_input": found[index].prompt + text, "prediction": text.strip(),
+                 "answers": found[index].listed()} for index, text in texts.items()]
+        return Predictions(rows, {**self.score(texts), **best_of.reward_metrics(found.values())}, {})
 
     def reference(self, index: int) -> str | None:
         """The reference answer in the data, if there is one."""

@@ -17,7 +17,7 @@ from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.preferences import PreferenceEncoder
 from lmmods.data.sft import ConversationData
 from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.preferences import conversation_layout, holds_preference, label_of, read_answers
+from lmmods.data.sources.preferences import as_asked, conversation_layout, holds_preference, label_of, read_answers
 from lmmods.data.sources.readers import Row
 from lmmods.data.splits import STAGE_ROLES, Role
 from lmmods.data.store.cache import fingerprint
@@ -48,6 +48,9 @@ class PreferenceData(PreferenceDataFields, ConversationData):
                 if is_wanted and last["role"] == "assistant":
                     return last["content"]
         return None
+
+    def _asked(self, row: dict[str, Any]) -> dict[str, Any]:
+        return as_asked(row)
 
     def micro_batches(self, first: int, count: int) -> list[dict[str, Any]]:
         """`count` training batches of this rank from number `first` of the current epoch on.

@@ -7,19 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from lmmods.core.errors import UserError
 from lmmods.data.base import NumberedSet
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.loader import EvaluationLoader
 from lmmods.data.batches.sampler import evaluation_order
 from lmmods.data.batches.sequences import RowColumn, SequenceCollator, SequenceSet, SingleSequences
 from lmmods.data.encode.conversations import Choices, SFTEncoder
-from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.encoder import Encoder, RowError
 from lmmods.data.encode.preferences import PreferenceEncoder
 from lmmods.data.encode.rewards import RewardEncoder
 from lmmods.data.scoring import Predictions
 from lmmods.data.sft import ConversationData
-from lmmods.data.sources.formats import find_format, format_of
-from lmmods.data.sources.preferences import conversation_layout, holds_pair
+from lmmods.data.sources.conversation import Conversation
+from lmmods.data.sources.formats import find_format, format_of, read_conversation
+from lmmods.data.sources.preferences import Judged, conversation_layout, holds_pair
 from lmmods.data.sources.readers import Row
 from lmmods.data.splits import Role
 from lmmods.data.store.rows import RowSet
@@ -50,6 +52,29 @@ class RewardData(RewardDataFields, ConversationData):
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         """Raise UserError: the task generates no text."""
         return super(ConversationData, self).encode_prompts(texts)
+
+    def encode_answers(self, answers: list[str | Conversation]) -> list[np.ndarray | None]:
+        """Token ids of texts, and of conversations that end in an answer, as predict scores them; None for one that
+        cannot be scored: it is empty, too long, or refused by the template.
+
+        Raises:
+            UserError: One is too long under data.on_overflow: error.
+        """
+        found: list[np.ndarray | None] = [None] * len(answers)
+        for layout, kind in (("text", str), ("messages", Conversation)):
+            places = [place for place, answer in enumerate(answers) if isinstance(answer, kind)]
+            if not places:
+                continue
+            encoder = PreferenceEncoder(self._sft_encoder(layout, prompts_only=False), "single")
+            try:
+                encoded = encoder.encode([answers[place] for place in places], _as_judged)
+            except RowError as error:
+                raise UserError(f"an answer to be scored cannot be encoded: {error.args[1]}") from error
+            ids = encoded.columns["input_ids"]
+            rows = np.split(ids.values, np.cumsum(ids.lengths)[:-1])
+            for place, row in zip(encoded.positions, rows, strict=False):  # `split` makes one row of none
+                found[places[place]] = row
+        return found
 
     # Batches ---------------------------------------------------------------------------------------------------------
 
@@ -152,6 +177,11 @@ class RewardData(RewardDataFields, ConversationData):
         if self.on_overflow is None and find_format(layout).template is not None:
             encoder.limits = replace(encoder.limits, on_overflow="truncate")
         return encoder
+
+
+def _as_judged(answer: str | Conversation) -> list[Judged]:
+    """An answer as `PreferenceEncoder` takes it. Raises RowProblem for an empty text."""
+    return [Judged(read_conversation("text", {"text": answer}, {}) if isinstance(answer, str) else answer, True)]
 
 
 def _name_of(row: dict[str, Any], place: int) -> str:

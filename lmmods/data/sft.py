@@ -13,7 +13,7 @@ from lmmods.data.encode.chat_template import REFUSALS, bounded_rendering
 from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
 from lmmods.data.encode.encoder import Encoder, TextEncoder
 from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer, template_jinja
-from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.sources.conversation import Conversation, RowProblem
 from lmmods.data.sources.formats import detect_format, find_format, read_conversation
 from lmmods.data.sources.readers import Row
 from lmmods.recipe.source import Source
@@ -106,6 +106,20 @@ class ConversationData(ConversationFields, DataModule):
         except RowProblem:
             return None
         return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
+
+    def answered(self, index: int, prompt: str, text: str) -> str | Conversation:
+        """The conversation of a row of predict with this answer; the text itself where rows are plain texts."""
+        layout = self._rows("predict").info(index)["format"]
+        if find_format(layout).template is not None:
+            return super().answered(index, prompt, text)
+        asked = self.prompt_encoder(layout).conversation(self._asked(self.example(index)))
+        messages = asked.messages
+        messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        return replace(asked, messages=[*messages, {"role": "assistant", "content": text.strip()}])
+
+    def _asked(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row of a conversation to be answered."""
+        return row
 
     def score(self, predictions: dict[int, str]) -> dict[str, float]:
         """Share of predictions equal to their reference, ignoring spaces around them; empty without references."""

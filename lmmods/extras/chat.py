@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from lmmods.commands.exported_model import model_block
+from lmmods.commands.exported_model import data_module, exported_fields, model_block, read_blocks
 from lmmods.core import hub
 from lmmods.core.adapters import SETTINGS, adapter_config
 from lmmods.core.console import tell
@@ -25,9 +25,7 @@ from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
 from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.data.sources.formats import find_format
-from lmmods.recipe.classes import implementation
 from lmmods.recipe.files import read_recipe
-from lmmods.recipe.reader import objects, parse
 from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Quantize
 from lmmods.recipe.tasks.clm import CLMDataFields
 from lmmods.recipe.trust import check_remote_code, is_trusted
@@ -216,7 +214,7 @@ def read_run(run: str, ckpt_path: str | None) -> Source:
     check_remote_code(options)
     model, declared = _blocks(run, folder)
     model.compile, model.gradient_checkpointing = False, False  # only useful in training
-    data = _data_module(declared)
+    data = data_module(declared)
     checkpoint = folder.resolve(ckpt_path) if ckpt_path is not None else None
     recipe = read_recipe(folder.config)
     exported = model if checkpoint else _exported(run, folder, model)
@@ -248,19 +246,12 @@ def without_training(model: CausalFields) -> CausalFields:
 
 def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
     """Read the blocks `model` and `data` of config.yaml into their fields."""
-    parsed = parse(["chat", "--config", str(folder.config)], {}, checked=False)
-    model, data = parsed.classes["model"], parsed.classes["data"]
-    if data is None or model is None or not issubclass(model, CausalFields):
+    model, data = read_blocks(folder)
+    if data is None or not isinstance(model, CausalFields):
         recipe = read_recipe(folder.config)
         named = " and ".join(str((recipe.get(block) or {}).get("class_path")) for block in ("model", "data"))
         raise UserError(f"--run {run}: config.yaml names {named}, which chat does not know.")
-    return (model(**objects(model, parsed.given["model"])), data(**objects(data, parsed.given["data"])))
-
-
-def _data_module(declared: Any) -> Any:
-    """Build the data module of declared fields without reading rows."""
-    kind = implementation(type(declared), "lmmods.data")
-    return kind(**{item.name: getattr(declared, item.name) for item in fields(declared)})
+    return model, data
 
 
 def _connect(data: Any, model: CausalFields) -> None:
@@ -269,12 +260,11 @@ def _connect(data: Any, model: CausalFields) -> None:
 
 def _exported(run: str, folder: RunFolder, model: CausalFields) -> CausalFields:
     """Return the fields that load the exported model/."""
-    if (folder.model / SETTINGS).exists():
-        return replace(model, lora=None, adapter=str(folder.model))
-    if not (folder.model / "config.json").is_file():
+    exported = exported_fields(folder, model)
+    if exported is None:
         raise UserError(f"--run {run}: there is no model in {folder.model}; the run must have finished."
                         + (" A checkpoint can be asked: --ckpt_path last" if folder.names() else ""))
-    return replace(model, pretrained=str(folder.model), config=None, config_overrides=None, revision=None)
+    return exported
 
 
 def _layout(folder: RunFolder, declared: Any) -> str | None:

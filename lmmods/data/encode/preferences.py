@@ -1,6 +1,7 @@
 """Encoding of preferences to ids and labels: the answers of a row follow one prompt, truncated alike for all."""
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,14 +46,20 @@ class PreferenceEncoder:
         Raises:
             RowError: A row is too long under on_overflow: error.
         """
-        if self.conversations.prompts_only:
-            return self.conversations([as_asked(row) for row in rows])
+        encoder = self.conversations
+        if encoder.prompts_only:
+            return encoder([as_asked(row) for row in rows])
+        return self.encode(rows, lambda row: read_answers(encoder.dataset_format, row, encoder.roles,
+                                                          encoder.turn_fields))
+
+    def encode(self, rows: Iterable[Any], read: Callable[[Any], list[Judged]]) -> Encoded:
+        """As a call, of rows of any kind that `read` converts to conversations, raising RowProblem for some."""
         counts: Counter = Counter()
         found: list[_Row] = []
         problems: dict[int, str] = {}
         for place, row in enumerate(rows):
             try:
-                found += self._read(row, place, counts)
+                found += self._rendered(read(row), place, counts)
             except RowProblem as problem:
                 problems[place] = str(problem)
         # All answers of the batch in one call of the tokenizer, in the order in which `found` holds them.
@@ -87,11 +94,9 @@ class PreferenceEncoder:
 
     # Conversations
 
-    def _read(self, row: dict[str, Any], place: int, counts: Counter) -> list[_Row]:
-        """The rows of batches that a row as read becomes. Raises RowProblem."""
-        encoder = self.conversations
-        judged = [Judged(encoder.normalise(conversation), is_wanted) for conversation, is_wanted in read_answers(
-            encoder.dataset_format, row, encoder.roles, encoder.turn_fields)]
+    def _rendered(self, judged: list[Judged], place: int, counts: Counter) -> list[_Row]:
+        """The rows of batches that the answers of a row become. Raises RowProblem."""
+        judged = [Judged(self.conversations.normalise(conversation), is_wanted) for conversation, is_wanted in judged]
         told: set[str] = set()
         for conversation, _ in judged:  # count an unused key once per row, not per answer
             conversation.unused = tuple(key for key in conversation.unused if key not in told)

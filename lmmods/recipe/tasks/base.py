@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.experts import check_overrides
 from lmmods.core.hf_config import known_fields, load_config, position_limit
-from lmmods.core.settings import Generation, LoRA, Optimizer, check_set, require
+from lmmods.core.settings import BestOf, Generation, LoRA, Optimizer, check_set, require
 from lmmods.recipe.source import SourceLike
 
 Quantize = Literal["nf4", "fp4", "int8"]
@@ -206,20 +206,30 @@ class CausalFields(TaskFields):
 
     Args:
         generation: How predict generates.
+        best_of: Predict generates several answers to each prompt, of which a reward model chooses one; null generates
+            one.
         balance_loss: Weight of a loss that spreads the tokens of each row evenly over the experts of a model that has
             some, in place of transformers' router_aux_loss_coef; 0 is none. See docs/metrics.md.
     """
 
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     pipeline_tag: ClassVar[str] = "text-generation"
-    may_change: ClassVar[tuple[str, ...]] = ("generation",)
+    may_change: ClassVar[tuple[str, ...]] = ("generation", "best_of")
 
     generation: Generation = Generation()
+    best_of: BestOf | None = None
     balance_loss: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.balance_loss >= 0, "model.balance_loss", self.balance_loss, "0 or more")
+        if self.best_of is not None:
+            self.best_of.check_method(self.generation)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to each prompt of predict."""
+        return self.best_of.answers if self.best_of is not None else 1
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -133,7 +133,7 @@ class PredictionWriter(L.Callback):
         self._outputs |= trainer.datamodule.outputs_by_index(batch, outputs)
 
     def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        outputs = gather(self._outputs, trainer.world_size)
+        outputs = gather(trainer.datamodule.judged(self._outputs), trainer.world_size)
         if trainer.is_global_zero:
             found = trainer.datamodule.predictions(outputs)
             say(trainer.run_folder.write_predictions(found))

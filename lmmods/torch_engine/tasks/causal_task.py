@@ -64,7 +64,8 @@ class CausalModule(CausalFields, TaskModule):
                            device=self.built_for)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Generate [B, T_new] tokens, right-padded, from left-padded prompts [B, T]; sampling depends on seed and row.
+        """Generate tokens [B * A, T_new], right-padded, from left-padded prompts [B, T], with the A answers to a prompt
+        next to each other; sampling depends on the seed, the row and the number of the answer.
         """
         from lmmods.torch_engine.nn.decoding import generate
 
@@ -75,8 +76,9 @@ class CausalModule(CausalFields, TaskModule):
         if num_positions and getattr(self.model.config.get_text_config(), "rope_parameters", None) is None:
             self.generation.check_positions(prompt_length, num_positions)
         config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
-        numbers = draws(base_seed(), batch["index"].tolist(), self.generation.max_new_tokens)
-        tokens = self(generate, self.model, batch["input_ids"], batch["attention_mask"], config,
+        numbers = draws(base_seed(), batch["index"].tolist(), self.generation.max_new_tokens, self.num_answers)
+        ids, mask = (batch[name].repeat_interleave(self.num_answers, 0) for name in ("input_ids", "attention_mask"))
+        tokens = self(generate, self.model, ids, mask, config,
                       self.device_mesh is not None, torch.from_numpy(numbers).to(self.device))
         return tokens[:, prompt_length:]  # without the prompts
 

@@ -1,0 +1,115 @@
+"""Find the reward model that a recipe names: a run of the task Reward, a model or an adapter."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmmods.commands.exported_model import data_module, exported_fields, read_blocks
+from lmmods.core.adapters import SETTINGS, adapter_config, adapter_weights
+from lmmods.core.errors import UserError
+from lmmods.core.hf_config import load_config, position_limit
+from lmmods.recipe.files import read_recipe
+from lmmods.recipe.tasks.reward import RewardDataFields, RewardFields
+from lmmods.recipe.trust import check_remote_code, is_trusted
+from lmmods.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from lmmods.torch_engine.reward_model import RewardModel
+
+HEAD = "ForSequenceClassification"  # end of the name of transformers' classes
+NO_ROWS = "none"  # placeholder source of a data module that reads no rows
+LENGTH = 4096  # longest row of a model that names no limit
+ROWS = 16  # of a batch
+
+
+def read_reward_model(name: str, key: str, chats: bool) -> "RewardModel":
+    """Return a reward model: of a run (its folder, or model/ in it), a model's folder or hub id, or an adapter's folder.
+
+    A run renders and truncates conversations as it did in training, any other model by its own chat template, within
+    the positions that it has. The network is loaded when it first scores.
+
+    Args:
+        key: Recipe key that holds the name.
+        chats: True if it must be able to score conversations.
+
+    Raises:
+        UserError: There is no such model, it is no reward model, has several labels, or cannot write conversations.
+    """
+    folder = _run_of(name)
+    return _of_run(folder, f"{key} {name}") if folder else _of_model(name, f"{key} {name}", chats)
+
+
+def _run_of(name: str) -> RunFolder | None:
+    path = Path(name)
+    for root in (path, path.parent) if path.name == "model" else (path,):
+        if (root / "config.yaml").is_file():
+            return RunFolder(root)
+    return None
+
+
+def _of_run(folder: RunFolder, key: str) -> "RewardModel":
+    from lmmods.torch_engine.reward_model import RewardModel
+
+    recipe = read_recipe(folder.config)
+    block = recipe.get("model") if isinstance(recipe.get("model"), dict) else {}
+    check_remote_code(block.get("init_args") or {})
+    model, declared = read_blocks(folder)
+    if not isinstance(model, RewardFields) or not isinstance(declared, RewardDataFields):
+        raise UserError(f"{key} is a run of {block.get('class_path')}, but must be one of Reward.")
+    model.compile, model.gradient_checkpointing = False, False  # only useful in training
+    exported = exported_fields(folder, model)
+    if exported is None:
+        raise UserError(f"{key}: there is no model in {folder.model}; the run must have finished.")
+    data = data_module(declared)
+    data.tokenizer = str(folder.model)
+    trainer = recipe.get("trainer") if isinstance(recipe.get("trainer"), dict) else {}
+    _connect(data, exported)
+    return RewardModel(key, exported, data, trainer.get("precision"))
+
+
+def _of_model(name: str, key: str, chats: bool) -> "RewardModel":
+    from lmmods.data.reward import RewardData
+    from lmmods.torch_engine.reward_model import RewardModel
+
+    adapter = name if (Path(name) / SETTINGS).is_file() else None
+    base = _base_of(name, key) if adapter else name
+    if adapter is None:
+        _check_head(name, key)
+    model = RewardFields(pretrained=base, adapter=adapter, trust_remote_code=is_trusted())
+    has_tokenizer = adapter is None or (Path(name) / "tokenizer_config.json").is_file()
+    data = RewardData(NO_ROWS, tokenizer=name if has_tokenizer else base, batch_size=ROWS,
+                      max_length=position_limit(model.config_fields()) or LENGTH)
+    _connect(data, model)
+    if chats and not data.tokenizer.chat_template:
+        raise UserError(f"{key} has no chat template, so how it reads conversations is unknown. Put the template that it "
+                        "was trained with into its folder as chat_template.jinja.")
+    return RewardModel(key, model, data, frozen=True)
+
+
+def _connect(data: Any, model: RewardFields) -> None:
+    data.connect(pretrained=model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code,
+                 max_positions=position_limit(model.config_fields()))
+
+
+def _base_of(name: str, key: str) -> str:
+    """Return the base model of an adapter. Raises UserError: it has none, or is an adapter of another task."""
+    found = adapter_config(name, key)
+    adapter_weights(name, key)
+    if found.get("task_type") not in (None, "SEQ_CLS"):
+        raise UserError(f"{key} is an adapter for {found['task_type']}, but a reward model's is for SEQ_CLS.")
+    if not found.get("base_model_name_or_path"):
+        raise UserError(f"{key}: {SETTINGS} does not say what the adapter's base model is.")
+    _check_head(found["base_model_name_or_path"], key, has_new_head=bool(found.get("modules_to_save")))
+    return found["base_model_name_or_path"]
+
+
+def _check_head(name: str, key: str, has_new_head: bool = False) -> None:
+    """Raise UserError unless a model is a reward model, or its adapter has a head in place of another one."""
+    config = load_config(name, trust_remote_code=is_trusted())
+    if has_new_head:
+        return
+    [kind] = (config.architectures or ["model without a head"])[:1]
+    if not kind.endswith(HEAD):
+        raise UserError(f"{key} is a {kind}, and no reward model, which classifies sequences and has one label: name a "
+                        "finished run of Reward, or another model of this kind.")
+    if config.num_labels != 1:
+        raise UserError(f"{key} has {config.num_labels} labels, but a reward model has one, the score.")
