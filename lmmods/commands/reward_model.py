@@ -80,8 +80,8 @@ def _of_model(name: str, key: str, chats: bool) -> "RewardModel":
                       max_length=position_limit(model.config_fields()) or LENGTH)
     _connect(data, model)
     if chats and not data.tokenizer.chat_template:
-        raise UserError(f"{key} has no chat template, so how it reads conversations is unknown. Put the template that it "
-                        "was trained with into its folder as chat_template.jinja.")
+        raise UserError(f"{key} has no chat template, so how it reads conversations is unknown. Put the template of its "
+                        "training into its folder as chat_template.jinja.")
     return RewardModel(key, model, data, frozen=True)
 
 
