@@ -183,8 +183,8 @@ class BestOf:
     """Generate several answers to each prompt in predict, and take the one that a reward model scores highest.
 
     Args:
-        reward: The reward model: folder of a finished run of the task Reward, or a folder or hub id of a model for
-            sequence classification with one label, or of an adapter of one.
+        reward: The reward model: folder of a finished run of the task Reward, folder or hub id of a model for sequence
+            classification with one label, or folder of an adapter of one.
         answers: Answers to each prompt.
     """
 

@@ -17,6 +17,7 @@ from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulL
 from lmmods.data.batches.packing import PackedSet
 from lmmods.data.batches.sampler import BatchOrder, OrderRule, evaluation_order, training_order
 from lmmods.data.batches.stream import StreamLoader, StreamSource, draw_number
+from lmmods.data.encode.encoder import describe_dropped
 from lmmods.data.encode.tokenizer import TokenizerOptions, encoding_state
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.report import describe, misfit, render_table
@@ -300,10 +301,16 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         self._check_splits()
 
     def _check_splits(self) -> None:
-        """Warn if the vocabulary does not fit. Raises UserError: no token of a split is scored by its loss."""
+        """Warn if the vocabulary does not fit, or predict leaves out rows. Raises UserError: no token of a split is
+        scored by its loss.
+        """
         for role in [role for role in self._splits.sets if role not in self._checked]:
             self._checked.add(role)
-            found = [problem for store in self._splits.sets[role].stores if (problem := misfit(store.info))]
+            stores = self._splits.sets[role].stores
+            found = [problem for store in stores if (problem := misfit(store.info))]
+            if role == "predict":  # which writes no data report
+                found += [f"Predict leaves out rows of {store.info['path']}, {describe_dropped(store.info)}"
+                          for store in stores if store.info["dropped"]]
             items = self._loaders.items(role) if role != "predict" else ()
             if items and not any(self._is_scored(items[number], role) for number in range(len(items))):
                 raise UserError(f"{self._splits.key(role)}: in its rows ({len(items)}) no token is scored, so "
