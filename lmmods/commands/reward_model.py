@@ -22,7 +22,7 @@ ROWS = 16  # of a batch
 
 
 def read_reward_model(name: str, key: str, chats: bool) -> "RewardModel":
-    """Return a reward model: of a run (its folder, or model/ in it), a model's folder or hub id, or an adapter's folder.
+    """Return the reward model of a run's folder (or model/ in it), a model's folder or hub id, or an adapter's folder.
 
     A run renders and truncates conversations as it did in training, any other model by its own chat template, within
     the positions that it has. The network is loaded when it first scores.
@@ -80,8 +80,8 @@ def _of_model(name: str, key: str, chats: bool) -> "RewardModel":
                       max_length=position_limit(model.config_fields()) or LENGTH)
     _connect(data, model)
     if chats and not data.tokenizer.chat_template:
-        raise UserError(f"{key} has no chat template, so how it reads conversations is unknown. Put the template of its "
-                        "training into its folder as chat_template.jinja.")
+        raise UserError(f"{key} has no chat template, so how it reads conversations is unknown. Put the template of "
+                        "its training into its folder as chat_template.jinja.")
     return RewardModel(key, model, data, frozen=True)
 
 

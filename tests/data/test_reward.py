@@ -7,6 +7,7 @@ import pytest
 
 from lmmods.core.errors import UserError
 from lmmods.data.reward import RewardData
+from lmmods.data.sources.conversation import Conversation
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"},
           {"role": "assistant", "content": "1"}, {"role": "user", "content": "Two?"}]
@@ -48,6 +49,20 @@ def test_every_layout_of_a_pair_is_the_same_pair(row, chat_folder, write_jsonl):
     assert [answer["input_ids"].tolist() for answer in data._loaders.items("train")[0]["answers"]] == [
         ids["input_ids"] for ids in written]
     assert [row["name"] for row in data.rows_for_inspection(9)] == ["chosen", "rejected"]
+
+
+def test_answers_of_other_models_are_written_as_those_of_rows(chat_folder, byte_level_folder, write_jsonl):
+    """Chats and texts in one call; what cannot be written comes back as None."""
+    rows = [{"messages": [*PROMPT, answer]} for answer in (GOOD, BAD)]
+    data = data_of(write_jsonl([TEXTS], "train.jsonl"), chat_folder, "predict", predict_source=write_jsonl(rows))
+    wanted = [items["input_ids"].flatten().tolist() for items in data.predict_dataloader()][::-1]
+    empty = {"role": "assistant", "content": " "}
+    found = data.encode_answers([Conversation([*PROMPT, GOOD]), PLAIN["chosen"], Conversation([*PROMPT, empty]),
+                                 Conversation([*PROMPT, BAD]), ""])
+    assert found[2] is None and found[4] is None
+    assert [found[0].tolist(), found[3].tolist()] == sorted(wanted, key=len)
+    assert data.tokenizer.decode(found[1]) == f"<s>{PLAIN['chosen']}<|im_end|>"
+    assert data.encode_answers([]) == []
 
 
 def test_texts_without_a_prompt(byte_level_folder, chat_folder, write_jsonl):
@@ -145,7 +160,7 @@ def predicted(data: RewardData, score) -> tuple[list[dict], dict[str, float]]:
     return found.rows, found.scores
 
 
-def test_predict_scores_chats_and_pairs(chat_folder, write_jsonl):
+def test_predict_scores_chats_and_pairs(chat_folder, write_jsonl, capsys):
     rows = [{"messages": [*PROMPT, GOOD]}, {"messages": PROMPT, "chosen": GOOD, "rejected": BAD},
             {"messages": PROMPT}, {"messages": [*PROMPT, BAD], "kto_tag": False}]
     data = data_of(write_jsonl([TEXTS], "train.jsonl"), chat_folder, "predict", predict_source=write_jsonl(rows),
@@ -156,6 +171,7 @@ def test_predict_scores_chats_and_pairs(chat_folder, write_jsonl):
     assert metrics == {"reward_min": good, "reward_mean": (2 * good + 2 * bad) / 4, "reward_max": bad}
     [source] = [data._splits.sets["predict"].info(0)]
     assert list(source["dropped"]) == ["the conversation does not end in an answer"]
+    assert "4 read: the conversation does not end in an answer (1 rows, first" in capsys.readouterr().err
     assert data.example(1) == rows[1] and data.example(2) == rows[1]
 
 

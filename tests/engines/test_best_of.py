@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
+from tests.forks import together
 
 WANTED = re.compile("[5-9]")
 TEMPLATE = ("{{ bos_token }}{% for m in messages %}### {{ m['role'] }}:\n{{ m['content'] }}\n"
@@ -60,20 +61,20 @@ def predict(recipe, tmp_path):
     (tmp_path / "ask.jsonl").write_text("".join(json.dumps({"instruction": text, "output": "7"}) + "\n"
                                                 for text in QUESTIONS))
 
-    def run(reward: str | Path, engine: str = "torch", size: int = 4, answers: int = 5, **changes: Any
-            ) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    def predicted(reward: str | Path, engine: str = "torch", size: int = 4, answers: int = 5, run: Any = main,
+                  **changes: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
         arguments = recipe(**{
             "engine": engine, "model__init_args__quantize": None, "model__init_args__lora": None,
             "model__init_args__generation": {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "temperature": 2.0},
             "model__init_args__best_of": {"reward": str(reward), "answers": answers},
             "data__init_args__predict_source": str(tmp_path / "ask.jsonl"), "data__init_args__eval_batch_size": size,
             **changes})
-        assert main(["predict", *arguments]) == 0
+        assert run(["predict", *arguments]) == 0
         folder = RunFolder(tmp_path / "run")
         return ([json.loads(line) for line in folder.predictions.read_text().splitlines()],
                 json.loads(folder.metrics_json.read_text()))
 
-    return run
+    return predicted
 
 
 def reward_run(recipe, tmp_path: Path, judge: Path, lora: dict[str, Any] | None = None, **data: Any) -> RunFolder:
@@ -133,6 +134,19 @@ def test_answers_depend_neither_on_the_engine_nor_on_the_batch_nor_on_how_many_t
             assert others == pytest.approx(metrics, abs=1e-5)
     more, _ = predict(judge, answers=7)
     assert [row["answers"][:5] for row in more] == [row["answers"] for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_each_process_scores_the_answers_to_its_own_prompts(predict, judge, strategy):
+    def on_two(arguments: list[str]) -> int:
+        together(arguments)
+        return 0
+
+    rows, metrics = predict(judge, size=1)
+    found, others = predict(judge, size=1, run=on_two, trainer__devices=2, trainer__strategy=strategy)
+    assert [row["prediction"] for row in found] == [row["prediction"] for row in rows]
+    assert others == pytest.approx(metrics, abs=1e-5)
 
 
 def test_the_first_answer_is_that_of_a_run_without_reward_model(predict, judge):

@@ -178,6 +178,9 @@ def test_the_numbers_of_a_row_are_uniform_and_its_own():
     numbers = draws(5, range(-1, 999), 1000)
     assert np.array_equal(draws(5, [7, 3], 10), numbers[[8, 4], :10])
     assert not np.array_equal(draws(6, [7], 10), numbers[[8], :10])
+    several = draws(5, [7, 3], 10, answers=4)  # the first answers are those of a row with one
+    assert np.array_equal(several[::4], numbers[[8, 4], :10]) and np.array_equal(several[:2], draws(5, [7], 10, 2))
+    assert len(np.unique(draws(5, range(50), 100, answers=4))) > 0.99 * 50 * 100 * 4
     assert 0 <= numbers.min() and numbers.max() < 1
     for axis in (0, 1):  # rows and columns: means of a thousand numbers of variance 1/12
         assert np.abs(numbers.mean(axis) - 0.5).max() < 5 / np.sqrt(12 * 1000)
