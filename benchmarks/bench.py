@@ -128,6 +128,7 @@ class Comparison:
 
 EPOCH = 52  # steps of warm-up in which the JAX engine meets, and compiles, every length of row
 QLORA = Work("sft", "llama-b", 512, method="qlora")
+PAIRS, TAGS = Work("sequence_classification", "bert", 128), Work("token_classification", "bert", 128)
 CLM, MLM, QA = Work("clm", "gpt2", 512), Work("mlm", "bert", 512), Work("qa", "bert", 384)
 SHORT_QA = replace(QA, num_rows=8 * EPOCH)
 BLOCKS = (256, 512, 1024)
@@ -148,6 +149,8 @@ COMPARISONS = [
     Comparison("mlm-roberta", replace(MLM, model="roberta"), "Trainer", 1.8, {"Trainer compiled": 2.5}, steps=4,
                lengths=BLOCKS),
     Comparison("qa", QA, "Trainer", 2.0, {"Trainer grouped": 2.2}, steps=16),
+    Comparison("classify", PAIRS, "Trainer", 1.8, {"Trainer grouped": 1.8}, steps=32, warm_up=16),
+    Comparison("tag", TAGS, "Trainer", 1.8, {"Trainer grouped": 1.8}, steps=32, warm_up=16),
     Comparison("big-trl", BIG, "TRL tuned", 2.0, {"TRL tuned, checkpointing": 2.0, "Unsloth": 2.0}, precision="auto",
                memory=0.4, steps=2, warm_up=1, rounds=3, together=False, start=2.0),
     Comparison("overhead", Work("clm", "tiny", 256), "bare loop", 1 / 1.10, steps=60, warm_up=20),

@@ -31,9 +31,16 @@ TEMPLATE = ("Below is an instruction that describes a task, paired with an input
             "Write a response that appropriately completes the request.\n\n### Instruction:\n\n### Input:\n\n"
             "### Response:\n")
 CLASSES = {"sft": "CausalLM", "clm": "CausalLM", "mlm": "MaskedLM", "qa": "QuestionAnswering",
-           "preference": "CausalLM"}
+           "preference": "CausalLM", "sequence_classification": "SequenceClassification",
+           "token_classification": "TokenClassification"}
 TASKS = {"sft": ("SFT", "SFTData"), "clm": ("CLM", "CLMData"), "mlm": ("MLM", "MLMData"), "qa": ("QA", "QAData"),
-         "preference": ("Preference", "PreferenceData")}
+         "preference": ("Preference", "PreferenceData"),
+         "sequence_classification": ("SequenceClassification", "SequenceClassificationData"),
+         "token_classification": ("TokenClassification", "TokenClassificationData")}
+LABELS = {  # of MNLI and of CoNLL-2003
+    "sequence_classification": ["contradiction", "entailment", "neutral"],
+    "token_classification": ["B-LOC", "B-MISC", "B-ORG", "B-PER", "I-LOC", "I-MISC", "I-ORG", "I-PER", "O"]}
+ENCODER_TASKS = ("mlm", "qa", *LABELS)
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Work:
         dtype: Of the random weights.
     """
 
-    task: Literal["sft", "clm", "mlm", "qa", "preference"]
+    task: Literal["sft", "clm", "mlm", "qa", "preference", "sequence_classification", "token_classification"]
     model: str
     length: int = 512
     batch_size: int = 8
@@ -74,7 +81,8 @@ class Work:
     def _write_source(self, folder: Path) -> Path:
         if self.task == "sft" and self.rows:
             return Path(self.rows)
-        names = {"sft": "rows.source.jsonl", "preference": "pairs.source.jsonl", "qa": "squad.json"}
+        names = {"sft": "rows.source.jsonl", "preference": "pairs.source.jsonl", "qa": "squad.json",
+                 **dict.fromkeys(LABELS, "labelled.source.jsonl")}
         path = folder / names.get(self.task, "corpus.txt")
         if self.task == "sft":
             write_instructions(path, self.num_rows)
@@ -82,6 +90,10 @@ class Work:
             write_pairs(path, self.num_rows)
         elif self.task == "qa":
             write_questions(path, self.num_rows)
+        elif self.task == "sequence_classification":
+            write_labelled_pairs(path, self.num_rows)
+        elif self.task == "token_classification":
+            write_tagged_words(path, self.num_rows)
         else:
             write_text(path, tokens=self.num_rows * self.length)
         return path
@@ -93,13 +105,14 @@ class Work:
         num_rows = CONFIGS[self.model]["vocab_size"]
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.tokenizer) if self.tokenizer else None
         if tokenizer is None or len(tokenizer) > num_rows:
-            tokenizer = train_tokenizer(source, num_rows, self.task in ("mlm", "qa"))
+            tokenizer = train_tokenizer(source, num_rows, self.task in ENCODER_TASKS)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.unk_token or tokenizer.eos_token
         fields = dict(CONFIGS[self.model])
         # RoBERTa counts positions from behind the padding id on
         fields[{"gpt2": "n_positions"}.get(self.model, "max_position_embeddings")] = max(self.length, 512) + 8
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        config = transformers.CONFIG_MAPPING[fields.pop("model_type")](**fields, **special)
+        labels = {"num_labels": len(LABELS[self.task])} if self.task in LABELS else {}
+        config = transformers.CONFIG_MAPPING[fields.pop("model_type")](**fields, **special, **labels)
         torch.manual_seed(0)
         model_class = getattr(transformers, f"AutoModelFor{CLASSES[self.task]}")
         model_class.from_config(config, dtype=getattr(torch, self.dtype)).save_pretrained(folder)
@@ -113,7 +126,8 @@ class Work:
         lora = {} if self.method == "full" else {"lora": {"rank": 16, "alpha": 32}}
         data = {"sft": {"template": "alpaca", "group_by_length": True}, "clm": {"documents": "line"},
                 "mlm": {"documents": "line"}, "qa": {"stride": 128, "group_by_length": True},
-                "preference": {"template": "alpaca", "group_by_length": True}}[self.task]
+                "preference": {"template": "alpaca", "group_by_length": True},
+                **dict.fromkeys(LABELS, {"group_by_length": True})}[self.task]
         module, data_module = TASKS[self.task]
         return {
             "seed_everything": 1,
@@ -150,7 +164,7 @@ class Work:
                 if self.task == "mlm":  # as it was before masking
                     row["input_ids"] = [token if label == -100 else label
                                         for token, label in zip(row["input_ids"], row["labels"], strict=True)]
-                if len(row["input_ids"]) == self.length or self.task in ("sft", "qa"):  # blocks are full
+                if len(row["input_ids"]) == self.length or self.task not in ("clm", "mlm"):  # whose blocks are full
                     file.write(json.dumps(row) + "\n")
 
 
@@ -187,6 +201,28 @@ def write_questions(path: Path, count: int) -> None:
                               "answers": [answer]})
         paragraphs.append({"context": context, "qas": questions})
     path.write_text(json.dumps({"version": "1.1", "data": [{"title": "", "paragraphs": paragraphs}]}))
+
+
+def write_labelled_pairs(path: Path, count: int) -> None:
+    """Pairs of sentences with a label, about as long as those of MNLI; some are cut at 128 tokens."""
+    rng = random.Random(5)
+    vocabulary = make_vocabulary(rng)
+    with path.open("w") as file:
+        for _ in range(count):
+            texts = {name: words(min(int(rng.lognormvariate(mean, spread)) + 1, 120), rng, vocabulary)
+                     for name, mean, spread in (("premise", 2.9, 0.6), ("hypothesis", 2.3, 0.4))}
+            file.write(json.dumps({**texts, "label": rng.choice(LABELS["sequence_classification"])}) + "\n")
+
+
+def write_tagged_words(path: Path, count: int) -> None:
+    """Sentences with a tag for each word, about as long as those of CoNLL-2003."""
+    rng = random.Random(6)
+    vocabulary = make_vocabulary(rng)
+    with path.open("w") as file:
+        for _ in range(count):
+            tokens = words(min(int(rng.lognormvariate(2.4, 0.7)) + 1, 120), rng, vocabulary).split(" ")
+            tags = rng.choices(LABELS["token_classification"], k=len(tokens))
+            file.write(json.dumps({"tokens": tokens, "ner_tags": tags}) + "\n")
 
 
 def train_tokenizer(source: Path, vocab_size: int, encoder: bool) -> Any:

@@ -12,9 +12,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     DataCollatorForLanguageModeling,
+    DataCollatorForTokenClassification,
     DataCollatorWithPadding,
     DefaultDataCollator,
     Trainer,
@@ -23,7 +26,12 @@ from transformers import (
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 MODELS = {"sft": AutoModelForCausalLM, "clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM,
-          "qa": AutoModelForQuestionAnswering, "preference": AutoModelForCausalLM}
+          "qa": AutoModelForQuestionAnswering, "preference": AutoModelForCausalLM,
+          "sequence_classification": AutoModelForSequenceClassification,
+          "token_classification": AutoModelForTokenClassification}
+# As run_glue and run_ner set them where rows are padded to the longest of their batch.
+LABEL_COLLATORS = {"sequence_classification": DataCollatorWithPadding,
+                   "token_classification": DataCollatorForTokenClassification}
 
 
 def load_model(asked: dict) -> torch.nn.Module:
@@ -119,13 +127,17 @@ def arguments(asked: dict) -> dict:
 
 
 def trainer_run(asked: dict, rounds: Rounds) -> None:
-    """run_clm, run_mlm and run_qa: fixed blocks, random masks, windows padded to their full length; where rows are
-    grouped by length, windows are padded to the longest of their batch.
+    """run_clm, run_mlm, run_qa, run_glue and run_ner: fixed blocks, random masks, windows padded to their full length,
+    labelled texts padded to the longest of their batch; where rows are grouped by length, windows are, too.
     """
     tokenizer = AutoTokenizer.from_pretrained(f"{asked['folder']}/model")
     rows, task = read_rows(asked["folder"]), asked["task"]
     if task == "qa" and "train_sampling_strategy" in asked["tuned"]:
         collate = DataCollatorWithPadding(tokenizer)
+    elif task in LABEL_COLLATORS:
+        collate = LABEL_COLLATORS[task](tokenizer)
+        rows = [{name: row[name] for name in ("input_ids", "attention_mask", "token_type_ids", "labels")
+                 if name in row} for row in rows]
     elif task == "mlm":
         collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
         rows = [{"input_ids": row["input_ids"], "attention_mask": [1] * len(row["input_ids"])} for row in rows]

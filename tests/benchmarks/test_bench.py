@@ -31,11 +31,12 @@ def test_a_row_of_the_table():
     assert last == "| clm | Trainer | 1.23 | >= 1.25 | why |"
 
 
-@pytest.mark.parametrize("task", ["sft", "clm", "mlm", "qa", "preference"])
+@pytest.mark.parametrize("task", ["sft", "clm", "mlm", "qa", "preference", "sequence_classification",
+                                  "token_classification"])
 def test_peers_get_the_rows_that_we_train_on(tmp_path, monkeypatch, task):
-    from work import CONFIGS, NO_DROPOUT, Work
+    from work import CONFIGS, ENCODER_TASKS, LABELS, NO_DROPOUT, Work
 
-    monkeypatch.setitem(CONFIGS, "small", {"model_type": "bert", **NO_DROPOUT, **SMALL} if task in ("mlm", "qa") else
+    monkeypatch.setitem(CONFIGS, "small", {"model_type": "bert", **NO_DROPOUT, **SMALL} if task in ENCODER_TASKS else
                         {"model_type": "llama", **SMALL})
     folder = tmp_path / task
     length = 256 if task == "qa" else 64
@@ -48,6 +49,10 @@ def test_peers_get_the_rows_that_we_train_on(tmp_path, monkeypatch, task):
         assert rows and all(len(row["input_ids"]) <= length for row in rows)
     if task in ("clm", "mlm"):
         assert {len(row["input_ids"]) for row in rows} == {64}
+    if task in LABELS:
+        labels = [row["labels"] for row in rows]
+        known = {label for each in labels for label in (each if task == "token_classification" else [each])} - {-100}
+        assert len(rows) == 40 and known <= set(range(len(LABELS[task]))) and len(known) > 2
     if task == "mlm":  # they mask by themselves
         assert not any(3 in row["input_ids"] for row in rows)
     assert (folder / "check.json").exists() and (folder / "recipe.yaml").exists()
