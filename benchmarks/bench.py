@@ -21,7 +21,7 @@ import time
 import venv
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import roofline
 import startup
@@ -97,6 +97,8 @@ class Comparison:
         together: Whether memory holds both sides.
         start: Largest time to the first step by the time to read the weights, both from a cold file, where there is
             a target; the peak is then compared with what `plan` says as well.
+        command: Of ours. A step of `validate` is one over all rows, against the peer's evaluation of the same rows, and
+            the loss that both must find is its result.
     """
 
     name: str
@@ -113,12 +115,14 @@ class Comparison:
     rounds: int | None = None
     together: bool = True
     start: float | None = None
+    command: Literal["fit", "validate"] = "fit"
 
     @property
     def title(self) -> str:
         work = self.work
         method = {"full": "", "lora": " LoRA", "qlora": " QLoRA"}[work.method]
-        return f"{work.task}{method}, {work.model}, {work.length} tokens, {self.engine} {self.precision}"
+        command = "evaluation of " if self.command == "validate" else ""
+        return f"{command}{work.task}{method}, {work.model}, {work.length} tokens, {self.engine} {self.precision}"
 
     def against_tuned(self) -> list["Comparison"]:
         """The same work against each tuned peer; only speed has a target there."""
@@ -151,6 +155,10 @@ COMPARISONS = [
     Comparison("qa", QA, "Trainer", 2.0, {"Trainer grouped": 2.2}, steps=16),
     Comparison("classify", PAIRS, "Trainer", 1.8, {"Trainer grouped": 1.8}, steps=32, warm_up=16),
     Comparison("tag", TAGS, "Trainer", 1.8, {"Trainer grouped": 1.8}, steps=32, warm_up=16),
+    Comparison("evaluate-clm", replace(CLM, model="llama-a", num_rows=100), "Trainer", 2.0, {"Trainer compiled": 2.0},
+               steps=1, warm_up=1, command="validate"),
+    Comparison("evaluate-classify", PAIRS, "Trainer", 2.0, {"Trainer grouped": 2.0}, steps=1, warm_up=1,
+               command="validate"),
     Comparison("big-trl", BIG, "TRL tuned", 2.0, {"TRL tuned, checkpointing": 2.0, "Unsloth": 2.0}, precision="auto",
                memory=0.4, steps=2, warm_up=1, rounds=3, together=False, start=2.0),
     Comparison("overhead", Work("clm", "tiny", 256), "bare loop", 1 / 1.10, steps=60, warm_up=20),
@@ -195,8 +203,12 @@ def measure(comparison: Comparison, folder: Path, rounds: int) -> list[Row]:
     work, weights = comparison.work, folder / "model" / "model.safetensors"
     cold = (weights,) if comparison.start else ()
     asked = {"folder": str(folder), "task": work.task, "method": work.method, "length": work.length,
-             "batch_size": work.batch_size, "warm_up": comparison.warm_up, "steps": comparison.steps}
+             "batch_size": work.batch_size, "warm_up": comparison.warm_up, "steps": comparison.steps,
+             "command": comparison.command}
     options = ["--trainer.precision", comparison.precision]
+    if comparison.command == "validate":
+        source = yaml.safe_load((folder / "recipe.yaml").read_text())["data"]["init_args"]["source"]
+        options += ["--data.val_source", source]
     ours = Side(sys.executable, "ours.py", {**asked, "engine": comparison.engine, "options": options}, cold)
     if comparison.against == "our torch":
         theirs = Side(sys.executable, "ours.py", {**asked, "engine": "torch", "options": options}, cold)

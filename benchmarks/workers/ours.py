@@ -33,6 +33,38 @@ def pace_torch(asked: dict) -> None:
     RunEvents.on_train_start, RunEvents.on_train_batch_end = on_train_start, on_train_batch_end
 
 
+def pace_validation(asked: dict) -> None:
+    """Validate again and again, and report each time; the first one is the warm-up. On torch alone."""
+    from lmmods.torch_engine.callbacks.run_events import RunEvents
+
+    rounds, tokens, began = Rounds(asked), 0, False
+    end = RunEvents.on_validation_end
+
+    def on_validation_start(self, trainer, module):  # noqa: ANN001, ANN202
+        nonlocal tokens
+        if not began:
+            rounds.ready()
+        tokens = 0
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, *_):  # noqa: ANN001, ANN002, ANN202
+        nonlocal tokens
+        tokens += int(batch["attention_mask"].sum())
+
+    def on_validation_end(self, trainer, module):  # noqa: ANN001, ANN202
+        nonlocal began
+        end(self, trainer, module)
+        if began:
+            return
+        began = True
+        while True:  # until the driver has enough rounds
+            rounds.start_loss(float(trainer.callback_metrics["val/loss"]))
+            rounds.step(tokens)
+            trainer.validate_loop.run()
+
+    RunEvents.on_validation_start = on_validation_start
+    RunEvents.on_validation_batch_end, RunEvents.on_validation_end = on_validation_batch_end, on_validation_end
+
+
 def pace_jax(asked: dict) -> None:
     """Report from within our loop."""
     import jax
@@ -66,9 +98,11 @@ def main() -> None:
     sys.path.insert(0, asked["root"])
     from lmmods.cli import main as run
 
-    {"torch": pace_torch, "jax": pace_jax}[asked["engine"]](asked)
+    command = asked.get("command", "fit")
+    (pace_validation if command == "validate" else {"torch": pace_torch, "jax": pace_jax}[asked["engine"]])(asked)
     recipe, out = Path(asked["folder"]) / "recipe.yaml", Path(asked["folder"]) / asked["engine"]
-    sys.exit(run(["fit", "--config", str(recipe), "--engine", asked["engine"], "--overwrite", "true",
+    overwrite = ["--overwrite", "true"] if command == "fit" else []
+    sys.exit(run([command, "--config", str(recipe), "--engine", asked["engine"], *overwrite,
                   "--trainer.default_root_dir", str(out), *asked.get("options", [])]))
 
 

@@ -122,8 +122,9 @@ def callback(rounds: Rounds, holder: dict):  # noqa: ANN201
 def arguments(asked: dict) -> dict:
     """The scripts' own settings and those of `tuned`; only what would write files, or stop the run, is changed."""
     return {"output_dir": f"{asked['folder']}/peer", "per_device_train_batch_size": asked["batch_size"],
-            "learning_rate": 1e-4, "max_steps": 100_000, "report_to": [], "save_strategy": "no", "use_cpu": True,
-            "bf16": asked["bf16"], "disable_tqdm": True, **asked["tuned"]}
+            "per_device_eval_batch_size": asked["batch_size"], "learning_rate": 1e-4, "max_steps": 100_000,
+            "report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": asked["bf16"], "disable_tqdm": True,
+            **asked["tuned"]}
 
 
 def trainer_run(asked: dict, rounds: Rounds) -> None:
@@ -148,10 +149,30 @@ def trainer_run(asked: dict, rounds: Rounds) -> None:
                  "labels": row["input_ids"]} for row in rows]
     model, holder = load_model(asked), {}
     note_start(rounds, model, asked)
+    if asked.get("command") == "validate":
+        evaluate_run(asked, rounds, model, rows, collate)
     holder["trainer"] = counting(Trainer)(
         model=model, args=TrainingArguments(**arguments(asked)), train_dataset=rows, data_collator=collate,
         callbacks=[callback(rounds, holder)])
     holder["trainer"].train()
+
+
+def evaluate_run(asked: dict, rounds: Rounds, model: torch.nn.Module, rows: list[dict], collate) -> None:  # noqa: ANN001
+    """Trainer.evaluate again and again, until the driver has enough rounds: the loss, and the accuracy of labelled
+    texts, as in run_glue. run_clm's accuracy needs the logits of every token, so it is left out.
+    """
+    labels = asked["task"] == "sequence_classification"
+    trainer = Trainer(model=model, args=TrainingArguments(**arguments(asked)), eval_dataset=rows, data_collator=collate,
+                      compute_metrics=accuracy if labels else None)
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    rounds.ready()
+    while True:
+        rounds.start_loss(trainer.evaluate()["eval_loss"])
+        rounds.step(tokens)
+
+
+def accuracy(found) -> dict[str, float]:  # noqa: ANN001
+    return {"accuracy": float((found.predictions.argmax(1) == found.label_ids).mean())}
 
 
 def padded(row: dict, length: int, pad_id: int) -> dict:
