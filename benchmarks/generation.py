@@ -1,6 +1,7 @@
 """Our generation beside transformers' `generate`: 8 sampled answers to each of 16 prompts, on the CPU.
 
     python benchmarks/generation.py [--models 25M 1.1B] [--engines torch jax] [--rounds 3] [--prompt 64] [--tokens 64]
+    python benchmarks/generation.py --predict    instead: which share of predict's time is spent within the network
 
 Both have the same random weights and take turns in one process; the speed is new tokens per CPU-second, and a ratio is
 one of medians. No answer ends early, which would favour ours: there, ended rows leave the batch. In float32, the greedy
@@ -8,7 +9,10 @@ answers to two prompts are compared with transformers' before the first round.
 """
 
 import argparse
+import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else waiting threads burn
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from pair import ratio  # noqa: E402
+from pair import ROOT, WORKERS, ratio  # noqa: E402
 from table import Row, markdown  # noqa: E402
 from work import CONFIGS  # noqa: E402
 
@@ -30,7 +34,9 @@ from lmmods.core.settings import Generation  # noqa: E402
 from lmmods.recipe.tasks.base import CausalFields  # noqa: E402
 
 NUM_PROMPTS, NUM_ANSWERS, PAD = 16, 8, 0
-TARGET = 1.5
+TARGET, TARGET_SHARE = 1.5, 0.80
+DEMO = ["--config", "configs/sft_qlora.yaml", "--model.lora", "null", "--model.adapter", "demo/llama_sft",
+        "--trainer.logger", "false"]
 Answers = Callable[[torch.Tensor, bool], list[list[int]]]  # of prompts [N, T], sampled or greedy
 
 
@@ -166,6 +172,21 @@ def measure(name: str, engines: list[str], prompt_length: int, num_tokens: int, 
     return rows
 
 
+def measure_predict(options: list[str]) -> Row:
+    """The network's share of the CPU time that `predict` takes after loading, on torch.
+
+    Raises:
+        CalledProcessError: predict failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked = {"root": str(ROOT), "folder": folder, "options": options}
+        done = subprocess.run([sys.executable, str(WORKERS / "predicting.py"), json.dumps(asked)], cwd=ROOT,
+                              stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout)
+    return Row("CPU time of predict within the network", "all after loading", found["inside"] / found["total"],
+               f">= {TARGET_SHARE:.2f}", f"{found['inside']:.2f} of {found['total']:.2f} s, {found['calls']} calls")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
@@ -173,7 +194,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
-    args = parser.parse_args()
+    parser.add_argument("--predict", nargs="*", metavar="OPTION", help="measure `predict` with these options instead, "
+                        "by default on the demo's tuned model")
+    args, rest = parser.parse_known_args()
+    if args.predict is not None:
+        print(markdown([measure_predict([*args.predict, *rest] or DEMO)]))
+        return
+    if rest:
+        parser.error(f"unknown: {' '.join(rest)}")
     print(markdown([row for name in args.models
                     for row in measure(name, args.engines, args.prompt, args.tokens, args.rounds)]))
 

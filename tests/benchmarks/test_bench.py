@@ -20,7 +20,8 @@ def programs(monkeypatch):
     monkeypatch.syspath_prepend(str(WORKERS))
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     # pytest may know other modules by these names
-    for name in ("data", "work", "pair", "table", "plans", "startup", "roofline", "rounds", "profiled", "xla_trace"):
+    for name in ("data", "work", "pair", "table", "plans", "startup", "roofline", "rounds", "profiled", "xla_trace",
+                 "predicting"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -119,6 +120,29 @@ while True:
     assert [each["tokens"] for each in reports] == [20, 40, 40], done.stderr
     assert all(each["loss"] == 1.5 and 0 < each["ready"] < 60 and 0 < each["libraries"] <= each["peak"]
                for each in reports)
+
+
+def test_a_clock_counts_time_within_the_network():
+    import torch
+    from predicting import Clock
+
+    class Busy(torch.nn.Module):
+        def forward(self):
+            spend(0.1)
+
+    def spend(seconds):
+        until = time.process_time() + seconds
+        while time.process_time() < until:
+            pass
+
+    clock, network = Clock(), Busy()
+    clock.begin(network)
+    network()
+    spend(0.1)
+    network()
+    clock.end()
+    assert clock.calls == 2 and clock.inside == pytest.approx(0.2, abs=0.05)
+    assert clock.total == pytest.approx(0.3, abs=0.05)
 
 
 def test_rounds_of_broken_strides_are_refused():
