@@ -188,7 +188,8 @@ def measure_predict(options: list[str]) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--engines", nargs="*", choices=("torch", "jax"), default=["torch", "jax"])
     parser.add_argument("--rounds", type=int, default=3)
