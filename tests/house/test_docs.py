@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib
 import io
@@ -18,7 +19,7 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.commands.registry import COMMANDS, parse_command
-from lmmods.core.settings import LoRA
+from lmmods.core.settings import BestOf, LoRA
 from lmmods.recipe.foreign_keys import NO_KEY
 from lmmods.recipe.source import Source
 
@@ -146,6 +147,8 @@ def by_task() -> dict[str, dict[str, object]]:
         for part in ("model", "data"):
             content[part] = content[part]["init_args"]
         content["model"]["pretrained"] = None
+        if "best_of" in content["model"]:  # null, too, but without a place in the table of `model`
+            content["model"]["best_of"] = {each.name: each.default for each in dataclasses.fields(BestOf)}
         found[task] = flat(content) | {f"model.lora.{name}": value for name, value in vars(LoRA()).items()}
         found[task] |= {f"data.source.{name}": value for name, value in vars(Source("required")).items()}
         found[task]["data.source"] = "required"
@@ -201,7 +204,7 @@ def told(path: str) -> dict[str, str]:
 def test_tables_of_fields_are_complete_and_right(task, by_task):
     shared, own = told("fields.md") | told("metrics.md"), told(f"tasks/{task.lower()}.md")
     if task in ("MLM", "QA"):
-        of_decoders = ("model.generation", "model.balance_loss")
+        of_decoders = ("model.generation", "model.best_of", "model.balance_loss")
         shared = {key: value for key, value in shared.items() if not key.startswith(of_decoders)}
     assert not set(shared) & set(own)
     told_here = {key: default for key, default in {**shared, **own}.items() if default != "below"}
