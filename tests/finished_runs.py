@@ -4,8 +4,10 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from lmmods.runs.folder import RunFolder
@@ -18,6 +20,15 @@ def rows(run: RunFolder, without: set[str] = TIMED) -> list[dict[str, float]]:
     with open(run.metrics_csv, newline="") as file:
         return [{key: float(value) for key, value in row.items() if value and key not in without}
                 for row in csv.DictReader(file)]
+
+
+def alike(found: Any, wanted: Any) -> bool:
+    """Equal, but numbers that are no whole ones to rounding."""
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(alike(found[key], wanted[key]) for key in wanted)
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(alike, found, wanted))
+    return found == (pytest.approx(wanted, rel=1e-3, abs=1e-4) if isinstance(wanted, float) else wanted)
 
 
 def seconds_of_steps(run: RunFolder) -> list[float]:

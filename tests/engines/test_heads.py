@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
-from tests.finished_runs import TIMED, rows
+from tests.finished_runs import TIMED, alike, rows
 from tests.forks import together
 
 BERT = {"model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -127,15 +127,6 @@ def same_export(run: RunFolder, other: RunFolder) -> None:
 
 def predicted(run: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.predictions.read_text().splitlines()]
-
-
-def alike(found: Any, wanted: Any) -> bool:
-    """Equal, but numbers to rounding."""
-    if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(alike(found[key], wanted[key]) for key in wanted)
-    if isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(alike, found, wanted))
-    return found == (pytest.approx(wanted, rel=1e-3, abs=1e-4) if isinstance(wanted, float) else wanted)
 
 
 def both_engines_agree(head: Any, name: str) -> None:
