@@ -9,6 +9,7 @@ from jax_engine.distributed.steps import Batch, Steps
 from jax_engine.distributed.tree import Tree
 from lmmods.core.errors import is_out_of_memory
 from lmmods.core.hardware import Target
+from lmmods.core.labels import has_tokens
 from lmmods.core.memory import StepMemory
 
 
@@ -62,12 +63,13 @@ def full_length(batch: Batch, max_length: int) -> dict[str, jax.ShapeDtypeStruct
     """Return the shapes of a micro-batch [ranks, B, ..., T] at the maximum length."""
     axis = batch["input_ids"].ndim - 1
 
-    def outline(x: jax.Array) -> jax.ShapeDtypeStruct:
-        shape = (*x.shape[:axis], max_length, *x.shape[axis + 1:]) if x.ndim > axis else x.shape
+    def outline(name: str, x: jax.Array) -> jax.ShapeDtypeStruct:
+        is_long = has_tokens(name, x.ndim, x.dtype.kind == "f", axis)
+        shape = (*x.shape[:axis], max_length, *x.shape[axis + 1:]) if is_long else x.shape
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding if isinstance(x.sharding, NamedSharding)
                                     else None)
 
-    return {name: outline(x) for name, x in batch.items()}
+    return {name: outline(name, x) for name, x in batch.items()}
 
 
 def _held(tree: Tree) -> int:

@@ -26,6 +26,7 @@ from jax_engine.tasks.base import Task
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
+from lmmods.core.labels import has_tokens
 from lmmods.core.memory import score_flops
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
@@ -164,8 +165,9 @@ def outlined_batch(example: dict[str, Any], ranks: int, rows: int, max_length: i
     outlined = {}
     for name, x in example.items():
         x = np.asarray(x)
-        length = (max_length,) if x.ndim > axis else ()
-        shape = (ranks, rows, *x.shape[1:axis], *length, *x.shape[axis + 1:])
+        is_long = has_tokens(name, x.ndim, x.dtype.kind == "f", axis)
+        shape = (ranks, rows, *x.shape[1:axis], *((max_length,) if is_long else x.shape[axis:axis + 1]),
+                 *x.shape[axis + 1:])
         outlined[name] = jax.ShapeDtypeStruct(shape, np.float32 if x.dtype.kind == "f" else np.int32)
     return outlined
 

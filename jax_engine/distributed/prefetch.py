@@ -17,6 +17,7 @@ from jax import Array
 
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.loss import LABELS, no_label
+from lmmods.core.labels import has_tokens
 from lmmods.data.batches.loader import Absent
 
 
@@ -142,7 +143,7 @@ class Prefetcher:
     def _filled(self, name: str, x: np.ndarray, length: int, axis: int) -> np.ndarray:
         """Pad a micro-batch's array to the batch size, and `axis` to `length`; convert it to int32 or float32."""
         # Labels that are floats are those of rows, also if a row has several.
-        of_rows = x.ndim <= axis or name == "labels" and x.dtype.kind == "f"
+        of_rows = not has_tokens(name, x.ndim, x.dtype.kind == "f", axis)
         tokens = () if of_rows else (length,)
         shape = (self._batch_size, *x.shape[1:axis], *tokens, *x.shape[axis + len(tokens):])
         fill = no_label(x.dtype) if name in LABELS else self._fill.get(name, 0)

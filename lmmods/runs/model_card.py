@@ -394,8 +394,7 @@ def draw_curves(metrics_csv: Path, picture: Path) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), label=name, **style)
     axes.set_xlabel("optimiser step")
-    is_preference = any(row.get("train/rewards/chosen") for row in rows)
-    axes.set_ylabel("loss" if is_preference else "loss (nats per token)")
+    axes.set_ylabel("loss")
     if axes.lines:
         axes.legend()
     figure.savefig(picture, dpi=120)

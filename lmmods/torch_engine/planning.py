@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
+from lmmods.core.labels import has_tokens
 from lmmods.core.memory import STATE_BYTES
 from lmmods.core.plan import StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
@@ -526,8 +527,12 @@ def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[s
         example: A micro-batch of the loader.
     """
     axis = example["input_ids"].ndim - 1
-    return {name: torch.ones((rows, *x.shape[1:axis], *((max_length,) if x.ndim > axis else ()), *x.shape[axis + 1:]),
-                             dtype=x.dtype) for name, x in example.items()}
+    full = {}
+    for name, x in example.items():
+        is_long = has_tokens(name, x.ndim, x.is_floating_point(), axis)
+        length = (max_length,) if is_long else x.shape[axis:axis + 1]
+        full[name] = torch.ones((rows, *x.shape[1:axis], *length, *x.shape[axis + 1:]), dtype=x.dtype)
+    return full
 
 
 def take_step(module: TaskModule, optimizer: torch.optim.Optimizer | None, batches: list[dict[str, Tensor]],

@@ -4,17 +4,20 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, MixtralConfig
 
+from jax_engine.memory import full_length
+from jax_engine.planning import outlined_batch
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import target_named
 from lmmods.core.plan import Traffic
 from lmmods.core.settings import LoRA
 from lmmods.strategies import FSDP2, DeepSpeed
 from lmmods.torch_engine.compat.torch import without_values
-from lmmods.torch_engine.planning import BUCKETS, Planner, num_buckets, skip_masks_of_full_rows
+from lmmods.torch_engine.planning import BUCKETS, Planner, full_batch, num_buckets, skip_masks_of_full_rows
 from lmmods.torch_engine.tasks.clm import CLM
 from lmmods.torch_engine.tasks.preference import Preference
 from tests.forks import together
@@ -251,3 +254,26 @@ def test_steps_take_the_memory_that_is_planned(experts_folder):
     assert len(pairs) == len(recipes), said
     for planned, taken in pairs:
         assert planned == pytest.approx(taken, rel=0.05)
+
+
+@pytest.mark.parametrize(("columns", "wanted"), [
+    ({"input_ids": (4, 7), "labels": (4, 7)}, {"input_ids": (2, 64), "labels": (2, 64)}),
+    ({"input_ids": (4, 7), "labels": (4,)}, {"input_ids": (2, 64), "labels": (2,)}),
+    ({"input_ids": (4, 7), "labels": (4, 3, "float")}, {"input_ids": (2, 64), "labels": (2, 3)}),  # several labels
+    ({"input_ids": (4, 7), "loss_weights": (4, 7, "float")}, {"input_ids": (2, 64), "loss_weights": (2, 64)}),
+    ({"input_ids": (4, 5, 7), "margin": (4, "float"), "reference_logps": (4, 5, "float")},
+     {"input_ids": (2, 5, 64), "margin": (2,), "reference_logps": (2, 5)})])
+def test_a_planned_batch_is_of_full_length_where_a_column_is_of_tokens(columns, wanted):
+    """In both engines' plans, and in the memory that a run on JAX tells at its start."""
+    example = {}
+    for name, shape in columns.items():
+        is_float = shape[-1] == "float"
+        example[name] = torch.zeros(shape[:-1] if is_float else shape, dtype=torch.float32 if is_float else torch.int64)
+    full = full_batch(example, 2, 64)
+    assert {name: tuple(x.shape) for name, x in full.items()} == wanted
+    assert all(full[name].dtype == x.dtype for name, x in example.items())
+    outlined = outlined_batch({name: x.numpy() for name, x in example.items()}, 3, 2, 64)
+    assert {name: x.shape for name, x in outlined.items()} == {name: (3, *shape) for name, shape in wanted.items()}
+    batch = {name: jnp.asarray(x.numpy())[None, :2] for name, x in example.items()}
+    assert {name: x.shape for name, x in full_length(batch, 64).items()} == {
+        name: (1, *shape) for name, shape in wanted.items()}
