@@ -28,6 +28,9 @@ FLOAT32_LENGTH = 384
 # Scores of a row, over all heads, up to which whole matrix products by oneDNN take less time than the flash kernel:
 # 60 to 75 % on a Zen 5 core.
 MOST_SCORES = 2**20
+# The same without gradients, of a head: up to 160 tokens products take 15 to 70 % of the kernel's time, and from 256 on
+# about twice as much, as the kernel keeps no weights there.
+MOST_SCORES_FORWARD = 160**2
 Kernel = Callable[..., Tensor]
 
 
@@ -128,7 +131,8 @@ def _attend_on_cpu(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
 
 def _takes_products(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """True if `_Attention` is faster than the flash kernel and can take the mask."""
-    few = query.shape[1] * query.shape[2] * key.shape[2] <= MOST_SCORES
+    scores = query.shape[2] * key.shape[2]
+    few = query.shape[1] * scores <= MOST_SCORES if torch.is_grad_enabled() else scores <= MOST_SCORES_FORWARD
     # A single mask for all heads, a constant. Without a mask, `tril` is causal for square scores only.
     plain = (query.shape[2] in (1, key.shape[2]) if mask is None
              else mask.ndim == 4 and mask.shape[1] == 1 and not mask.requires_grad)
