@@ -1,5 +1,6 @@
 """Classification heads: the scores of rows, tokens or choices by the networks of transformers, and their losses."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ def head_modules(model: nn.Module) -> list[str]:
         model: A network of transformers with a head, not wrapped by PEFT.
     """
     base = model.base_model
-    names = [name for name, child in model.named_children() if child is not base and any(True for _ in
-                                                                                       child.parameters())]
+    names = [name for name, child in model.named_children() if child is not base and next(child.parameters(), None)
+             is not None]
     pooler = getattr(base, "pooler", None)
     return [*([f"{model.base_model_prefix}.pooler"] if isinstance(pooler, nn.Module) else []), *names]
 
@@ -45,6 +46,9 @@ class Classifier:
     def __init__(self, model: nn.Module):
         # PEFT's wrappers may drop inputs; adapters are inside the network itself.
         self.network = model.get_base_model() if hasattr(model, "get_base_model") else model
+        # Decoders would fill a cache of keys and values, which nothing reads.
+        caches = "use_cache" in inspect.signature(type(self.network).forward).parameters
+        self._options = {"use_cache": False} if caches else {}
         self._output = self._pooled_output()
 
     @property
@@ -61,14 +65,14 @@ class Classifier:
         """
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
         if self._output is None:
-            return self.network(**inputs).logits.float()
+            return self.network(**inputs, **self._options).logits.float()
         hidden = self._hidden(**inputs)  # [B, T, H]
         mask = batch["attention_mask"]
         last = mask.shape[1] - 1 - mask.flip(1).argmax(1)  # [B]
         return getattr(self.network, self._output)(hidden[torch.arange(len(last), device=last.device), last]).float()
 
     def _hidden(self, **inputs: Tensor) -> Tensor:
-        return self.network.base_model(**inputs).last_hidden_state
+        return self.network.base_model(**inputs, **self._options).last_hidden_state
 
     @torch.no_grad()
     def _pooled_output(self) -> str | None:
