@@ -132,7 +132,7 @@ class Checkpointer:
             "engine": "jax",
             "epoch": progress.epoch,
             "global_step": progress.step,
-            "loops": progress.loops(run.ends_epoch),
+            "loops": progress.loops(run.ends_epoch, run.num_accumulated > 0),
             **pack(state, run.task.optimizer, progress.step, run.schedule.num_steps, network.to_torch),
             "callbacks": {
                 "Metrics": run.metrics.state_dict(),

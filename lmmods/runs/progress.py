@@ -61,8 +61,12 @@ class Progress:
     step: int = 0
     accumulated: int = 0
 
-    def loops(self, is_last_of_epoch: bool) -> dict[str, Any]:
-        """Return the state of Lightning's loops at this moment, as it saves it in the hook after a micro-batch."""
+    def loops(self, is_last_of_epoch: bool, is_in_step: bool = False) -> dict[str, Any]:
+        """Return the state of Lightning's loops at this moment, as it saves it in the hook after a micro-batch.
+
+        Args:
+            is_in_step: The current optimiser step has further micro-batches.
+        """
         # Lightning reads many more counts than this project has; those of finished work are all equal.
         steps = {"ready": self.step, "completed": self.step}
         none = {"total": dict(_NO_BATCHES), "current": dict(_NO_BATCHES)}
@@ -70,7 +74,7 @@ class Progress:
         # one of an epoch, and cut the first step of the next one short.
         total, current = ({**dict.fromkeys(_NO_BATCHES, count), "completed": max(count - 1, 0)}
                           for count in (self.total_batches, self.batches))
-        stepped = bool(self.batches and not self.accumulated)  # in this micro-batch
+        stepped = bool(self.batches and not is_in_step)  # in this micro-batch
         return {
             "fit_loop": {
                 "state_dict": {},

@@ -23,7 +23,8 @@ ROWS_PER_STEP = {  # as published, or as the program they follow has it
     "clm_gpt2_wikitext2": 8, "clm_gpt2_scratch": 64, "pretrain_qwen2.5_lora": 64, "pretrain_llama3.2_qlora": 64,
     "mlm_roberta_wikitext2": 8, "qa_bert_squad": 12, "qa_bert_squad_v2": 12, "sft_guanaco_7b": 16,
     "sft_guanaco_33b": 16, "sft_alpaca_7b": 16,
-    "preference_zephyr_7b": 32, "preference_orpo_mistral_7b": 32, "preference_kto_qwen2.5_7b": 32}
+    "preference_zephyr_7b": 32, "preference_orpo_mistral_7b": 32, "preference_kto_qwen2.5_7b": 32,
+    "classify_bert_glue": 32, "tag_bert_conll2003": 32, "choose_roberta_swag": 128, "reward_qwen_ultrafeedback": 64}
 LINES = [{"text": line} for line in [*CORPUS, ""] * 8]
 QUESTIONS = [{"id": str(n), "title": "sums", "question": "what is the sum?", "context": CONTEXT,
               "answers": {"text": [CONTEXT[:5]], "answer_start": [0]}} for n in range(24)]
@@ -43,6 +44,17 @@ HUB = {  # repository -> (configurations, splits, rows)
     "HuggingFaceH4/ultrafeedback_binarized": ({None}, {"train_prefs", "test_prefs"}, [
         {"prompt": asked[0]["content"], "messages": asked + SAID[0], "chosen": asked + SAID[0],
          "rejected": asked + SAID[1], "score_chosen": 8.0, "score_rejected": 3.0} for asked in ASKED]),
+    "nyu-mll/glue": ({"mrpc"}, {"train", "validation"}, [
+        {"sentence1": CORPUS[n % 3], "sentence2": CORPUS[n % 2], "label": n % 2, "idx": n} for n in range(24)]),
+    "tomaarsen/conll2003": ({None}, {"train", "validation", "test"}, [
+        {"id": str(n), "tokens": ["the", "quick", "fox"], "ner_tags": ["O", "O", "B-LOC" if n % 2 else "B-PER"]}
+        for n in range(24)]),
+    "allenai/swag": ({"regular"}, {"train", "validation"}, [
+        {"sent1": "the fox jumps", "sent2": "it", **{f"ending{place}": f"{place} dogs" for place in range(4)},
+         "label": n % 4} for n in range(24)]),
+    "trl-lib/ultrafeedback_binarized": ({None}, {"train", "test"}, [
+        {"chosen": asked + SAID[0], "rejected": asked + SAID[1], "score_chosen": 8.0, "score_rejected": 3.0}
+        for asked in ASKED]),
     "trl-lib/kto-mix-14k": ({None}, {"train", "test"}, [
         {"prompt": asked, "completion": SAID[n % 2], "label": n % 2 == 0} for n, asked in enumerate(ASKED)]),
 }
@@ -75,7 +87,7 @@ def test_the_batch_of_a_step(name):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory, tokenizer_folder, bert_folder):  # noqa: F811
     """Hub id -> folder of a tiny model of that kind."""
-    root, longer = tmp_path_factory.mktemp("hub"), {"max_position_embeddings": 1024}
+    root, longer = tmp_path_factory.mktemp("hub"), {"max_position_embeddings": 2048}
     decoders = {"gpt2": {**DECODERS["gpt2"], "n_positions": 1024}, "llama": {**DECODERS["llama"], **longer},
                 "qwen2": {**DECODERS["qwen2"], **longer}}
     made = {name: make_folder(root, name, fields, tokenizer_folder, "AutoModelForCausalLM")
@@ -84,8 +96,9 @@ def models(tmp_path_factory, tokenizer_folder, bert_folder):  # noqa: F811
         fields = {**ENCODERS[name], "max_position_embeddings": positions}
         made[name] = make_folder(root, name, fields, bert_folder, "AutoModelForMaskedLM")
     return {"openai-community/gpt2": made["gpt2"], "Qwen/Qwen2.5-0.5B": made["qwen2"],
-            "google-bert/bert-base-uncased": made["bert"], "FacebookAI/roberta-base": made["roberta"],
-            "Qwen/Qwen2.5-7B-Instruct": made["qwen2"],
+            "google-bert/bert-base-uncased": made["bert"], "google-bert/bert-base-cased": made["bert"],
+            "FacebookAI/roberta-base": made["roberta"], "Qwen/Qwen2.5-7B-Instruct": made["qwen2"],
+            "Qwen/Qwen3-0.6B": made["qwen2"],
             **dict.fromkeys(("meta-llama/Llama-3.2-1B", "huggyllama/llama-7b", "huggyllama/llama-30b",
                              "mistralai/Mistral-7B-v0.1", "alignment-handbook/zephyr-7b-sft-full"), made["llama"])}
 

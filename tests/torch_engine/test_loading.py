@@ -276,7 +276,7 @@ def test_rotary_positions_are_scaled_by_an_override(llama_folder, overrides):
 @pytest.mark.parametrize(("device", "attention"), [("cpu", CPU), ("cuda", "sdpa")])
 def test_short_rows_attend_in_float32_on_cpus_alone(llama_folder, device, attention):
     """By the device that will train, which is not yet that of the module while its network is built."""
-    data = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(llama_folder))
+    data = SimpleNamespace(network_fields={}, tokenizer=AutoTokenizer.from_pretrained(llama_folder))
     model = build_network(TaskFields(pretrained=str(llama_folder)), "AutoModelForCausalLM", "CAUSAL_LM", data,
                           precision="bf16-mixed", device=torch.device(device), seed=0)
     assert model.config._attn_implementation == attention
