@@ -23,7 +23,7 @@ from lmmods.runs.inside import OWNER, check_links, delete, inside
 FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "samples.jsonl", "resumes.jsonl",
          "loss.png", "completed", "predictions.jsonl", "evaluate.json")
 # Files that single tasks write there.
-RESULTS = tuple(name for task in declared("model").values() for name in task.own_files)
+RESULTS = tuple(dict.fromkeys(name for task in declared("model").values() for name in task.own_files))
 # Files that exports write: models, adapters, tokenizers, card and curves.
 EXPORTED = re.compile(
     r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
