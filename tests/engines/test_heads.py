@@ -166,8 +166,7 @@ def any_cut_gives_the_same_steps(head: Any, name: str, engine: str) -> None:
 
 @pytest.mark.parametrize(("name", "engine"), [
     ("tags", "torch"), ("reward", "torch"), *(pytest.param(name, engine, marks=pytest.mark.slow) for name, engine in (
-        ("single", "torch"), ("several", "torch"), ("value", "torch"), ("single-qlora", "torch"), ("several", "jax"),
-        ("value", "jax"), ("tags", "jax"), ("reward-qlora", "jax")))])
+        ("several", "torch"), ("single-qlora", "torch"), ("value", "jax"), ("tags", "jax"), ("reward-qlora", "jax")))])
 def test_any_cut_of_a_batch_gives_the_same_steps(head, name, engine):
     any_cut_gives_the_same_steps(head, name, engine)
 
@@ -185,7 +184,7 @@ def two_processes_take_the_steps_of_one(head: Any, name: str, strategy: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", ["single", "value", "pair-decoder", "tags", "reward-qlora"])
+@pytest.mark.parametrize("name", ["value", "tags", "reward-qlora"])
 def test_two_processes_take_the_steps_of_one(head, name, strategy):
     two_processes_take_the_steps_of_one(head, name, strategy)
 
@@ -216,7 +215,7 @@ def engines_pass_parity(head: Any, name: str, capsys: pytest.CaptureFixture) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["single", "several", "pair-decoder", "tags", "reward-qlora"])
+@pytest.mark.parametrize("name", ["several", "pair-decoder", "tags", "reward-qlora"])
 def test_parity_compares_the_engines(head, name, capsys):
     engines_pass_parity(head, name, capsys)
 
