@@ -109,7 +109,7 @@ class RunSummary:
         if task.lora is None:
             return "all weights, from random ones" if task.pretrained is None else f"all weights of {base}"
         targets = task.lora.targets
-        in_full = [*(task.lora.modules_to_save or []), *(["the head"] if task.has_new_head else [])]
+        in_full = [*(task.lora.modules_to_save or []), *(["the head"] if task.head_in_full else [])]
         fully = f", and in full {', '.join(in_full)}" if in_full else ""
         return (f"{'a DoRA' if task.lora.dora else 'a LoRA'} adapter of rank {task.lora.rank} on "
                 f"{targets if isinstance(targets, str) else ', '.join(targets)}{fully}, over {base}")

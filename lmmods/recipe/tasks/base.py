@@ -101,7 +101,7 @@ class TaskFields:
     adapter_drops: ClassVar[bool] = True  # whether `adapter` keeps its own dropout
     auto_class: ClassVar[str] = "AutoModel"  # transformers' class that loads the model
     pipeline_tag: ClassVar[str | None] = None  # the hub's name of the task
-    has_new_head: ClassVar[bool] = False  # True if the head is none of a vocabulary, so that it trains in full
+    head_in_full: ClassVar[bool] = False  # True if the head is none of a vocabulary, and trains beside an adapter
     own_files: ClassVar[tuple[str, ...]] = ()  # names of files in the run folder that other tasks do not write
     accuracy: ClassVar[str | None] = None  # metric that may still rise when val/loss no longer falls
     usual: ClassVar[Usual] = Usual()
@@ -245,7 +245,7 @@ class LabelFields(TaskFields):
     # Encoders of any size are tuned at 2e-5 to 5e-5 (Devlin et al., 2019, appendix A.3).
     usual: ClassVar[Usual] = Usual(rows=32, lr=2e-5, small_lr=5e-5)
     own_files: ClassVar[tuple[str, ...]] = ("classes.json",)
-    has_new_head: ClassVar[bool] = True
+    head_in_full: ClassVar[bool] = True
 
     class_weights: dict[str, float] | Literal["balanced"] | None = None
 
@@ -253,6 +253,10 @@ class LabelFields(TaskFields):
         super().__post_init__()
         for name, weight in self.class_weights.items() if isinstance(self.class_weights, dict) else ():
             require(weight > 0 and math.isfinite(weight), f"model.class_weights.{name}", weight, "more than 0")
+
+    @classmethod
+    def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
+        return [], "Trained with weights of the classes." if settings.get("class_weights") else ""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

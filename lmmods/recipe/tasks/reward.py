@@ -24,7 +24,7 @@ class RewardFields(TaskFields):
     takes: ClassVar[str] = "RewardData"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     pipeline_tag: ClassVar[str] = "text-classification"
-    has_new_head: ClassVar[bool] = True
+    head_in_full: ClassVar[bool] = True
     adapter_drops: ClassVar[bool] = False
     accuracy: ClassVar[str] = "val/accuracy"
     usual: ClassVar[Usual] = Usual(epochs=1, rows=32, lr=1e-5, small_lr=1e-4, adapter_lr=1e-4)

@@ -1,7 +1,7 @@
 """Classification of texts: one label, several labels, or a number."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lmmods.core.settings import require
 from lmmods.recipe.tasks.base import LabelDataFields, LabelFields
@@ -16,11 +16,6 @@ class SequenceClassificationFields(LabelFields):
     auto_class = "AutoModelForSequenceClassification"
     pipeline_tag = "text-classification"
     accuracy = "val/accuracy"
-
-    @classmethod
-    def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
-        weighted = ", with weights of the classes" if settings.get("class_weights") else ""
-        return ["text-classification"], f"Trained to tell the label of a text{weighted}."
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

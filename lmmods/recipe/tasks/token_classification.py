@@ -1,7 +1,7 @@
 """Tagging of words: named entities, parts of speech."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lmmods.recipe.tasks.base import LabelDataFields, LabelFields
 
@@ -13,11 +13,6 @@ class TokenClassificationFields(LabelFields):
     auto_class = "AutoModelForTokenClassification"
     pipeline_tag = "token-classification"
     accuracy = "val/f1"
-
-    @classmethod
-    def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
-        weighted = ", with weights of the classes" if settings.get("class_weights") else ""
-        return ["token-classification"], f"Trained to tell the tag of each word{weighted}."
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

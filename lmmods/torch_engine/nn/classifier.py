@@ -51,11 +51,6 @@ class Classifier:
         self._options = {"use_cache": False} if caches else {}
         self._output = self._pooled_output()
 
-    @property
-    def pools_last(self) -> bool:
-        """True if the network is a decoder that classifies a row by its last token."""
-        return self._output is not None
-
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the scores in float32: [B, K] of rows, [B, T, K] of tokens, [B, C] of choices.
 
@@ -89,7 +84,7 @@ class Classifier:
         handle = layer.register_forward_hook(lambda _, inputs, output: seen.append(output.ndim))
         try:
             ids = torch.arange(NUM_PROBED, device=next(layer.parameters()).device).unsqueeze(0) % config.vocab_size
-            logits = self.network(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+            logits = self.network(input_ids=ids, attention_mask=torch.ones_like(ids), **self._options).logits
         finally:
             handle.remove()
         return name if logits.ndim == 2 and seen == [3] else None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lmmods.core.errors import UserError
+from lmmods.core.labels import has_tokens
 from lmmods.core.lazy_array import LazyArray
 from lmmods.runs.checkpoint import AccumulatedGradients
 from lmmods.runs.step_metrics import check_finite
@@ -243,10 +244,8 @@ def split_rows(batch: dict[str, Tensor], num_tokens: int) -> list[dict[str, Tens
         start += size
     if len(chunks) == 1 and longest[0] == width:  # nothing to split or trim
         return [batch]
-    # Tensors of the mask's shape have a position axis; others have values per row, as a yes or no for each class does,
-    # which may be as many as there are positions.
-    has_positions = {name: values.shape == mask.shape and not (name == "labels" and values.is_floating_point())
-                     for name, values in batch.items()}
-    return [{name: values[rows][..., :length] if has_positions[name] else values[rows]
+    # Columns without a token axis have values per row.
+    return [{name: values[rows][..., :length] if has_tokens(name, values.ndim, values.is_floating_point(),
+                                                            mask.ndim - 1) else values[rows]
              for name, values in batch.items()}
             for rows, length in chunks]

@@ -76,10 +76,12 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     if trust_remote_code:
         warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
     config = load_config(pretrained, overrides, revision, trust_remote_code)
+    answers, is_new = auto_class.__name__ == "AutoModelForQuestionAnswering", auto_class.__name__.endswith(NEW_HEADS)
     # A new head trains in full; transformers itself leaves only vocabulary heads unquantised.
-    answers = auto_class.__name__ == "AutoModelForQuestionAnswering"
-    heads = [] if answers else new_head(auto_class, config, trust_remote_code)
-    skip = list(ANSWER_HEADS) if answers else heads or None
+    skip = list(ANSWER_HEADS) if answers else None
+    if is_new and quantize:
+        with torch.device("meta"):
+            skip = head_modules(auto_class.from_config(config, trust_remote_code=trust_remote_code))
     saved = saved_quantization(config)
     check_saved_quantization(saved, pretrained, quantize, frozen)
     is_packed = saved not in (None, MXFP4)
@@ -100,7 +102,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         return _outlined(auto_class, config, stored, attention, trust_remote_code, options.get("quantization_config"),
                          frozen and precision != "bf16-true")
     options |= {"key_mapping": base_names(config)} if answers else {}
-    options |= {"ignore_mismatched_sizes": True} if heads else {}
+    options |= {"ignore_mismatched_sizes": True} if is_new else {}
     if quantize in ("nf4", "fp4"):
         quantize_in_chunks()
     check_weights(pretrained)
@@ -120,7 +122,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     resized = {name for name, *_ in found.get("mismatched_keys") or ()}
     found["missing_keys"] = {*found["missing_keys"], *resized}
     # Missing weights of the base mean wrong files; those of a new head are normal and reported below.
-    base = f"{model.base_model_prefix}."
+    base, heads = f"{model.base_model_prefix}.", head_modules(model) if is_new else []
     if missing := sorted(name for name in found["missing_keys"] if (name in resized or name.startswith(base))
                          and not any(name.startswith(f"{head}.") for head in heads)):
         raise UserError(f"model.pretrained: {pretrained} lacks {len(missing)} weights of {type(model).__name__}, among "
@@ -144,18 +146,6 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     if (quantize or is_packed) and not by_parts:
         _let_go_of_files(model)
     return model.train()
-
-
-def new_head(auto_class: type, config: PreTrainedConfig, trust_remote_code: bool = False) -> list[str]:
-    """Return the names of the modules of a head that most files lack, as a classifier's; none for a vocabulary's.
-
-    Args:
-        auto_class: `AutoModelFor...` of transformers.
-    """
-    if not auto_class.__name__.endswith(NEW_HEADS):
-        return []
-    with torch.device("meta"):
-        return head_modules(auto_class.from_config(config, trust_remote_code=trust_remote_code))
 
 
 def _let_go_of_files(model: nn.Module) -> None:
