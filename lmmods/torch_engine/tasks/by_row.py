@@ -1,7 +1,7 @@
 """Base class of tasks whose metrics are computed once, over the network's outputs for all rows of an evaluation."""
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from lmmods.torch_engine.tasks.base import TaskModule
 
 class RowModule(TaskModule):
     """A task whose outputs are few numbers per row, from which the data module makes metrics and predictions."""
+
+    row_columns: ClassVar[tuple[str, ...]] = ()  # of a batch, which `row_output` reads
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,7 +31,7 @@ class RowModule(TaskModule):
         """Return the summed loss of these outputs."""
 
     def row_output(self, output: np.ndarray, row: dict[str, np.ndarray]) -> Any:
-        """Return what the data module gets of the output of a row of a batch."""
+        """Return what the data module gets of the output of a row, whose `row_columns` are in `row`."""
         return output
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
@@ -57,7 +59,8 @@ class RowModule(TaskModule):
         return self._by_row(batch, self(self.outputs, batch))
 
     def _by_row(self, batch: dict[str, Tensor], outputs: Tensor) -> dict[int, Any]:
-        outputs, columns = outputs.float().cpu().numpy(), {name: part.cpu().numpy() for name, part in batch.items()}
+        outputs = outputs.float().cpu().numpy()
+        columns = {name: batch[name].cpu().numpy() for name in self.row_columns}
         # Rows without an index only even out the processes.
         return {index: self.row_output(outputs[row], {name: part[row] for name, part in columns.items()})
                 for row, index in enumerate(batch["index"].tolist()) if index >= 0}

@@ -14,6 +14,7 @@ class MultipleChoice(MultipleChoiceFields, ClassifierModule):
     """Choose among the choices of a row, each scored by itself. Rows are [B, C, T]."""
 
     auto_class = "AutoModelForMultipleChoice"
+    row_columns = ("choices",)
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> LossSums:
         return choice_loss(outputs, batch)

@@ -11,6 +11,7 @@ class TokenClassification(TokenClassificationFields, LabelModule):
 
     auto_class = "AutoModelForTokenClassification"
     task_type = "TOKEN_CLS"
+    row_columns = ("attention_mask",)
 
     def row_output(self, output: np.ndarray, row: dict[str, np.ndarray]) -> np.ndarray:
         """Return the logits of the row's real tokens, [t, K]."""
