@@ -17,8 +17,8 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path
            if path.name != "__init__.py"}
 
 # Each room may use those to its left, and itself. The two engines never use each other.
-ROOMS = ["lmmods.core", "lmmods.recipe", "lmmods.data", "lmmods.runs", "lmmods.evaluation", "lmmods.torch_engine",
-         "jax_engine", "lmmods.commands", "lmmods.extras", "lmmods.strategies", "lmmods.cli"]
+ROOMS = ["lmmods.core", "lmmods.recipe", "lmmods.data", "lmmods.runs", "lmmods.evaluation", "lmmods.rollouts",
+         "lmmods.torch_engine", "jax_engine", "lmmods.commands", "lmmods.extras", "lmmods.strategies", "lmmods.cli"]
 # The same inside rooms; what lies in none of these folders may use all of them.
 INSIDE = {
     "lmmods.data": ["sources", "encode", "store", "batches", "scoring"],
