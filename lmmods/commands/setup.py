@@ -137,7 +137,8 @@ class Setup:
         self.datamodule.connect(pretrained=self.model.pretrained, revision=self.model.revision,
                                 trust_remote_code=self.model.trust_remote_code, seed=self.recipe.seed,
                                 max_positions=position_limit(fields), token_types=tells_token_types(fields),
-                                answers=self.model.answers, label_names=self.model.label_names())
+                                answers=self.model.answers, label_names=self.model.label_names(),
+                                new_tokens=self.model.new_tokens)
         if self.recipe.command == "predict" and getattr(self.model, "best_of", None) is not None:
             from lmmods.commands.reward_model import read_reward_model
 

@@ -54,20 +54,22 @@ def exported_generation(settings: Generation, base: dict[str, Any], stop_token_i
 UNIT = 2**-30  # of probability; sums stay below 2^31 for any vocabulary
 
 
-def draws(seed: int, rows: Iterable[int], count: int, answers: int = 1) -> np.ndarray:
+def draws(seed: int, rows: Iterable[int], count: int, answers: int = 1, step: int | None = None) -> np.ndarray:
     """Uniform numbers in [0, 1), [rows * answers, count] float32; those of an answer do not depend on the others.
 
     Each answer to a row has its own stream of Philox4x64 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1,
-    2, 3"), with seed and row as its key and the answer's number as the highest word of its counter. The drawn token is
-    the first at which the cumulative probability, in the order of the vocabulary, exceeds the row's number.
-    Probabilities are summed as multiples of `UNIT`: a parallel sum of floats can also grow at tokens of probability
+    2, 3"), with seed and row as its key and the numbers of the step and of the answer as the highest words of its
+    counter. The drawn token is the first at which the cumulative probability, in the order of the vocabulary, exceeds
+    the row's number. Probabilities are summed as multiples of `UNIT`: a parallel sum of floats can also grow at tokens of probability
     zero, which would then be drawn occasionally.
 
     Args:
         rows: Numbers of rows, -1 (padding) or more.
         count: Tokens of the longest answer.
         answers: Answers to each row, which follow each other.
+        step: Steps trained before the answers are drawn, in training; None for numbers that do not change with it.
     """
-    streams = (np.random.Generator(np.random.Philox(key=[seed, row + 1], counter=[0, 0, 0, answer]))
+    time = 0 if step is None else step + 1
+    streams = (np.random.Generator(np.random.Philox(key=[seed, row + 1], counter=[0, 0, time, answer]))
                for row in rows for answer in range(answers))
     return np.array([stream.random(count, np.float32) for stream in streams], np.float32).reshape(-1, count)

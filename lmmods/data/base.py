@@ -217,7 +217,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
 
     def connect(self, *, pretrained: str | None = None, revision: str | None = None, trust_remote_code: bool = False,
                 seed: int | None = None, max_positions: int | None = None, token_types: bool = True,
-                answers: Answers = "pair", label_names: list[str] | None = None) -> None:
+                answers: Answers = "pair", label_names: list[str] | None = None, new_tokens: int = 1) -> None:
         """Fill in fields that the user left unset from the model and the run.
 
         Args:
@@ -229,6 +229,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             token_types: True if the model uses token types.
             answers: What a row of preferences is to the loss.
             label_names: Labels of the pretrained model, in the order of its outputs; None if it names none.
+            new_tokens: Tokens of an answer, for which a prompt leaves room.
 
         Raises:
             UserError: `max_length` is more than the model can take.
@@ -241,6 +242,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             self._seed = seed
         self.run_seed = seed or 0
         self.token_types, self.answers, self.label_names = token_types, answers, label_names
+        self.new_tokens = new_tokens
         if max_positions is not None and (self.max_length or 0) > max_positions:
             raise UserError(f"data.max_length is {self.max_length}, but the model takes at most {max_positions} tokens")
         if self.max_length is None:

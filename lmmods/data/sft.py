@@ -162,7 +162,9 @@ class ConversationData(ConversationFields, DataModule):
                     if name == "tokenizer" else
                     TemplateRenderer(name, text, tokenizer.eos_token, tokenizer.bos_token))
         on_overflow = self.on_overflow or ("truncate_turns" if name == "tokenizer" else "truncate_prompt")
-        limits = Limits(self.max_length, self.source_max_length, self.target_max_length, on_overflow)
+        # The encoder itself leaves room for one token after a prompt.
+        longest = self.max_length - (self.new_tokens - 1 if prompts_only else 0)
+        limits = Limits(longest, self.source_max_length, self.target_max_length, on_overflow)
         return SFTEncoder(layout, renderer, text, limits, self._choices(), self.roles, self.turn_fields, prompts_only)
 
     def _template_name(self) -> str:

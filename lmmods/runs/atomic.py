@@ -23,6 +23,11 @@ def write_text(path: Path, text: str) -> None:
     _replace(path, text.encode())
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file's content atomically; it is on disk when this returns."""
+    _replace(path, content)
+
+
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 

@@ -179,6 +179,11 @@ class TaskFields:
         return self.lora is not None or self.adapter is not None
 
     @property
+    def new_tokens(self) -> int:
+        """Tokens of an answer, for which a prompt leaves room."""
+        return 1
+
+    @property
     def overrides(self) -> dict[str, Any] | None:
         """Fields changed in the configuration, by the recipe or by the task."""
         return self.config_overrides

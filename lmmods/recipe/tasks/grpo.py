@@ -53,6 +53,7 @@ class GRPOFields(CausalFields):
         reward_processes: Processes that score answers.
         num_generations_eval: Answers drawn to each prompt in validation, for pass@k, beside the greedy one; null is
             `num_generations`.
+        pass_reward: Reward from which an answer counts as right in pass@k.
         rollouts: Server that draws the answers, `{class_path: VLLMServer, init_args: {...}}`; null draws them here.
         importance_sampling_cap: With a server: weigh tokens by the ratio of their probabilities here and there, at most
             this; null does not.
@@ -69,7 +70,7 @@ class GRPOFields(CausalFields):
                                    prompt="Name three fruits.")
     own_files: ClassVar[tuple[str, ...]] = ()
     may_change: ClassVar[tuple[str, ...]] = ("reward_timeout", "reward_processes", "num_generations_eval",
-                                             "keep_rollouts")
+                                             "pass_reward", "keep_rollouts")
 
     rewards: list[dict[str, Any]] | None = None
     num_generations: int = 8
@@ -91,6 +92,7 @@ class GRPOFields(CausalFields):
     reward_timeout: float = 10.0
     reward_processes: int = 2
     num_generations_eval: int | None = None
+    pass_reward: float = 1.0
     rollouts: dict[str, Any] | None = None
     importance_sampling_cap: float | None = None
     keep_rollouts: int | None = None
@@ -146,6 +148,15 @@ class GRPOFields(CausalFields):
                           self.use_bias_correction_kl, self.max_new_tokens)
 
     @property
+    def new_tokens(self) -> int:
+        return self.max_new_tokens
+
+    @property
+    def eval_samples(self) -> int:
+        """`num_generations_eval`, with what null means."""
+        return self.num_generations if self.num_generations_eval is None else self.num_generations_eval
+
+    @property
     def is_on_policy(self) -> bool:
         """True if a step trains with the weights that drew its answers, so that every ratio is 1."""
         return self.steps_per_rollout * self.num_iterations == 1
@@ -182,3 +193,5 @@ class PromptDataFields(ConversationFields):
         if self.streaming:
             raise UserError("data.streaming is not for prompts: which of them comes when must not depend on what was "
                             "read. Set it to false")
+        if self.group_by_length:
+            raise UserError("data.group_by_length is not for prompts, whose answers are not known beforehand.")

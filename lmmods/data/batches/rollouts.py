@@ -1,0 +1,182 @@
+"""Batches of answers: which prompts a rollout holds, its answers as rows, and a loader that stops where it ends.
+
+Every position of a run belongs to a rollout by numbers alone, so that a resumed run goes on in the same one.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lmmods.core.errors import UserError
+from lmmods.data.batches.loader import Batch, Shard, StatefulLoader
+from lmmods.data.batches.sampler import GROUPED, PADDING_ROW, BatchOrder, batches_per_rank, shuffled
+
+
+class Place(NamedTuple):
+    """A rollout of a run.
+
+    Args:
+        epoch: Number of the epoch.
+        number: Number of the rollout in it.
+        start: Its first row in the epoch.
+        stop: The row after its last.
+        prompts: [P] int64, numbers of its prompts among the training rows.
+    """
+
+    epoch: int
+    number: int
+    start: int
+    stop: int
+    prompts: np.ndarray
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """Division of epochs into rollouts.
+
+    An epoch takes each prompt once. The rows of a rollout are its answers, prompt by prompt, repeated for each
+    iteration. In the last rollout of an epoch, which may have fewer prompts, padding rows complete the last step of
+    each iteration, unless there is only one.
+
+    Args:
+        num_prompts: Prompts of an epoch.
+        num_generations: Answers to each.
+        prompts_per_step: Prompts of an optimiser step.
+        steps_per_rollout: Steps of an iteration.
+        num_iterations: How often a rollout is trained on.
+        seed: Seed of the order of the prompts; None takes them as they come.
+    """
+
+    num_prompts: int
+    num_generations: int
+    prompts_per_step: int
+    steps_per_rollout: int = 1
+    num_iterations: int = 1
+    seed: int | None = None
+
+    @property
+    def rows_per_step(self) -> int:
+        """Answers of an optimiser step."""
+        return self.prompts_per_step * self.num_generations
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts of every rollout but an epoch's last."""
+        return self.prompts_per_step * self.steps_per_rollout
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of an epoch."""
+        return -(-self.num_prompts // self.prompts_per_rollout)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch, with those of all iterations and padding rows."""
+        whole, rest = divmod(self.num_prompts, self.prompts_per_rollout)
+        rows = whole * self.prompts_per_rollout * self.num_generations * self.num_iterations
+        return rows + (self._padded(rest) * self.num_iterations if rest else 0)
+
+    def _padded(self, num_prompts: int) -> int:
+        """Rows of an iteration over so many prompts."""
+        rows = num_prompts * self.num_generations
+        return rows if self.num_iterations == 1 else -(-rows // self.rows_per_step) * self.rows_per_step
+
+    def find(self, epoch: int, row: int) -> Place:
+        """Return the rollout that a row of an epoch is of."""
+        full = self.prompts_per_rollout * self.num_generations * self.num_iterations
+        number = row // full
+        order = np.arange(self.num_prompts) if self.seed is None else shuffled(
+            self.num_prompts, np.random.default_rng([self.seed, epoch]))
+        prompts = order[number * self.prompts_per_rollout : (number + 1) * self.prompts_per_rollout].astype(np.int64)
+        return Place(epoch, number, number * full, min((number + 1) * full, self.num_rows), prompts)
+
+    def answer_of(self, place: Place, row: int) -> int:
+        """Return the number in the rollout of the answer that a row of the epoch holds; PADDING_ROW for none."""
+        answer = (row - place.start) % self._padded(len(place.prompts))
+        return answer if answer < len(place.prompts) * self.num_generations else PADDING_ROW
+
+
+class RolloutSet(Dataset):
+    """The answers of the current rollout as rows; number `row` + `len` * epoch is a row of an epoch.
+
+    Attributes:
+        place: The current rollout; None before the first.
+        answers: Its items by number: `input_ids`, `labels` [T] int32, `advantages`, and further columns [T] float32.
+    """
+
+    def __init__(self, plan: RolloutPlan) -> None:
+        self._plan = plan
+        self.place: Place | None = None
+        self.answers: list[dict[str, Any]] = []
+
+    def __len__(self) -> int:
+        return self._plan.num_rows
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        epoch, row = divmod(number, len(self))
+        if number < 0 or (answer := self._plan.answer_of(self.place, row)) == PADDING_ROW:
+            return None
+        if epoch != self.place.epoch or not self.place.start <= row < self.place.stop:
+            raise IndexError(f"row {row} of epoch {epoch} is not of rollout {self.place.number}")
+        prompt, sample = divmod(answer, self._plan.num_generations)
+        # `row` and `draw` seed dropout: the same masks in each iteration.
+        own = int(self.place.prompts[prompt]) * self._plan.num_generations + sample
+        return {**self.answers[answer], "row": own, "draw": epoch}
+
+
+class RolloutLoader(StatefulLoader):
+    """Training batches of answers, read up to the end of a rollout.
+
+    Args:
+        begin: Makes or reads a rollout, from its place and its name in the checkpoint (None if it is to be made), and
+            returns that name and the items of its answers. A collective call.
+    """
+
+    def __init__(self, plan: RolloutPlan, collate: Callable[[list], Batch], shard: Shard, batch_size: int,
+                 begin: Callable[[Place, str | None], tuple[str, list[dict[str, Any]]]]) -> None:
+        self._plan, self._begin, self._items = plan, begin, RolloutSet(plan)
+        self._name: str | None = None  # of the current rollout
+        self.begins_itself = True  # False where the engine calls `begin_segment`
+        rows = np.arange(plan.num_rows)
+        super().__init__(self._items, lambda epoch, rule: BatchOrder(rows, batch_size, offset=epoch * plan.num_rows),
+                         collate, shard, batch_size, grouped=False)
+
+    def begin_segment(self) -> int:
+        """Make or read the rollout at the current position, and return this rank's micro-batches left of it.
+
+        A collective call, to be made before iterating where `begins_itself` is False.
+        """
+        if self._handed_out >= self._num_batches:
+            self._epoch, self._handed_out = self._epoch + 1, 0
+        row = self._handed_out * self._batch_size
+        place = self._plan.find(self._epoch, row)
+        current = self._items.place
+        if current is None or place[:2] != current[:2]:
+            # At its first row a rollout has not been trained on: what a file holds may be of another policy.
+            self._name, self._items.answers = self._begin(place, self._name if row > place.start else None)
+            self._items.place = place
+        left = -(-place.stop // self._batch_size) - self._handed_out
+        return batches_per_rank(left, self._shard.world_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield from islice(super().__iter__(), self.begin_segment())
+            if not self.begins_itself or self._handed_out >= self._num_batches:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `StatefulLoader`, with the name of the rollout that the position is in."""
+        return {**super().state_dict(), "rollout": self._name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As of `StatefulLoader`. Raises UserError if the steps had other numbers of answers."""
+        if state.get(GROUPED) != self._plan.rows_per_step:
+            raise UserError(f"cannot resume: the steps of this run have {state.get(GROUPED)} answers, but "
+                            "model.prompts_per_step, or data.batch_size, trainer.accumulate_grad_batches and devices, "
+                            f"now come to {self._plan.rows_per_step}. Put them back.")
+        super().load_state_dict(state)
+        self._name = state.get("rollout")

@@ -1,0 +1,163 @@
+"""Reinforcement learning: prompts, the answers that the network gives to them, and what rewards see of both."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from lmmods.core.errors import UserError
+from lmmods.data.batches.collate import Collator
+from lmmods.data.batches.loader import EvaluationLoader, StatefulLoader
+from lmmods.data.batches.rollouts import Place, RolloutLoader, RolloutPlan
+from lmmods.data.batches.sampler import evaluation_order
+from lmmods.data.encode.conversations import Choices
+from lmmods.data.encode.encoder import Encoder
+from lmmods.data.sft import ConversationData
+from lmmods.data.sources.conversation import Conversation
+from lmmods.data.sources.formats import detect_format, find_format, read_conversation
+from lmmods.data.sources.readers import Row
+from lmmods.data.splits import Role
+from lmmods.data.store.rows import PromptSet, RowSet
+from lmmods.recipe.source import Source
+from lmmods.recipe.tasks.grpo import PromptDataFields
+
+class Prompt(NamedTuple):
+    """A prompt, and what rewards see of it.
+
+    Args:
+        number: Of the row, which the draws of its answers depend on.
+        ids: Token ids.
+        conversation: Its turns; None for rows of plain text.
+        row: The row as read.
+        reference: The response in the data, None if there is none.
+    """
+
+    number: int
+    ids: list[int]
+    conversation: Conversation | None
+    row: dict[str, Any]
+    reference: str | None
+
+
+class PromptData(PromptDataFields, ConversationData):
+    """Prompts; one row of a training batch is an answer to one, and of an evaluation batch a prompt.
+
+    Attributes:
+        plan: Makes the division of epochs into rollouts from the prompts and the answers of a step. Set by the engine,
+            like `begin_rollout`, before training.
+        begin_rollout: As in `RolloutLoader`.
+        token_columns: Further columns of answers, [T] float32 each.
+    """
+
+    plan: Callable[[int, int], RolloutPlan]
+    begin_rollout: Callable[[Place, str | None], tuple[str, list[dict[str, Any]]]]
+    token_columns: tuple[str, ...] = ()
+
+    @classmethod
+    def recognise(cls, row: Row) -> str | None:
+        """Return None: rows of prompts look like those of fine-tuning."""
+        return None
+
+    # Prompts ---------------------------------------------------------------------------------------------------------
+
+    def prompt(self, role: Role, place: int) -> Prompt:
+        """Return a prompt of a role by its place among the rows."""
+        rows = self._rows(role)
+        kept = rows[place]
+        index = kept["index"]
+        row, layout = rows.source_row(index), rows.info(index)["format"]
+        conversation = read_conversation(layout, row, self.roles, self.turn_fields)
+        messages = conversation.messages
+        is_answered = bool(messages) and messages[-1]["role"] == "assistant"
+        reference = messages[-1]["content"] if is_answered else None
+        asked = None if find_format(layout).template is not None else replace(
+            self.prompt_encoder(layout).normalise(conversation), messages=messages[:-1] if is_answered else messages)
+        return Prompt(place, kept["input_ids"].tolist(), asked, row, reference)
+
+    def num_prompts(self, role: Role) -> int:
+        """Return the number of prompts of a role."""
+        return len(self._rows(role))
+
+    # Batches ---------------------------------------------------------------------------------------------------------
+
+    def train_dataloader(self) -> RolloutLoader:
+        """Answers of this rank, drawn where the position comes to new prompts. Raises UserError."""
+        if getattr(self.trainer, "overfit_batches", 0):
+            raise UserError("trainer.overfit_batches is not for reinforcement learning, whose batches are drawn anew: "
+                            "set data.source to a few rows with its `limit`")
+        shard = replace(self._shard(), num_workers=0)  # workers would not see the rollouts
+        plan = self.plan(self.num_prompts("train"), self.batch_size * shard.batches_per_step)
+        self._loader = RolloutLoader(plan, self.collator(), shard, self.batch_size, self.begin_rollout)
+        if self._position is not None:
+            self._loader.load_state_dict(self._position)
+            self._position = None
+        return self._loader
+
+    def val_dataloader(self) -> EvaluationLoader | list:
+        return self._prompts_of("val") if "val" in self._splits.sets else []
+
+    def test_dataloader(self) -> EvaluationLoader:
+        return self._prompts_of("test")
+
+    def _prompts_of(self, role: Role) -> EvaluationLoader:
+        """Prompts of this rank, padded on the left; `index` is the place among the rows."""
+        rows = self._rows(role)
+        prompts = PromptSet(rows, lambda row: row)
+        order = evaluation_order(prompts.lengths, self.eval_batch_size)
+        collator = Collator(("input_ids", "index"), self.tokenizer.pad_token_id, self.pad_to_multiple_of,
+                            self.max_length, "left")
+        places = {int(index): place for place, index in enumerate(rows.index)}
+
+        def collate(items: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
+            return collator([None if item is None else {**item, "index": places[item["index"]]} for item in items])
+
+        return EvaluationLoader(prompts, order, collate, replace(self._shard(), num_workers=0))
+
+    def collator(self) -> Callable[[list], dict[str, Any]]:
+        """Return the collator of answers."""
+        return AnswerCollator(Collator(("input_ids", "labels", "token_seeds"), self.tokenizer.pad_token_id,
+                                   self.pad_to_multiple_of, self.max_length, seed=self.run_seed), self.token_columns)
+
+    # Rows ------------------------------------------------------------------------------------------------------------
+
+    def _choices(self) -> Choices:
+        return Choices("responses", "all", self.reasoning, self.system_prompt, self.replace_system_prompt)
+
+    def _encoding_settings(self) -> dict[str, Any]:
+        return {**super()._encoding_settings(), "new_tokens": self.new_tokens}
+
+    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
+        layout = source.format or self.dataset_format or detect_format(
+            first.values, f"{first.file}:{first.line}", prompts_only=True)
+        return self._conversations(layout, prompts_only=True)
+
+    def _is_scored(self, item: dict[str, Any], role: str) -> bool:
+        return True  # answers are
+
+    def _batch_keys(self) -> tuple[str, ...]:
+        return ("input_ids",)
+
+    def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": row["input_ids"], "index": row["index"]}
+
+
+class AnswerCollator:
+    """Collates answers: the columns of a collator, `advantages` [B] float32, and `columns` [B, T] float32.
+
+    Args:
+        collator: Collator of the tokens.
+    """
+
+    def __init__(self, collator: Collator, columns: tuple[str, ...]) -> None:
+        self._collator, self._columns = collator, columns
+
+    def __call__(self, items: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
+        batch = self._collator(items)
+        batch["advantages"] = torch.tensor([0.0 if item is None else float(item["advantages"]) for item in items])
+        for name in self._columns:
+            batch[name] = torch.zeros(batch["input_ids"].shape)
+            for place, item in enumerate(items):
+                if item is not None:
+                    batch[name][place, : len(item[name])] = torch.from_numpy(item[name])
+        return batch
