@@ -130,6 +130,7 @@ class Setup:
             if value == defaults["trainer"][key] and (value is None or key not in ours):
                 del recipe["trainer"][key]
         recipe["trainer"]["precision"] = self.trainer.precision  # resolved value of `auto`
+        self.blocks["checkpoint"].rank_by(*self.model.ranked_by)
         if not isinstance(self.blocks["checkpoint"], Callback):
             vars(self.trainer).update(self.blocks)
         self.trainer.recipe, self.trainer.identity = recipe, RunIdentity(recipe, defaults)

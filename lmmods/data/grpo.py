@@ -22,6 +22,10 @@ from lmmods.data.store.rows import PromptSet, RowSet
 from lmmods.recipe.source import Source
 from lmmods.recipe.tasks.grpo import PromptDataFields
 
+# Of answers: how much better they are than others, and the weight in the loss of those that are not computed.
+ROW_COLUMNS = ("advantages", "idle_weight")
+
+
 class Prompt(NamedTuple):
     """A prompt, and what rewards see of it.
 
@@ -48,11 +52,13 @@ class PromptData(PromptDataFields, ConversationData):
             like `begin_rollout`, before training.
         begin_rollout: As in `RolloutLoader`.
         token_columns: Further columns of answers, [T] float32 each.
+        reward_scorers: Reward models by the label of their reward.
     """
 
     plan: Callable[[int, int], RolloutPlan]
     begin_rollout: Callable[[Place, str | None], tuple[str, list[dict[str, Any]]]]
     token_columns: tuple[str, ...] = ()
+    reward_scorers: dict[str, Callable[[list[Any]], list[float | None]]] | None = None
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:
@@ -143,7 +149,7 @@ class PromptData(PromptDataFields, ConversationData):
 
 
 class AnswerCollator:
-    """Collates answers: the columns of a collator, `advantages` [B] float32, and `columns` [B, T] float32.
+    """Collates answers: the columns of a collator, `ROW_COLUMNS` [B] float32, and `columns` [B, T] float32.
 
     Args:
         collator: Collator of the tokens.
@@ -154,7 +160,8 @@ class AnswerCollator:
 
     def __call__(self, items: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
         batch = self._collator(items)
-        batch["advantages"] = torch.tensor([0.0 if item is None else float(item["advantages"]) for item in items])
+        for name in ROW_COLUMNS:
+            batch[name] = torch.tensor([0.0 if item is None else item[name] for item in items], dtype=torch.float32)
         for name in self._columns:
             batch[name] = torch.zeros(batch["input_ids"].shape)
             for place, item in enumerate(items):

@@ -16,15 +16,16 @@ class CheckpointFields:
         every_n_steps: Optimiser steps between checkpoints; null saves after each validation and at the end only.
         keep_last: How many of the newest to keep.
         keep_best: How many of the best by `monitor` to keep in addition.
-        monitor: Metric that says which is best.
-        mode: Direction of `monitor`: `min` if smaller is better, `max` if larger is.
+        monitor: Metric that says which is best; null is val/loss, in reinforcement learning val/reward.
+        mode: Direction of `monitor`: `min` if smaller is better, `max` if larger is; null is that of the metric that
+            null means there, else min.
     """
 
     every_n_steps: int | None = 250
     keep_last: int = 2
     keep_best: int = 1
-    monitor: str = "val/loss"
-    mode: Literal["min", "max"] = "min"
+    monitor: str | None = None
+    mode: Literal["min", "max"] | None = None
 
     def __post_init__(self) -> None:
         require(self.every_n_steps is None or self.every_n_steps >= 1, "checkpoint.every_n_steps", self.every_n_steps,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,13 @@ from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
 from lmmods.data.batches.rollouts import Place, RolloutPlan
 from lmmods.data.grpo import Prompt, PromptData
+from lmmods.recipe.rewards import read_rewards
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.advantages import advantages, spread
 from lmmods.rollouts.policy import Drawn, Policy
 from lmmods.rollouts.rewards import Answered, Rewards, total
 from lmmods.rollouts.rollout import Answer, Group, Rollout, read_rollout, rollout_name, step_of
+from lmmods.rollouts.server import sampler_weights
 from lmmods.runs.folder import RunFolder
 
 REFILL = 1  # in the seed of the order in which prompts replace others
@@ -29,16 +31,26 @@ class RolloutMaker:
         data: The prompts, set up.
         folder: The run folder.
         policy: The network in training.
-        rewards: Scores answers.
         step: Returns the optimiser steps taken so far.
         report: Receives the metrics of each rollout by name; called by all processes.
         is_first: True in the process that writes files.
     """
 
-    def __init__(self, task: GRPOFields, data: PromptData, folder: RunFolder, policy: Policy, rewards: Rewards,
+    def __init__(self, task: GRPOFields, data: PromptData, folder: RunFolder, policy: Policy,
                  step: Callable[[], int], report: Callable[[dict[str, float], Rollout], None], is_first: bool) -> None:
-        self._task, self._data, self._folder, self._policy, self._rewards = task, data, folder, policy, rewards
+        self._task, self._data, self._folder, self._policy = task, data, folder, policy
         self._step, self._report, self._is_first = step, report, is_first
+
+    @cached_property
+    def _rewards(self) -> Rewards:
+        """Scores answers, in processes that start with the first ones."""
+        return Rewards(read_rewards(self._task.rewards), self._task.reward_timeout, self._task.reward_processes,
+                       self._data.reward_scorers)
+
+    def close(self) -> None:
+        """End the processes that score answers."""
+        if "_rewards" in vars(self):
+            self._rewards.close()
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -54,7 +66,7 @@ class RolloutMaker:
             rollout = read_rollout(self._folder.rollouts, name)
             if not rollout.replaced and [group.prompt for group in rollout.groups] != place.prompts.tolist():
                 raise UserError(f"{self._folder.rollouts / name} is of other prompts than the checkpoint's position.")
-        return rollout.name, rollout.items(self._task.mask_truncated)
+        return rollout.name, rollout.items(self._task)
 
     def _made(self, place: Place) -> Rollout:
         task, seconds, began = self._task, {"drawing": 0.0, "rewards": 0.0, "scoring": 0.0}, time.perf_counter()
@@ -137,16 +149,23 @@ class RolloutMaker:
     def _score(self, groups: list[Group], seconds: dict[str, float]) -> None:
         """Set the columns of log-probabilities that training needs."""
         task, policy, began = self._task, self._policy, time.perf_counter()
-        wanted = {name: name == "reference_logps" for name in token_columns(task) if name != "sampler_weights"}
         own = range(policy.rank, len(groups), policy.num_ranks)
         rows = [groups[place].row(number) for place in own for number in range(task.num_generations)]
-        found = {name: policy.logps(rows, task.temperature, is_reference) for name, is_reference in wanted.items()}
-        for column, values in found.items():
-            parts = policy.gather({place: values[at * task.num_generations : (at + 1) * task.num_generations]
-                                   for at, place in enumerate(own)})
-            for place, group in enumerate(groups):
-                for answer, logps in zip(group.answers, parts[place], strict=True):
-                    answer.columns[column] = logps[len(group.ids) :]
+        columns, size = token_columns(task), task.num_generations
+        found = {}
+        if {"old_logps", "sampler_weights"} & set(columns):
+            found["old_logps"] = policy.logps(rows, task.temperature)
+        if "reference_logps" in columns:
+            found["reference_logps"] = policy.logps(rows, task.temperature, reference=True)
+        parts = policy.gather({place: {name: values[at * size : (at + 1) * size] for name, values in found.items()}
+                               for at, place in enumerate(own)})
+        for place, group in enumerate(groups):
+            for number, answer in enumerate(group.answers):
+                logps = {name: values[number][len(group.ids) :] for name, values in parts[place].items()}
+                if "sampler_weights" in columns:
+                    logps["sampler_weights"] = sampler_weights(logps["old_logps"], answer.logps,
+                                                               task.importance_sampling_cap)
+                answer.columns = {name: logps[name] for name in columns}
         seconds["scoring"] += time.perf_counter() - began
 
     def _drop_old(self, step: int) -> None:

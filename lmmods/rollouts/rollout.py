@@ -17,8 +17,10 @@ from safetensors.numpy import save
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
+from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.policy import Row
 from lmmods.runs.atomic import write_bytes, write_text
+from lmmods.runs.run_files import ROLLOUT
 
 VERSION = 1
 BY_TOKEN = ("tokens", "logps", "entropies", "drawn")
@@ -91,7 +93,7 @@ class Rollout:
     Args:
         step: Optimiser steps taken before.
         replaced: Prompts whose answers all had the same reward, and which others replaced.
-        seconds: Seconds by what took them: drawing, rewards, scoring.
+        seconds: Seconds by what took them (drawing, rewards, scoring, all); of one just made.
     """
 
     step: int
@@ -103,21 +105,27 @@ class Rollout:
     def name(self) -> str:
         return rollout_name(self.step)
 
-    def items(self, mask_truncated: bool) -> list[dict[str, Any]]:
-        """Return the answers as rows of training, prompt by prompt: ids, labels [T], advantage, further columns [T].
+    def items(self, task: GRPOFields) -> list[dict[str, Any]]:
+        """Return the answers as rows of training, prompt by prompt.
 
-        Answers without a reward have no labels, and with `mask_truncated` those that were cut off.
+        Each has `input_ids` and `labels` [T] int32, `advantages`, `row`, which seeds dropout, and the columns of its
+        answer [T]. Answers without a reward have no labels, nor with `mask_truncated` those that were cut off. Those
+        that cannot move the policy, having an advantage of 0, are replaced by their `idle_weight` in the loss.
         """
         found = []
         for group in self.groups:
             for number, answer in enumerate(group.answers):
-                row, before = group.row(number), len(group.ids)
-                counts = answer.reward is not None and (answer.ended or not mask_truncated)
-                labels = row.labels if counts else np.full_like(row.labels, IGNORED)
+                (ids, labels), before = group.row(number), len(group.ids)
+                advantage, weight = float(group.advantages[number]), 0.0
                 columns = {name: np.concatenate([np.zeros(before, np.float32), values])
                            for name, values in answer.columns.items()}
-                found.append({"input_ids": row.ids, "labels": labels, "advantages": float(group.advantages[number]),
-                              **columns})
+                if answer.reward is None or task.mask_truncated and not answer.ended:
+                    ids, labels, columns = _nothing(ids, columns)
+                elif advantage == 0 and not task.beta:
+                    weight = task.policy_loss.weight_of(int(answer.drawn.sum()))
+                    ids, labels, columns = _nothing(ids, columns)
+                found.append({"input_ids": ids, "labels": labels, "advantages": advantage, "idle_weight": weight,
+                              "row": group.prompt * len(group.answers) + number, **columns})
         return found
 
     # Files -----------------------------------------------------------------------------------------------------------
@@ -141,7 +149,8 @@ class Rollout:
             **{name: _joined([answer.columns[name] for answer in answers], np.float32)
                for name in COLUMNS if answers and name in answers[0].columns},
         }
-        told = {"version": VERSION, "step": self.step, "replaced": self.replaced, "seconds": self.seconds,
+        # Without the seconds: a rollout that is made again is the same file.
+        told = {"version": VERSION, "step": self.step, "replaced": self.replaced,
                 "prompts": [group.text for group in self.groups],
                 "answers": [[answer.text, answer.rewards, answer.reasons] for answer in answers]}
         write_text(folder / f"{self.name}.jsonl", "".join(
@@ -164,9 +173,8 @@ def rollout_name(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """Return the step in the name of a rollout's file; None for another file."""
-    stem, _, kind = path.name.partition(".")
-    number = stem.removeprefix("step=")
-    return int(number) if kind in ("safetensors", "jsonl") and stem != number and number.isdecimal() else None
+    found = ROLLOUT.fullmatch(path.name)
+    return int(found[1]) if found else None
 
 
 def read_rollout(folder: Path, name: str) -> Rollout:
@@ -196,7 +204,13 @@ def read_rollout(folder: Path, name: str) -> Rollout:
     groups = [Group(int(prompt), ids.tolist(), text, answers[place * size : (place + 1) * size],
                     arrays["advantages"][place * size : (place + 1) * size])
               for place, (prompt, ids, text) in enumerate(zip(arrays["prompts"], prompts, told["prompts"], strict=True))]
-    return Rollout(told["step"], groups, told["replaced"], told["seconds"])
+    return Rollout(told["step"], groups, told["replaced"])
+
+
+def _nothing(ids: np.ndarray, columns: dict[str, np.ndarray]
+             ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Return one token without a label in place of a row."""
+    return ids[:1], np.full(1, IGNORED, np.int32), {name: values[:1] for name, values in columns.items()}
 
 
 def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:

@@ -17,13 +17,26 @@ class CheckpointPolicy(CheckpointFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.best: list[tuple[float, str]] = []  # (value, checkpoint name), best first
+        self.rank_by("val/loss", "min")
+
+    def rank_by(self, monitor: str, mode: str) -> None:
+        """Set what the recipe leaves to the task: the metric that says which checkpoint is best, and its direction."""
+        self._default = monitor, mode
+
+    @property
+    def ranking(self) -> tuple[str, str]:
+        """`monitor` and `mode`, with what null means."""
+        monitor, mode = self._default
+        return self.monitor or monitor, self.mode or (mode if self.monitor in (None, monitor) else "min")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": [list(pair) for pair in self.best], "monitor": self.monitor, "mode": self.mode}
+        monitor, mode = self.ranking
+        return {"best": [list(pair) for pair in self.best], "monitor": monitor, "mode": mode}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the ranking, unless it is by another metric than this run's; older checkpoints do not name theirs."""
-        same = (state.get("monitor", self.monitor), state.get("mode", self.mode)) == (self.monitor, self.mode)
+        monitor, mode = self.ranking
+        same = (state.get("monitor", monitor), state.get("mode", mode)) == self.ranking
         self.best = [(value, name) for value, name in state["best"] if same and math.isfinite(value)]
 
     def is_due(self, step: int) -> bool:
@@ -38,14 +51,15 @@ class CheckpointPolicy(CheckpointFields):
         """
         if not self.keep_best:
             return
-        if self.monitor not in metrics:
-            raise UserError(f"checkpoint.monitor is {self.monitor!r}, which this run does not log "
+        monitor, mode = self.ranking
+        if monitor not in metrics:
+            raise UserError(f"checkpoint.monitor is {monitor!r}, which this run does not log "
                             f"({', '.join(sorted(metrics))}).")
-        value = metrics[self.monitor]
+        value = metrics[monitor]
         if not math.isfinite(value):
             return
         self.best = [pair for pair in self.best if pair[1] != name] + [(value, name)]
-        sign = 1 if self.mode == "min" else -1
+        sign = 1 if mode == "min" else -1
         self.best.sort(key=lambda pair: (sign * pair[0], checkpoint_position(pair[1])))
         self.best = self.best[: self.keep_best]
 

@@ -31,7 +31,7 @@ from lmmods.runs.inside import check_links, delete, fresh_folder
 from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.lock import FolderLock
 from lmmods.runs.repair import mended_numbers
-from lmmods.runs.run_files import LIST, NAMES, RESULTS, RunFiles, wandb_paths
+from lmmods.runs.run_files import LIST, NAMES, RESULTS, RunFiles, remove_rollouts, wandb_paths
 
 CHECKPOINT_PREFIX = "step="
 
@@ -52,6 +52,7 @@ class RunFolder:
         self.resumes = self.root / "resumes.jsonl"
         self.loss_png = self.root / "loss.png"
         self.checkpoints = self.root / "checkpoints"
+        self.rollouts = self.root / "rollouts"
         self.model = self.root / "model"
         self.completed = self.root / "completed"
         self.files, self._lock = RunFiles(self.root), FolderLock(self.root)
@@ -137,6 +138,7 @@ class RunFolder:
             remove_unfinished(self.checkpoints)
             for folder in self._later_than(checkpoint):
                 remove_checkpoint(folder)
+            remove_rollouts(self.rollouts, after=checkpoint_position(checkpoint.name)[0])
         elif left := self.files.delete():
             print(f"Left where they are, as no run wrote them: {', '.join(map(str, left))}.", flush=True)
         self.files.claim("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints")
@@ -152,6 +154,10 @@ class RunFolder:
     def names(self) -> list[str]:
         """Names of the complete checkpoints, oldest first."""
         return checkpoint_names(self.checkpoints)
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        return [checkpoint_position(name)[0] for name in self.names()]
 
     def find(self, alias: str) -> Path | None:
         """Return the checkpoint that `last` or `best` refers to.

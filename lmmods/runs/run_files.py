@@ -97,8 +97,8 @@ def _exported(root: Path) -> set[str]:
 
 LIST = ".run-files.json"
 # All that commands write at the top of a run folder. For model and wandb the list also holds their content.
-NAMES = (*FILES, *RESULTS, "manifest.json", "checkpoints", "model", "wandb", ".model", ".publish")
-FOLDERS = ("checkpoints", "model", "wandb")
+NAMES = (*FILES, *RESULTS, "manifest.json", "checkpoints", "model", "rollouts", "wandb", ".model", ".publish")
+FOLDERS = ("checkpoints", "model", "rollouts", "wandb")
 UNDER_WAY = (".model", ".publish", "model/.new")  # folders being written, without files of the user
 
 
@@ -174,6 +174,9 @@ class RunFiles:
         elif path == "checkpoints":
             remove_checkpoints(target)
             _delete_if_empty(target)
+        elif path == "rollouts":
+            remove_rollouts(target)
+            _delete_if_empty(target)
         elif target.is_dir() and not target.is_symlink():
             _delete_if_empty(target)
         elif path not in FOLDERS:  # a link of these names is the user's and is kept
@@ -184,6 +187,17 @@ class RunFiles:
             self.path.unlink(missing_ok=True)
         elif not self.path.exists() or paths != self.entries():
             write_json(self.path, {"paths": sorted(paths)})
+
+
+ROLLOUT = re.compile(r"step=(\d+)\.(jsonl|safetensors)")
+
+
+def remove_rollouts(folder: Path, after: int = -1) -> None:
+    """Delete the rollouts in a folder that were drawn after more than `after` steps."""
+    for path in folder.glob("step=*") if folder.is_dir() and not folder.is_symlink() else ():
+        found = ROLLOUT.fullmatch(path.name)
+        if found and int(found[1]) > after:
+            delete(path)
 
 
 def _is_a_runs(path: str) -> bool:

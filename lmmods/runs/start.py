@@ -178,8 +178,9 @@ class RunEnd:
         if self.policy is not None and self.policy.best:
             value, name = self.policy.best[0]
             step = name.partition("=")[2]
-            say(f"Best: {self.policy.monitor} {value:.4g} at step {step} (--ckpt_path best).")
-            if self.policy.monitor == "val/loss" and (more_accurate := self._more_accurate(step)):
+            monitor, _ = self.policy.ranking
+            say(f"Best: {monitor} {value:.4g} at step {step} (--ckpt_path best).")
+            if monitor == "val/loss" and (more_accurate := self._more_accurate(step)):
                 say(f"Not the most accurate: {self.task.accuracy} was {more_accurate}. checkpoint.monitor: "
                     f"{self.task.accuracy} with checkpoint.mode: max keeps that one.")
         if held_out := describe(self.metrics.latest, "val/"):

@@ -241,6 +241,11 @@ class Trainer(L.Trainer):
         """Log a callback's metrics at this step, and keep them for the final results."""
         self._metrics.steps.log(metrics, self.global_step)
 
+    def log_rollout(self, metrics: dict[str, float], rollout: Any) -> None:
+        """Log the metrics of a rollout at the step after which it was drawn."""
+        self._metrics.steps.fetch()  # those of the steps before
+        self._metrics.steps.log(metrics, self.global_step)
+
     # Processes -------------------------------------------------------------------------------------------------------
 
     @property

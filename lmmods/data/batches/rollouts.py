@@ -105,13 +105,24 @@ class RolloutSet(Dataset):
 
     Attributes:
         place: The current rollout; None before the first.
-        answers: Its items by number: `input_ids`, `labels` [T] int32, `advantages`, and further columns [T] float32.
     """
 
     def __init__(self, plan: RolloutPlan) -> None:
         self._plan = plan
         self.place: Place | None = None
-        self.answers: list[dict[str, Any]] = []
+        self._answers: list[dict[str, Any]] = []
+
+    def hold(self, place: Place, answers: list[dict[str, Any]]) -> None:
+        """Make the answers of a rollout the current ones.
+
+        Args:
+            answers: Its items, prompt by prompt: `input_ids`, `labels` [T] int32, `row`, and further columns.
+        """
+        self.place, size = place, self._plan.rows_per_step
+        # Longest first within each step, as micro-batches of similar rows have less padding. A step is a sum over its
+        # rows, in whatever order.
+        self._answers = [item for start in range(0, len(answers), size)
+                         for item in sorted(answers[start : start + size], key=lambda item: -len(item["input_ids"]))]
 
     def __len__(self) -> int:
         return self._plan.num_rows
@@ -122,10 +133,8 @@ class RolloutSet(Dataset):
             return None
         if epoch != self.place.epoch or not self.place.start <= row < self.place.stop:
             raise IndexError(f"row {row} of epoch {epoch} is not of rollout {self.place.number}")
-        prompt, sample = divmod(answer, self._plan.num_generations)
         # `row` and `draw` seed dropout: the same masks in each iteration.
-        own = int(self.place.prompts[prompt]) * self._plan.num_generations + sample
-        return {**self.answers[answer], "row": own, "draw": epoch}
+        return {**self._answers[answer], "draw": epoch}
 
 
 class RolloutLoader(StatefulLoader):
@@ -157,8 +166,8 @@ class RolloutLoader(StatefulLoader):
         current = self._items.place
         if current is None or place[:2] != current[:2]:
             # At its first row a rollout has not been trained on: what a file holds may be of another policy.
-            self._name, self._items.answers = self._begin(place, self._name if row > place.start else None)
-            self._items.place = place
+            self._name, answers = self._begin(place, self._name if row > place.start else None)
+            self._items.hold(place, answers)
         left = -(-place.stop // self._batch_size) - self._handed_out
         return batches_per_rank(left, self._shard.world_size)
 

@@ -104,6 +104,7 @@ class TaskFields:
     head_in_full: ClassVar[bool] = False  # True if the head is none of a vocabulary, and trains beside an adapter
     own_files: ClassVar[tuple[str, ...]] = ()  # names of files in the run folder that other tasks do not write
     accuracy: ClassVar[str | None] = None  # metric that may still rise when val/loss no longer falls
+    ranked_by: ClassVar[tuple[str, Literal["min", "max"]]] = ("val/loss", "min")  # of checkpoints, unless set
     usual: ClassVar[Usual] = Usual()
     # Keys of this class that may change when a run is resumed; a change of the others would make it another run.
     may_change: ClassVar[tuple[str, ...]] = (

@@ -66,9 +66,9 @@ class GRPOFields(CausalFields):
     takes: ClassVar[str] = "PromptData"
     adapter_drops: ClassVar[bool] = False
     accuracy: ClassVar[str] = "val/reward"
+    ranked_by: ClassVar[tuple[str, Literal["min", "max"]]] = ("val/reward", "max")
     usual: ClassVar[Usual] = Usual(epochs=1, rows=64, lr=1e-6, small_lr=1e-5, adapter_lr=2e-5,
                                    prompt="Name three fruits.")
-    own_files: ClassVar[tuple[str, ...]] = ()
     may_change: ClassVar[tuple[str, ...]] = ("reward_timeout", "reward_processes", "num_generations_eval",
                                              "pass_reward", "keep_rollouts")
 

@@ -55,8 +55,31 @@ COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
     "mm_token_type_ids": torch.zeros_like}
 
 
+class Record:
+    """What a search knows of the tokens that it chose.
+
+    Args:
+        num_rows: B, prompts of the search.
+        num_tokens: Most new tokens.
+
+    Attributes:
+        logps: [B, num_tokens] float32, log-probabilities; those after the end of an answer mean nothing.
+        entropies: [B, num_tokens] float32, entropies in nats of the distributions; likewise.
+    """
+
+    def __init__(self, num_rows: int, num_tokens: int, device: torch.device) -> None:
+        self.logps, self.entropies = torch.zeros(2, num_rows, num_tokens, device=device)
+
+    def add(self, rows: Tensor, place: int, scores: Tensor, tokens: Tensor) -> None:
+        """Note the tokens [N] that some rows chose as their `place`-th, from logits [N, V]."""
+        log_probs = scores.log_softmax(-1)
+        self.logps[rows, place] = log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+        # 0 log 0 is 0: tokens that a processor excludes have -inf.
+        self.entropies[rows, place] = -(log_probs.exp() * log_probs.clamp(min=torch.finfo(scores.dtype).min)).sum(-1)
+
+
 def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
-             synced: bool = False, draws: Tensor | None = None, **kwargs: Any) -> Tensor:
+             synced: bool = False, draws: Tensor | None = None, record: Record | None = None, **kwargs: Any) -> Tensor:
     """Continue the prompts by the method that the options select.
 
     Args:
@@ -66,13 +89,14 @@ def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, genera
         synced: Continue until all processes are done, as each step gathers sharded parameters from all of them.
         draws: [B, max_new_tokens] float32 in [0, 1), with which `do_sample` without beams samples tokens; None uses
             torch's generator, as beams always do.
+        record: Filled by greedy search and by sampling with `draws`.
         kwargs: Options that override those of `generation_config`; others are passed to the model's `generate`.
 
     Returns:
         [B * num_return_sequences, T + T_new] prompts and answers, padded after the end of an answer.
     """
     config = copy.deepcopy(generation_config)  # `update` and the settings below change it
-    kwargs = config.update(**kwargs) | _custom_method(config, model.generation_config, synced, draws)
+    kwargs = config.update(**kwargs) | _custom_method(config, model.generation_config, synced, draws, record)
     # Hidden from transformers, which would fetch code from the hub. Not None, which the model's own defaults replace.
     config.penalty_alpha, config.num_beam_groups, config.diversity_penalty = 0.0, 1, 0.0
     config.return_dict_in_generate = False
@@ -85,8 +109,8 @@ def _refuse(wrong: bool | None, message: str) -> None:
         raise UserError(message)
 
 
-def _custom_method(config: GenerationConfig, defaults: GenerationConfig, synced: bool, draws: Tensor | None
-                   ) -> dict[str, Any]:
+def _custom_method(config: GenerationConfig, defaults: GenerationConfig, synced: bool, draws: Tensor | None,
+                   record: Record | None) -> dict[str, Any]:
     """Check the options, and return the arguments of `generate` that select a method of this file, if any.
 
     Args:
@@ -112,13 +136,15 @@ def _custom_method(config: GenerationConfig, defaults: GenerationConfig, synced:
     samples, beams = (value if value is not None else getattr(defaults, name) for name, value in (
         ("do_sample", config.do_sample), ("num_beams", config.num_beams)))
     if (beams or 1) == 1 and (draws is not None or not samples):
-        return {"custom_generate": single_search, "draws": draws if samples else None, "synced": synced}
+        return {"custom_generate": single_search, "draws": draws if samples else None, "synced": synced,
+                **({} if record is None else {"record": record})}
     return {}
 
 
 def single_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,
                   stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig,
-                  draws: Tensor | None = None, synced: bool = False, **model_kwargs: Any) -> Tensor:
+                  draws: Tensor | None = None, synced: bool = False, record: Record | None = None, **model_kwargs: Any
+                  ) -> Tensor:
     """Greedy search, or sampling by the given numbers, see `generate`; returns [B, T + T_new].
 
     A prompt that several rows share is computed once, and rows that have ended leave the batch, which changes answers
@@ -133,9 +159,11 @@ def single_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsP
     with decoding_experts(model):
         while True:
             scores = logits_processor(input_ids, outputs.logits[:, -1].float())  # [B, V]
+            place = input_ids.shape[1] - prompt_length
             # A process that waits for others may run out of numbers; its further tokens are masked anyway.
-            token = scores.argmax(-1) if draws is None else drawn(
-                scores, draws[rows, min(input_ids.shape[1] - prompt_length, draws.shape[1] - 1)])
+            token = scores.argmax(-1) if draws is None else drawn(scores, draws[rows, min(place, draws.shape[1] - 1)])
+            if record is not None and place < record.logps.shape[1]:
+                record.add(rows, place, scores, token)
             input_ids = torch.cat([input_ids, token.masked_fill(finished, _pad_token(generation_config))[:, None]], 1)
             finished |= stopping_criteria(input_ids, None)
             if not _goes_on(bool(finished.all()), synced, input_ids.device):

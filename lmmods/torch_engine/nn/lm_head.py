@@ -103,6 +103,23 @@ class LMHead:
         return torch.allclose(own.float(), logits.float(), rtol=1e-3, atol=1e-3 * logits.abs().max().item())
 
 
+class Tempered:
+    """An output head whose logits are divided by a temperature.
+
+    Args:
+        head: As in `token_loss`.
+    """
+
+    def __init__(self, head: Callable[[Tensor], Tensor], temperature: float) -> None:
+        self._head, self._temperature = head, temperature
+        # A soft cap comes before the temperature, which `_LinearHead` cannot do.
+        self.linear = None if getattr(head, "softcap", None) is not None else getattr(head, "linear", None)
+        self.scale, self.softcap = getattr(head, "scale", 1.0) / temperature, None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden) / self._temperature
+
+
 def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], count_correct: bool = False,
                 mixture: Mixture | None = None, balance_loss: float = 0.0, device: torch.device | None = None
                 ) -> LossSums:
@@ -143,6 +160,25 @@ def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
     logps = token_log_probs(hidden[scored], targets[scored], *rest, device)
     rows = scored.nonzero()[:, 0]  # [N]
     return logps.new_zeros(len(targets)).index_add(0, rows, logps), scored.sum(1)
+
+
+def token_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], temperature: float = 1.0,
+                device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each position's target, 0 where there is none, and 1 where there is one: [B, T]
+    float32 each.
+
+    Args:
+        batch: As in `causal_loss`.
+        temperature: Of the distributions.
+        device: As in `token_loss`.
+    """
+    targets, _ = _targets(batch)
+    hidden, head, *rest, _ = _before_head(model, head, batch)
+    scored = targets != IGNORED
+    # [B, T, H] -> [N, H]: labelled positions of all rows, in row-major order.
+    logps = token_log_probs(hidden[scored], targets[scored], head if temperature == 1 else Tempered(head, temperature),
+                            *rest, device)
+    return logps.new_zeros(targets.shape).masked_scatter(scored, logps), scored.float()
 
 
 def _targets(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
