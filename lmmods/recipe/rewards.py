@@ -1,8 +1,318 @@
 """Rewards that a recipe may name, and their options."""
 
-from typing import Any
+import difflib
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, Literal, get_args, get_origin
+
+from lmmods.core.errors import UserError
+from lmmods.core.settings import as_yaml_word, require
+from lmmods.recipe.keys import REQUIRED, in_words, keys_of, members
+
+WAYS = ("name", "function", "model")  # in which a recipe says what scores an answer
+WRONG = object()
 
 
-def read_rewards(rewards: list[dict[str, Any]]) -> list[Any]:
-    """Return the settings of the rewards. Raises UserError for one that does not exist, or has other options."""
-    return rewards
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """What every reward has.
+
+    Args:
+        weight: Factor of the reward in the sum; 0 only logs it.
+        label: Name in metrics and files; null is the reward's own, the function's, or that of the model's folder.
+    """
+
+    weight: float = 1.0
+    label: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The label, with what null means."""
+        return self.label if self.label is not None else self._own_name
+
+    @property
+    def _own_name(self) -> str:
+        return next(name for name, kind in NAMED.items() if kind is type(self))
+
+    def check(self, key: str) -> None:
+        """Raise UserError for a value that no reward can use.
+
+        Args:
+            key: Of the reward, for messages.
+        """
+        require(math.isfinite(self.weight), f"{key}.weight", self.weight, "a finite number")
+        require(bool(self.name.strip()) and "/" not in self.name, f"{key}.label", repr(self.name),
+                "a word without a slash")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(RewardSettings):
+    """A reward that compares the answer with right ones.
+
+    Args:
+        column: Column with the right answer, or a list of right answers, the best of which counts; null is the
+            reference, the response that the row ends in.
+    """
+
+    column: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMatch(Compared):
+    """1 if the answer is the right one, else 0.
+
+    Args:
+        ignore_case: Let upper and lower case be equal.
+        strip: Leave out white space around both.
+        extract: Regular expression whose first group, where it matches last, is compared instead of the whole answer;
+            an answer that it does not match is wrong. It is applied to right answers that it matches, too.
+    """
+
+    ignore_case: bool = False
+    strip: bool = True
+    extract: str | None = None
+
+    def check(self, key: str) -> None:
+        super().check(key)
+        if self.extract is not None:
+            found = _pattern(f"{key}.extract", self.extract)
+            require(found is None or found.groups > 0, f"{key}.extract", self.extract,
+                    "an expression with a group in parentheses")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contains(Compared):
+    """1 if the right answer, or a text, occurs in the answer, else 0.
+
+    Args:
+        text: Text to find, instead of the right answer.
+        ignore_case: Let upper and lower case be equal.
+    """
+
+    text: str | None = None
+    ignore_case: bool = False
+
+    def check(self, key: str) -> None:
+        super().check(key)
+        require(self.text is None or self.column is None, f"{key}.text", self.text, f"null where {key}.column is set")
+        require(self.text != "", f"{key}.text", "empty", "a text: the empty one occurs in every answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regex(RewardSettings):
+    """1 if a regular expression matches, else 0.
+
+    Args:
+        pattern: The expression, in Python's syntax; `(?i)` at its start ignores case, `(?s)` lets a dot match line
+            ends.
+        full: Match the whole answer, without white space around it, instead of any part.
+    """
+
+    pattern: str
+    full: bool = False
+
+    def check(self, key: str) -> None:
+        super().check(key)
+        _pattern(f"{key}.pattern", self.pattern)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format(RewardSettings):
+    """1 if the answer is a sequence of tagged parts, as `<think>...</think> <answer>...</answer>`, else 0.
+
+    Nothing but white space may stand outside of them, and each tag occurs once.
+
+    Args:
+        tags: Names of the tags in their order.
+        opened: The prompt ends in the first opening tag, as that of some reasoning models does.
+    """
+
+    tags: list[str] = field(default_factory=lambda: ["think", "answer"])
+    opened: bool = False
+
+    def check(self, key: str) -> None:
+        super().check(key)
+        require(bool(self.tags) and all(self.tags) and len(set(self.tags)) == len(self.tags), f"{key}.tags", self.tags,
+                "a list of different names")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length(RewardSettings):
+    """0 for an answer that is short enough, -1 for one over the limit, on a line in between.
+
+    The soft overlong punishment of DAPO (Yu et al. 2025): with `max_tokens` L and `soft_tokens` C, an answer of n
+    tokens gets (L - C - n) / C from L - C on.
+
+    Args:
+        max_tokens: Tokens above which an answer gets -1.
+        soft_tokens: Tokens below the limit over which the reward falls; 0 is a hard limit.
+    """
+
+    max_tokens: int
+    soft_tokens: int = 0
+
+    def check(self, key: str) -> None:
+        super().check(key)
+        require(self.max_tokens >= 1, f"{key}.max_tokens", self.max_tokens, "1 or more")
+        require(0 <= self.soft_tokens <= self.max_tokens, f"{key}.soft_tokens", self.soft_tokens,
+                "from 0 to max_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class F1(Compared):
+    """Harmonic mean of precision and recall of the answer's words, normalised as SQuAD's evaluation does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Math(Compared):
+    """1 if the answer is mathematically equal to the right one, else 0; by the package math-verify."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code(RewardSettings):
+    """Whether the program in the answer, its last fenced block or else all of it, passes the tests of its row.
+
+    Args:
+        tests: Column with the tests: Python code, a list of pieces of Python code, each a test, or texts for the
+            standard input with what must be written, as `{inputs: [...], outputs: [...]}` or a list of `{input,
+            output}`.
+        language: Language of the program.
+        timeout: Longest time in seconds that the tests of an answer may take together; those left over have failed.
+        partial: Reward the share of the tests that pass, instead of 1 if all do, else 0.
+    """
+
+    tests: str = "tests"
+    language: Literal["python"] = "python"
+    timeout: float = 5.0
+    partial: bool = False
+
+    def check(self, key: str) -> None:
+        super().check(key)
+        require(0 < self.timeout < math.inf, f"{key}.timeout", self.timeout, "a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function(RewardSettings):
+    """A function of the user's own.
+
+    Args:
+        function: Import path, as `my.module.function`.
+    """
+
+    function: str
+
+    @property
+    def _own_name(self) -> str:
+        return self.function.rpartition(".")[2]
+
+    def check(self, key: str) -> None:
+        require(bool(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", self.function)), f"{key}.function", self.function,
+                "an import path, as my.module.function")
+        super().check(key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(RewardSettings):
+    """The score of a reward model.
+
+    Args:
+        model: Folder of a finished run of the task Reward, folder or hub id of a model for sequence classification with
+            one label, or folder of an adapter of one.
+    """
+
+    model: str
+
+    @property
+    def _own_name(self) -> str:
+        return PurePath(self.model).name
+
+    def check(self, key: str) -> None:
+        require(bool(self.model.strip()), f"{key}.model", repr(self.model), "a folder or hub id of a reward model")
+        super().check(key)
+
+
+NAMED: dict[str, type[RewardSettings]] = {
+    "exact_match": ExactMatch, "contains": Contains, "regex": Regex, "format": Format, "length": Length, "f1": F1,
+    "math": Math, "code": Code}
+OTHERS: dict[str, type[RewardSettings]] = {"function": Function, "model": Model}
+
+
+def read_rewards(rewards: list[dict[str, Any]], key: str = "model.rewards") -> list[RewardSettings]:
+    """Return the settings of the rewards. Raises UserError for one that does not exist, or has other options.
+
+    Args:
+        key: Of the list, for messages.
+    """
+    found: list[RewardSettings] = []
+    for number, given in enumerate(rewards):
+        each = _read(given, f"{key}[{number}]")
+        each.check(f"{key}[{number}]")
+        if each.name in (names := [other.name for other in found]):
+            raise UserError(f"{key}[{number}] has the name of {key}[{names.index(each.name)}], {each.name}: give one "
+                            "of them another by its key label.")
+        found.append(each)
+    return found
+
+
+def _read(given: Any, key: str) -> RewardSettings:
+    if not isinstance(given, dict):
+        raise UserError(f"{key} is {as_yaml_word(given)}, but must be a mapping, as {{name: exact_match}}.")
+    ways = [way for way in WAYS if given.get(way) is not None]
+    if len(ways) != 1:
+        what = f"has {' and '.join(ways)}" if ways else "does not say what scores an answer"
+        raise UserError(f"{key} {what}, but must have one of {', '.join(WAYS)}: {{name: exact_match}}, "
+                        "{function: my.module.function} or {model: runs/reward}.")
+    kind = _named(given["name"], f"{key}.name") if ways == ["name"] else OTHERS[ways[0]]
+    keys = keys_of(kind, key)
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        if name == "name" or name in WAYS and value is None:
+            continue
+        if name not in keys:
+            raise UserError(f"{key}.{name} is no key of a reward {given.get('name', ways[0])}, which has "
+                            f"{', '.join(each for each in keys if each not in WAYS)}.{_meant(name, list(keys))}")
+        options[name] = _converted(value, keys[name].type)
+        if options[name] is WRONG:
+            raise UserError(f"{key}.{name} is {as_yaml_word(value)}, but must be {in_words(keys[name].type)}.")
+    if missing := [name for name, each in keys.items() if each.default is REQUIRED and name not in options]:
+        raise UserError(f"{key}.{missing[0]} is missing: it must be {in_words(keys[missing[0]].type)}.")
+    return kind(**options)
+
+
+def _named(name: Any, key: str) -> type[RewardSettings]:
+    if not isinstance(name, str) or name not in NAMED:
+        raise UserError(f"{key} is {as_yaml_word(name)}, but must be one of {', '.join(NAMED)}."
+                        + _meant(str(name), list(NAMED)))
+    return NAMED[name]
+
+
+def _meant(name: Any, known: list[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, 1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    """Return a value as the type asks for it, whole numbers as float where only these are taken; else `WRONG`."""
+    for each in members(hint):
+        if get_origin(each) is list:
+            if isinstance(value, list) and all(type(part) is get_args(each)[0] for part in value):
+                return value
+        elif get_origin(each) is Literal:
+            if value in get_args(each):
+                return value
+        elif type(value) is each:  # not isinstance: true is no number
+            return value
+        elif each is float and type(value) is int:
+            return float(value)
+    return WRONG
+
+
+def _pattern(key: str, text: str) -> re.Pattern[str] | None:
+    """Return a regular expression. Raises UserError if it is none."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        require(False, key, text, f"a regular expression: {error}")
+        return None

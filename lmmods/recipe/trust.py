@@ -90,6 +90,13 @@ def refuse_import(key: str | None, path: str) -> None:
                       "--trust_recipe_code true to the command line.")
 
 
+def refuse_function(key: str, path: str) -> None:
+    """Raise ForeignCode for a function that a recipe names, unless the command line trusts it."""
+    if not is_trusted():
+        raise ForeignCode(f"{key}: {path} is code that would run here. Nothing of it has run. If you have read it and "
+                          f"trust it, add {FLAG} true to the command line.")
+
+
 def check_recipe(values: Any, model: dict[str, Any], remote_code_typed: bool) -> None:
     """Check a recipe before anything in it is built.
 

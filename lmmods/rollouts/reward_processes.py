@@ -1,0 +1,375 @@
+"""Processes that score answers, and are killed where one hangs.
+
+Each is a fresh interpreter in a session of its own: the trainer's threads, devices and locks are not in it, and what it
+starts can be found and ended with it. Code that hangs may hold the interpreter's lock (a regular expression does), so
+only the trainer keeps time.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, Protocol
+
+import psutil
+
+from lmmods.core.errors import first_line
+from lmmods.core.subprocesses import end_group_with
+from lmmods.rollouts.named_rewards import Unscorable
+from lmmods.rollouts.program_child import MARKS
+
+MEMORY = 4 * 2**30  # bytes that a process may allocate
+LOADING = 120.0  # seconds until the function of a reward must be imported
+WHOLE = 300.0  # seconds that a call with many answers may take, if that is less than their own limits come to
+CLOSING = 5.0  # seconds that a process may take to end by itself
+ENDING = 1.0  # seconds in which a process must have ended that has closed its connection, or was killed
+PIECE = 16  # answers that are handed to a process at once
+LONGEST = 300  # characters of a reason
+
+
+class Scorer(Protocol):
+    """What is sent to a process to score answers there. Equal ones are loaded once."""
+
+    def load(self) -> Callable[[list[Any]], list[Any]]:
+        """Return a function from inputs, one an answer, to as many numbers; None for what has no number."""
+
+
+class Outcome(NamedTuple):
+    """Score of an answer; None if the reward does not apply, or has failed for a reason."""
+
+    value: float | None = None
+    reason: str | None = None
+
+
+@dataclass
+class Batch:
+    """Answers for one reward.
+
+    Args:
+        scorer: The reward.
+        inputs: What it needs of each answer.
+        limit: Seconds for each.
+        own: Name of the process that it has for itself; None shares the others with all such batches. Such a reward is
+            called with all inputs at once; if that fails, with one after the other, so that only the bad ones fail.
+    """
+
+    scorer: Scorer
+    inputs: list[Any]
+    limit: float
+    own: str | None = None
+
+
+@dataclass(eq=False)
+class _Task:
+    """Places of inputs of a batch that a process scores: in one call if `whole`, else one by one.
+
+    Args:
+        is_retried: The process has ended before it began with them, and this is another one.
+    """
+
+    batch: int
+    places: deque[int]
+    whole: bool = False
+    is_retried: bool = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the process
+
+
+def work(connection: int, lifeline: int) -> None:
+    """Score answers until the connection closes.
+
+    Args:
+        connection: File descriptor of the end of a connection to the trainer.
+        lifeline: That of a pipe whose other end the trainer holds as long as it lives.
+    """
+    end_group_with(lifeline)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    home, pid, loaded = os.getcwd(), os.getpid(), {}
+    trainer = Connection(connection)
+    # What a function starts must not hold the connection open when this process ends.
+    os.set_inheritable(connection, False)
+    os.set_inheritable(lifeline, False)
+    os.register_at_fork(after_in_child=trainer.close)
+    while (message := _received(trainer)) is not None:
+        scorer, inputs, whole = message
+        os.chdir(home)
+        key, failure = repr(scorer), None
+        if key not in loaded:
+            found = _attempt(scorer.load)
+            if isinstance(found, Outcome):
+                failure = found.reason
+            else:
+                loaded[key] = found
+        _send(trainer, failure)
+        for part in ([inputs] if whole else [[each] for each in inputs]) if failure is None else []:
+            values = _attempt(partial(loaded[key], part))
+            if os.getpid() != pid:  # a fork that the function has made, and that returned from it
+                os._exit(0)
+            _send(trainer, values.reason if isinstance(values, Outcome) else [_outcome(value) for value in values])
+
+
+def _received(trainer: Connection) -> Any:
+    try:
+        return trainer.recv()
+    except EOFError:
+        return None
+
+
+def _send(trainer: Connection, message: Any) -> None:
+    trainer.send_bytes(json.dumps(message).encode())  # nothing that code could be in
+
+
+def _attempt(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the outcome of one that failed; `sys.exit` is a failure like others."""
+    try:
+        return call()
+    except BaseException as error:
+        return Outcome(reason=_reason(error))
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return f"took more than {MEMORY // 2**30} GiB of memory"
+    line = first_line(error)
+    return (line if isinstance(error, Unscorable) else f"{type(error).__name__}: {line}".removesuffix(": "))[:LONGEST]
+
+
+def _outcome(value: Any) -> Outcome:
+    """Check a value that a function has returned; numbers of libraries count as numbers."""
+    if value is None:
+        return Outcome()
+    if isinstance(value, str | bytes):
+        return Outcome(reason=f"returned {value!r}, which is no number"[:LONGEST])
+    number = _attempt(lambda: float(value))
+    if isinstance(number, Outcome):
+        return Outcome(reason=f"returned {type(value).__name__}, which is no number")
+    # In float32, as which rewards are kept.
+    return Outcome(number) if abs(number) < 3.4e38 else Outcome(reason=f"returned {number}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the trainer
+
+
+class _Process:
+    """A process, with the task that it has.
+
+    Args:
+        variables: Its environment, to which `MARKS` are added.
+    """
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        self.task: _Task | None = None
+        self.is_loaded, self.deadline = False, 0.0
+        self._mark = secrets.token_hex(16)
+        ours, theirs = (each.detach() for each in socket.socketpair())
+        reader, self._lifeline = os.pipe()
+        start = (f"import sys; sys.path[:] = {sys.path!r}; from lmmods.rollouts.reward_processes import work; "
+                 f"work({theirs}, {reader})")
+        self.connection = Connection(ours)
+        try:
+            # What it prints goes to stderr: commands have results on stdout.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", start], pass_fds=(theirs, reader), stdin=subprocess.DEVNULL, stdout=2,
+                start_new_session=True, env={**variables, **dict.fromkeys(MARKS, self._mark)})
+        finally:
+            os.close(theirs)
+            os.close(reader)
+        self.pid = self._process.pid
+
+    def give(self, scorer: Scorer, inputs: list[Any], task: _Task) -> None:
+        """Hand over a task. Raises OSError if the process has ended."""
+        self.connection.send_bytes(pickle.dumps((scorer, inputs, task.whole)))
+        self.task, self.is_loaded, self.deadline = task, False, time.monotonic() + LOADING
+
+    def end(self, seconds: float = 0.0) -> str:
+        """End the process and all that it has started, at once, or after it had some seconds to end by itself.
+
+        Returns:
+            How it ended.
+        """
+        self.connection.close()
+        deadline, by_itself = time.monotonic() + seconds, self._is_dead()
+        while not by_itself and time.monotonic() < deadline:
+            time.sleep(0.01)
+            by_itself = self._is_dead()
+        # Before `wait` frees the number of the group for others.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids it for a group of the dead
+            os.killpg(self.pid, signal.SIGKILL)
+        _kill_marked(self._mark)
+        status = self._process.wait()
+        os.close(self._lifeline)
+        if not by_itself:
+            return "closed the connection to the trainer"
+        return f"ended its process {f'by {signal.Signals(-status).name}' if status < 0 else f'with status {status}'}"
+
+    def _is_dead(self) -> bool:
+        return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill the processes with a mark in their environment, which those have that left the session, too."""
+    deadline, is_left = time.monotonic() + ENDING, True
+    while is_left and time.monotonic() < deadline:
+        is_left = False
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile, or is another user's
+                if any(process.environ().get(name) == mark for name in MARKS):
+                    process.kill()
+                    is_left = True
+
+
+class RewardProcesses:
+    """Processes that score answers. They start when they are first needed.
+
+    Args:
+        count: How many share the batches that have none of their own.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._shared = [str(number) for number in range(count)]
+        self._processes: dict[str, _Process] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="lmmods-rewards-", ignore_cleanup_errors=True)
+        # Sets and dicts have the same order in each process, and after a resume.
+        self._variables = {"PYTHONHASHSEED": "0", **os.environ, "TMPDIR": self._folder.name}
+
+    def load(self, scorers: dict[str, Scorer]) -> dict[str, str | None]:
+        """Load rewards, each in its own process, by its name; return why that failed, or None if it did not."""
+        found = self.run([Batch(scorer, [], 0.0, own) for own, scorer in scorers.items()])
+        return {own: outcomes[0].reason if outcomes else None for own, outcomes in zip(scorers, found, strict=True)}
+
+    def run(self, batches: list[Batch]) -> list[list[Outcome]]:
+        """Score answers; each list has the order of its inputs, whichever process was faster."""
+        outcomes = [[Outcome() for _ in batch.inputs] for batch in batches]
+        queue = deque(_tasks(batches))
+        try:
+            while queue or self._busy:
+                self._hand_out(queue, batches)
+                soonest = min(process.deadline for process in self._busy.values())
+                ready = wait([process.connection for process in self._busy.values()],
+                             max(0.0, soonest - time.monotonic()))
+                for name, process in self._busy.items():
+                    if process.connection in ready:
+                        self._receive(name, batches, outcomes, queue)
+                    elif process.deadline <= time.monotonic():
+                        task, batch = process.task, batches[process.task.batch]
+                        limit = _limit(batch, task) if process.is_loaded else LOADING
+                        self._drop(name)
+                        _fail(task, f"took longer than {limit:g} s", batches, outcomes, queue, process.is_loaded)
+        except BaseException:  # what they are at must not be taken for answers of the next call
+            for name in self._busy:
+                self._drop(name)
+            raise
+        return outcomes
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the processes that have started."""
+        return [each.pid for each in self._processes.values()]
+
+    def close(self) -> None:
+        """End all processes, and what they have started."""
+        for process in self._processes.values():
+            process.connection.close()
+        for name in list(self._processes):
+            self._drop(name, CLOSING)
+        self._folder.cleanup()
+
+    @property
+    def _busy(self) -> dict[str, _Process]:
+        return {name: process for name, process in self._processes.items() if process.task is not None}
+
+    def _drop(self, name: str, seconds: float = 0.0) -> str:
+        return self._processes.pop(name).end(seconds)
+
+    def _hand_out(self, queue: deque[_Task], batches: list[Batch]) -> None:
+        """Give tasks to the processes that are free."""
+        for task in list(queue):
+            own = batches[task.batch].own
+            names = self._shared if own is None else [own]
+            name = next((each for each in names if each not in self._busy), None)
+            if name is not None:
+                queue.remove(task)
+                self._give(name, task, batches[task.batch])
+
+    def _give(self, name: str, task: _Task, batch: Batch) -> None:
+        inputs = [batch.inputs[place] for place in task.places]
+        if name in self._processes:
+            try:
+                return self._processes[name].give(batch.scorer, inputs, task)
+            except OSError:  # it ended after its last task, by what a function has left in it
+                self._drop(name)
+        self._processes[name] = _Process(self._variables)
+        self._processes[name].give(batch.scorer, inputs, task)
+
+    def _receive(self, name: str, batches: list[Batch], outcomes: list[list[Outcome]], queue: deque[_Task]) -> None:
+        """Take a message: that the reward is loaded, or why not, or outcomes."""
+        process = self._processes[name]
+        task, batch = process.task, batches[process.task.batch]
+        try:
+            message = json.loads(process.connection.recv_bytes())
+        except (EOFError, OSError, ValueError):
+            reason = self._drop(name, ENDING)
+            if process.is_loaded or task.is_retried:
+                return _fail(task, reason, batches, outcomes, queue, process.is_loaded)
+            task.is_retried = True  # what an earlier call has left in the process may have ended it
+            return queue.appendleft(task)
+        if isinstance(message, str) and (task.whole or not process.is_loaded):
+            process.task = None
+            return _fail(task, message, batches, outcomes, queue, process.is_loaded)
+        if process.is_loaded:
+            for value in [(None, message)] if isinstance(message, str) else message:
+                outcomes[task.batch][task.places.popleft()] = Outcome(*value)
+        process.is_loaded, process.deadline = True, time.monotonic() + _limit(batch, task)
+        if not task.places:
+            process.task = None
+
+
+def _tasks(batches: Iterable[Batch]) -> list[_Task]:
+    tasks = []
+    for number, batch in enumerate(batches):
+        places = range(len(batch.inputs))
+        if batch.own is not None:
+            tasks.append(_Task(number, deque(places), whole=len(places) > 1))
+        else:
+            tasks += [_Task(number, deque(places[start:start + PIECE])) for start in places[::PIECE]]
+    return tasks
+
+
+def _limit(batch: Batch, task: _Task) -> float:
+    """Seconds for what is asked for next."""
+    return min(batch.limit * len(task.places), max(batch.limit, WHOLE)) if task.whole else batch.limit
+
+
+def _fail(task: _Task, reason: str, batches: list[Batch], outcomes: list[list[Outcome]], queue: deque[_Task],
+          is_loaded: bool) -> None:
+    """Note why a task failed: for its first answer, or for all if the reward is not even loaded. What is left is scored
+    one by one.
+    """
+    found = outcomes[task.batch]
+    if not is_loaded:
+        for place in task.places:
+            found[place] = Outcome(reason=f"cannot be loaded: {reason}")
+        task.places.clear()
+        if not batches[task.batch].inputs:  # there was nothing else to do
+            found.append(Outcome(reason=reason))
+    elif not task.whole:
+        found[task.places.popleft()] = Outcome(reason=reason)
+    if task.places:
+        queue.appendleft(_Task(task.batch, task.places))
