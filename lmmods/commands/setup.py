@@ -23,7 +23,9 @@ from lmmods.recipe.engines import load_engine
 from lmmods.recipe.keys import BLOCKS
 from lmmods.recipe.library_classes import LibraryClasses, whole
 from lmmods.recipe.reader import Recipe, filled, objects
+from lmmods.recipe.rewards import read_rewards
 from lmmods.recipe.tasks.base import ConversationFields
+from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
@@ -145,6 +147,11 @@ class Setup:
 
             self.datamodule.reward_model = read_reward_model(self.model.best_of.reward, "model.best_of.reward",
                                                              isinstance(self.datamodule, ConversationFields))
+
+        if isinstance(self.model, GRPOFields) and self.recipe.command in ("fit", "validate", "test"):
+            from lmmods.commands.reward_model import answer_scorers
+
+            self.datamodule.reward_scorers = answer_scorers(read_rewards(self.model.rewards))
 
     def _defaults(self) -> dict[str, Any]:
         """Return the defaults of all keys, in recipe blocks but without `class_path` and `init_args`."""

@@ -1,0 +1,112 @@
+"""Reinforcement learning as whole runs: equal under any cut, resumed to the bit inside a rollout, on two processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from lmmods.cli import main
+from lmmods.rollouts.rollout import read_rollout
+from lmmods.runs.folder import RunFolder
+from tests.finished_runs import TIMED, rows
+from tests.forks import together
+
+SECONDS = TIMED | {f"train/seconds/{name}" for name in ("drawing", "rewards", "scoring", "all")}
+CUT = SECONDS | {"train/epoch"}
+STEPS = 4
+REWARDS = [{"name": "regex", "pattern": "[a-m]", "label": "letters"}, {"name": "length", "max_tokens": 5, "weight": 0.3}]
+# What distinguishes the cases of the loss; each on policy or off.
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo": {"loss": "grpo", "steps_per_rollout": 2, "num_iterations": 2, "scale_rewards": "none"},
+    "sequence": {"loss": "dr_grpo", "ratio": "sequence", "num_iterations": 2, "scale_rewards": "batch", "beta": 0.05},
+    "cispo": {"loss": "cispo", "steps_per_rollout": 2, "temperature": 0.7, "mask_truncated": True, "beta": 0.1,
+              "reference": "copy", "dynamic_sampling": 2},
+}
+
+
+@pytest.fixture
+def written(recipe, tmp_path):
+    """A function that writes the recipe of a case into a run folder of its own; returns both."""
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps({"instruction": f"Say {word} {number} times.", "input": "", "output": word})
+                              + "\n" for number, word in enumerate("one two three four five six seven".split())))
+
+    def write(name: str, folder: str, **changes: Any) -> tuple[RunFolder, list[str]]:
+        run = RunFolder(tmp_path / folder)
+        fields = {"rewards": REWARDS, "num_generations": 4, "max_new_tokens": 6, **CASES[name]}
+        return run, recipe(f"{folder}.yaml", **{
+            "model__class_path": "GRPO", **{f"model__init_args__{key}": value for key, value in fields.items()},
+            "model__init_args__lora": {"rank": 4}, "data__class_path": "PromptData",
+            "data__init_args__source": str(source), "data__init_args__val_size": 2,
+            "data__init_args__batch_size": 8, "data__init_args__eval_batch_size": 2,
+            "data__init_args__max_length": 128, "trainer__max_steps": STEPS, "trainer__val_check_interval": STEPS,
+            "trainer__default_root_dir": str(run.root), "checkpoint": {"every_n_steps": 1, "keep_last": 9}, **changes})
+
+    return write
+
+
+def adapter(run: RunFolder) -> dict[str, np.ndarray]:
+    return load_file(run.model / "adapter_model.safetensors")
+
+
+def assert_close(run: RunFolder, other: RunFolder) -> None:
+    found, wanted = rows(run, CUT), rows(other, CUT)
+    assert len(found) == len(wanted) == STEPS + 1
+    for row, expected in zip(found, wanted, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5), row["step"]
+    weights = adapter(other)
+    for name, values in adapter(run).items():
+        torch.testing.assert_close(torch.from_numpy(values), torch.from_numpy(weights[name]), rtol=1e-3, atol=3e-5)
+
+
+def tokens(run: RunFolder) -> dict[str, Any]:
+    return {path.stem: [answer.tokens.tolist() for group in read_rollout(run.rollouts, path.stem).groups
+                        for answer in group.answers] for path in sorted(run.rollouts.glob("*.safetensors"))}
+
+
+def files(run: RunFolder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(run.rollouts.iterdir())}
+
+
+@pytest.mark.parametrize(("name", "engine"), [(name, "torch") for name in CASES])
+def test_any_cut_gives_the_same_steps(written, name, engine):
+    runs = []
+    for size in (8, 4, 1):
+        run, arguments = written(name, f"cut{size}", engine=engine, data__init_args__batch_size=size,
+                                 trainer__accumulate_grad_batches=8 // size)
+        assert main(["fit", *arguments]) == 0
+        runs.append(run)
+    for run in runs[1:]:
+        assert tokens(run) == tokens(runs[0])
+        assert_close(run, runs[0])
+
+
+@pytest.mark.parametrize(("name", "engine"), [("grpo", "torch"), ("cispo", "torch")])
+def test_a_run_resumes_to_the_bit_inside_a_rollout(written, name, engine):
+    straight, arguments = written(name, "straight", engine=engine)
+    assert main(["fit", *arguments]) == 0
+    for step in range(1, STEPS):
+        run, arguments = written(name, f"stopped{step}", engine=engine)
+        assert main(["fit", *arguments, "--stop_at", str(step)]) == 0
+        assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+        assert files(run) == files(straight)
+        assert rows(run, SECONDS) == rows(straight, SECONDS)
+        assert all((values == adapter(straight)[name]).all() for name, values in adapter(run).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["dapo", "sequence", "cispo"])
+def test_two_processes_take_the_steps_of_one(written, name, strategy):
+    one, arguments = written(name, "one")
+    assert main(["fit", *arguments]) == 0
+    two, arguments = written(name, "two", trainer__devices=2, trainer__strategy=strategy,
+                             data__init_args__batch_size=4)
+    together(["fit", *arguments])
+    assert tokens(two) == tokens(one)
+    assert_close(two, one)
