@@ -217,10 +217,14 @@ class _Process:
         os.close(self._lifeline)
         if not by_itself:
             return "closed the connection to the trainer"
-        return f"ended its process {f'by {signal.Signals(-status).name}' if status < 0 else f'with status {status}'}"
+        how = f"by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"with status {status}"
+        return f"ended its process {how}"
 
     def _is_dead(self) -> bool:
-        return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:  # where the trainer ignores SIGCHLD
+            return True
 
 
 def _kill_marked(mark: str) -> None:
@@ -243,8 +247,8 @@ class RewardProcesses:
     """
 
     def __init__(self, count: int) -> None:
-        self._shared = [str(number) for number in range(count)]
-        self._processes: dict[str, _Process] = {}
+        # By number those that are shared, by the name of the reward the others.
+        self._count, self._processes = count, dict[int | str, _Process]()
         self._folder = tempfile.TemporaryDirectory(prefix="lmmods-rewards-", ignore_cleanup_errors=True)
         # Sets and dicts have the same order in each process, and after a resume.
         self._variables = {"PYTHONHASHSEED": "0", **os.environ, "TMPDIR": self._folder.name}
@@ -262,10 +266,9 @@ class RewardProcesses:
             while queue or self._busy:
                 self._hand_out(queue, batches)
                 soonest = min(process.deadline for process in self._busy.values())
-                ready = wait([process.connection for process in self._busy.values()],
-                             max(0.0, soonest - time.monotonic()))
+                wait([process.connection for process in self._busy.values()], max(0.0, soonest - time.monotonic()))
                 for name, process in self._busy.items():
-                    if process.connection in ready:
+                    if process.connection.poll():
                         self._receive(name, batches, outcomes, queue)
                     elif process.deadline <= time.monotonic():
                         task, batch = process.task, batches[process.task.batch]
@@ -292,23 +295,23 @@ class RewardProcesses:
         self._folder.cleanup()
 
     @property
-    def _busy(self) -> dict[str, _Process]:
+    def _busy(self) -> dict[int | str, _Process]:
         return {name: process for name, process in self._processes.items() if process.task is not None}
 
-    def _drop(self, name: str, seconds: float = 0.0) -> str:
+    def _drop(self, name: int | str, seconds: float = 0.0) -> str:
         return self._processes.pop(name).end(seconds)
 
     def _hand_out(self, queue: deque[_Task], batches: list[Batch]) -> None:
         """Give tasks to the processes that are free."""
         for task in list(queue):
             own = batches[task.batch].own
-            names = self._shared if own is None else [own]
+            names = range(self._count) if own is None else [own]
             name = next((each for each in names if each not in self._busy), None)
             if name is not None:
                 queue.remove(task)
                 self._give(name, task, batches[task.batch])
 
-    def _give(self, name: str, task: _Task, batch: Batch) -> None:
+    def _give(self, name: int | str, task: _Task, batch: Batch) -> None:
         inputs = [batch.inputs[place] for place in task.places]
         if name in self._processes:
             try:
@@ -318,7 +321,8 @@ class RewardProcesses:
         self._processes[name] = _Process(self._variables)
         self._processes[name].give(batch.scorer, inputs, task)
 
-    def _receive(self, name: str, batches: list[Batch], outcomes: list[list[Outcome]], queue: deque[_Task]) -> None:
+    def _receive(self, name: int | str, batches: list[Batch], outcomes: list[list[Outcome]],
+                 queue: deque[_Task]) -> None:
         """Take a message: that the reward is loaded, or why not, or outcomes."""
         process = self._processes[name]
         task, batch = process.task, batches[process.task.batch]

@@ -1,0 +1,246 @@
+"""Rewards that hang, crash or lie: the bad answers are missing with a reason, all others are scored, nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from lmmods.core.errors import UserError
+from lmmods.recipe.rewards import read_rewards
+from lmmods.recipe.trust import ForeignCode, trusting
+from lmmods.rollouts.rewards import Answered, Rewards
+
+HOSTILE = "tests.rollouts.hostile_rewards"
+ROOT = Path(__file__).parents[2]
+
+
+def answered(*texts: str) -> list[Answered]:
+    return [Answered("p", text, [1] * len(text), {}, None, True) for text in texts]
+
+
+def is_alive(pid: int) -> bool:
+    """False for one that nobody has waited for, too."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def all_end(pids: list[int], seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while (left := list(filter(is_alive, pids))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not left
+
+
+@pytest.fixture
+def noted(tmp_path, monkeypatch):
+    """A function for the processes that rewards have noted, all of which must end."""
+    file = tmp_path / "pids"
+    monkeypatch.setenv("HOSTILE_PIDS", str(file))
+    monkeypatch.setenv("HOSTILE_HOME", os.getcwd())
+    return lambda: list(map(int, file.read_text().split())) if file.exists() else []
+
+
+@pytest.fixture
+def rewards_of(noted):
+    """A function that makes the rewards of functions; after the test none of their processes is left."""
+    made = []
+
+    def make(*names: str, timeout: float = 30, **options) -> Rewards:
+        with trusting(True):
+            made.append(Rewards(read_rewards([{"function": f"{HOSTILE}.{name}", **options} for name in names]),
+                                timeout, 1))
+        return made[-1]
+
+    yield make
+    for each in made:
+        pids = each.pids
+        each.close()
+        assert all_end([*pids, *noted()])
+
+
+def scored(rewards: Rewards, *texts: str) -> tuple[list[float | None], list[str | None]]:
+    """Values and reasons of the first reward."""
+    values, reasons = rewards.score(answered(*texts))
+    return ([None if np.isnan(value) else float(value) for value in values[:, 0]],
+            [each.get(rewards.names[0]) for each in reasons])
+
+
+@pytest.mark.parametrize(("word", "reason"), [
+    ("exits", "ended its process with status 3"),
+    ("leaves", "SystemExit: gone"),
+    ("faults", "ended its process by signal 11 (Segmentation fault)"),
+    ("kills", "ended its process by signal 9 (Killed)"),
+    ("eats", "took more than 4 GiB of memory"),
+    ("raises", "LookupError: no such word"),
+    ("closes", "ended its process with status 1"),
+    ("forks-and-exits", "ended its process with status 4"),
+])
+def test_only_the_bad_answer_is_missing(rewards_of, word, reason):
+    rewards = rewards_of("length")
+    assert scored(rewards, "a", word, "four") == ([1, None, 4], [None, reason, None])
+    assert scored(rewards, "five!", "a") == ([5, 1], [None, None])
+
+
+@pytest.mark.parametrize(("word", "reason"), [
+    ("sleeps", "took longer than 1 s"), ("matches", "took longer than 1 s"),
+    ("closes-and-sleeps", "closed the connection to the trainer")])
+def test_what_hangs_is_killed(rewards_of, word, reason):
+    rewards = rewards_of("length", timeout=1)
+    start = time.monotonic()
+    assert scored(rewards, word) == ([None], [reason])
+    assert time.monotonic() - start < 4
+    assert scored(rewards, "four") == ([4], [None])
+
+
+@pytest.mark.slow
+def test_a_call_with_many_answers_has_the_time_of_all(rewards_of):
+    rewards = rewards_of("length", timeout=1)
+    start = time.monotonic()
+    assert scored(rewards, "a", "sleeps", "four") == ([1, None, 4], [None, "took longer than 1 s", None])
+    assert time.monotonic() - start > 3
+
+
+def test_values_that_are_no_rewards(rewards_of):
+    values, reasons = scored(rewards_of("values"), "nan", "inf", "none", "text", "huge", "list", "true", "negative", "")
+    assert values == [None, None, None, None, None, None, 1, -2, 1]
+    assert reasons == ["returned nan", "returned inf", None, "returned '1.0', which is no number", "returned 1e+300",
+                       "returned list, which is no number", None, None, None]
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("too_few", "ValueError: it returned 1 values for 2 answers"),
+    ("a_number", "TypeError: it returned float, but must return a list of numbers")])
+def test_a_function_that_returns_something_else(rewards_of, name, reason):
+    values, reasons = scored(rewards_of(name), "a", "b")
+    # Alone, each answer has its value from the first one.
+    assert (values, reasons) == ([1, 1], [None, None]) if name == "too_few" else ([None, None], [reason, reason])
+
+
+def test_what_is_printed_is_no_result(rewards_of, capfd):
+    assert scored(rewards_of("prints"), "a", "b") == ([1, 1], [None, None])
+    out, err = capfd.readouterr()
+    assert out == "" and "written by a reward" in err
+
+
+def test_each_call_begins_in_the_same_folder(rewards_of):
+    rewards = rewards_of("moves")
+    assert scored(rewards, "a") == scored(rewards, "a") == ([1], [None])
+
+
+def test_a_fork_that_returns_ends(rewards_of, noted):
+    rewards = rewards_of("returns_twice")
+    assert scored(rewards, "a", "two") == scored(rewards, "a", "two") == ([1, 3], [None, None])
+    assert len(noted()) == 2 and all_end(noted())
+
+
+def test_what_a_function_starts_ends_with_its_process(rewards_of, noted):
+    rewards = rewards_of("starts_others")
+    assert scored(rewards, "a") == ([1], [None])
+    assert len(noted()) == 2 and all(map(is_alive, noted()))
+    rewards.close()
+    assert all_end(noted())
+
+
+def test_a_process_that_ends_between_calls_is_replaced(rewards_of):
+    rewards = rewards_of("ends_later")
+    for _ in range(2):
+        [pid] = rewards.pids
+        assert scored(rewards, "a") == ([1], [None])
+        assert all_end([pid])
+
+
+def test_a_function_has_all_answers_in_one_call_and_one_process(rewards_of):
+    rewards = rewards_of("counts")
+    assert scored(rewards, "a", "b") == ([1, 1], [None, None])
+    assert scored(rewards, "a", "raises") == ([3, 4], [None, None])  # the second call failed
+
+
+def test_columns_and_conversations(rewards_of):
+    rewards = rewards_of("arguments", "only_named", "later")
+    values, reasons = rewards.score([
+        Answered("p", "one", [1, 2], {"answer": "a", "prompt": "x", "completion": "y"}, None, True),
+        Answered([{"role": "user", "content": "q"}], "two", [3], {"other": 2}, None, True)])
+    assert values.tolist() == [[1, 0, 2], [2, 0, 2]] and reasons == [{}, {}]
+
+
+def test_sets_have_the_same_order_in_each_process(rewards_of):
+    text = subprocess.run([sys.executable, "-c", "print(''.join({'a', 'b', 'c', 'd', 'e'}), end='')"],
+                          env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True).stdout
+    assert scored(rewards_of("order_in_sets"), text) == ([1], [None])
+
+
+def test_functions_need_trust(noted):
+    with pytest.raises(ForeignCode, match=r"model.rewards\[0\].function: .*--trust_recipe_code true"):
+        Rewards(read_rewards([{"function": f"{HOSTILE}.length"}]), 1, 1)
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    (f"{HOSTILE}.lenght", r"rewards\[0\].function: .* cannot be loaded: ImportError: .*has no lenght"),
+    ("tests.rollouts.no_such.length", "ModuleNotFoundError: No module named"),
+    (f"{HOSTILE}.not_callable", "TypeError: .* is no function, but int"),
+])
+def test_functions_are_imported_at_the_start(path, message):
+    with trusting(True), pytest.raises(UserError, match=message):
+        Rewards(read_rewards([{"function": path}]), 1, 1)
+
+
+def test_a_regular_expression_that_hangs_costs_its_answer_only():
+    rewards = read_rewards([{"name": "regex", "pattern": "^(a+)+$"}, {"name": "exact_match", "column": "right"}])
+    texts = ["aa", "a" * 60 + "b", "b"] * 7
+    answers = [Answered("p", text, [], {"right": "b"}, None, True) for text in texts]
+    with Rewards(rewards, 0.5, 2) as scorer:
+        values, reasons = scorer.score(answers)
+        pids = scorer.pids
+    late = {"regex": "took longer than 0.5 s"}
+    assert np.array_equal(values, np.array([[1, 0], [np.nan, 0], [0, 1]] * 7, np.float32), equal_nan=True)
+    assert reasons == [{}, late, {}] * 7 and all_end(pids)
+
+
+def test_an_interrupted_call_leaves_nothing_for_the_next(rewards_of):
+    rewards = rewards_of("length")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            rewards.score(answered("sleeps", "a"))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert scored(rewards, "three", "a") == ([5, 1], [None, None])
+
+
+PARENT = f"""
+import threading, time
+from lmmods.recipe.rewards import read_rewards
+from lmmods.recipe.trust import trusting
+from lmmods.rollouts.rewards import Answered, Rewards
+
+rows = [Answered("p", text, [], {{"tests": ["assert True"]}}, None, True)
+        for text in ("a" * 60 + "b", "import time; time.sleep(1000)")]
+with trusting(True):
+    rewards = Rewards(read_rewards([
+        {{"name": "regex", "pattern": "^(a+)+$"}}, {{"name": "code", "timeout": 100}}, {{"name": "f1", "column": "tests"}},
+        {{"function": "{HOSTILE}.starts_another"}}]), 1000, 3)
+rewards.score([rows[0]._replace(row={{"tests": "assert True"}}, text="pass")])
+threading.Timer(1.0, lambda: print(*rewards.pids, flush=True)).start()
+rewards.score(rows)
+"""
+
+
+def test_processes_end_with_a_parent_that_is_killed(noted):
+    """Even where a regular expression holds the lock of the interpreter, and with a program under test."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pids = list(map(int, parent.stdout.readline().split()))
+    started = [child.pid for pid in pids for child in psutil.Process(pid).children(recursive=True)]
+    assert len(pids) == 4 and len(noted()) == 2 and set(started) > set(noted())  # a program, too
+    parent.kill()
+    parent.wait()
+    assert all_end([*pids, *started])
