@@ -14,6 +14,7 @@ from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import UNIT, draws
 from lmmods.core.settings import Generation, check_beam_groups
+from lmmods.rollouts.policy import Drawn
 
 BUCKET = 32  # prompt lengths are rounded up to a multiple of this, so that few shapes are compiled
 # Ended rows leave a batch once only this share of it goes on, and a batch of fewer rows never shrinks: each size that a
@@ -66,8 +67,44 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
         tokens = np.asarray(programs(params, *_padded(prompts, width, pad), keys))
     else:
         prompts = [prompt for prompt in prompts for _ in range(num_answers)]
-        tokens = _single(programs, params, prompts, width, pad, draws(seed, rows, settings.max_new_tokens, num_answers))
+        numbers = draws(seed, rows, settings.max_new_tokens, num_answers)
+        tokens = _single(programs, params, prompts, width, pad, numbers)["tokens"]
     return [_until(row.tolist(), eos) for row in tokens]
+
+
+def draw(network: Network, params: Tree, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None,
+         temperature: float, max_new_tokens: int, ends: Sequence[int], pad: int) -> list[Drawn]:
+    """Answer prompts, and measure the log-probability and the entropy of each token in the same pass.
+
+    Sampling is from the whole vocabulary. Widths and numbers of rows are rounded up to powers of two, so that few
+    shapes are compiled. Arguments as for `Policy.draw`.
+
+    Args:
+        temperature: Also of the log-probabilities and entropies of greedy search.
+        pad: Token that prompts are left-padded with.
+
+    Raises:
+        UserError: A prompt is empty, or there are more tokens than positions.
+    """
+    if not len(prompts):
+        return []
+    settings = Generation(max_new_tokens=max_new_tokens, top_k=0)
+    if numbers is None:
+        numbers = np.zeros((len(prompts), max_new_tokens), np.float32)
+    else:
+        settings = replace(settings, do_sample=True, temperature=temperature)
+    lengths = [len(prompt) for prompt in prompts]
+    check_room(network, min(lengths), settings)
+    check_room(network, max(lengths), settings)
+    width = power_of_two(max(lengths), BUCKET)
+    programs = _compiled(network, width, astuple(settings), tuple(sorted(ends)), temperature)
+    found = _single(programs, params, prompts, width, pad, numbers, power_of_two(len(prompts)))
+    is_end = np.isin(found["tokens"], list(ends))
+    ended = is_end.any(1)
+    lengths = np.where(ended, is_end.argmax(1) + 1, max_new_tokens)
+    # Copies, so that an answer does not keep all of them in memory.
+    return [Drawn(*(found[name][row, :length].copy() for name in ("tokens", *SCORES)), bool(ended[row]))
+            for row, length in enumerate(lengths)]
 
 
 def _padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
@@ -80,22 +117,35 @@ def _padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> tuple[np.
     return ids, mask
 
 
-def _single(programs: tuple[Callable, ...], params: Tree, prompts: list[list[int]], width: int, pad: int,
-            numbers: np.ndarray) -> np.ndarray:
-    """Run the programs of `single_search`; returns new tokens [B, max_new_tokens], arbitrary after an end token."""
+def _single(programs: tuple[Callable, ...], params: Tree, prompts: Sequence[Sequence[int]], width: int, pad: int,
+            numbers: np.ndarray, size: int | None = None) -> dict[str, np.ndarray]:
+    """Run the programs of `single_search`.
+
+    Args:
+        size: Rows to compute, at least as many as prompts; None is their number.
+
+    Returns:
+        New `tokens` [B, max_new_tokens], arbitrary after an end token, and `SCORES` likewise if the programs have them.
+    """
     begin, proceed, pick = programs
-    distinct = list(dict.fromkeys(map(tuple, prompts)))
-    places = {prompt: place for place, prompt in enumerate(distinct)}
-    copies = np.array([places[tuple(prompt)] for prompt in prompts], np.int32)
-    if len(distinct) < len(prompts):  # rounded up, so that few shapes are compiled
-        distinct += distinct[:1] * (min(power_of_two(len(distinct)), len(prompts)) - len(distinct))
-    state = begin(params, *_padded(distinct, width, pad), copies)
-    tokens, rows = np.zeros(numbers.shape, np.int32), np.arange(len(prompts))
+    num, size = len(prompts), size or len(prompts)
+    places: dict[tuple[int, ...], int] = {}
+    copies = np.zeros(size, np.int32)
+    copies[:num] = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
+    distinct = list(places)
+    is_distinct = len(distinct) == num
+    # Copies are made of a number of prompts that is rounded up, so that few shapes are compiled.
+    distinct += distinct[:1] * ((size if is_distinct else min(power_of_two(len(distinct)), size)) - len(distinct))
+    state = begin(params, *_padded(distinct, width, pad), None if is_distinct else copies, None if size == num else num)
+    numbers, rows = np.pad(numbers, ((0, size - num), (0, 0))), np.arange(size)
+    found = {name: np.zeros(numbers.shape, state[name].dtype) for name in ("tokens", *SCORES) if name in state}
     while True:
         state = proceed(params, state, numbers[rows])
-        tokens[rows], ended = np.asarray(state["tokens"])[:, width:], np.asarray(state["ended"])
+        for name, values in found.items():
+            values[rows] = np.asarray(state[name])[:, -values.shape[1]:]
+        ended = np.asarray(state["ended"])
         if ended.all() or int(state["place"]) == width + numbers.shape[1]:
-            return tokens
+            return {name: values[:num] for name, values in found.items()}
         # Those that go on first, then as many of the ended ones as make a power of two.
         chosen = np.argsort(ended, kind="stable")[:power_of_two((~ended).sum())]
         state, rows = pick(state, chosen), rows[chosen]
@@ -124,41 +174,60 @@ def drawn(logits: Array, numbers: Array) -> Array:
     return own[:, 0] * block + (before + jnp.cumsum(inside, -1) <= wanted).sum(-1)
 
 
+SCORES = ("logps", "entropies")  # of new tokens, in the state of a search that measures them
+
+
+def measured(logits: Array, tokens: Array) -> dict[str, Array]:
+    """Return `SCORES` of tokens [B] drawn from logits [B, V], each [B] float32."""
+    # The maximum and the exponentials are those of `drawn`, which the compiler computes once.
+    shifted = logits - logits.max(-1, keepdims=True)
+    weights = jnp.exp(shifted)
+    total = weights.sum(-1)
+    logps = jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0] - jnp.log(total)
+    return {"logps": logps, "entropies": jnp.log(total) - (weights * shifted).sum(-1) / total}
+
+
 def _until(tokens: list[int], ends: list[int]) -> list[int]:
     return tokens[:next((place for place, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
 @lru_cache(maxsize=64)
-def _compiled(network: Network, width: int, fields: tuple, eos: tuple[int, ...]) -> Callable | tuple[Callable, ...]:
+def _compiled(network: Network, width: int, fields: tuple, eos: tuple[int, ...], scored_at: float | None = None
+              ) -> Callable | tuple[Callable, ...]:
     """Return the jitted program of `beam_search`, or those of `single_search`."""
     settings, ends = Generation(*fields), jnp.array(eos, jnp.int32)
     if settings.num_beams > 1:
         return jax.jit(beam_search(network, width, settings, ends))
-    begin, proceed, pick = single_search(network, width, settings, ends)
+    begin, proceed, pick = single_search(network, width, settings, ends, scored_at)
     return jax.jit(begin), jax.jit(proceed, donate_argnums=1), jax.jit(pick)
 
 
-def single_search(network: Network, width: int, settings: Generation, ends: Array) -> tuple[Callable, ...]:
+def single_search(network: Network, width: int, settings: Generation, ends: Array, scored_at: float | None = None
+                  ) -> tuple[Callable, ...]:
     """Return the programs of greedy search or sampling: one text per row.
 
+    Args:
+        scored_at: See `token_steps`.
+
     Returns:
-        begin: (params, ids [U, width], mask [U, width], copies [B]) -> state of B rows, each that of its distinct
-            prompt.
+        begin: (params, ids [U, width], mask [U, width], copies [B] or None, count or None) -> state of B rows, each
+            that of its distinct prompt; without copies row by row. Rows from `count` on have ended.
         proceed: (params, state, numbers [B, max_new_tokens]) -> state in which all rows have ended, or have their
             `max_new_tokens`, or so few go on that the others should leave.
         pick: (state, rows [N]) -> state of these rows.
     """
     total = width + settings.max_new_tokens
-    start, step = token_steps(network, width, total, settings, ends)
+    start, step = token_steps(network, width, total, settings, ends, scored_at)
     forward = Forward(network, settings.use_cache)
 
     def pick(state: Tree, rows: Array) -> Tree:
-        by_row = {name: state[name][rows] for name in ("tokens", "real", "hidden", "latest", "ended")}
+        by_row = {name: x[rows] for name, x in state.items() if name not in ("place", "kept")}
         return {**state, **by_row, "kept": forward.pick(state["kept"], rows)}
 
-    def begin(params: Tree, ids: Array, mask: Array, copies: Array) -> Tree:
+    def begin(params: Tree, ids: Array, mask: Array, copies: Array | None = None, count: Array | None = None) -> Tree:
         state = start(params, ids, mask)
-        return pick(state, copies) if len(ids) < len(copies) else state
+        state = state if copies is None else pick(state, copies)
+        return state if count is None else {**state, "ended": jnp.arange(len(state["ended"])) >= count}
 
     def proceed(params: Tree, state: Tree, numbers: Array) -> Tree:
         size = len(numbers)
@@ -175,9 +244,12 @@ def single_search(network: Network, width: int, settings: Generation, ends: Arra
     return begin, proceed, pick
 
 
-def token_steps(network: Network, width: int, total: int, settings: Generation, ends: Array
-                ) -> tuple[Callable, Callable]:
+def token_steps(network: Network, width: int, total: int, settings: Generation, ends: Array,
+                scored_at: float | None = None) -> tuple[Callable, Callable]:
     """Return the two functions of single search, for texts of `total` tokens, the first `width` of them the prompts.
+
+    Args:
+        scored_at: Temperature at which tokens are `measured`; None does not measure them.
 
     Returns:
         begin: (params, ids [B, width], mask [B, width]) -> state, whose `tokens` [B, total] are filled before `place`.
@@ -196,19 +268,24 @@ def token_steps(network: Network, width: int, total: int, settings: Generation, 
         kept, hidden = forward.start(params, tokens, real, width)
         return {"tokens": tokens, "real": real, "place": jnp.int32(width), "kept": kept, "hidden": hidden,
                 # No token has been chosen yet: any array of the right shape serves as `latest`.
-                "latest": tokens[:, 0], "ended": jnp.zeros(len(ids), bool)}
+                "latest": tokens[:, 0], "ended": jnp.zeros(len(ids), bool),
+                **({} if scored_at is None else {name: jnp.zeros((len(ids), total - width)) for name in SCORES})}
 
     def step(params: Tree, state: Tree, numbers: Array) -> Tree:
         place = state["place"]
-        token = choose(network.logits(params, state["hidden"]), state, numbers).astype(jnp.int32)
+        logits = network.logits(params, state["hidden"])
+        token = choose(logits, state, numbers).astype(jnp.int32)
         tokens = jax.lax.dynamic_update_slice_in_dim(state["tokens"], token[:, None], place, axis=1)
         here = jnp.ones((len(tokens), 1), bool)
         real = jax.lax.dynamic_update_slice_in_dim(state["real"], here, place, axis=1)
         # Hidden states of the new token, from which the next step chooses.
         kept, hidden = forward.step(params, state["kept"], tokens, real, place)
         ended = state["ended"] | jnp.isin(token, ends)
+        scores = {} if scored_at is None else {
+            name: jax.lax.dynamic_update_slice_in_dim(state[name], new[:, None], place - width, axis=1)
+            for name, new in measured(logits / scored_at, token).items()}
         return {"tokens": tokens, "real": real, "place": place + 1, "kept": kept, "hidden": hidden, "latest": token,
-                "ended": ended}
+                "ended": ended, **scores}
 
     return begin, step
 

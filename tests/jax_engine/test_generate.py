@@ -133,6 +133,16 @@ def test_shared_prompts_and_leaving_rows_change_no_answer(make_ref, monkeypatch,
     assert lengths[-6] < lengths[-1]  # most have ended before the last
 
 
+def test_few_equal_prompts_among_others_have_their_own_answers(make_ref):
+    """So few that the distinct ones, rounded up, are as many as there are rows."""
+    ref, settings = make_ref("llama"), Generation(max_new_tokens=8)
+    first, *others = prompts_of(ref)
+    prompts = [first, first, *others]
+    answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0)
+    assert answers == [ours.generate(ref.net, ref.params, [prompt], settings, EOS, pad=0)[0] for prompt in prompts]
+    assert answers[1] != answers[2]
+
+
 @pytest.mark.parametrize("settings", [
     Generation(max_new_tokens=30, do_sample=True, top_k=0, temperature=1.5),
     Generation(max_new_tokens=30, do_sample=True, top_k=12, top_p=0.8, repetition_penalty=1.2, use_cache=False),

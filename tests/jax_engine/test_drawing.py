@@ -1,0 +1,107 @@
+"""Drawing answers with the log-probability and entropy of each token: what `generate` draws, as transformers scores it.
+
+Answers of rollouts are drawn and measured in one pass; here each is measured again, in a pass over the whole text.
+"""
+
+from dataclasses import astuple
+
+import numpy as np
+import pytest
+import torch
+
+from jax_engine.models import generate as ours
+from lmmods.core.errors import UserError
+from lmmods.core.generation_config import draws
+from lmmods.core.settings import Generation
+from tests.closeness import assert_as_close, in_both
+
+EOS, NEW, COLD = [2, 11], 20, 0.3
+PROMPTS = [[5, 6, 7], [9, 8], [5, 6, 7], [4, 30, 12, 9, 9], [5, 6, 7], [9, 8], [17]]  # four of them distinct
+ROWS = [3, 70_000, 5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def ref(make_ref):
+    return make_ref("llama")
+
+
+@pytest.fixture(scope="module")
+def drawn(ref):
+    return ours.draw(ref.net, ref.params, PROMPTS, draws(1, ROWS, NEW), COLD, NEW, EOS, pad=0)
+
+
+def scores(model, prompt, tokens, temperature):
+    """Log-probability and entropy of each token after a prompt, by transformers and numpy's rules."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens.tolist()]])).logits[0, len(prompt) - 1:-1] / temperature
+    logs = logits - logits.logsumexp(-1, keepdim=True)
+    return logs[torch.arange(len(tokens)), torch.tensor(tokens).long()], -(logs.exp() * logs).sum(-1)
+
+
+def check_scores(ref, prompts, answers, temperature):
+    for prompt, answer in zip(prompts, answers, strict=True):
+        mine = (answer.logps, answer.entropies)
+        assert all(part.dtype == np.float32 and len(part) == len(answer.tokens) for part in mine)
+        theirs, exact = in_both(lambda model, p=prompt, a=answer: scores(model, p, a.tokens, temperature), ref.torch)
+        assert_as_close(mine, theirs, exact, magnitude=float(np.log(37)))
+
+
+def until_end(answer):
+    return [token for token in answer.tokens.tolist() if token not in EOS]
+
+
+def test_tokens_are_those_of_generate(ref, drawn):
+    settings = Generation(max_new_tokens=NEW, do_sample=True, top_k=0, temperature=COLD)
+    wanted = ours.generate(ref.net, ref.params, PROMPTS, settings, EOS, pad=0, seed=1, rows=ROWS)
+    assert [until_end(answer) for answer in drawn] == wanted
+    assert len({len(answer.tokens) for answer in drawn}) > 3  # they end at different times
+    assert {answer.ended for answer in drawn} == {True, False}
+    for answer, tokens in zip(drawn, wanted, strict=True):
+        assert answer.tokens.dtype == np.int32 and len(answer.tokens) == len(tokens) + answer.ended
+        assert answer.ended == (answer.tokens[-1] in EOS) and (answer.ended or len(tokens) == NEW)
+
+
+def test_scores_are_those_of_a_pass_over_the_text(ref, drawn):
+    check_scores(ref, PROMPTS, drawn, COLD)
+    hot = ours.draw(ref.net, ref.params, PROMPTS[:2], draws(1, ROWS[:2], NEW), 1.5, NEW, EOS, pad=0)
+    check_scores(ref, PROMPTS[:2], hot, 1.5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, COLD])
+def test_greedy_answers_are_measured_at_a_temperature(ref, temperature):
+    answers = ours.draw(ref.net, ref.params, PROMPTS, None, temperature, 10, EOS, pad=0)
+    wanted = ours.generate(ref.net, ref.params, PROMPTS, Generation(max_new_tokens=10), EOS, pad=0)
+    assert [until_end(answer) for answer in answers] == wanted
+    check_scores(ref, PROMPTS, answers, temperature)
+
+
+def test_rows_that_leave_keep_their_scores(ref):
+    """Of 20 rows most end early, and the others go on alone."""
+    prompts, rows = [PROMPTS[row % 7] for row in range(20)], range(20)
+    answers = ours.draw(ref.net, ref.params, prompts, draws(1, rows, 90), 1.0, 90, EOS, pad=0)
+    lengths = sorted(len(answer.tokens) for answer in answers)
+    assert lengths[-6] < lengths[-1]
+    check_scores(ref, prompts, answers, 1.0)
+
+
+def test_another_number_of_prompts_compiles_nothing_new(ref, monkeypatch):
+    monkeypatch.setattr(ours, "_compiled", getattr(ours._compiled, "unshared", ours._compiled))
+    before = ours._compiled.cache_info().misses
+    numbers = draws(2, range(8), 3)
+    whole = ours.draw(ref.net, ref.params, PROMPTS, numbers[:7], 1.0, 3, EOS, pad=0)
+    for count in (6, 5):
+        part = ours.draw(ref.net, ref.params, PROMPTS[:count], numbers[:count], 1.0, 3, EOS, pad=0)
+        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(part, whole))
+    assert ours._compiled.cache_info().misses == before + 1
+    settings = Generation(max_new_tokens=3, do_sample=True, top_k=0)
+    begin, proceed, _ = ours._compiled(ref.net, 32, astuple(settings), tuple(EOS), 1.0)
+    assert begin._cache_size() == proceed._cache_size() == 1
+
+
+def test_no_prompts_have_no_answers_and_mistakes_are_named(ref, make_ref):
+    assert ours.draw(ref.net, ref.params, [], np.zeros((0, 5), np.float32), 1.0, 5, EOS, pad=0) == []
+    with pytest.raises(UserError, match="empty prompt"):
+        ours.draw(ref.net, ref.params, [[5], []], None, 1.0, 5, EOS, pad=0)
+    short = make_ref("gpt2")
+    with pytest.raises(UserError, match="32 positions"):
+        ours.draw(short.net, short.params, [[5, 6]], None, 1.0, 31, EOS, pad=0)
