@@ -165,6 +165,14 @@ def rounded(length: int) -> int:
     return -(-length // step) * step
 
 
+def halved_lengths(max_length: int) -> tuple[int, ...]:
+    """Return few lengths, ascending, for batches whose lengths are not known beforehand: each about half the next."""
+    lengths = [max_length]
+    while lengths[0] > 32:
+        lengths.insert(0, -(-(lengths[0] // 2) // 32) * 32)
+    return tuple(lengths)
+
+
 MOST_LENGTHS = 10
 FINE = 16  # tokens
 

@@ -131,8 +131,14 @@ class Task(TaskFields, ABC):
     # (parameters, rows) -> a tree of per-row arrays [N, ...], for tasks that need it; compiled.
     predict: Callable[[Tree, dict[str, Array]], Any] | None = None
 
+    def link(self, datamodule: Any) -> None:
+        """Hook before the data module makes the training loader: hand it what it needs of the task."""
+
     def begin(self, run: Any) -> None:
         """Hook before training or evaluation, called by all processes with a `Run` that has its initial weights."""
+
+    def end(self) -> None:
+        """Hook after training or evaluation, also after an error."""
 
     def passes(self) -> tuple[float, float]:
         """Return the fraction of a step's tokens trained on, and the number of additional forward passes."""

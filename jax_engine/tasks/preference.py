@@ -1,9 +1,8 @@
 """Preference optimisation on JAX from answer pairs or individually judged answers: full or with adapters."""
 
-import dataclasses
 import math
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,10 @@ from jax_engine.distributed.devices import gather, on_first
 from jax_engine.distributed.loss import LossSums, shift_labels, token_log_probs
 from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
-from jax_engine.distributed.tree import Tree, flatten, split, unflatten
-from jax_engine.models.building import build_network
+from jax_engine.distributed.tree import Tree
 from jax_engine.models.network import Network
 from jax_engine.tasks.base import Weights
-from jax_engine.tasks.causal_task import CausalTask
+from jax_engine.tasks.reference import Reference, ReferencedTask
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import Target
@@ -72,56 +70,7 @@ def _computed(run: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The reference model of preference optimisation: the initial network, alongside the one in training.
-#
-# Frozen parameters are shared. Trainable parameters are either left out (adapters switched off) or copied into the tree
-# of frozen parameters under a key of their own.
-
-COPIES = "reference"  # key of the copies in the tree of frozen parameters
-
-
-class Reference:
-    """The reference model, a fixed network.
-
-    Args:
-        network: The network in training.
-        kind: `base` is this network with its adapter switched off; `copy` is the network at the start of training.
-    """
-
-    def __init__(self, network: Network, kind: Literal["base", "copy"]):
-        self.kind, self.network = kind, network
-        if kind == "base":
-            build = dataclasses.replace(network.build, lora=None, adapted=frozenset())
-            self.network = Network(network.config, network.family, network.arch, network.head, build, network.to_save,
-                                   unroll=network.unroll)
-        self._paths = flatten(self.network.shapes).keys()
-
-    def copies(self, trainable: Tree, base: Tree) -> Tree:
-        """Return the tree to add to the frozen parameters, on the host; empty if everything is shared.
-
-        Args:
-            trainable: Initial trainable parameters.
-            base: Base weights of the modules that train in full alongside an adapter.
-        """
-        # Copy, because the first step is donated the buffers of the trainable parameters.
-        kept = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
-                            base if self.kind == "base" else trainable)
-        return {COPIES: kept} if kept else {}
-
-    def hidden(self, params: Tree, rows: dict[str, Array]) -> Array:
-        """`Network.hidden` without dropout or gradient; `params` are those of the network in training."""
-        return jax.lax.stop_gradient(self.network.hidden(self._own(params), rows))
-
-    def logits(self, params: Tree, hidden: Array) -> Array:
-        """`Network.logits`; `params` are those of the network in training."""
-        return self.network.logits(self._own(params), hidden)
-
-    def _own(self, params: Tree) -> Tree:
-        leaves = flatten(params)
-        # The copy if there is one, else the parameter that both networks share.
-        own = {path: leaves.get((COPIES, *path), leaves.get(path)) for path in self._paths}
-        return jax.lax.stop_gradient(unflatten(own))
-
+# The task.
 
 Rows = dict[str, Array]
 BASELINE = "kl"
@@ -131,7 +80,7 @@ _HOST = SimpleNamespace(log_sigmoid=lambda x: -np.logaddexp(0, -x), sigmoid=lamb
                         relu=lambda x: np.maximum(x, 0), log=np.log, expm1=np.expm1, where=np.where)
 
 
-class Preference(PreferenceFields, CausalTask):
+class Preference(PreferenceFields, ReferencedTask):
     """Train a causal LM to prefer the better answers; predict answers prompts.
 
     Rows are [N, answers, T]. For individually judged answers the second is another prompt's, for the KL baseline.
@@ -143,7 +92,6 @@ class Preference(PreferenceFields, CausalTask):
         self.metric_names = self._loss.metric_names
         if self._loss.method.has_baseline:
             self.survey, self.statistic_names = self._divergence, (BASELINE,)
-        self._reference: Reference | None = None
         # Global batches of the current evaluation: the steps to fetch with, host-side facts, and device-side results.
         self._evaluated: list[tuple[Steps, dict[str, np.ndarray], Any]] = []
 
@@ -151,19 +99,7 @@ class Preference(PreferenceFields, CausalTask):
               ) -> tuple[Tree, Tree]:
         if self.reference_kind == "cache":
             datamodule.keeps_references = True
-        self.built_for = on
-        return self.take(*build_network(self, self.head, datamodule, precision=precision, seed=seed,
-                                        abstract=abstract, on=on))
-
-    def take(self, network: Network, params: Tree, base: Tree) -> tuple[Tree, Tree]:
-        """Adopt a network and create its reference model; arguments as `build_network` returns, result as of `build`.
-        """
-        self.network = network
-        trainable, frozen = split(params, network.trainable(params))
-        if self.reference_kind in ("base", "copy"):
-            self._reference = Reference(network, self.reference_kind)
-            frozen |= self._reference.copies(trainable, base)
-        return trainable, frozen
+        return super().build(precision, datamodule, seed, abstract, on)
 
     def begin(self, run: Any) -> None:
         if self.reference_kind == "cache":
@@ -283,14 +219,6 @@ class Preference(PreferenceFields, CausalTask):
                 for name, (value, count) in {"loss": (losses, 1.0), **metrics}.items()}
         return {name: (total / weight).item() for name, (total, weight) in sums.items() if weight}
 
-    # Sizes: the reference's copies do not count as parameters of the model -------------------------------------------
-
-    def describe(self, trainable: Tree, frozen: Tree) -> str:
-        return super().describe(trainable, _without_copies(frozen))
-
-    def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
-        return super().flops_per_token(trainable, _without_copies(frozen))
-
 
 def _check(rows: Rows, num_dimensions: int) -> None:
     if rows["labels"].ndim != num_dimensions:
@@ -306,7 +234,3 @@ def _answers(rows: Rows, places: slice) -> Rows:
 def _baseline(numpy: Any, total: Any, weight: Any) -> Any:
     """Return the mean divergence from the reference, clipped at zero."""
     return numpy.maximum(total / numpy.where(weight > 0, weight, 1.0), 0.0)
-
-
-def _without_copies(frozen: Tree) -> Tree:
-    return {name: part for name, part in frozen.items() if name != COPIES}

@@ -25,7 +25,8 @@ from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.base import Weights
-from jax_engine.tasks.preference import COPIES, Preference
+from jax_engine.tasks.preference import Preference
+from jax_engine.tasks.reference import COPIES
 from lmmods.core.dropout import token_seeds
 from lmmods.core.preference_losses import METHODS, PreferenceLoss
 from lmmods.core.settings import LoRA, Optimizer

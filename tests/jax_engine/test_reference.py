@@ -6,7 +6,7 @@ import pytest
 from test_lora import wrapped
 
 from jax_engine.distributed.tree import flatten, merge, split
-from jax_engine.tasks.preference import COPIES, Reference
+from jax_engine.tasks.reference import COPIES, Reference
 from lmmods.core.settings import LoRA
 
 

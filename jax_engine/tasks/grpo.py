@@ -1,0 +1,213 @@
+"""Reinforcement learning with checkable rewards on JAX: full or with adapters."""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_engine.distributed import devices as machines
+from jax_engine.distributed.loss import LossSums, shift_labels, shift_weights, token_log_probs
+from jax_engine.distributed.prefetch import GlobalBatch, halved_lengths
+from jax_engine.distributed.steps import Steps
+from jax_engine.distributed.target import at_hand
+from jax_engine.distributed.tree import Tree
+from jax_engine.models.generate import draw
+from jax_engine.models.network import Network
+from jax_engine.tasks.base import Weights
+from jax_engine.tasks.reference import Reference, ReferencedTask, without_copies
+from lmmods.core.errors import UserError
+from lmmods.core.labels import IGNORED
+from lmmods.data.batches.rollouts import Place
+from lmmods.data.grpo import PromptData
+from lmmods.recipe.rewards import read_rewards
+from lmmods.recipe.tasks.grpo import GRPOFields
+from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
+from lmmods.rollouts.policy import Drawn, Row
+from lmmods.rollouts.rewards import Rewards
+from lmmods.rollouts.rollout import Rollout
+
+Rows = dict[str, Array]
+OF_REFERENCE = "of_reference"  # column of rows that `predict` takes under the reference
+_OPERATIONS = SimpleNamespace(exp=jnp.exp, where=jnp.where, stop_gradient=jax.lax.stop_gradient)
+
+
+class GRPO(GRPOFields, ReferencedTask):
+    """Train a causal LM on its own answers, weighted by their rewards; predict answers prompts.
+
+    Rows are [N, T]: a prompt with an answer each.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._loss = self.policy_loss
+        self.metric_names = self._loss.metric_names
+        self._run: Any = None
+        self._rewards: Rewards | None = None
+        self._asked: list[int] = []  # prompts of the current evaluation that are this process's
+
+    def link(self, datamodule: Any) -> None:
+        if not isinstance(datamodule, PromptData):
+            raise UserError("model.class_path is GRPO, which answers prompts: set data.class_path to PromptData.")
+        datamodule.plan = plan_of(self, datamodule.shuffle, datamodule.seed)
+        datamodule.token_columns = token_columns(self)
+        datamodule.begin_rollout = self._begin_rollout
+
+    def begin(self, run: Any) -> None:
+        self._run = run
+
+    def end(self) -> None:
+        if self._rewards is not None:
+            self._rewards.close()
+
+    # Rollouts --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _maker(self) -> RolloutMaker:
+        run = self._run
+        self._rewards = Rewards(read_rewards(self.rewards), self.reward_timeout, self.reward_processes)
+
+        def report(metrics: dict[str, float], rollout: Rollout) -> None:
+            run.metrics.log(metrics, run.progress.step)
+
+        return RolloutMaker(self, run.data, run.folder, JaxPolicy(run), self._rewards, lambda: run.progress.step,
+                            report, run.is_first)
+
+    def _begin_rollout(self, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]]:
+        if self._run is not None:
+            return self._maker.begin(place, name)
+        # Nothing trains, as in inspect: answers stand for those of which only the columns matter.
+        item = {"input_ids": np.zeros(2, np.int32), "labels": np.array([IGNORED, 0], np.int32), "advantages": 0.0,
+                **{column: np.zeros(2, np.float32) for column in token_columns(self)}}
+        return "", [item] * (len(place.prompts) * self.num_generations)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def batch_loss(self, params: Tree, rows: Rows, training: bool, count_correct: bool) -> LossSums:
+        """Return the summed loss of N answers and their weight, of tokens or of answers.
+
+        Columns [N, T] are aligned with `labels`; `advantages` are [N].
+        """
+        logps = self._log_probs(self.network, params, rows, training=training)
+        mask = (shift_labels(rows["labels"]) != IGNORED).astype(jnp.float32)
+        old, reference, sampler_weights = (
+            shift_weights(rows.get(name)) for name in ("old_logps", "reference_logps", "sampler_weights"))
+        total, weight, metrics = self._loss.of_rows(_OPERATIONS, logps, mask, rows["advantages"], old, reference,
+                                                    sampler_weights)
+        return LossSums(total.sum(), weight.sum(), metrics={
+            name: jnp.stack([value.sum(), count.sum()]) for name, (value, count) in metrics.items()})
+
+    def _log_probs(self, network: Network | Reference, params: Tree, rows: Rows, **options: bool) -> Array:
+        """Return the log-probability [N, T] of the token after each position, 0 where it has no label."""
+        columns = {name: rows[name] for name in ("input_ids", "attention_mask", "token_seeds") if name in rows}
+        hidden = network.hidden(params, columns, **options)
+        return token_log_probs(hidden, shift_labels(rows["labels"]),
+                               lambda x: network.logits(params, x) / self.temperature, self.network.config.vocab_size,
+                               not self.fast_kernels, self.built_for)
+
+    def predict(self, params: Tree, rows: Rows) -> Array:
+        """Return log-probabilities [N, T] of the token after each position; without labels, as any causal LM.
+
+        They are under the reference where rows have a column `OF_REFERENCE`.
+        """
+        if "labels" not in rows:  # multiple-choice questions
+            return super().predict(params, rows)
+        return self._log_probs(self._reference if OF_REFERENCE in rows else self.network, params, rows)
+
+    def passes(self) -> tuple[float, float]:
+        # Once per rollout, which `num_iterations` train on: drawing, which passes each token once, and scoring.
+        forward = (self.rollouts is None) + len({"old_logps", "reference_logps"} & {*token_columns(self)})
+        return 1.0, forward / self.num_iterations
+
+    # Evaluation ------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
+        self._asked += batch.host["index"][batch.host["index"] >= 0].tolist()
+
+    def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
+        """Answer the prompts; metrics are over all processes."""
+        asked, self._asked = self._asked, []
+        return self._maker.evaluate(role, asked)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What rollouts ask of this engine.
+
+KEPT = 1 / 4  # share of a device's memory that keys and values of the answers being drawn may take
+
+
+class JaxPolicy:
+    """The network of a run in training, as `lmmods.rollouts.policy.Policy`.
+
+    Answers are drawn on one device of each process (on all that a mesh of one process has), and scored on all devices.
+
+    Args:
+        run: A `Run`.
+    """
+
+    def __init__(self, run: Any):
+        self._run, self.rank, self.num_ranks = run, jax.process_index(), jax.process_count()
+
+    def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
+             max_new_tokens: int, ends: Sequence[int]) -> list[Drawn]:
+        run, network = self._run, self._run.task.network
+        # A collective call, so before anything that depends on the prompts. The replica is freed afterwards.
+        params = Weights(run.parallel, run.weights.trainable, without_copies(run.weights.frozen)).replica
+        at_once, found = self._at_once(max((len(prompt) for prompt in prompts), default=0) + max_new_tokens), []
+        for start in range(0, len(prompts), at_once):
+            part = slice(start, start + at_once)
+            found += draw(network, params, prompts[part], None if numbers is None else numbers[part], temperature,
+                          max_new_tokens, ends, run.data.tokenizer.pad_token_id)
+        return found
+
+    def _at_once(self, length: int) -> int:
+        """Return how many answers to draw at once: a power of two, so that few shapes are compiled."""
+        cache = jax.eval_shape(lambda: self._run.task.network.init_cache(1, length))
+        room = KEPT * at_hand().memory / sum(math.prod(leaf.shape) * leaf.dtype.itemsize
+                                             for leaf in jax.tree.leaves(cache))
+        return 1 << max(int(math.log2(max(room, 1))), 0)
+
+    def logps(self, rows: Sequence[Row], temperature: float, reference: bool = False) -> list[np.ndarray]:
+        run, steps = self._run, self._run.steps
+        if temperature != run.task.temperature:
+            raise ValueError(f"scoring is compiled for the temperature {run.task.temperature}, not {temperature}")
+        # The rows of all processes, in an order that all agree on: a rank may belong to several of them.
+        parts = self.gather({self.rank: rows})
+        everything = [row for rank in sorted(parts) for row in parts[rank]]
+        order = sorted(range(len(everything)), key=lambda number: len(everything[number].ids))
+        size, longest = run.data.batch_size, run.data.max_length
+        batches = [self._batch(everything, order[start : start + size], reference)
+                   for start in range(0, len(order), size)]
+        found = [(batch.host["index"], steps.predict_step(run.weights.trainable, run.weights.frozen, batch.arrays))
+                 for batch in run.batches(batches, size, math.inf, lengths=halved_lengths(longest))]
+        scored: dict[int, np.ndarray] = {}
+        for index, values in found:
+            for numbers, by_row in zip(index, steps.fetch_rows(values), strict=True):
+                scored |= {number: by_row[row, : len(everything[number].ids) - 1].copy()
+                           for row, number in enumerate(numbers.tolist()) if number >= 0}
+        scored = self.gather(scored)
+        first = sum(len(parts[rank]) for rank in range(self.rank))
+        # From positions that predict a token to those of the token itself.
+        return [np.pad(scored[number], (1, 0)) for number in range(first, first + len(rows))]
+
+    @staticmethod
+    def _batch(rows: Sequence[Row], numbers: Sequence[int], reference: bool) -> dict[str, np.ndarray]:
+        """Return a micro-batch of these rows as loaders yield it."""
+        length = max(len(rows[number].ids) for number in numbers)
+        batch = {"input_ids": np.zeros((len(numbers), length), np.int32)}
+        batch |= {"attention_mask": np.zeros_like(batch["input_ids"]),
+                  "labels": np.full_like(batch["input_ids"], IGNORED), "index": np.array(numbers, np.int32)}
+        for place, number in enumerate(numbers):
+            row = rows[number]
+            batch["input_ids"][place, : len(row.ids)] = row.ids
+            batch["labels"][place, : len(row.ids)] = row.labels
+            batch["attention_mask"][place, : len(row.ids)] = 1
+        return batch | ({OF_REFERENCE: np.ones(len(numbers), np.int32)} if reference else {})
+
+    def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
+        return machines.gather(parts)

@@ -1,0 +1,102 @@
+"""The reference model of preference optimisation and reinforcement learning: a network that does not train.
+
+It stands alongside the one in training. Frozen parameters are shared. Trainable parameters are either left out
+(adapters switched off) or copied into the tree of frozen parameters under a key of their own.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax import Array
+
+from jax_engine.distributed.tree import Tree, flatten, split, unflatten
+from jax_engine.models.building import build_network
+from jax_engine.models.network import Network
+from jax_engine.tasks.causal_task import CausalTask
+from lmmods.core.hardware import Target
+
+COPIES = "reference"  # key of the copies in the tree of frozen parameters
+
+
+class Reference:
+    """The reference model, a fixed network.
+
+    Args:
+        network: The network in training.
+        kind: `base` is this network with its adapter switched off; `copy` is the network at the start of training.
+    """
+
+    def __init__(self, network: Network, kind: Literal["base", "copy"]):
+        self.kind, self.network = kind, network
+        if kind == "base":
+            build = dataclasses.replace(network.build, lora=None, adapted=frozenset())
+            self.network = Network(network.config, network.family, network.arch, network.head, build, network.to_save,
+                                   unroll=network.unroll)
+        self._paths = flatten(self.network.shapes).keys()
+
+    def copies(self, trainable: Tree, base: Tree) -> Tree:
+        """Return the tree to add to the frozen parameters, on the host; empty if everything is shared.
+
+        Args:
+            trainable: Initial trainable parameters.
+            base: Base weights of the modules that train in full alongside an adapter.
+        """
+        # Copy, because the first step is donated the buffers of the trainable parameters.
+        kept = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
+                            base if self.kind == "base" else trainable)
+        return {COPIES: kept} if kept else {}
+
+    def hidden(self, params: Tree, rows: dict[str, Array]) -> Array:
+        """`Network.hidden` without dropout or gradient; `params` are those of the network in training."""
+        return jax.lax.stop_gradient(self.network.hidden(self._own(params), rows))
+
+    def logits(self, params: Tree, hidden: Array) -> Array:
+        """`Network.logits`; `params` are those of the network in training."""
+        return self.network.logits(self._own(params), hidden)
+
+    def _own(self, params: Tree) -> Tree:
+        leaves = flatten(params)
+        # The copy if there is one, else the parameter that both networks share.
+        own = {path: leaves.get((COPIES, *path), leaves.get(path)) for path in self._paths}
+        return jax.lax.stop_gradient(unflatten(own))
+
+
+def without_copies(frozen: Tree) -> Tree:
+    """Return the frozen parameters of the network in training."""
+    return {name: part for name, part in frozen.items() if name != COPIES}
+
+
+class ReferencedTask(CausalTask):
+    """Abstract task of a causal LM that may be compared with a reference."""
+
+    reference_kind: str | None  # a property of its fields
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._reference: Reference | None = None
+
+    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False, on: Target | None = None
+              ) -> tuple[Tree, Tree]:
+        self.built_for = on
+        return self.take(*build_network(self, self.head, datamodule, precision=precision, seed=seed,
+                                        abstract=abstract, on=on))
+
+    def take(self, network: Network, params: Tree, base: Tree) -> tuple[Tree, Tree]:
+        """Adopt a network and create its reference model; arguments as `build_network` returns, result as of `build`.
+        """
+        self.network = network
+        trainable, frozen = split(params, network.trainable(params))
+        if self.reference_kind in ("base", "copy"):
+            self._reference = Reference(network, self.reference_kind)
+            frozen |= self._reference.copies(trainable, base)
+        return trainable, frozen
+
+    # The reference's copies do not count as parameters of the model.
+
+    def describe(self, trainable: Tree, frozen: Tree) -> str:
+        return super().describe(trainable, without_copies(frozen))
+
+    def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
+        return super().flops_per_token(trainable, without_copies(frozen))
