@@ -56,6 +56,7 @@ class Planner:
         data.trainer = trainer
         data.prepare_data()
         data.setup("fit")
+        task.link(data)
         self._loader = data.train_dataloader()
         self.example = next(iter(self._loader))
         self.precision = machines.choose_precision(self.on)[0] if trainer.precision == "auto" else trainer.precision

@@ -19,7 +19,7 @@ from jax_engine.checkpoint import Checkpointer, load_weights
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.devices import MeshSharding
 from jax_engine.distributed.interface import Parallel
-from jax_engine.distributed.prefetch import GlobalBatch, few_lengths
+from jax_engine.distributed.prefetch import GlobalBatch, few_lengths, halved_lengths
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import at_hand
 from jax_engine.distributed.tree import Tree
@@ -40,6 +40,7 @@ from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.signals import Interruption
 from lmmods.core.throughput import Stopwatch
 from lmmods.data.batches.loader import StatefulLoader
+from lmmods.data.batches.rollouts import RolloutLoader
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.recipe.trainer_fields import JaxTrainerFields, check_length
@@ -102,7 +103,8 @@ class Trainer(JaxTrainerFields):
             ckpt_path: str | None = None, overwrite: bool = False, stop_at: int | None = None) -> None:
         """Train."""
         self.interruption.stop_at = stop_at
-        with self._in_run_folder("fit", lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe, stop_at)):
+        with self._in_run_folder("fit", model,
+                                 lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe, stop_at)):
             self._fit(model, datamodule, continued(self.run_folder, ckpt_path))
 
     def _fit(self, model: Task, datamodule: Any, resumed: Path | None) -> None:
@@ -144,12 +146,12 @@ class Trainer(JaxTrainerFields):
 
     def validate(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Evaluate on the validation set."""
-        with self._in_run_folder("validate"):
+        with self._in_run_folder("validate", model):
             self._evaluate("validate", "val", model, datamodule, ckpt_path)
 
     def test(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Evaluate on the test set."""
-        with self._in_run_folder("test"):
+        with self._in_run_folder("test", model):
             self._evaluate("test", "test", model, datamodule, ckpt_path)
 
     def _evaluate(self, command: str, role: str, model: Task, datamodule: Any, ckpt_path: str | None) -> None:
@@ -167,7 +169,7 @@ class Trainer(JaxTrainerFields):
 
     def predict(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Write predictions.jsonl."""
-        with self._in_run_folder("predict", lambda: self.run_folder.check_results(self.recipe)):
+        with self._in_run_folder("predict", model, lambda: self.run_folder.check_results(self.recipe)):
             self._predict(self._evaluated_run("predict", model, datamodule, ckpt_path))
 
     def _predict(self, run: Run) -> None:
@@ -243,8 +245,11 @@ class Trainer(JaxTrainerFields):
         say_engine("jax", self.parallel.num_devices, kind, self.precision, self._precision_reason)
 
     @contextmanager
-    def _in_run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Lock the run folder for this command. If the first process cannot, all processes raise the same UserError."""
+    def _in_run_folder(self, command: str, model: Task, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Lock the run folder for this command. If the first process cannot, all processes raise the same UserError.
+
+        The model ends with the command.
+        """
         self.connect()
         self._say_engine()
         folder, several = self.run_folder, jax.process_count() > 1
@@ -253,7 +258,10 @@ class Trainer(JaxTrainerFields):
               folder.taken(command, check, jax.process_index() == 0, tells_later=several)):
             if problems := machines.gather({0: str(folder.problem)} if folder.problem else {}):
                 raise UserError(problems[0])
-            yield
+            try:
+                yield
+            finally:
+                model.end()
 
     def _evaluated_run(self, command: str, model: Task, datamodule: Any, ckpt_path: str | None) -> Run:
         """Return a run for evaluation, with the parameters of the checkpoint, or the initial ones if there is none."""
@@ -296,6 +304,8 @@ class Trainer(JaxTrainerFields):
         """
         if not isinstance(loader, StatefulLoader):
             return ()
+        if isinstance(loader, RolloutLoader):  # its rows are yet to be drawn
+            return halved_lengths(run.data.max_length)
         # The micro-batches of all ranks in a step have one length.
         found, ranks = loader.lengths(), self.parallel.data_parallel_size
         found = [max(found[first:first + ranks]) for first in range(0, len(found), ranks)]
@@ -316,6 +326,7 @@ class Trainer(JaxTrainerFields):
         # The first process fills the cache; the others read it afterwards.
         datamodule.adopt_contents(machines.on_first(lambda: self._prepare_data(datamodule, checkpoint)))
         datamodule.setup(command)
+        model.link(datamodule)
         if command == "fit":
             self.samples.prepare(datamodule, model.max_positions())
         # `choice_ids` become constants of the compiled `predict`, so they are set before it is traced.
@@ -520,10 +531,27 @@ class Loop:
                 loader.load_state_dict(run.data_position)
             # A resumed run begins inside an epoch.
             left = run.schedule.batches_per_epoch - progress.batches
+            if isinstance(loader, RolloutLoader):
+                left = min(left, self._begin_rollout(loader))
             for batch in self._with_statistics(run.batches(loader, run.data.batch_size, left, lengths=run.lengths)):
                 self.train_batch(batch)
                 if run.is_done:
                     break
+
+    def _begin_rollout(self, loader: RolloutLoader) -> int:
+        """Draw the answers that the next steps train on, unless they exist; return how many batches they are.
+
+        The stopwatch runs: drawing is part of training, and counts in its speed.
+        """
+        run = self.run
+        # The steps before are counted first: an error in them ends the run here, and their metrics are older.
+        run.metrics.fetch()
+        run.bar.note("rollout")
+        # The loader stops at the end of a rollout, so that nothing reads ahead of answers that are yet to be drawn.
+        # They are drawn in this thread, in which all processes make their collective calls.
+        loader.begins_itself = False
+        loader.load_state_dict(run.data_position)
+        return -(-loader.begin_segment() // run.parallel.data_parallel_size)
 
     def train_batch(self, batch: GlobalBatch) -> None:
         """Train on one micro-batch per rank, take the optimiser step if it is complete, and perform the due events."""

@@ -82,6 +82,11 @@ class Bar:
             if text:
                 self._bar.refresh()
 
+    def note(self, text: str) -> None:
+        """Show on a terminal what happens before the next step."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+
     def pause(self) -> None:
         """Call when a validation begins."""
         self._pace.pause()
