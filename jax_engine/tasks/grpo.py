@@ -25,11 +25,9 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.rollouts import Place
 from lmmods.data.grpo import PromptData
-from lmmods.recipe.rewards import read_rewards
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
 from lmmods.rollouts.policy import Drawn, Row
-from lmmods.rollouts.rewards import Rewards
 from lmmods.rollouts.rollout import Rollout
 
 Rows = dict[str, Array]
@@ -48,7 +46,6 @@ class GRPO(GRPOFields, ReferencedTask):
         self._loss = self.policy_loss
         self.metric_names = self._loss.metric_names
         self._run: Any = None
-        self._rewards: Rewards | None = None
         self._asked: list[int] = []  # prompts of the current evaluation that are this process's
 
     def link(self, datamodule: Any) -> None:
@@ -62,28 +59,27 @@ class GRPO(GRPOFields, ReferencedTask):
         self._run = run
 
     def end(self) -> None:
-        if self._rewards is not None:
-            self._rewards.close()
+        if "_maker" in vars(self):
+            self._maker.close()
 
     # Rollouts --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _maker(self) -> RolloutMaker:
         run = self._run
-        self._rewards = Rewards(read_rewards(self.rewards), self.reward_timeout, self.reward_processes)
 
         def report(metrics: dict[str, float], rollout: Rollout) -> None:
             run.metrics.log(metrics, run.progress.step)
 
-        return RolloutMaker(self, run.data, run.folder, JaxPolicy(run), self._rewards, lambda: run.progress.step,
-                            report, run.is_first)
+        return RolloutMaker(self, run.data, run.folder, JaxPolicy(run), lambda: run.progress.step, report,
+                            run.is_first)
 
     def _begin_rollout(self, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]]:
         if self._run is not None:
             return self._maker.begin(place, name)
         # Nothing trains, as in inspect: answers stand for those of which only the columns matter.
         item = {"input_ids": np.zeros(2, np.int32), "labels": np.array([IGNORED, 0], np.int32), "advantages": 0.0,
-                **{column: np.zeros(2, np.float32) for column in token_columns(self)}}
+                "idle_weight": 0.0, "row": 0, **{column: np.zeros(2, np.float32) for column in token_columns(self)}}
         return "", [item] * (len(place.prompts) * self.num_generations)
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -91,7 +87,7 @@ class GRPO(GRPOFields, ReferencedTask):
     def batch_loss(self, params: Tree, rows: Rows, training: bool, count_correct: bool) -> LossSums:
         """Return the summed loss of N answers and their weight, of tokens or of answers.
 
-        Columns [N, T] are aligned with `labels`; `advantages` are [N].
+        Columns [N, T] are aligned with `labels`; `advantages` and `idle_weight` are [N].
         """
         logps = self._log_probs(self.network, params, rows, training=training)
         mask = (shift_labels(rows["labels"]) != IGNORED).astype(jnp.float32)
@@ -99,7 +95,7 @@ class GRPO(GRPOFields, ReferencedTask):
             shift_weights(rows.get(name)) for name in ("old_logps", "reference_logps", "sampler_weights"))
         total, weight, metrics = self._loss.of_rows(_OPERATIONS, logps, mask, rows["advantages"], old, reference,
                                                     sampler_weights)
-        return LossSums(total.sum(), weight.sum(), metrics={
+        return LossSums(total.sum(), weight.sum() + rows["idle_weight"].sum(), metrics={
             name: jnp.stack([value.sum(), count.sum()]) for name, (value, count) in metrics.items()})
 
     def _log_probs(self, network: Network | Reference, params: Tree, rows: Rows, **options: bool) -> Array:

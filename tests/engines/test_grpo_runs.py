@@ -73,7 +73,7 @@ def files(run: RunFolder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(run.rollouts.iterdir())}
 
 
-@pytest.mark.parametrize(("name", "engine"), [(name, "torch") for name in CASES])
+@pytest.mark.parametrize(("name", "engine"), [(name, engine) for engine in ("torch", "jax") for name in CASES])
 def test_any_cut_gives_the_same_steps(written, name, engine):
     runs = []
     for size in (8, 4, 1):
@@ -86,7 +86,7 @@ def test_any_cut_gives_the_same_steps(written, name, engine):
         assert_close(run, runs[0])
 
 
-@pytest.mark.parametrize(("name", "engine"), [("grpo", "torch"), ("cispo", "torch")])
+@pytest.mark.parametrize(("name", "engine"), [(name, engine) for engine in ("torch", "jax") for name in ("grpo", "cispo")])
 def test_a_run_resumes_to_the_bit_inside_a_rollout(written, name, engine):
     straight, arguments = written(name, "straight", engine=engine)
     assert main(["fit", *arguments]) == 0
