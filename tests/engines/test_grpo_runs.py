@@ -110,3 +110,29 @@ def test_two_processes_take_the_steps_of_one(written, name, strategy):
     together(["fit", *arguments])
     assert tokens(two) == tokens(one)
     assert_close(two, one)
+
+
+@pytest.mark.parametrize("name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES
+                                            if name != "grpo")])
+def test_both_engines_draw_the_same_answers_and_take_the_same_steps(written, name):
+    runs = []
+    for engine in ("torch", "jax"):
+        run, arguments = written(name, engine, engine=engine)
+        assert main(["fit", *arguments]) == 0
+        runs.append(run)
+    assert tokens(runs[0]) == tokens(runs[1])
+    assert_close(*runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("torch", "jax"), ("jax", "torch")])
+def test_the_other_engine_goes_on_inside_a_rollout(written, first, then):
+    straight, arguments = written("grpo", "straight", engine=first)
+    assert main(["fit", *arguments]) == 0
+    run, arguments = written("grpo", "changed", engine=first)
+    assert main(["fit", *arguments, "--stop_at", "1"]) == 0
+    before = files(run)
+    assert main(["fit", *written("grpo", "changed", engine=then)[1], "--ckpt_path", "last"]) == 0
+    assert before.items() <= files(run).items()
+    assert tokens(run) == tokens(straight)
+    assert_close(run, straight)
