@@ -1,3 +1,116 @@
+"""Programs that draw the answers of rollouts instead of the network in training."""
+
+import difflib
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import numpy as np
-def sampler_weights(own, sampler, cap):
-    return np.minimum(np.exp(own - sampler), cap)
+
+from lmmods.core.errors import UserError
+from lmmods.recipe.trust import is_trusted, refuse_import
+from lmmods.rollouts.policy import Drawn
+
+KEY = "model.rollouts"
+SERVERS = {name: f"lmmods.rollouts.vllm.{name}" for name in ("VLLMServer", "VLLMEngine")}  # by short name
+
+
+class RolloutServer(ABC):
+    """Draws answers with weights that are handed over in files. One process of a run uses it."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise UserError unless it can be reached and draws from the right model."""
+
+    @abstractmethod
+    def update(self, folder: Path, step: int) -> None:
+        """Draw with other weights from now on; called before each rollout.
+
+        Args:
+            folder: An adapter in PEFT's format, or a whole model in that of transformers. It must stay until the next
+                update.
+            step: Optimiser steps that the weights have taken.
+
+        Raises:
+            UserError: The server did not take them.
+        """
+
+    @abstractmethod
+    def draw(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, max_new_tokens: int,
+             ends: Sequence[int]) -> list[Drawn]:
+        """Answer prompts, with entropies that are NaN.
+
+        Args:
+            prompts: Token ids of N prompts.
+            seeds: N seeds, from 0 to 2**63 - 1, of the draws of each answer.
+            temperature: 0 is greedy.
+            ends: Tokens that end an answer.
+
+        Raises:
+            UserError: The server does not answer, or not as is needed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop the weights that were handed over."""
+
+
+def read_server(settings: dict[str, Any]) -> RolloutServer:
+    """Return the server that a recipe names by `class_path` and `init_args`; nothing is started or asked.
+
+    Raises:
+        UserError: There is no such class, the recipe may not name it, or its settings are wrong.
+    """
+    if not isinstance(settings, dict) or not isinstance(settings.get("class_path"), str):
+        raise UserError(f"{KEY} must be {{class_path: VLLMServer, init_args: {{url: ..., model: ...}}}}, or null.")
+    for key in settings.keys() - {"class_path", "init_args"}:
+        raise UserError(f"{KEY}.{key} does not exist: settings of a server are given under init_args.")
+    kind, given = _class_of(settings["class_path"]), settings.get("init_args") or {}
+    if not isinstance(given, dict):
+        raise UserError(f"{KEY}.init_args must be a mapping of the settings of {kind.__name__}.")
+    parameters = inspect.signature(kind).parameters
+    for key in given:
+        if key not in parameters:
+            near = difflib.get_close_matches(str(key), parameters, 1, 0.7)
+            raise UserError(f"{KEY}.init_args.{key} does not exist; {kind.__name__} has {', '.join(parameters)}."
+                            + (f" Did you mean {near[0]}?" if near else ""))
+    for key, parameter in parameters.items():
+        if parameter.default is parameter.empty and key not in given:
+            raise UserError(f"{KEY}.init_args.{key} is missing: {kind.__name__} needs it (docs/rollout_servers.md).")
+    return kind(**given)
+
+
+def _class_of(path: str) -> type[RolloutServer]:
+    full = SERVERS.get(path, path)
+    module, _, name = full.rpartition(".")
+    if not module:
+        near = difflib.get_close_matches(path, SERVERS, 1, 0.7)
+        raise UserError(f"{KEY}.class_path is {path}, but must be {', '.join(SERVERS)} or the import path of a class."
+                        + (f" Did you mean {near[0]}?" if near else ""))
+    if full not in SERVERS.values() and not is_trusted():
+        refuse_import(f"{KEY}.class_path", path)
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{KEY}.class_path: {path} cannot be imported: {error}") from error
+    if not (inspect.isclass(kind) and issubclass(kind, RolloutServer)):
+        raise UserError(f"{KEY}.class_path: {path} is no lmmods.rollouts.server.RolloutServer.")
+    return kind
+
+
+def sampler_weights(own_logps: np.ndarray, sampler_logps: np.ndarray, cap: float) -> np.ndarray:
+    """Return the truncated importance weight min(exp(own - sampler), cap) of each token, float32 (Yao et al. 2025).
+
+    It corrects the loss for answers that another program drew, whose probabilities differ from the trainer's by
+    rounding even with the same weights. The cap bounds the variance.
+
+    Args:
+        own_logps: Log-probabilities under the network in training, when the answers were drawn.
+        sampler_logps: Those under the program that drew them; NaN, where one is missing, stays NaN.
+    """
+    with np.errstate(over="ignore"):  # infinity is capped, too
+        ratios = np.exp(np.asarray(own_logps, np.float64) - np.asarray(sampler_logps, np.float64))
+    return np.minimum(ratios, cap).astype(np.float32)

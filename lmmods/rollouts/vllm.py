@@ -1,0 +1,298 @@
+"""vLLM draws the answers of rollouts: a server of its own, over HTTP, or within this process.
+
+Token ids go in, token ids and their log-probabilities come out: no text is tokenised again on the way. See
+docs/rollout_servers.md.
+"""
+
+import http.client
+import itertools
+import json
+import math
+import os
+import secrets
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmmods.core.console import warn
+from lmmods.core.errors import UserError, one_line
+from lmmods.core.settings import require
+from lmmods.rollouts.policy import Drawn
+from lmmods.rollouts.server import KEY, RolloutServer
+
+ARGS = f"{KEY}.init_args"
+PAUSE = 1.0  # seconds before the first retry; doubled for each further one
+TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # status of what may pass
+SEEN = 0.02  # difference of log-probabilities that rounding does not make
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+RELOAD, RESET_CACHE = "/collective_rpc", "/reset_prefix_cache"
+DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1, which whole models need to be handed over"
+HINTS = {  # what to do where a request is refused
+    LOAD_ADAPTER: "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and a --max-lora-rank of "
+                  "model.lora.rank or more, where it can read the folder of the run",
+    RELOAD: f"{DEV_MODE}, where it can read the folder of the run",
+    RESET_CACHE: DEV_MODE,
+}
+
+
+class VLLMServer(RolloutServer):
+    """Server of vLLM, started with `vllm serve`. Its API key is read from the environment variable VLLM_API_KEY.
+
+    Args:
+        url: Address, such as `http://localhost:8000`.
+        model: Name under which it serves the model that is trained, usually its hub id or folder.
+        timeout: Longest time in seconds that it may take for one answer.
+        update_timeout: Longest time in seconds that it may take to load weights.
+        retries: How often a request for an answer is repeated if it fails for a reason that may pass.
+        concurrency: Answers that are asked for at the same time.
+    """
+
+    def __init__(self, url: str, model: str, timeout: float = 600.0, update_timeout: float = 600.0, retries: int = 3,
+                 concurrency: int = 128) -> None:
+        # Other schemes would open files of this machine.
+        require(isinstance(url, str) and url.startswith(("http://", "https://")), f"{ARGS}.url", url,
+                "an address such as http://localhost:8000")
+        require(isinstance(model, str) and bool(model), f"{ARGS}.model", model, "the name of the model that it serves")
+        for key, value in (("timeout", timeout), ("update_timeout", update_timeout)):
+            require(_is_number(value) and value > 0, f"{ARGS}.{key}", value, "a number of seconds above 0")
+        for key, value, least in (("retries", retries, 0), ("concurrency", concurrency, 1)):
+            require(isinstance(value, int) and value >= least, f"{ARGS}.{key}", value,
+                    f"a whole number, {least} or more")
+        self.url, self.model, self.timeout, self.update_timeout = url.rstrip("/"), model, timeout, update_timeout
+        self.retries, self.concurrency = retries, concurrency
+        # A name is loaded once only, and may be left over from a run that was killed.
+        self._names = (f"lmmods-{secrets.token_hex(4)}-{number}" for number in itertools.count())
+        self._adapter: str | None = None
+
+    def check(self) -> None:
+        served = self._json("/v1/models", timeout=min(self.timeout, 30.0), retries=self.retries)
+        names = [each.get("id") for each in served.get("data", [])]
+        if self.model not in names:
+            raise UserError(f"{ARGS}.model is {self.model}, but {self.url} serves {', '.join(map(str, names))}. Name "
+                            "one of these, or start it with this model.")
+        self._check_logprobs()
+
+    def _check_logprobs(self) -> None:
+        """Raise UserError if the temperature is left out of log-probabilities, as vLLM does unless told otherwise."""
+        def best(temperature: float) -> float:
+            """Log-probability of the likeliest first token after a token."""
+            choice = self._choice({"model": self.model, "prompt": [1], "logprobs": 1,
+                                   **_sampling(0, temperature, 1, [])})
+            found = (choice.get("logprobs") or {}).get("top_logprobs") or [None]
+            return max((found[0] or {}).values(), default=math.nan)
+
+        plain, flat = best(1.0), best(4.0)
+        if math.isnan(plain) or math.isnan(flat):
+            raise UserError(f"{self.url} returns no log-probabilities of tokens. Start it without --max-logprobs 0, or "
+                            "with a newer vLLM.")
+        if plain < -SEEN and abs(plain - flat) < SEEN:  # else it is sure of the token at any temperature
+            raise UserError(f"{self.url} returns log-probabilities without the temperature. Start it with "
+                            "--logprobs-mode processed_logprobs.")
+
+    def update(self, folder: Path, step: int) -> None:
+        path = str(folder.resolve())
+        if not _is_adapter(folder):
+            self._post(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": path},
+                                "timeout": self.update_timeout})
+            # Keys and values of the old weights; without the flag they stay while anything runs.
+            self._post(f"{RESET_CACHE}?reset_running_requests=true", {})
+            return
+        name = f"{next(self._names)}-step={step}"
+        self._post(LOAD_ADAPTER, {"lora_name": name, "lora_path": path})
+        old, self._adapter = self._adapter, name
+        if old:
+            self._post(UNLOAD_ADAPTER, {"lora_name": old})
+
+    def draw(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, max_new_tokens: int,
+             ends: Sequence[int]) -> list[Drawn]:
+        def answer(prompt: Sequence[int], seed: int) -> Drawn:
+            ids = [int(token) for token in prompt]
+            # A request has one seed, so it is for one answer.
+            choice = self._choice({"model": self._adapter or self.model, "prompt": ids, "logprobs": 0,
+                                   "return_token_ids": True, **_sampling(seed, temperature, max_new_tokens, ends)})
+            if choice.get("prompt_token_ids", ids) != ids:
+                raise UserError(f"{self.url} answered another prompt than it was given.")
+            logps = (choice.get("logprobs") or {}).get("token_logprobs")
+            return _drawn(self.url, choice.get("token_ids"), logps, choice.get("finish_reason"), max_new_tokens, ends)
+
+        pool = ThreadPoolExecutor(self.concurrency)
+        try:
+            return list(pool.map(answer, prompts, seeds))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def close(self) -> None:
+        if not self._adapter:
+            return
+        try:
+            self._post(UNLOAD_ADAPTER, {"lora_name": self._adapter})
+        except UserError as error:  # what was trained does not depend on it
+            warn(f"The last adapter stays loaded: {error}")
+        self._adapter = None
+
+    def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
+        found = self._json("/v1/completions", body, self.timeout, self.retries)
+        if not (isinstance(found, dict) and found.get("choices")):
+            raise UserError(f"{self.url} returned no answer to a request for one. Is it a server of vLLM?")
+        return found["choices"][0]
+
+    def _json(self, path: str, body: dict[str, Any] | None = None, timeout: float = 0.0, retries: int = 0) -> Any:
+        found = self._ask(path, body, timeout, retries)
+        try:
+            return json.loads(found)
+        except ValueError as error:
+            raise UserError(f"{self.url}{path} did not return JSON ({error}). Is it a server of vLLM?") from error
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        # Not repeated: a request may have succeeded although its answer was lost.
+        self._ask(path, body, self.update_timeout, retries=0)
+
+    def _ask(self, path: str, body: dict[str, Any] | None, timeout: float, retries: int) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.url + path, None if body is None else json.dumps(body).encode(), headers)
+        for attempt in itertools.count():
+            try:
+                with urllib.request.urlopen(request, timeout=timeout) as response:
+                    return response.read()
+            except urllib.error.HTTPError as error:
+                if error.code not in TRY_AGAIN or attempt == retries:
+                    raise UserError(f"{self.url}{path} refused a request with status {error.code}: "
+                                    f"{_message(error)}. {self._remedy(path, error.code)}") from error
+            except (OSError, http.client.HTTPException) as error:  # the connection, or the time is over
+                if attempt == retries:
+                    raise UserError(f"{self.url} does not answer ({one_line(error) or type(error).__name__}; attempt "
+                                    f"{attempt + 1}, of up to {timeout:g} seconds). Start it with vllm serve (docs/"
+                                    f"rollout_servers.md), or raise {ARGS}.timeout and update_timeout.") from error
+            time.sleep(PAUSE * 2**attempt)
+        raise AssertionError("unreachable")
+
+    def _remedy(self, path: str, status: int) -> str:
+        if status in (401, 403):
+            return "Set its API key in the environment variable VLLM_API_KEY."
+        return HINTS.get(path.partition("?")[0], "Its own log says more") + "."
+
+
+class VLLMEngine(RolloutServer):
+    """vLLM within this process, on the same GPU as training.
+
+    Args:
+        model: Hub id or folder of the model that is trained.
+        max_lora_rank: Highest rank of adapters; null if whole models are trained.
+        gpu_memory_utilization: Share of the GPU's memory that vLLM takes; training needs the rest.
+        tensor_parallel_size: GPUs over which the model is spread.
+        max_model_len: Longest prompt with its answer in tokens; null is what the model can take.
+        dtype: Type of its weights.
+    """
+
+    def __init__(self, model: str, max_lora_rank: int | None = None, gpu_memory_utilization: float = 0.4,
+                 tensor_parallel_size: int = 1, max_model_len: int | None = None, dtype: str = "auto") -> None:
+        require(isinstance(model, str) and bool(model), f"{ARGS}.model", model, "a hub id or a folder")
+        require(_is_number(gpu_memory_utilization) and 0 < gpu_memory_utilization <= 1,
+                f"{ARGS}.gpu_memory_utilization", gpu_memory_utilization, "above 0 and at most 1")
+        self.max_lora_rank = max_lora_rank
+        self._options = {"model": model, "gpu_memory_utilization": gpu_memory_utilization, "dtype": dtype,
+                         "tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len,
+                         "enable_lora": max_lora_rank is not None,
+                         **({} if max_lora_rank is None else {"max_lora_rank": max_lora_rank})}
+        self._llm: Any = None
+        self._adapter: Any = None
+        self._numbers = itertools.count(1)  # of adapters
+
+    def check(self) -> None:
+        _import_vllm()
+
+    def update(self, folder: Path, step: int) -> None:
+        path = str(folder.resolve())
+        if not _is_adapter(folder):
+            self._started().collective_rpc("reload_weights", kwargs={"weights_path": path})
+            self._llm.reset_prefix_cache()
+            return
+        require(self.max_lora_rank is not None, f"{ARGS}.max_lora_rank", None, "model.lora.rank or more, with adapters")
+        self._adapter = _import_vllm("vllm.lora.request").LoRARequest(f"step={step}", next(self._numbers), path)
+
+    def draw(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, max_new_tokens: int,
+             ends: Sequence[int]) -> list[Drawn]:
+        made = _import_vllm().SamplingParams
+        settings = [made(logprobs=0, detokenize=False, **_sampling(seed, temperature, max_new_tokens, ends))
+                    for seed in seeds]
+        found = self._started().generate([{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts],
+                                         settings, lora_request=self._adapter, use_tqdm=False)
+        drawn = []
+        for (answer,) in (each.outputs for each in found):
+            logps = answer.logprobs and [step[token].logprob
+                                         for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+            drawn.append(_drawn("vLLM", answer.token_ids, logps, answer.finish_reason, max_new_tokens, ends))
+        return drawn
+
+    def close(self) -> None:
+        self._llm = self._adapter = None
+
+    def _started(self) -> Any:
+        if self._llm is None:
+            self._llm = _import_vllm().LLM(logprobs_mode="processed_logprobs", **self._options)
+        return self._llm
+
+
+def _import_vllm(module: str = "vllm") -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{KEY}: VLLMEngine needs vllm ({error}). Its releases ask for other versions of transformers: "
+                        "without an environment that holds both, use VLLMServer (docs/rollout_servers.md).") from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
+
+
+def _sampling(seed: int, temperature: float, max_new_tokens: int, ends: Sequence[int]) -> dict[str, Any]:
+    """Settings of vLLM that draw from the model's own distribution.
+
+    Each is given, as a server takes what is missing from the model's generation_config.json, end tokens included.
+    """
+    return {"seed": int(seed), "temperature": temperature, "max_tokens": max_new_tokens, "ignore_eos": True,
+            "stop_token_ids": [int(token) for token in ends], "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+            "repetition_penalty": 1.0}
+
+
+def _drawn(source: str, tokens: Sequence[int] | None, logps: Sequence[float | None] | None, reason: str | None,
+           max_new_tokens: int, ends: Sequence[int]) -> Drawn:
+    """Return an answer as it came. Raises UserError if anything is missing from it."""
+    if not tokens:
+        raise UserError(f"{source} returned no token ids of an answer. It must be vLLM 0.11 or later.")
+    if logps is None or len(logps) != len(tokens) or any(logp is None or math.isnan(logp) for logp in logps):
+        raise UserError(f"{source} returned no log-probabilities of some tokens that it drew. If it has them for "
+                        "others, its weights or their precision lead to numbers that are not finite.")
+    ended = tokens[-1] in ends
+    if not ended and not (reason == "length" and len(tokens) == max_new_tokens):
+        raise UserError(f"{source} broke off an answer after {len(tokens)} of up to {max_new_tokens} tokens, with "
+                        f"reason {reason}. Its --max-model-len must hold prompt and answer.")
+    entropies = np.full(len(tokens), np.nan, np.float32)
+    return Drawn(np.array(tokens, np.int32), np.array(logps, np.float32), entropies, ended)
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """The words of a refusal: vLLM's errors are JSON, those of a proxy are not."""
+    text = error.read().decode(errors="replace")
+    try:
+        found = json.loads(text)
+        while isinstance(found, dict):
+            found = next((found[key] for key in ("error", "message", "detail") if key in found), str(found))
+        text = str(found)
+    except ValueError:
+        pass
+    return " ".join(text.split())[:500].rstrip(".") or error.reason

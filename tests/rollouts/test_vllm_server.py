@@ -1,0 +1,460 @@
+"""Answers from vLLM, against a server that speaks the part of its HTTP interface that is used."""
+
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lmmods.core.errors import UserError
+from lmmods.recipe.trust import ForeignCode, trusting
+from lmmods.rollouts import vllm
+from lmmods.rollouts.server import RolloutServer, read_server, sampler_weights
+from lmmods.rollouts.vllm import VLLMEngine, VLLMServer
+
+END = 1
+ENDS = [END, 9]
+
+
+def answer_to(body: dict) -> list[int]:
+    """An answer that tells the prompt, the seed and the weights; of three tokens, or as many as are allowed."""
+    number = 10 + sum(body["prompt"]) + 100 * body["seed"] + 1000 * ("step=" in body["model"])
+    return [number, number + 1, END][: body["max_tokens"]]
+
+
+class StandIn(ThreadingHTTPServer):
+    """The part of vLLM's server that is used.
+
+    Args:
+        change: Called with a path and the reply to it, which it may change; what it returns instead is a status.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.seen: list[tuple[str, dict]] = []
+        self.keys: list[str | None] = []
+        self.adapters: dict[str, str] = {}
+        self.change = lambda path, reply: None
+        self.processed = True
+        self.running = self.most = 0
+        self.guard = threading.Lock()
+
+    def reply(self, path: str, body: dict) -> tuple[int, object]:
+        if path == "/v1/models":
+            return 200, {"object": "list", "data": [{"id": name} for name in ("demo", *self.adapters)]}
+        if path == "/v1/load_lora_adapter":
+            if body["lora_name"] in self.adapters:
+                return 400, {"error": {"message": "The lora adapter has already been loaded.", "code": 400}}
+            self.adapters[body["lora_name"]] = body["lora_path"]
+            return 200, "Success"
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+            return 200, "Success"
+        if path in ("/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"):
+            return 200, {"results": [None]}
+        if path != "/v1/completions":
+            return 404, {"detail": "Not Found"}
+        if body["model"] not in ("demo", *self.adapters):
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}
+        assert body["ignore_eos"] and body["top_p"] == 1 and body["top_k"] == 0 and body["repetition_penalty"] == 1
+        tokens = answer_to(body)
+        logprobs = {"token_logprobs": [-0.5 * (n + 1) for n in range(len(tokens))], "tokens": ["?"] * len(tokens)}
+        if body["logprobs"]:
+            flat = body["temperature"] if self.processed else 1.0
+            logprobs["top_logprobs"] = [{"a": -3.0, "b": -1.0 * flat}]
+        ended = tokens[-1] in body["stop_token_ids"]
+        choice = {"index": 0, "text": "never read", "logprobs": logprobs,
+                  "finish_reason": "stop" if ended else "length", "stop_reason": tokens[-1] if ended else None}
+        if body.get("return_token_ids"):
+            choice |= {"token_ids": tokens, "prompt_token_ids": body["prompt"]}
+        return 200, {"object": "text_completion", "model": body["model"], "choices": [choice]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: StandIn
+
+    def do_POST(self) -> None:
+        served = self.server
+        with served.guard:
+            served.running += 1
+            served.most = max(served.most, served.running)
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        served.seen.append((self.path, body))
+        served.keys.append(self.headers.get("Authorization"))
+        status, reply = served.reply(self.path, body)
+        changed = served.change(self.path, reply)
+        with served.guard:
+            served.running -= 1
+        if changed == "hang up":
+            return
+        if isinstance(changed, int):
+            status, reply = changed, {"error": {"message": "made to fail", "code": changed}}
+        text = (changed if isinstance(changed, str) else json.dumps(reply)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST
+
+    def log_message(self, *args) -> None:
+        pass
+
+
+@pytest.fixture
+def served(monkeypatch):
+    monkeypatch.setattr(vllm, "PAUSE", 0.001)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    server = StandIn()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def client_of(served: StandIn, **settings) -> VLLMServer:
+    return VLLMServer(served.url, "demo", **settings)
+
+
+def draw(client: RolloutServer, count: int = 2, max_new_tokens: int = 5, temperature: float = 0.7):
+    return client.draw([[3, 4 + n] for n in range(count)], list(range(count)), temperature, max_new_tokens, ENDS)
+
+
+def test_ids_go_out_and_ids_and_log_probabilities_come_back(served):
+    found = draw(client_of(served), 3)
+    for n, drawn in enumerate(found):
+        number = 17 + 101 * n
+        np.testing.assert_array_equal(drawn.tokens, [number, number + 1, END])
+        np.testing.assert_array_equal(drawn.logps, np.float32([-0.5, -1.0, -1.5]))
+        assert drawn.tokens.dtype == np.int32 and drawn.logps.dtype == drawn.entropies.dtype == np.float32
+        assert drawn.ended and np.isnan(drawn.entropies).all() and len(drawn.entropies) == 3
+    assert sorted(body["seed"] for _, body in served.seen) == [0, 1, 2]
+    for path, body in served.seen:
+        assert path == "/v1/completions"
+        assert body == {"model": "demo", "prompt": [3, 4 + body["seed"]], "logprobs": 0, "return_token_ids": True,
+                        "seed": body["seed"], "temperature": 0.7, "max_tokens": 5, "ignore_eos": True,
+                        "stop_token_ids": ENDS, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def test_an_answer_that_is_cut_off_has_not_ended(served):
+    (cut,), (last,) = draw(client_of(served), 1, max_new_tokens=2), draw(client_of(served), 1, max_new_tokens=3)
+    assert not cut.ended and len(cut.tokens) == 2
+    assert last.ended  # although it is as long as may be
+
+
+def test_answers_are_in_the_order_of_the_prompts_and_asked_for_at_the_same_time(served):
+    def slow(path, reply):
+        # The first ones take longest.
+        time.sleep(0.05 if reply["choices"][0]["token_ids"][0] < 500 else 0.0)
+
+    served.change = slow
+    found = draw(client_of(served, concurrency=4), 12)
+    assert [drawn.tokens[0] for drawn in found] == [17 + 101 * n for n in range(12)]
+    assert 2 <= served.most <= 4
+
+
+def test_no_prompts_are_no_request(served):
+    assert client_of(served).draw([], [], 1.0, 5, ENDS) == [] and not served.seen
+
+
+def test_an_adapter_is_loaded_under_a_new_name_and_the_old_one_dropped(served, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    client, other = client_of(served), client_of(served)
+    client.update(tmp_path, 0)
+    (first,) = served.adapters
+    assert served.adapters[first] == str(tmp_path.resolve())
+    assert draw(client, 1)[0].tokens[0] == 1017  # the base draws 17
+    client.update(tmp_path, 4)
+    client.update(tmp_path, 4)  # again, as before a validation
+    (last,) = served.adapters
+    assert last != first and "step=4" in last
+    assert [path for path, _ in served.seen if "lora" in path] == [
+        "/v1/load_lora_adapter", *["/v1/load_lora_adapter", "/v1/unload_lora_adapter"] * 2]
+    other.update(tmp_path, 4)  # of another run
+    assert len(served.adapters) == 2
+    client.close()
+    other.close()
+    client.close()
+    assert not served.adapters
+
+
+def test_a_whole_model_is_loaded_in_place_and_what_was_computed_before_dropped(served, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    client = client_of(served, update_timeout=50)
+    client.update(tmp_path, 3)
+    assert served.seen == [
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path.resolve())},
+                             "timeout": 50}),
+        ("/reset_prefix_cache?reset_running_requests=true", {})]
+    assert draw(client, 1)[0].tokens[0] == 17
+    client.close()
+
+
+def test_a_server_that_stopped_keeps_no_run_from_ending(served, tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    client = client_of(served)
+    client.update(tmp_path, 0)
+    served.change = lambda path, reply: 500
+    client.close()
+    assert "warning: The last adapter stays loaded" in capsys.readouterr().out
+
+
+def test_a_key_is_taken_from_the_environment(served, monkeypatch):
+    draw(client_of(served), 1)
+    monkeypatch.setenv("VLLM_API_KEY", "abc")
+    draw(client_of(served), 1)
+    assert served.keys == [None, "Bearer abc"]
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+def test_a_server_of_the_model_passes(served):
+    client_of(served).check()
+    assert served.seen[0][0] == "/v1/models"
+
+
+def test_another_model_is_refused(served):
+    with pytest.raises(UserError, match="model is other, but http://127.0.0.1:.* serves demo. Name one of these"):
+        VLLMServer(served.url, "other").check()
+
+
+def test_log_probabilities_without_the_temperature_are_refused(served):
+    served.processed = False
+    with pytest.raises(UserError, match="Start it with --logprobs-mode processed_logprobs"):
+        client_of(served).check()
+
+
+def test_a_server_without_log_probabilities_is_refused(served):
+    served.change = lambda path, reply: "choices" in reply and reply["choices"][0].update(logprobs=None) or None
+    with pytest.raises(UserError, match="returns no log-probabilities of tokens"):
+        client_of(served).check()
+
+
+def test_a_server_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(vllm, "PAUSE", 0.001)
+    with pytest.raises(UserError, match=r"does not answer \(.*refused.*attempt 3.*Start it with vllm serve"):
+        VLLMServer("http://127.0.0.1:9", "demo", retries=2).check()
+
+
+# Failures -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("failure", [503, 429, "hang up"])
+def test_what_may_pass_is_tried_again(served, failure):
+    failures = [failure, failure]
+    served.change = lambda path, reply: failures.pop() if failures else None
+    assert draw(client_of(served, retries=2), 1)[0].ended
+    assert len(served.seen) == 3
+
+
+@pytest.mark.parametrize(("failure", "message"), [
+    (500, "refused a request with status 500: made to fail. Its own log says more"),
+    ("hang up", "does not answer .*attempt 3")])
+def test_tries_are_limited(served, failure, message):
+    served.change = lambda path, reply: failure
+    with pytest.raises(UserError, match=message):
+        draw(client_of(served, retries=2), 1)
+    assert len(served.seen) == 3
+
+
+def test_a_slow_answer_is_not_waited_for_any_longer(served):
+    served.change = lambda path, reply: time.sleep(0.2)
+    with pytest.raises(UserError, match="does not answer .*timed out.*raise model.rollouts.init_args.timeout"):
+        draw(client_of(served, timeout=0.05, retries=0), 1)
+
+
+@pytest.mark.parametrize(("path", "update", "remedy"), [
+    ("/v1/load_lora_adapter", "adapter_config.json", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora"),
+    ("/collective_rpc", "config.json", "VLLM_SERVER_DEV_MODE=1"),
+    ("/reset_prefix_cache", "config.json", "VLLM_SERVER_DEV_MODE=1")])
+def test_weights_that_are_refused_name_the_remedy_and_are_not_sent_twice(path, update, remedy, served, tmp_path):
+    (tmp_path / update).write_text("{}")
+    served.change = lambda asked, reply: 404 if asked.startswith(path) else None
+    with pytest.raises(UserError, match=f"status 404: made to fail. Start it with .*{remedy}"):
+        client_of(served).update(tmp_path, 0)
+    assert [asked.startswith(path) for asked, _ in served.seen].count(True) == 1
+
+
+def test_a_key_that_is_missing_is_named(served):
+    served.change = lambda path, reply: 401
+    with pytest.raises(UserError, match="Set its API key in the environment variable VLLM_API_KEY"):
+        client_of(served).check()
+    assert len(served.seen) == 1
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"token_ids": None}, "returned no token ids of an answer. It must be vLLM 0.11 or later"),
+    ({"token_ids": []}, "returned no token ids"),
+    ({"logprobs": None}, "returned no log-probabilities of some tokens"),
+    ({"logprobs": {"token_logprobs": [-1.0, None, -1.0]}}, "no log-probabilities of some tokens"),
+    ({"logprobs": {"token_logprobs": [-1.0, float("nan"), -1.0]}}, "numbers that are not finite"),
+    ({"logprobs": {"token_logprobs": [-1.0]}}, "no log-probabilities of some tokens"),
+    ({"finish_reason": "abort", "token_ids": [5, 6, 7]}, "broke off .* after 3 of up to 5 tokens, with reason abort"),
+    ({"finish_reason": "length", "token_ids": [5, 6, 7]}, "Its --max-model-len must hold prompt and answer"),
+    ({"finish_reason": "stop", "token_ids": [5, 6, 7]}, "with reason stop"),
+    ({"prompt_token_ids": [0, 3, 4]}, "answered another prompt than it was given")])
+def test_an_answer_with_something_missing_is_refused(changes, message, served):
+    served.change = lambda path, reply: reply["choices"][0].update(changes)
+    with pytest.raises(UserError, match=message):
+        draw(client_of(served), 1)
+
+
+@pytest.mark.parametrize(("text", "message"), [("<html>", "did not return JSON"), ("{}", "returned no answer"),
+                                               ('{"choices": []}', "returned no answer"), ("[]", "returned no answer")])
+def test_another_program_is_refused(text, message, served):
+    served.change = lambda path, reply: text
+    with pytest.raises(UserError, match=f"{message}.*Is it a server of vLLM"):
+        draw(client_of(served), 1)
+
+
+def test_a_failure_ends_the_whole_draw(served):
+    served.change = lambda path, reply: 400
+    with pytest.raises(UserError, match="status 400"):
+        draw(client_of(served, concurrency=1), 50)
+    assert len(served.seen) < 50
+
+
+# What a recipe names --------------------------------------------------------------------------------------------------
+
+def test_a_recipe_names_a_server():
+    found = read_server({"class_path": "VLLMServer", "init_args": {"url": "http://localhost:8000/", "model": "m"}})
+    assert isinstance(found, VLLMServer) and (found.url, found.model) == ("http://localhost:8000", "m")
+    assert isinstance(read_server({"class_path": "lmmods.rollouts.vllm.VLLMEngine", "init_args": {"model": "m"}}),
+                      VLLMEngine)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ("VLLMServer", "must be {class_path: VLLMServer"), ({"init_args": {}}, "must be {class_path: VLLMServer"),
+    ({"class_path": "VLLMServe"}, "must be VLLMServer, VLLMEngine or .*Did you mean VLLMServer?"),
+    ({"class_path": "VLLMServer", "url": "http://h"}, "model.rollouts.url does not exist: .*under init_args"),
+    ({"class_path": "VLLMServer", "init_args": []}, "is missing"),
+    ({"class_path": "VLLMServer", "init_args": [1]}, "must be a mapping"),
+    ({"class_path": "VLLMServer", "init_args": {"url": "http://h"}}, "init_args.model is missing"),
+    ({"class_path": "VLLMServer", "init_args": {"urls": "http://h"}}, "urls does not exist.*Did you mean url?"),
+    ({"class_path": "VLLMServer", "init_args": {"url": "file:///etc", "model": "m"}}, "url is file:///etc"),
+    ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": ""}}, "model is , but must be"),
+    ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "timeout": 0}}, "timeout is 0"),
+    ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "timeout": "1h"}}, "timeout is 1h"),
+    ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "retries": -1}}, "retries is -1"),
+    ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "concurrency": 0}}, "concurrency"),
+    ({"class_path": "VLLMEngine", "init_args": {"model": "m", "gpu_memory_utilization": 1.5}}, "is 1.5"),
+    ({"class_path": "VLLMEngine", "init_args": {"model": "m", "trust_remote_code": True}}, "does not exist")])
+def test_mistakes_in_the_settings_of_a_server(settings, message):
+    with pytest.raises(UserError, match=message):
+        read_server(settings)
+
+
+def test_code_of_strangers_runs_only_if_it_is_trusted():
+    settings = {"class_path": f"{__name__}.OwnServer", "init_args": {"size": 3}}
+    with pytest.raises(ForeignCode, match="is code outside of lightning, torch, lmmods"):
+        read_server(settings)
+    with trusting(True):
+        assert read_server(settings).size == 3
+        for path, message in ((f"{__name__}.StandIn", "is no lmmods.rollouts.server.RolloutServer"),
+                              (f"{__name__}.Nothing", "cannot be imported"), ("no.such", "cannot be imported")):
+            with pytest.raises(UserError, match=message):
+                read_server({"class_path": path})
+
+
+class OwnServer(RolloutServer):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    check = update = draw = close = None
+
+
+# Within this process --------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Modules in place of vLLM's, which note what they are asked."""
+    asked = []
+
+    class LLM:
+        def __init__(self, **options):
+            asked.append(("LLM", options))
+
+        def generate(self, prompts, sampling_params, lora_request, use_tqdm):
+            asked.append(("generate", prompts, sampling_params, lora_request))
+            return [SimpleNamespace(outputs=[SimpleNamespace(
+                token_ids=[5, END], finish_reason="stop", logprobs=[
+                    {5: SimpleNamespace(logprob=-0.25), 7: SimpleNamespace(logprob=-0.1)},
+                    {END: SimpleNamespace(logprob=-0.5)}])]) for _ in prompts]
+
+        def collective_rpc(self, method, kwargs):
+            asked.append((method, kwargs))
+
+        def reset_prefix_cache(self):
+            asked.append(("reset",))
+
+    made, requests = ModuleType("vllm"), ModuleType("vllm.lora.request")
+    made.LLM, made.SamplingParams = LLM, lambda **options: options
+    requests.LoRARequest = lambda *args: args
+    for name, module in (("vllm", made), ("vllm.lora", ModuleType("vllm.lora")), ("vllm.lora.request", requests)):
+        monkeypatch.setitem(sys.modules, name, module)
+    return asked
+
+
+def test_vllm_in_this_process_draws_with_an_adapter(engine, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    drawing = VLLMEngine("m", max_lora_rank=16)
+    drawing.check()
+    drawing.update(tmp_path, 2)
+    assert not engine  # nothing is loaded before it is needed
+    first, second = draw(drawing, 2)
+    np.testing.assert_array_equal(first.tokens, [5, END])
+    np.testing.assert_array_equal(second.logps, np.float32([-0.25, -0.5]))
+    (_, options), (_, prompts, settings, adapter) = engine
+    assert options["logprobs_mode"] == "processed_logprobs"
+    assert options["max_lora_rank"] == 16 and options["enable_lora"]
+    assert prompts == [{"prompt_token_ids": [3, 4]}, {"prompt_token_ids": [3, 5]}]
+    assert [each["seed"] for each in settings] == [0, 1] and settings[0]["ignore_eos"] and settings[0]["logprobs"] == 0
+    assert adapter == ("step=2", 1, str(tmp_path.resolve()))
+    drawing.update(tmp_path, 2)
+    draw(drawing, 1)
+    assert engine[-1][3][1] == 2  # an adapter is known by its number, which is never used again
+
+
+def test_vllm_in_this_process_reloads_a_whole_model(engine, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    drawing = VLLMEngine("m")
+    drawing.update(tmp_path, 2)
+    assert engine[1:] == [("reload_weights", {"weights_path": str(tmp_path.resolve())}), ("reset",)]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="max_lora_rank is null, but must be model.lora.rank or more"):
+        drawing.update(tmp_path, 3)
+
+
+def test_vllm_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match="VLLMEngine needs vllm .*use VLLMServer"):
+        VLLMEngine("m").check()
+
+
+# Weights of tokens ----------------------------------------------------------------------------------------------------
+
+def test_weights_of_tokens_are_those_of_trl():
+    """TRL's token_truncate: the ratio, clamped from above."""
+    import torch
+
+    rng = np.random.default_rng(0)
+    own = rng.uniform(-5, 0, (4, 6)).astype(np.float32)
+    sampler = own + rng.normal(0, 1, (4, 6)).astype(np.float32)
+    sampler[0, 0] = -200  # a ratio that float32 does not hold
+    found = sampler_weights(own, sampler, 2.0)
+    wanted = torch.clamp(torch.exp(torch.tensor(own) - torch.tensor(sampler)), max=2.0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert found.dtype == np.float32 and found.max() == 2 and found.min() < 1
+
+
+def test_equal_probabilities_have_weight_one_and_missing_ones_none():
+    np.testing.assert_array_equal(sampler_weights(np.float32([-1, -2]), np.float32([-1, np.nan]), 2.0), [1, np.nan])
