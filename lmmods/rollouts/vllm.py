@@ -5,6 +5,7 @@ docs/rollout_servers.md.
 """
 
 import http.client
+import importlib
 import itertools
 import json
 import math
@@ -29,7 +30,7 @@ from lmmods.rollouts.server import KEY, RolloutServer
 ARGS = f"{KEY}.init_args"
 PAUSE = 1.0  # seconds before the first retry; doubled for each further one
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # status of what may pass
-SEEN = 0.02  # difference of log-probabilities that rounding does not make
+SEEN = 0.02  # difference of log-probabilities above those that rounding makes
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 RELOAD, RESET_CACHE = "/collective_rpc", "/reset_prefix_cache"
 DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1, which whole models need to be handed over"
@@ -80,18 +81,21 @@ class VLLMServer(RolloutServer):
 
     def _check_logprobs(self) -> None:
         """Raise UserError if the temperature is left out of log-probabilities, as vLLM does unless told otherwise."""
-        def best(temperature: float) -> float:
-            """Log-probability of the likeliest first token after a token."""
-            choice = self._choice({"model": self.model, "prompt": [1], "logprobs": 1,
-                                   **_sampling(0, temperature, 1, [])})
-            found = (choice.get("logprobs") or {}).get("top_logprobs") or [None]
-            return max((found[0] or {}).values(), default=math.nan)
+        def likeliest(temperature: float) -> dict[str, float]:
+            """Log-probabilities of some tokens that may follow a token."""
+            choice = self._choice({"model": self.model, "prompt": [1], "logprobs": 5,
+                                   "return_tokens_as_token_ids": True, **_sampling(0, temperature, 1, [])})
+            return ((choice.get("logprobs") or {}).get("top_logprobs") or [None])[0] or {}
 
-        plain, flat = best(1.0), best(4.0)
-        if math.isnan(plain) or math.isnan(flat):
-            raise UserError(f"{self.url} returns no log-probabilities of tokens. Start it without --max-logprobs 0, or "
-                            "with a newer vLLM.")
-        if plain < -SEEN and abs(plain - flat) < SEEN:  # else it is sure of the token at any temperature
+        plain, flat = likeliest(1.0), likeliest(2.0)
+        both = plain.keys() & flat.keys()
+        if len(both) < 2:
+            raise UserError(f"{self.url} returns no log-probabilities of likely tokens. Start it with --max-logprobs 5 "
+                            "or more, or with a newer vLLM.")
+        # Their differences are half as large at twice the temperature.
+        at_one, at_two = (max(found[token] for token in both) - min(found[token] for token in both)
+                          for found in (plain, flat))
+        if SEEN < at_one < 1.5 * at_two:
             raise UserError(f"{self.url} returns log-probabilities without the temperature. Start it with "
                             "--logprobs-mode processed_logprobs.")
 
@@ -123,7 +127,7 @@ class VLLMServer(RolloutServer):
 
         pool = ThreadPoolExecutor(self.concurrency)
         try:
-            return list(pool.map(answer, prompts, seeds))
+            return list(pool.map(lambda each: answer(*each), zip(prompts, seeds, strict=True)))
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -242,8 +246,6 @@ class VLLMEngine(RolloutServer):
 
 
 def _import_vllm(module: str = "vllm") -> Any:
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError as error:

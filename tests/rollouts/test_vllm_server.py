@@ -42,7 +42,7 @@ class StandIn(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.adapters: dict[str, str] = {}
         self.change = lambda path, reply: None
-        self.processed = True
+        self.processed, self.sharpness = True, 1.0
         self.running = self.most = 0
         self.guard = threading.Lock()
 
@@ -68,7 +68,9 @@ class StandIn(ThreadingHTTPServer):
         logprobs = {"token_logprobs": [-0.5 * (n + 1) for n in range(len(tokens))], "tokens": ["?"] * len(tokens)}
         if body["logprobs"]:
             flat = body["temperature"] if self.processed else 1.0
-            logprobs["top_logprobs"] = [{"a": -3.0, "b": -1.0 * flat}]
+            sizes = np.array([-9.0, -2.0, -0.1, 0.0]) * self.sharpness / flat
+            found = sizes - np.log(np.exp(sizes).sum())
+            logprobs["top_logprobs"] = [{f"token_id:{n}": found[n] for n in range(4)} | {f"token_id:{flat}": -12.0}]
         ended = tokens[-1] in body["stop_token_ids"]
         choice = {"index": 0, "text": "never read", "logprobs": logprobs,
                   "finish_reason": "stop" if ended else "length", "stop_reason": tokens[-1] if ended else None}
@@ -218,7 +220,10 @@ def test_a_key_is_taken_from_the_environment(served, monkeypatch):
 
 # Checks ---------------------------------------------------------------------------------------------------------------
 
-def test_a_server_of_the_model_passes(served):
+@pytest.mark.parametrize("sharpness", [0.0, 0.001, 1.0, 100.0])
+def test_a_server_of_the_model_passes(sharpness, served):
+    """Whether it is sure of the next token or not."""
+    served.sharpness = sharpness
     client_of(served).check()
     assert served.seen[0][0] == "/v1/models"
 
@@ -228,15 +233,16 @@ def test_another_model_is_refused(served):
         VLLMServer(served.url, "other").check()
 
 
-def test_log_probabilities_without_the_temperature_are_refused(served):
-    served.processed = False
+@pytest.mark.parametrize("sharpness", [0.1, 1.0, 100.0])
+def test_log_probabilities_without_the_temperature_are_refused(sharpness, served):
+    served.processed, served.sharpness = False, sharpness
     with pytest.raises(UserError, match="Start it with --logprobs-mode processed_logprobs"):
         client_of(served).check()
 
 
 def test_a_server_without_log_probabilities_is_refused(served):
     served.change = lambda path, reply: "choices" in reply and reply["choices"][0].update(logprobs=None) or None
-    with pytest.raises(UserError, match="returns no log-probabilities of tokens"):
+    with pytest.raises(UserError, match="returns no log-probabilities of likely tokens"):
         client_of(served).check()
 
 
