@@ -1,4 +1,4 @@
-"""Rewards that hang, crash or lie: the bad answers are missing with a reason, all others are scored, nothing is left."""
+"""Rewards that hang, crash or lie: bad answers are missing with a reason, others are scored, no process is left."""
 
 import os
 import signal
@@ -227,8 +227,8 @@ rows = [Answered("p", text, [], {{"tests": ["assert True"]}}, None, True)
         for text in ("a" * 60 + "b", "import time; time.sleep(1000)")]
 with trusting(True):
     rewards = Rewards(read_rewards([
-        {{"name": "regex", "pattern": "^(a+)+$"}}, {{"name": "code", "timeout": 100}}, {{"name": "f1", "column": "tests"}},
-        {{"function": "{HOSTILE}.starts_another"}}]), 1000, 3)
+        {{"name": "regex", "pattern": "^(a+)+$"}}, {{"name": "code", "timeout": 100}},
+        {{"name": "f1", "column": "tests"}}, {{"function": "{HOSTILE}.starts_another"}}]), 1000, 3)
 rewards.score([rows[0]._replace(row={{"tests": "assert True"}}, text="pass")])
 threading.Timer(1.0, lambda: print(*rewards.pids, flush=True)).start()
 rewards.score(rows)
