@@ -102,7 +102,7 @@ MATHS = [  # answer, right answer, equal
     ("The answer is 1,000.", "1000", 1), (r"\boxed{\frac{2}{4}}", r"$\frac{1}{2}$", 1), (r"\boxed{3}", "2", 0),
     (r"$2 + 2 = 4$", "4", 1), (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1), (r"\boxed{x^2 + 1}", "(x+1)^2", 0),
     (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1), (r"\boxed{(1, 2)}", "(1,2)", 1), (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1),
-    ("First \\boxed{1}.\nNo: \\boxed{2}", "2", 1), (r"\boxed{1} and \boxed{2}", r"\{1,2\}", 1),
+    ("First $\\boxed{1}$.\nNo: $\\boxed{2}$", "2", 1), (r"\boxed{1} and \boxed{2}", r"\{1,2\}", 1),
     ("no number at all", "2", 0), ("", "2", 0),
     (r"\boxed{50\%}", "0.5", 1), (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1)]
 
