@@ -270,8 +270,11 @@ def in_chunks(rows: Batch, num_tokens: int) -> Batch | None:
 
     def divided(name: str, x: Array) -> Array:
         if num_missing:
-            # A row without any label does not count (see `scored_rows`).
-            spare = jnp.full_like(x[:1], no_label(x.dtype)) if name in LABELS else x[:1]
+            # A row without any label does not count (see `scored_rows`), and one without weights has none.
+            if name in LABELS:
+                spare = jnp.full_like(x[:1], no_label(x.dtype))
+            else:
+                spare = jnp.zeros_like(x[:1]) if jnp.issubdtype(x.dtype, jnp.floating) else x[:1]
             x = jnp.concatenate([x, *[spare] * num_missing])
         return x.reshape(num_chunks, per_chunk, *x.shape[1:])
 

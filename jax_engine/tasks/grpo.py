@@ -24,7 +24,7 @@ from jax_engine.tasks.reference import Reference, ReferencedTask, without_copies
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.rollouts import Place
-from lmmods.data.grpo import PromptData
+from lmmods.data.grpo import ROW_COLUMNS, PromptData
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
 from lmmods.rollouts.policy import Drawn, Row
@@ -66,20 +66,21 @@ class GRPO(GRPOFields, ReferencedTask):
 
     @cached_property
     def _maker(self) -> RolloutMaker:
+        """Makes the rollouts of a run."""
         run = self._run
 
         def report(metrics: dict[str, float], rollout: Rollout) -> None:
             run.metrics.log(metrics, run.progress.step)
 
-        return RolloutMaker(self, run.data, run.folder, JaxPolicy(run), lambda: run.progress.step, report,
-                            run.is_first)
+        return RolloutMaker(self, run.data, run.folder, JaxPolicy(run), lambda: run.progress.step, report, run.is_first)
 
     def _begin_rollout(self, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]]:
         if self._run is not None:
             return self._maker.begin(place, name)
         # Nothing trains, as in inspect: answers stand for those of which only the columns matter.
-        item = {"input_ids": np.zeros(2, np.int32), "labels": np.array([IGNORED, 0], np.int32), "advantages": 0.0,
-                "idle_weight": 0.0, "row": 0, **{column: np.zeros(2, np.float32) for column in token_columns(self)}}
+        item = {"input_ids": np.zeros(2, np.int32), "labels": np.array([IGNORED, 0], np.int32), "row": 0,
+                **dict.fromkeys(ROW_COLUMNS, 0.0),
+                **{column: np.zeros(2, np.float32) for column in token_columns(self)}}
         return "", [item] * (len(place.prompts) * self.num_generations)
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -134,7 +135,9 @@ class GRPO(GRPOFields, ReferencedTask):
 # ---------------------------------------------------------------------------------------------------------------------
 # What rollouts ask of this engine.
 
-KEPT = 1 / 4  # share of a device's memory that keys and values of the answers being drawn may take
+# Share of a device's memory that the answers being drawn may take: their keys and values, and float32 arrays as large
+# as their logits.
+SHARE, LOGITS = 1 / 4, 4
 
 
 class JaxPolicy:
@@ -163,10 +166,11 @@ class JaxPolicy:
 
     def _at_once(self, length: int) -> int:
         """Return how many answers to draw at once: a power of two, so that few shapes are compiled."""
-        cache = jax.eval_shape(lambda: self._run.task.network.init_cache(1, length))
-        room = KEPT * at_hand().memory / sum(math.prod(leaf.shape) * leaf.dtype.itemsize
-                                             for leaf in jax.tree.leaves(cache))
-        return 1 << max(int(math.log2(max(room, 1))), 0)
+        network = self._run.task.network
+        cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize
+                    for leaf in jax.tree.leaves(jax.eval_shape(lambda: network.init_cache(1, length))))
+        logits = 4 * LOGITS * network.config.vocab_size
+        return 1 << int(math.log2(max(SHARE * at_hand().memory / (cache + logits), 1)))
 
     def logps(self, rows: Sequence[Row], temperature: float, reference: bool = False) -> list[np.ndarray]:
         run, steps = self._run, self._run.steps

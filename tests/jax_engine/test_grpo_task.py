@@ -47,7 +47,7 @@ def task_of(network, params, base=None, **fields):
 
 
 def rows(seed=0):
-    """Answers of unequal lengths, one with a tool's tokens inside, one without a reward, and a row of padding."""
+    """Answers of unequal lengths, one with a tool's tokens inside, one that is idle, and a row of padding."""
     random = np.random.default_rng(seed)
     ids = random.integers(4, 37, (B, T))
     lengths, prompts = random.integers(5, T + 1, (B, 1)), random.integers(1, 4, (B, 1))
@@ -55,10 +55,11 @@ def rows(seed=0):
     mask[-1] = np.arange(T) < 1
     drawn = mask & (np.arange(T) >= prompts)
     drawn[2, 4] = False
-    drawn[5] = False
+    drawn[0] = False
     batch = {"input_ids": ids, "attention_mask": mask, "labels": np.where(drawn, ids, IGNORED)}
     return {name: x.astype(np.int32) for name, x in batch.items()} | {
-        "advantages": (random.normal(size=B) * drawn.any(1)).astype(np.float32)}
+        "advantages": (random.normal(size=B) * drawn.any(1)).astype(np.float32),
+        "idle_weight": np.where(np.arange(B) == 0, 3, 0).astype(np.float32)}
 
 
 def with_columns(batch, logps, seed=1):
@@ -111,7 +112,7 @@ def test_loss_and_gradient_are_those_of_torch(make_ref, name):
         found, weight, metrics = task.policy_loss.of_rows(
             TORCH, logps, mask, torch.tensor(batch["advantages"], dtype=logps.dtype), *shifted.values())
         metrics = {name: torch.stack([value.sum(), count.sum()]) for name, (value, count) in metrics.items()}
-        return ({"total": found.sum().detach(), "weight": weight.sum(), "metrics": metrics},
+        return ({"total": found.sum().detach(), "weight": weight.sum() + 3, "metrics": metrics},
                 gradients(model, found.sum()))
 
     (found, theirs), (truth, exact) = in_both(of_torch, ref.torch)
@@ -128,7 +129,7 @@ def test_ratios_are_exactly_one_without_old_log_probs(make_ref):
     batch = rows()
     sums = jax.jit(lambda params: task.batch_loss(params, batch, True, False))(merge(trainable, frozen))
     ratio, tokens = sums.metrics["ratio"].tolist()
-    assert ratio == tokens == sums.weight == (batch["labels"][:, 1:] != IGNORED).sum()
+    assert ratio == tokens == sums.weight - 3 == (batch["labels"][:, 1:] != IGNORED).sum()
     assert sums.metrics["clip_ratio/low"][0] == sums.metrics["clip_ratio/high"][0] == 0
     # With ratios of one the loss is the negated sum of advantages, whatever the network says.
     advantages = (batch["advantages"][:, None] * (batch["labels"][:, 1:] != IGNORED)).sum()
@@ -138,9 +139,9 @@ def test_ratios_are_exactly_one_without_old_log_probs(make_ref):
 # Any cut --------------------------------------------------------------------------------------------------------------
 
 
-def steps_of(task, trainable, parallel):
+def steps_of(task, trainable, parallel, chunk_tokens=0):
     return Steps(parallel, task.batch_loss, build(SGD, task.network.decays(trainable)), predict=task.predict,
-                 metric_names=task.metric_names)
+                 metric_names=task.metric_names, chunk_tokens=chunk_tokens)
 
 
 def bigram(name):
@@ -165,7 +166,7 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_cut_is_the_same_step(name):
-    """8 x 1 = 4 x 2, stopped in between, = 1 x 8 among rows of padding."""
+    """8 x 1 = 4 x 2, stopped in between, = 1 x 8 among rows of padding = 8 in chunks of 3, which lack a row."""
     task, trainable, frozen, batch = bigram(name)
     one = Replicas(jax.devices()[:1])
     steps = steps_of(task, trainable, one)
@@ -177,6 +178,8 @@ def test_any_cut_is_the_same_step(name):
     single = [{name: x[None] for name, x in padded({name: x[n : n + 1] for name, x in batch.items()}, 4).items()}
               for n in range(B)]
     assert_same(stepped(task, trainable, frozen, one, single, steps), whole)
+    chunked = steps_of(task, trainable, one, 3 * T)
+    assert_same(stepped(task, trainable, frozen, one, [{name: x[None] for name, x in batch.items()}], chunked), whole)
 
 
 DEVICES = {"replicas": lambda: Replicas(jax.devices()[:2]), "fsdp": lambda: ShardedMesh(devices=jax.devices()[:2]),
@@ -310,7 +313,7 @@ def test_answers_are_drawn_in_parts_where_memory_is_short(adapted, monkeypatch):
     whole = policy.draw(PROMPTS, numbers, WARM, ANSWER, [2])
     assert policy._at_once(40) >= len(PROMPTS)
     cache = jax.eval_shape(lambda: task.network.init_cache(1, 5 + ANSWER))
-    memory = 4 * 3.5 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    memory = 4 * 3.5 * (4 * 4 * 37 + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)))
     monkeypatch.setattr("jax_engine.tasks.grpo.at_hand", lambda: SimpleNamespace(memory=memory))
     assert policy._at_once(5 + ANSWER) == 2
     for found, wanted in zip(policy.draw(PROMPTS, numbers, WARM, ANSWER, [2]), whole, strict=True):
