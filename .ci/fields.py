@@ -2,7 +2,8 @@
 
 A table follows its mark, `<!-- fields: NAME -->`. NAME is a block of the recipe (`model.lora`); `recipe` for the keys
 beside the blocks; `trainer torch` for the keys of Lightning's trainer that JAX lacks; a single key
-(`model.balance_loss`); or the class of a task or its data, for the keys that it adds to those on docs/fields.md.
+(`model.balance_loss`); the class of a task or its data, for the keys that it adds to those on docs/fields.md; `reward`
+for the keys of every reward, or `reward exact_match` for those that one adds.
 """
 
 import re
@@ -14,6 +15,7 @@ import yaml
 from lmmods.commands.registry import options_of
 from lmmods.recipe import keys
 from lmmods.recipe.classes import BASES, class_name
+from lmmods.recipe.rewards import NAMED, RewardSettings
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = re.compile(r"(<!-- fields: (.+?) -->\n\n)(?:\|.*\n)*")
@@ -39,6 +41,10 @@ def fields_of(name: str) -> list[keys.Key]:
         on_jax = keys.keys_of(keys.TRAINERS["jax"])
         return [key for own, key in keys.keys_of(keys.TRAINERS["torch"], "trainer").items()
                 if (own in on_jax) == (name == "trainer")]
+    if name.partition(" ")[0] == "reward":
+        shared = keys.keys_of(RewardSettings)
+        own = keys.keys_of(NAMED[name.partition(" ")[2]]) if " " in name else {}
+        return [key for each, key in own.items() if each not in shared] if own else list(shared.values())
     block = [key for key in ALL.values() if key.name.rpartition(".")[0] == name]
     return block or [key for key in ALL.values() if key.name == name]
 
