@@ -271,7 +271,8 @@ MARKS = {
                      "pref_loss", "pref_beta"},
     "trl": {"dataset_name", "dataset_train_split", "use_peft", "dataset_text_field", "assistant_only_loss",
             "completion_only_loss", "bnb_4bit_quant_type", "use_bnb_nested_quant", "eval_packing", "dataset_num_proc",
-            "loss_type", "desirable_weight", "undesirable_weight"},
+            "loss_type", "desirable_weight", "undesirable_weight", "num_generations", "reward_funcs",
+            "max_completion_length"},
 }
 
 

@@ -394,6 +394,51 @@ def test_reward_models(text, expected):
     check_recipe_text(draft.as_yaml("x"))
 
 
+@pytest.mark.parametrize(("text", "expected"), [
+    ("{model_name_or_path: x, dataset_name: y, reward_funcs: [accuracy_reward, my.rewards.fn], num_generations: 16, "
+     "reward_weights: [1.0, 0.5], max_completion_length: 1024, steps_per_generation: 8, "
+     "gradient_accumulation_steps: 4, beta: 0.001, loss_type: bnpo, scale_rewards: false, epsilon_high: 0.28, "
+     "importance_sampling_level: sequence, num_iterations: 2, temperature: 0.9, mask_truncated_completions: true, "
+     "use_vllm: true, top_p: 0.9, top_k: 0}",
+     {"rewards": [{"name": "math", "column": "solution", "weight": 1.0}, {"function": "my.rewards.fn", "weight": 0.5}],
+      "num_generations": 16, "max_new_tokens": 1024, "steps_per_rollout": 2, "beta": 0.001, "loss": "dapo",
+      "scale_rewards": "none", "ratio": "sequence", "epsilon_high": 0.28, "num_iterations": 2, "temperature": 0.9,
+      "mask_truncated": True, "optimizer.lr": 1e-6}),
+    ("{model_name_or_path: x, dataset_name: y, reward_model_name_or_path: a/b, max_prompt_length: 100, "
+     "loss_type: sapo, steps_per_generation: 3, gradient_accumulation_steps: 2, scale_rewards: batch}",
+     {"rewards": [{"model": "a/b"}], "scale_rewards": "batch"}),
+    ("{base_model: x, rl: grpo, sequence_len: 300, trl: {reward_funcs: [mine.fn], beta: 1e-3, "
+     "max_completion_length: 64, loss_type: dr_grpo, scale_rewards: true}, learning_rate: 2e-6, "
+     "datasets: [{path: a, type: mine.transform}]}",
+     {"rewards": [{"function": "mine.fn"}], "beta": 0.001, "max_new_tokens": 64, "loss": "dr_grpo",
+      "scale_rewards": "group", "optimizer.lr": 2e-6}),
+])
+def test_grpo(text, expected):
+    """Their recipes are recipes, and what has no counterpart is named."""
+    settings, draft = settings_of(text)
+    assert settings["model"] == "GRPO" and settings["data"] == "PromptData"
+    assert {f"model.{key}": value for key, value in expected.items()}.items() <= {
+        key: value for key, value in settings.items() if not isinstance(value, list) or key == "model.rewards"}.items()
+    lost = draft.lost.keys()
+    if "use_vllm" in text:
+        assert lost == {"use_vllm", "top_p"} and settings["data.max_length"] == 1024 + 512
+        assert any("--trust_recipe_code" in note for note in draft.notes)
+    elif "rl: grpo" in text:
+        assert not lost and settings["data.max_length"] == 300 + 64
+    else:
+        assert lost == {"loss_type", "steps_per_generation"} and settings["data.max_length"] == 100 + 512
+    check_recipe_text(draft.as_yaml("x"))
+
+
+def test_rewards_of_grpo_that_cannot_be_taken_over():
+    settings, draft = settings_of("{model_name_or_path: x, dataset_name: y, reward_funcs: [fn], "
+                                  "reward_weights: [1, 2]}")
+    assert settings["model.rewards"] == [{"function": "WRITE.HERE.fn"}]
+    assert "2 weights for 1" in draft.lost["reward_weights"]
+    settings, draft = settings_of("{model_name_or_path: x, dataset_name: y, num_generations: 8}")
+    assert settings["model.rewards"] == [{"name": "exact_match"}] and any("No rewards" in note for note in draft.notes)
+
+
 def test_columns_of_pairs(tmp_path):
     settings, _ = settings_of("{base_model: x, rl: dpo, datasets: [{path: a, type: chat_template.default, "
                               "field_chosen: good, field_rejected: bad, field_messages: talk}]}")
@@ -408,12 +453,13 @@ def test_columns_of_pairs(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("{base_model: x, rl: grpo}", "trains on rewards (grpo)"),
+    ("{base_model: x, rl: gdpo}", "trains on rewards (gdpo)"),
     ("{model_name_or_path: x, stage: ppo, finetuning_type: lora}", "trains on rewards (ppo)"),
     ("{base_model: x, process_reward_model: true}", "(process_reward_model)"),
     ("{base_model: x, num_labels: 3}", "trains on labels of texts (num_labels), which migrate does not convert"),
     ("{base_model: x, reward_model: true, num_labels: 3}", "(num_labels)"),
-    ("{model_name_or_path: x, dataset_name: y, beta: 0.1, num_generations: 8}", "trains on rewards (grpo)"),
+    ("{model_name_or_path: x, dataset_name: y, beta: 0.1, num_generations: 8, normalize_advantages: true}",
+     "trains on rewards (rloo)"),
     ("{model: x, model_class: llm, train_dataset: y}", "second layout"),
     ("{learning_rate: 3}", "the keys do not tell"),
     ("{trainer: {max_steps: 3}}", "is a recipe already"),

@@ -7,6 +7,7 @@ from lmmods.extras.migration.draft import OFF, Draft
 from lmmods.extras.migration.training import Names, refuse_objective, take_quantization, take_training
 from lmmods.recipe.foreign_keys import NOT_NEEDED, TEMPLATES, rows_of
 
+GRPO = "grpo"
 NAMES = Names(epochs="num_epochs", batch_size="micro_batch_size", eval_batch_size="eval_batch_size",
               optimizer="optimizer", schedule="lr_scheduler", default_epochs=1, default_batch_size=1,
               default_schedule="cosine", default_warmup=0.03)
@@ -32,7 +33,7 @@ def axolotl(content: dict[str, Any]) -> Draft:
     draft = Draft("axolotl", content)
     rl = draft.get("rl")
     is_reward, labels = bool(draft.get("reward_model")), draft.get("num_labels")
-    refuse_objective(draft, rl if rl and rl not in RL_LOSSES else next((key for key in (
+    refuse_objective(draft, rl if rl and rl not in (*RL_LOSSES, GRPO) else next((key for key in (
         "process_reward_model", "diffusion", "ebft") if draft.get(key)),
         "num_labels" if labels and not (is_reward and labels == 1) else None))
     texts = draft.get("pretraining_dataset") or []
@@ -40,7 +41,11 @@ def axolotl(content: dict[str, Any]) -> Draft:
     texts, rows = ([each] if isinstance(each, str | dict) else each for each in (texts, rows))
     texts, rows = ([{"path": each} if isinstance(each, str) else each for each in many] for many in (texts, rows))
     is_text = bool(texts) or bool(rows) and all(_type(row) == "completion" for row in rows)
-    if rl:
+    if rl == GRPO:
+        # TRL's own keys stand in a block.
+        draft.content = {**Draft(draft.program, draft.get("trl") or {}).content, **draft.content}
+        training.take_grpo(draft, "rl")
+    elif rl:
         _take_preferences(draft, rl)
         training.take_data(draft)
     elif is_reward:
@@ -230,7 +235,8 @@ def _sources(draft: Draft, row: dict[str, Any], is_text: bool) -> list[Any]:
 def _take_rows(draft: Draft, is_text: bool, streams: bool) -> None:
     rows = draft.get("datasets") or []
     rows = rows if isinstance(rows, list) else [rows]
-    draft.put("data.max_length", draft.get("sequence_len", 512), "sequence_len")
+    answer = draft.settings.get("model.max_new_tokens", (512,))[0] if draft.settings["model"][0] == "GRPO" else 0
+    draft.put("data.max_length", draft.get("sequence_len", 512) + answer, "sequence_len")
     packs = draft.get("sample_packing") or draft.get("pretraining_sample_concatenation")
     if is_text:
         draft.put("data.join", True, "pretraining_dataset" if streams else "datasets[].type")

@@ -330,12 +330,91 @@ def note_differences(draft: Draft) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# GRPO of TRL, and of axolotl, which trains by TRL's.
+
+POLICY_LOSSES = {"dapo": "dapo", "bnpo": "dapo", "grpo": "grpo", "dr_grpo": "dr_grpo", "cispo": "cispo"}
+RATIOS = {"token": "token", "sequence": "sequence"}
+SCALES = {"group": "group", "batch": "batch", "none": "none", "True": "group", "False": "none"}
+# TRL's own rewards, by the names that its files may have.
+REWARDS: dict[str, dict[str, Any]] = {
+    "accuracy_reward": {"name": "math", "column": "solution"},
+    "think_format_reward": {"name": "regex", "pattern": r"(?s)\A<think>(?!.*<think>).*?</think>"},
+    "get_soft_overlong_punishment": {"name": "length", "max_tokens": 1280, "soft_tokens": 256},
+    "reasoning_accuracy_reward": {"function": "trl.rewards.reasoning_accuracy_reward"},
+}
+PROMPT = 512  # tokens that a prompt may have where the other program sets no limit
+# Keys of the distribution that answers are drawn from -> values that leave it as it is.
+DISTRIBUTION = {"top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0),
+                "generation_kwargs": ({},)}
+
+
+def take_grpo(draft: Draft, origin: str) -> None:
+    """Set the task of GRPO and its own settings."""
+    draft.put("model", "GRPO", origin)
+    draft.put("data", "PromptData", "")
+    draft.put("model.rewards", _rewards(draft), "reward_funcs", "reward_model_name_or_path")
+    for key, ours in (("num_generations", "num_generations"), ("max_completion_length", "max_new_tokens"),
+                      ("num_iterations", "num_iterations"), ("num_generations_eval", "num_generations_eval"),
+                      ("mask_truncated_completions", "mask_truncated"),
+                      ("use_bias_correction_kl", "use_bias_correction_kl")):
+        if draft.get(key) is not None:
+            draft.put(f"model.{ours}", draft.content[key], key)
+    for key in ("temperature", "beta", "epsilon", "epsilon_high"):
+        if draft.get(key) is not None:
+            take_number(draft, key, key, 0.0)
+    for key, ours, known in (("loss_type", "loss", POLICY_LOSSES), ("importance_sampling_level", "ratio", RATIOS),
+                             ("scale_rewards", "scale_rewards", SCALES)):
+        value = draft.get(key)
+        if value is not None and str(value) in known:
+            draft.put(f"model.{ours}", known[str(value)], key)
+        elif value is not None:
+            draft.lose(key, f"there is no {value}; the default of model.{ours} takes its place")
+    if draft.content.get("loss_type") == "bnpo":
+        draft.note("loss_type bnpo divides by the tokens of a micro-batch, dapo by those of the whole step.")
+    micro, steps = draft.get("steps_per_generation"), draft.get("gradient_accumulation_steps", 1)
+    if micro and micro % steps == 0:
+        draft.put("model.steps_per_rollout", micro // steps, "steps_per_generation")
+    elif micro:
+        draft.lose("steps_per_generation", "a rollout is for whole optimiser steps: see model.steps_per_rollout")
+    for key, off in DISTRIBUTION.items():
+        if draft.get(key) is not None and draft.content[key] not in off:
+            draft.lose(key, "answers are drawn from the whole distribution, whose probabilities the loss takes")
+    if draft.get("use_vllm"):
+        draft.lose("use_vllm", "the network in training draws the answers")
+    if draft.get("sync_ref_model"):
+        draft.lose("sync_ref_model", "the reference stays as it was before the first step")
+    draft.get("disable_dropout")
+    draft.note("Dropout is off, but for model.lora.dropout and the rates that model.config_overrides names.")
+
+
+def _rewards(draft: Draft) -> list[dict[str, Any]]:
+    model, functions = draft.get("reward_model_name_or_path"), draft.get("reward_funcs") or []
+    found = [{"model": model}] if model else []
+    for name in [functions] if isinstance(functions, str) else functions:
+        if name not in REWARDS and "." not in name and "/" not in name:
+            draft.note(f"reward_funcs: write the module of {name}, as my_rewards.{name}.")
+            name = f"WRITE.HERE.{name}"
+        found.append(dict(REWARDS[name]) if name in REWARDS else {"model": name} if "/" in name else {"function": name})
+    if any("function" in each for each in found):
+        draft.note("Functions of your own run with --trust_recipe_code true only.")
+    if not found:
+        draft.note("No rewards are named: write model.rewards (docs/rewards.md).")
+        return [{"name": "exact_match"}]
+    weights = draft.get("reward_weights")
+    if weights is not None and len(weights) != len(found):
+        draft.lose("reward_weights", f"{len(weights)} weights for {len(found)} rewards: write their key weight")
+    elif weights is not None:
+        found = [{**each, "weight": float(weight)} for each, weight in zip(found, weights, strict=True)]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Objectives of other programs without a task here.
 
 # Foreign name -> description.
 WITHOUT_TASK = {
     "process_reward_model": "a reward for each step of an answer", "num_labels": "labels of texts",
-    **dict.fromkeys(("ppo", "grpo", "gdpo", "rloo"), "rewards"),
+    **dict.fromkeys(("ppo", "gdpo", "rloo"), "rewards"),
     "diffusion": "diffusion", "ebft": "features of its own answers"}
 
 

@@ -5,12 +5,15 @@ from typing import Any
 from lmmods.core.preference_losses import METHODS, REFUSED
 from lmmods.extras.migration import training
 from lmmods.extras.migration.draft import Draft
-from lmmods.extras.migration.training import Names, refuse_objective, take_quantization, take_training
+from lmmods.extras.migration.training import PROMPT, Names, refuse_objective, take_quantization, take_training
 
 # By task.
-NAMES = {"SFT": Names(default_lr=2e-5), "Preference": Names(default_lr=1e-6), "Reward": Names(default_lr=1e-4)}
-# Keys unique to reward-based trainers -> their objective, for which there is no task here.
-OBJECTIVES = {"num_generations": "grpo", "reward_funcs": "grpo", "reward_model_name_or_path": "rloo"}
+NAMES = {"SFT": Names(default_lr=2e-5), "Preference": Names(default_lr=1e-6), "Reward": Names(default_lr=1e-4),
+         "GRPO": Names(default_lr=1e-6)}
+# Keys unique to RLOO, which has those of GRPO too, and for which there is no task here.
+RLOO = ("normalize_advantages", "reward_clip_range", "rloo_k")
+GRPO = ("num_generations", "reward_funcs", "reward_model_name_or_path", "steps_per_generation", "scale_rewards",
+        "mask_truncated_completions", "importance_sampling_level")
 # Keys unique to preference trainers -> the trainer, most specific first.
 PREFERENCES = {"desirable_weight": "kto", "undesirable_weight": "kto", "cpo_alpha": "cpo", "simpo_gamma": "cpo",
                "beta": "dpo", "precompute_ref_log_probs": "dpo", "sync_ref_model": "dpo", "loss_weights": "dpo",
@@ -20,12 +23,16 @@ PREFERENCES = {"desirable_weight": "kto", "undesirable_weight": "kto", "cpo_alph
 def trl(content: dict[str, Any]) -> Draft:
     """Return the recipe of a TRL configuration. Raises UserError: the objective has no task here."""
     draft = Draft("trl", content)
-    refuse_objective(draft, next((OBJECTIVES[key] for key in OBJECTIVES if key in content), None))
+    refuse_objective(draft, "rloo" if any(key in content for key in RLOO) else None)
     if draft.get("env"):
         draft.note("env: set these variables in the shell.")
-    if trainer := _preference_trainer(content):
+    if any(key in content for key in GRPO):
+        training.take_grpo(draft, "")
+    elif trainer := _preference_trainer(content):
         _take_preferences(draft, trainer)
         training.take_data(draft)
+        if length := draft.get("max_completion_length"):
+            draft.put("data.target_max_length", length, "max_completion_length")
     elif _is_reward(content):
         training.take_reward(draft, "center_rewards_coefficient")
         draft.get("disable_dropout")
@@ -170,6 +177,13 @@ def _of_mixture(draft: Draft, row: dict[str, Any]) -> list[Any]:
 
 
 def _take_rows(draft: Draft, task: str) -> None:
+    if task == "GRPO":
+        answer = draft.get("max_completion_length", 512)
+        draft.put("data.max_length", draft.get("max_prompt_length", PROMPT) + answer, "max_prompt_length",
+                  "max_completion_length")
+        if draft.get("max_prompt_length") is None:
+            draft.note(f"TRL takes prompts of any length; data.max_length leaves {PROMPT} tokens for one.")
+        return
     length = draft.get("max_length", draft.get("max_seq_length", 1024))
     draft.put("data.max_length", length, "max_length", "max_seq_length")
     draft.get("truncation_mode")
