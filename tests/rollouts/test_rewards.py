@@ -204,9 +204,10 @@ def test_programs_that_do_not_end(program):
 
 
 MARKED = "lmmods-test-of-forks"
+needs_isolation = pytest.mark.skipif(not code_tests.isolates(), reason="needs namespaces of Linux")
 
 
-@pytest.mark.skipif(not code_tests.isolates(), reason="needs namespaces of Linux")
+@needs_isolation
 def test_what_a_program_starts_ends_with_it(tmp_path):
     def marked() -> list[psutil.Process]:
         return [each for each in psutil.process_iter(["cmdline"]) if MARKED in (each.info["cmdline"] or [])]
@@ -226,7 +227,7 @@ while not os.path.exists({str(started)!r}):
     assert not marked()
 
 
-@pytest.mark.skipif(not code_tests.isolates(), reason="needs namespaces of Linux")
+@needs_isolation
 def test_a_program_has_no_network():
     import socket
 
