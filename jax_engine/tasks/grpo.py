@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,6 +209,13 @@ class JaxPolicy:
             batch["labels"][place, : len(row.ids)] = row.labels
             batch["attention_mask"][place, : len(row.ids)] = 1
         return batch | ({OF_REFERENCE: np.ones(len(numbers), np.int32)} if reference else {})
+
+    def export(self, folder: Path) -> None:
+        run = self._run
+        # On all processes, although only the first one writes: a collective call.
+        trainable = run.parallel.fetch_state(run.weights.trainable)
+        if run.is_first:
+            run.task.export(trainable, folder)
 
     def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
         return machines.gather(parts)

@@ -49,7 +49,8 @@ def answer_scorers(rewards: list[RewardSettings]) -> dict[str, Callable[[list[An
     def scorer(model: "RewardModel") -> Callable[[list[Any]], list[float | None]]:
         return lambda answers: model([
             answer.prompt + answer.text if isinstance(answer.prompt, str) else
-            Conversation([*answer.prompt, {"role": "assistant", "content": answer.text.strip()}]) for answer in answers])
+            Conversation([*answer.prompt, {"role": "assistant", "content": answer.text.strip()}])
+            for answer in answers])
 
     return {each.name: scorer(read_reward_model(each.model, f"model.rewards[{number}].model", chats=True))
             for number, each in enumerate(rewards) if isinstance(each, Model)}

@@ -60,8 +60,8 @@ def draws(seed: int, rows: Iterable[int], count: int, answers: int = 1, step: in
     Each answer to a row has its own stream of Philox4x64 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1,
     2, 3"), with seed and row as its key and the numbers of the step and of the answer as the highest words of its
     counter. The drawn token is the first at which the cumulative probability, in the order of the vocabulary, exceeds
-    the row's number. Probabilities are summed as multiples of `UNIT`: a parallel sum of floats can also grow at tokens of probability
-    zero, which would then be drawn occasionally.
+    the row's number. Probabilities are summed as multiples of `UNIT`: a parallel sum of floats can also grow at tokens
+    of probability zero, which would then be drawn occasionally.
 
     Args:
         rows: Numbers of rows, -1 (padding) or more.

@@ -8,7 +8,7 @@ import torch
 
 from lmmods.core.errors import UserError
 from lmmods.data.batches.collate import Collator
-from lmmods.data.batches.loader import EvaluationLoader, StatefulLoader
+from lmmods.data.batches.loader import EvaluationLoader
 from lmmods.data.batches.rollouts import Place, RolloutLoader, RolloutPlan
 from lmmods.data.batches.sampler import evaluation_order
 from lmmods.data.encode.conversations import Choices
@@ -18,7 +18,7 @@ from lmmods.data.sources.conversation import Conversation
 from lmmods.data.sources.formats import detect_format, find_format, read_conversation
 from lmmods.data.sources.readers import Row
 from lmmods.data.splits import Role
-from lmmods.data.store.rows import PromptSet, RowSet
+from lmmods.data.store.rows import PromptSet
 from lmmods.recipe.source import Source
 from lmmods.recipe.tasks.grpo import PromptDataFields
 

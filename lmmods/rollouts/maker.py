@@ -17,7 +17,7 @@ from lmmods.rollouts.advantages import advantages, spread
 from lmmods.rollouts.policy import Drawn, Policy
 from lmmods.rollouts.rewards import Answered, Rewards, total
 from lmmods.rollouts.rollout import Answer, Group, Rollout, read_rollout, rollout_name, step_of
-from lmmods.rollouts.server import sampler_weights
+from lmmods.rollouts.server import ServedPolicy, read_server, sampler_weights
 from lmmods.runs.folder import RunFolder
 
 REFILL = 1  # in the seed of the order in which prompts replace others
@@ -38,7 +38,9 @@ class RolloutMaker:
 
     def __init__(self, task: GRPOFields, data: PromptData, folder: RunFolder, policy: Policy,
                  step: Callable[[], int], report: Callable[[dict[str, float], Rollout], None], is_first: bool) -> None:
-        self._task, self._data, self._folder, self._policy = task, data, folder, policy
+        self._task, self._data, self._folder = task, data, folder
+        self._policy = policy if task.rollouts is None else ServedPolicy(policy, read_server(task.rollouts), folder,
+                                                                         step)
         self._step, self._report, self._is_first = step, report, is_first
 
     @cached_property
@@ -48,9 +50,11 @@ class RolloutMaker:
                        self._data.reward_scorers)
 
     def close(self) -> None:
-        """End the processes that score answers."""
+        """End the processes that score answers, and what a server keeps of the run."""
         if "_rewards" in vars(self):
             self._rewards.close()
+        if isinstance(self._policy, ServedPolicy):
+            self._policy.close()
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -210,7 +214,9 @@ class RolloutMaker:
 
 def token_columns(task: GRPOFields) -> tuple[str, ...]:
     """Return the further columns of answers that the loss of a task needs, [T] each."""
-    return (*(() if task.is_on_policy else ("old_logps",)), *(("reference_logps",) if task.reference_kind else ()),
+    # What a server drew is of slightly other probabilities, which are not those to compare with.
+    is_on_policy = task.is_on_policy and task.rollouts is None
+    return (*(() if is_on_policy else ("old_logps",)), *(("reference_logps",) if task.reference_kind else ()),
             *(("sampler_weights",) if task.importance_sampling_cap is not None else ()))
 
 

@@ -1,6 +1,7 @@
 """What the rollouts of a run ask of an engine: drawing answers, and scoring tokens that were drawn."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -61,6 +62,9 @@ class Policy(Protocol):
         Args:
             reference: Under the reference instead of the policy.
         """
+
+    def export(self, folder: Path) -> None:
+        """Write the network, or its adapter, as a folder that from_pretrained / PeftModel reads."""
 
     def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
         """Merge the mappings of all processes, on every process."""

@@ -188,7 +188,8 @@ def read_rollout(folder: Path, name: str) -> Rollout:
         raise UserError(f"{path} is missing, and the checkpoint lies inside this rollout. Put it back, or resume from "
                         "a checkpoint at the end of another rollout.") from None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}). Resume from a checkpoint at the end of another rollout.") from error
+        raise UserError(f"{path} is damaged ({error}). Resume from a checkpoint at the end of another rollout."
+                        ) from error
     if told["version"] != VERSION:
         raise UserError(f"{path} is of version {told['version']} of rollouts, but this program reads {VERSION}.")
     prompts = np.split(arrays["prompt_ids"], np.cumsum(arrays["prompt_lengths"])[:-1])
@@ -201,9 +202,9 @@ def read_rollout(folder: Path, name: str) -> Rollout:
                {name: columns[name][place] for name in COLUMNS if name in columns})
         for place, (text, rewards, reasons) in enumerate(told["answers"])]
     size = len(answers) // max(len(prompts), 1)
-    groups = [Group(int(prompt), ids.tolist(), text, answers[place * size : (place + 1) * size],
-                    arrays["advantages"][place * size : (place + 1) * size])
-              for place, (prompt, ids, text) in enumerate(zip(arrays["prompts"], prompts, told["prompts"], strict=True))]
+    parts = [slice(place * size, (place + 1) * size) for place in range(len(prompts))]
+    groups = [Group(int(prompt), ids.tolist(), text, answers[part], arrays["advantages"][part])
+              for prompt, ids, text, part in zip(arrays["prompts"], prompts, told["prompts"], parts, strict=True)]
     return Rollout(told["step"], groups, told["replaced"])
 
 

@@ -4,7 +4,7 @@ import difflib
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,15 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.recipe.trust import is_trusted, refuse_import
-from lmmods.rollouts.policy import Drawn
+from lmmods.rollouts.policy import Drawn, Policy
+from lmmods.runs.folder import RunFolder
+from lmmods.runs.inside import delete, fresh_folder
 
 KEY = "model.rollouts"
-SERVERS = {name: f"lmmods.rollouts.vllm.{name}" for name in ("VLLMServer", "VLLMEngine")}  # by short name
+SERVERS = {"VLLMServer": "lmmods.rollouts.vllm.VLLMServer"}  # by short name
+
+
+WEIGHTS = ".rollouts"  # folder in that of the run, with the weights that were handed over last
 
 
 class RolloutServer(ABC):
@@ -56,6 +61,69 @@ class RolloutServer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Drop the weights that were handed over."""
+
+
+class ServedPolicy:
+    """A policy whose answers a server draws; log-probabilities of training are its own.
+
+    The first process asks for the answers to the prompts of all. Weights are handed over before the first draw after a
+    step.
+
+    Args:
+        own: The network in training.
+        folder: The run folder.
+        step: Returns the optimiser steps taken so far.
+    """
+
+    def __init__(self, own: Policy, server: RolloutServer, folder: RunFolder, step: Callable[[], int]) -> None:
+        self._own, self._server, self._folder, self._step = own, server, folder, step
+        self.rank, self.num_ranks, self.logps, self.gather = own.rank, own.num_ranks, own.logps, own.gather
+        self.export = own.export
+        self._handed_over: int | None = None
+
+    def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
+             max_new_tokens: int, ends: Sequence[int]) -> list[Drawn]:
+        """As of `Policy`, but the numbers only seed the server's own draws."""
+        self._hand_over()
+        seeds = [0] * len(prompts) if numbers is None else _seeds(numbers)
+        everything = self.gather({self.rank: (prompts, seeds)})
+        found = {}
+        if self.rank == 0:
+            every_prompt, every_seed = ([each for rank in sorted(everything) for each in everything[rank][part]]
+                                        for part in (0, 1))
+            drawn = self._server.draw(every_prompt, every_seed, 0.0 if numbers is None else temperature,
+                                      max_new_tokens, ends)
+            start = 0
+            for rank in sorted(everything):
+                found[rank] = drawn[start : start + len(everything[rank][0])]
+                start += len(found[rank])
+        return self.gather(found)[self.rank]
+
+    def _hand_over(self) -> None:
+        if self._handed_over == self._step():
+            return
+        if self.rank == 0:
+            if self._handed_over is None:
+                self._server.check()
+            self._folder.files.claim(WEIGHTS)
+        # Two folders in turn: the server may still read the last one.
+        folder = self._folder.root / WEIGHTS / str(self._step() % 2)
+        self.export(fresh_folder(folder) if self.rank == 0 else folder)
+        if self.rank == 0:
+            self._server.update(folder, self._step())
+        self._handed_over = self._step()
+
+    def close(self) -> None:
+        """Drop the weights that were handed over."""
+        if self.rank == 0 and self._handed_over is not None:
+            self._server.close()
+            delete(self._folder.root / WEIGHTS)
+
+
+def _seeds(numbers: np.ndarray) -> list[int]:
+    """Return a seed of 48 bits for each row of uniform numbers, from its first two."""
+    bits = np.ldexp(numbers[:, :2].astype(np.float64), 24).astype(np.int64)  # float32 numbers have 24
+    return [(int(row[0]) << 24) + int(row[-1]) for row in bits]
 
 
 def read_server(settings: dict[str, Any]) -> RolloutServer:

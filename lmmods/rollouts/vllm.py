@@ -1,11 +1,10 @@
-"""vLLM draws the answers of rollouts: a server of its own, over HTTP, or within this process.
+"""vLLM draws the answers of rollouts: a server of its own, over HTTP.
 
 Token ids go in, token ids and their log-probabilities come out: no text is tokenised again on the way. See
 docs/rollout_servers.md.
 """
 
 import http.client
-import importlib
 import itertools
 import json
 import math
@@ -182,75 +181,6 @@ class VLLMServer(RolloutServer):
         if status in (401, 403):
             return "Set its API key in the environment variable VLLM_API_KEY."
         return HINTS.get(path.partition("?")[0], "Its own log says more") + "."
-
-
-class VLLMEngine(RolloutServer):
-    """vLLM within this process, on the same GPU as training.
-
-    Args:
-        model: Hub id or folder of the model that is trained.
-        max_lora_rank: Highest rank of adapters; null if whole models are trained.
-        gpu_memory_utilization: Share of the GPU's memory that vLLM takes; training needs the rest.
-        tensor_parallel_size: GPUs over which the model is spread.
-        max_model_len: Longest prompt with its answer in tokens; null is what the model can take.
-        dtype: Type of its weights.
-    """
-
-    def __init__(self, model: str, max_lora_rank: int | None = None, gpu_memory_utilization: float = 0.4,
-                 tensor_parallel_size: int = 1, max_model_len: int | None = None, dtype: str = "auto") -> None:
-        require(isinstance(model, str) and bool(model), f"{ARGS}.model", model, "a hub id or a folder")
-        require(_is_number(gpu_memory_utilization) and 0 < gpu_memory_utilization <= 1,
-                f"{ARGS}.gpu_memory_utilization", gpu_memory_utilization, "above 0 and at most 1")
-        self.max_lora_rank = max_lora_rank
-        self._options = {"model": model, "gpu_memory_utilization": gpu_memory_utilization, "dtype": dtype,
-                         "tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len,
-                         "enable_lora": max_lora_rank is not None,
-                         **({} if max_lora_rank is None else {"max_lora_rank": max_lora_rank})}
-        self._llm: Any = None
-        self._adapter: Any = None
-        self._numbers = itertools.count(1)  # of adapters
-
-    def check(self) -> None:
-        _import_vllm()
-
-    def update(self, folder: Path, step: int) -> None:
-        path = str(folder.resolve())
-        if not _is_adapter(folder):
-            self._started().collective_rpc("reload_weights", kwargs={"weights_path": path})
-            self._llm.reset_prefix_cache()
-            return
-        require(self.max_lora_rank is not None, f"{ARGS}.max_lora_rank", None, "model.lora.rank or more, with adapters")
-        self._adapter = _import_vllm("vllm.lora.request").LoRARequest(f"step={step}", next(self._numbers), path)
-
-    def draw(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, max_new_tokens: int,
-             ends: Sequence[int]) -> list[Drawn]:
-        made = _import_vllm().SamplingParams
-        settings = [made(logprobs=0, detokenize=False, **_sampling(seed, temperature, max_new_tokens, ends))
-                    for seed in seeds]
-        found = self._started().generate([{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts],
-                                         settings, lora_request=self._adapter, use_tqdm=False)
-        drawn = []
-        for (answer,) in (each.outputs for each in found):
-            logps = answer.logprobs and [step[token].logprob
-                                         for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-            drawn.append(_drawn("vLLM", answer.token_ids, logps, answer.finish_reason, max_new_tokens, ends))
-        return drawn
-
-    def close(self) -> None:
-        self._llm = self._adapter = None
-
-    def _started(self) -> Any:
-        if self._llm is None:
-            self._llm = _import_vllm().LLM(logprobs_mode="processed_logprobs", **self._options)
-        return self._llm
-
-
-def _import_vllm(module: str = "vllm") -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"{KEY}: VLLMEngine needs vllm ({error}). Its releases ask for other versions of transformers: "
-                        "without an environment that holds both, use VLLMServer (docs/rollout_servers.md).") from error
 
 
 def _is_number(value: Any) -> bool:

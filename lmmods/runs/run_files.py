@@ -97,9 +97,10 @@ def _exported(root: Path) -> set[str]:
 
 LIST = ".run-files.json"
 # All that commands write at the top of a run folder. For model and wandb the list also holds their content.
-NAMES = (*FILES, *RESULTS, "manifest.json", "checkpoints", "model", "rollouts", "wandb", ".model", ".publish")
+NAMES = (*FILES, *RESULTS, "manifest.json", "checkpoints", "model", "rollouts", "wandb", ".model", ".publish",
+         ".rollouts")
 FOLDERS = ("checkpoints", "model", "rollouts", "wandb")
-UNDER_WAY = (".model", ".publish", "model/.new")  # folders being written, without files of the user
+UNDER_WAY = (".model", ".publish", ".rollouts", "model/.new")  # folders being written, without files of the user
 
 
 class RunFiles:

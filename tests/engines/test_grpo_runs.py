@@ -1,6 +1,7 @@
 """Reinforcement learning as whole runs: equal under any cut, resumed to the bit inside a rollout, on two processes."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from lmmods.rollouts.rollout import read_rollout
 from lmmods.runs.folder import RunFolder
 from tests.finished_runs import TIMED, rows
 from tests.forks import together
+from tests.rollouts.test_vllm_server import StandIn
 
 SECONDS = TIMED | {f"train/seconds/{name}" for name in ("drawing", "rewards", "scoring", "all")}
 CUT = SECONDS | {"train/epoch"}
 STEPS = 4
-REWARDS = [{"name": "regex", "pattern": "[a-m]", "label": "letters"}, {"name": "length", "max_tokens": 5, "weight": 0.3}]
+REWARDS = [{"name": "regex", "pattern": "[a-m]", "label": "letters"},
+           {"name": "length", "max_tokens": 5, "weight": 0.3}]
 # What distinguishes the cases of the loss; each on policy or off.
 CASES: dict[str, dict[str, Any]] = {
     "dapo": {},
@@ -86,7 +89,8 @@ def test_any_cut_gives_the_same_steps(written, name, engine):
         assert_close(run, runs[0])
 
 
-@pytest.mark.parametrize(("name", "engine"), [(name, engine) for engine in ("torch", "jax") for name in ("grpo", "cispo")])
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+@pytest.mark.parametrize("name", ["grpo", "cispo"])
 def test_a_run_resumes_to_the_bit_inside_a_rollout(written, name, engine):
     straight, arguments = written(name, "straight", engine=engine)
     assert main(["fit", *arguments]) == 0
@@ -136,3 +140,62 @@ def test_the_other_engine_goes_on_inside_a_rollout(written, first, then):
     assert before.items() <= files(run).items()
     assert tokens(run) == tokens(straight)
     assert_close(run, straight)
+
+
+class Drawing(StandIn):
+    """Draws tokens by the seed alone, and says of each that it had a probability of a tenth."""
+
+    def reply(self, path: str, body: dict) -> tuple[int, object]:
+        status, reply = super().reply(path, body)
+        if path == "/v1/completions" and body.get("return_token_ids"):
+            random = np.random.default_rng(body["seed"])
+            drawn = random.integers(5, 150, random.integers(1, body["max_tokens"])).tolist()
+            drawn.append(body["stop_token_ids"][0])
+            reply["choices"][0] |= {"token_ids": drawn, "finish_reason": "stop",
+                                    "logprobs": {"token_logprobs": [np.log(0.1)] * len(drawn)}}
+        return status, reply
+
+
+@pytest.fixture
+def drawing():
+    server = Drawing()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_a_server_draws_with_the_weights_of_each_rollout(written, drawing, engine):
+    served = {"model__init_args__rollouts": {"class_path": "VLLMServer",
+                                             "init_args": {"url": drawing.url, "model": "demo"}},
+              "model__init_args__importance_sampling_cap": 2.0, "model__init_args__num_generations_eval": 0}
+    straight, arguments = written("dapo", "straight", engine=engine, **served)
+    assert main(["fit", *arguments]) == 0
+    assert not drawing.adapters and not (straight.root / ".rollouts").exists()
+    loaded = [body["lora_path"] for path, body in drawing.seen if path == "/v1/load_lora_adapter"]
+    # The rollouts of four steps, and the validation after the last; two folders in turn.
+    assert [Path(path).name for path in loaded] == ["0", "1", "0", "1", "0"]
+    assert {Path(path).parent.name for path in loaded} == {".rollouts"}
+    found = rows(straight, SECONDS)
+    assert all(row["train/sampler_gap"] > 1 for row in found[:-1])
+    # A step whose answers all have the same reward has no ratio.
+    assert all(row["train/ratio"] == pytest.approx(1, abs=1e-5) for row in found if "train/ratio" in row)
+    weights = np.concatenate([answer.columns["sampler_weights"] for path in straight.rollouts.glob("*.safetensors")
+                              for group in read_rollout(straight.rollouts, path.stem).groups
+                              for answer in group.answers])
+    assert (weights < 0.5).any() and weights.max() <= 2
+    plain, arguments = written("dapo", "plain", engine=engine,
+                               **{**served, "model__init_args__importance_sampling_cap": None})
+    assert main(["fit", *arguments]) == 0
+    losses, weighted = ([row["train/loss"] for row in each[1:]] for each in (rows(plain, SECONDS), found))
+    assert losses != pytest.approx(weighted, rel=1e-2)
+
+
+def test_a_server_that_is_not_there_ends_the_run_with_a_message(written, capfd):
+    _, arguments = written("dapo", "alone", model__init_args__rollouts={
+        "class_path": "VLLMServer", "init_args": {"url": "http://127.0.0.1:9", "model": "demo", "retries": 0}})
+    assert main(["fit", *arguments]) == 2
+    assert "http://127.0.0.1:9 does not answer" in capfd.readouterr().err

@@ -1,11 +1,9 @@
 """Answers from vLLM, against a server that speaks the part of its HTTP interface that is used."""
 
 import json
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from lmmods.core.errors import UserError
 from lmmods.recipe.trust import ForeignCode, trusting
 from lmmods.rollouts import vllm
 from lmmods.rollouts.server import RolloutServer, read_server, sampler_weights
-from lmmods.rollouts.vllm import VLLMEngine, VLLMServer
+from lmmods.rollouts.vllm import VLLMServer
 
 END = 1
 ENDS = [END, 9]
@@ -334,13 +332,11 @@ def test_a_failure_ends_the_whole_draw(served):
 def test_a_recipe_names_a_server():
     found = read_server({"class_path": "VLLMServer", "init_args": {"url": "http://localhost:8000/", "model": "m"}})
     assert isinstance(found, VLLMServer) and (found.url, found.model) == ("http://localhost:8000", "m")
-    assert isinstance(read_server({"class_path": "lmmods.rollouts.vllm.VLLMEngine", "init_args": {"model": "m"}}),
-                      VLLMEngine)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
     ("VLLMServer", "must be {class_path: VLLMServer"), ({"init_args": {}}, "must be {class_path: VLLMServer"),
-    ({"class_path": "VLLMServe"}, "must be VLLMServer, VLLMEngine or .*Did you mean VLLMServer?"),
+    ({"class_path": "VLLMServe"}, "must be VLLMServer or .*Did you mean VLLMServer?"),
     ({"class_path": "VLLMServer", "url": "http://h"}, "model.rollouts.url does not exist: .*under init_args"),
     ({"class_path": "VLLMServer", "init_args": []}, "is missing"),
     ({"class_path": "VLLMServer", "init_args": [1]}, "must be a mapping"),
@@ -351,9 +347,7 @@ def test_a_recipe_names_a_server():
     ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "timeout": 0}}, "timeout is 0"),
     ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "timeout": "1h"}}, "timeout is 1h"),
     ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "retries": -1}}, "retries is -1"),
-    ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "concurrency": 0}}, "concurrency"),
-    ({"class_path": "VLLMEngine", "init_args": {"model": "m", "gpu_memory_utilization": 1.5}}, "is 1.5"),
-    ({"class_path": "VLLMEngine", "init_args": {"model": "m", "trust_remote_code": True}}, "does not exist")])
+    ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "concurrency": 0}}, "concurrency")])
 def test_mistakes_in_the_settings_of_a_server(settings, message):
     with pytest.raises(UserError, match=message):
         read_server(settings)
@@ -376,74 +370,6 @@ class OwnServer(RolloutServer):
         self.size = size
 
     check = update = draw = close = None
-
-
-# Within this process --------------------------------------------------------------------------------------------------
-
-@pytest.fixture
-def engine(monkeypatch):
-    """Modules in place of vLLM's, which note what they are asked."""
-    asked = []
-
-    class LLM:
-        def __init__(self, **options):
-            asked.append(("LLM", options))
-
-        def generate(self, prompts, sampling_params, lora_request, use_tqdm):
-            asked.append(("generate", prompts, sampling_params, lora_request))
-            return [SimpleNamespace(outputs=[SimpleNamespace(
-                token_ids=[5, END], finish_reason="stop", logprobs=[
-                    {5: SimpleNamespace(logprob=-0.25), 7: SimpleNamespace(logprob=-0.1)},
-                    {END: SimpleNamespace(logprob=-0.5)}])]) for _ in prompts]
-
-        def collective_rpc(self, method, kwargs):
-            asked.append((method, kwargs))
-
-        def reset_prefix_cache(self):
-            asked.append(("reset",))
-
-    made, requests = ModuleType("vllm"), ModuleType("vllm.lora.request")
-    made.LLM, made.SamplingParams = LLM, lambda **options: options
-    requests.LoRARequest = lambda *args: args
-    for name, module in (("vllm", made), ("vllm.lora", ModuleType("vllm.lora")), ("vllm.lora.request", requests)):
-        monkeypatch.setitem(sys.modules, name, module)
-    return asked
-
-
-def test_vllm_in_this_process_draws_with_an_adapter(engine, tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    drawing = VLLMEngine("m", max_lora_rank=16)
-    drawing.check()
-    drawing.update(tmp_path, 2)
-    assert not engine  # nothing is loaded before it is needed
-    first, second = draw(drawing, 2)
-    np.testing.assert_array_equal(first.tokens, [5, END])
-    np.testing.assert_array_equal(second.logps, np.float32([-0.25, -0.5]))
-    (_, options), (_, prompts, settings, adapter) = engine
-    assert options["logprobs_mode"] == "processed_logprobs"
-    assert options["max_lora_rank"] == 16 and options["enable_lora"]
-    assert prompts == [{"prompt_token_ids": [3, 4]}, {"prompt_token_ids": [3, 5]}]
-    assert [each["seed"] for each in settings] == [0, 1] and settings[0]["ignore_eos"] and settings[0]["logprobs"] == 0
-    assert adapter == ("step=2", 1, str(tmp_path.resolve()))
-    drawing.update(tmp_path, 2)
-    draw(drawing, 1)
-    assert engine[-1][3][1] == 2  # an adapter is known by its number, which is never used again
-
-
-def test_vllm_in_this_process_reloads_a_whole_model(engine, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    drawing = VLLMEngine("m")
-    drawing.update(tmp_path, 2)
-    assert engine[1:] == [("reload_weights", {"weights_path": str(tmp_path.resolve())}), ("reset",)]
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="max_lora_rank is null, but must be model.lora.rank or more"):
-        drawing.update(tmp_path, 3)
-
-
-def test_vllm_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UserError, match="VLLMEngine needs vllm .*use VLLMServer"):
-        VLLMEngine("m").check()
 
 
 # Weights of tokens ----------------------------------------------------------------------------------------------------

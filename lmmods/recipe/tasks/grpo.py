@@ -117,7 +117,7 @@ class GRPOFields(CausalFields):
         require(self.importance_sampling_cap is None or self.importance_sampling_cap > 0,
                 "model.importance_sampling_cap", self.importance_sampling_cap, "null, or more than 0")
         require(self.importance_sampling_cap is None or self.rollouts is not None, "model.importance_sampling_cap",
-                self.importance_sampling_cap, "null without model.rollouts: the answers are drawn by the network itself")
+                self.importance_sampling_cap, "null without model.rollouts, as the network itself draws the answers")
         if not self.rewards:
             raise UserError("model.rewards is empty: name at least one, for example [{name: exact_match}]")
         read_rewards(self.rewards)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
 from lmmods.rollouts.policy import Drawn, Row
 from lmmods.rollouts.rollout import Rollout
-from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.gradient_accumulation import gather, split_rows
 from lmmods.torch_engine.nn.lm_head import token_logps
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights
@@ -167,7 +167,7 @@ class TorchPolicy:
 
     def logps(self, rows: Sequence[Row], temperature: float, reference: bool = False) -> list[np.ndarray]:
         """As of `Policy`."""
-        task, data = self._task, self._task.trainer.datamodule
+        data = self._task.trainer.datamodule
         order = sorted(range(len(rows)), key=lambda place: -len(rows[place].ids))
         found: dict[int, np.ndarray] = {}
         for start in range(0, self._most(len(order), data.batch_size), data.batch_size):
@@ -200,6 +200,10 @@ class TorchPolicy:
         # Whole rows, also where training cuts them.
         return token_logps(task.model, task.head, {**chunk, "targets": shift_labels(chunk["labels"])}, temperature,
                            task.built_for)
+
+    def export(self, folder: Path) -> None:
+        """As of `Policy`."""
+        self._task.export(folder)
 
     def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
         """As of `Policy`."""
