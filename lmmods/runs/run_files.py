@@ -191,13 +191,14 @@ class RunFiles:
 
 
 ROLLOUT = re.compile(r"step=(\d+)\.(jsonl|safetensors)")
+UNFINISHED_ROLLOUT = re.compile(r"\.step=\d+\.(jsonl|safetensors)-[0-9a-f]{16}")  # left by a kill, see `atomic`
 
 
 def remove_rollouts(folder: Path, after: int = -1) -> None:
-    """Delete the rollouts in a folder that were drawn after more than `after` steps."""
-    for path in folder.glob("step=*") if folder.is_dir() and not folder.is_symlink() else ():
+    """Delete the rollouts in a folder that were drawn after more than `after` steps, and unfinished files."""
+    for path in list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():
         found = ROLLOUT.fullmatch(path.name)
-        if found and int(found[1]) > after:
+        if found and int(found[1]) > after or UNFINISHED_ROLLOUT.fullmatch(path.name):
             delete(path)
 
 

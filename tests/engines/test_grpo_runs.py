@@ -1,6 +1,7 @@
 """Reinforcement learning as whole runs: equal under any cut, resumed to the bit inside a rollout, on two processes."""
 
 import json
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from safetensors.numpy import load_file
 from lmmods.cli import main
 from lmmods.rollouts.rollout import read_rollout
 from lmmods.runs.folder import RunFolder
+from tests.faults.test_kills import killed_run
 from tests.finished_runs import TIMED, rows
-from tests.forks import together
+from tests.forks import Fork, together
 from tests.rollouts.test_vllm_server import StandIn
 
 SECONDS = TIMED | {f"train/seconds/{name}" for name in ("drawing", "rewards", "scoring", "all")}
@@ -199,3 +201,35 @@ def test_a_server_that_is_not_there_ends_the_run_with_a_message(written, capfd):
         "class_path": "VLLMServer", "init_args": {"url": "http://127.0.0.1:9", "model": "demo", "retries": 0}})
     assert main(["fit", *arguments]) == 2
     assert "http://127.0.0.1:9 does not answer" in capfd.readouterr().err
+
+
+# Moments of a run with rollouts of two steps, each taken twice: as in `killed_run`.
+MOMENTS = {
+    "the first answers are drawn": ("before", "replace", r"rollouts/step=0\.jsonl$"),
+    "a rollout can be read, but not trained on": ("after", "replace", r"rollouts/step=4\.jsonl$"),
+    "a rollout stands, no step was taken on it": ("after", "replace", r"rollouts/step=4\.safetensors$"),
+    "one step was taken on it": ("after", "train_batch", "11"),
+    "its first iteration is over": ("after", "replace", r"checkpoints/step=6$"),
+    "its second iteration is half over": ("before", "replace", r"checkpoints/step=7$"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_killed_in_a_rollout_and_gone_on(written, engine, moment):
+    longer = {"engine": engine, "trainer__max_steps": 8, "trainer__accumulate_grad_batches": 2,
+              "data__init_args__batch_size": 4, "trainer__val_check_interval": 8,
+              "model__init_args__keep_rollouts": 1, "checkpoint": {"every_n_steps": 3, "keep_last": 2}}
+    if moment == "its second iteration is half over":
+        longer["checkpoint"]["every_n_steps"] = 1
+    straight, arguments = written("grpo", "straight", **longer)
+    assert main(["fit", *arguments]) == 0
+    run, arguments = written("grpo", "killed", **longer)
+    process = Fork(killed_run, ["fit", *arguments], *MOMENTS[moment])
+    said = process.communicate()
+    assert process.returncode == -signal.SIGKILL, said
+    assert main(["fit", *arguments, *(["--ckpt_path", "last"] if run.names() else ["--overwrite", "true"])]) == 0
+    assert files(run) == files(straight)
+    assert rows(run, SECONDS) == rows(straight, SECONDS)
+    assert all((values == adapter(straight)[name]).all() for name, values in adapter(run).items())
