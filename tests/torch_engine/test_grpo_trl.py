@@ -11,7 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.core.policy_losses import PolicyLoss
+from lmmods.data.batches.collate import Collator
+from lmmods.data.grpo import AnswerCollator
 from lmmods.rollouts.advantages import advantages
+from lmmods.rollouts.maker import token_columns
+from lmmods.rollouts.rollout import Answer, Group, Rollout
+from lmmods.torch_engine.nn.lm_head import LMHead, token_logps
+from lmmods.torch_engine.tasks.grpo import GRPO
 from tests.closeness import Float64, assert_as_close, gradients
 
 pytest.importorskip("trl", reason="an extra of developers (dev)")
@@ -226,3 +232,77 @@ def test_the_second_iteration_reaches_both_clips(folder, answers, states):
     for name in ("dapo-token", "dapo-sequence", "cispo-cap"):
         metrics = own_steps(folder, answers, advantages(np.array(REWARDS), "group"), states, CASES[name]).metrics[1]
         assert all(0 < metrics[clip] < 1 for clip in metrics.keys() - {"ratio", "kl"}), metrics
+
+
+# The task itself: a rollout of the answers, its rows in a batch, and the module's loss of it -------------------------
+
+def module_steps(folder: Path, given: Answers, rewards: list[list[float]], states: States, **settings) -> Taken:
+    """The same steps by the task, from a rollout of these answers to the loss of a batch of its rows."""
+    task = GRPO(pretrained=str(folder), rewards=[{"name": "exact_match"}], max_new_tokens=LONGEST,
+                num_iterations=len(states), num_generations=GROUP, **settings)
+    task.model = AutoModelForCausalLM.from_pretrained(folder)
+    task.head, size = LMHead.from_model(task.model), GROUP
+    # Padding and the order of rows change nothing: the longest comes last, and the first is padding.
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    groups = []
+    for place, values in enumerate(rewards):
+        drawn = [Answer(np.array(given.answers[row], np.int32), *np.zeros((2, len(given.answers[row])), np.float32),
+                        np.array(given.drawn[row], bool), len(given.answers[row]) < LONGEST, "",
+                        reward=values[row % size]) for row in range(place * size, (place + 1) * size)]
+        groups.append(Group(place, given.prompts[place * size], "", drawn))
+    for group, values in zip(groups, advantages(np.array(rewards, float), task.scale_rewards), strict=True):
+        group.advantages = values
+    rollout = Rollout(0, groups)
+
+    def batch() -> dict[str, torch.Tensor]:
+        items = [{**item, "draw": 0} for item in rollout.items(task)]
+        collate = AnswerCollator(Collator(("input_ids", "labels"), tokenizer.unk_token_id, 8, 64), token_columns(task))
+        return collate([None, *sorted(items, key=lambda item: len(item["input_ids"]))])
+
+    def logps() -> None:
+        """Set what each answer's tokens had as log-probabilities."""
+        for group in groups:
+            for number, answer in enumerate(group.answers):
+                row = group.row(number)
+                ids, labels = (torch.from_numpy(part.astype(np.int64))[None] for part in row)
+                with torch.no_grad():
+                    found, _ = token_logps(task.model, task.head, {
+                        "input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}, task.temperature)
+                of_answer = np.pad(found[0].numpy(), (1, 0))[len(group.ids) : -1]
+                answer.columns[column] = of_answer.astype(np.float32)
+
+    for column, weights in (("reference_logps", task.model.state_dict()), ("old_logps", states[0])):
+        if column in token_columns(task):
+            task.model.load_state_dict(weights)
+            logps()
+    taken = Taken([], [], [])
+    for state in states:
+        task.model.load_state_dict(state)
+        sums = task.batch_loss(batch())
+        mean = sums.total / sums.weight
+        taken.losses.append(mean.item())
+        taken.gradients.append(gradients(task.model, mean))
+    return taken
+
+
+@pytest.mark.parametrize(("settings", "iterations"), [
+    ({}, 1), ({"loss": "grpo", "beta": 0.2, "reference": "copy"}, 2), ({"loss": "dr_grpo", "ratio": "sequence"}, 2),
+    ({"loss": "cispo", "temperature": 0.7}, 2), ({"mask_truncated": True, "scale_rewards": "none"}, 1)],
+    ids=["dapo", "grpo-divergence", "dr_grpo-sequence", "cispo-temperature", "truncated"])
+def test_the_task_takes_the_steps_of_trl(settings, iterations, folder, answers, states, tmp_path):
+    # Equal rewards of a prompt: answers that cannot move the policy, which are not computed but count.
+    rewards = [*REWARDS, [1.0] * GROUP]
+    given = Answers(answers.prompts + answers.prompts[:GROUP], answers.answers + answers.answers[:GROUP],
+                    answers.drawn + answers.drawn[:GROUP])
+    theirs = {"loss_type": settings.get("loss", "dapo"), "importance_sampling_level": settings.get("ratio", "token"),
+              "beta": settings.get("beta", 0.0), "temperature": settings.get("temperature", 1.0),
+              "mask_truncated_completions": settings.get("mask_truncated", False),
+              "scale_rewards": settings.get("scale_rewards", "group"),
+              "epsilon_high": 5.0 if settings.get("loss") == "cispo" else None}
+    wanted, _ = trl_steps(folder, given, rewards, states[:iterations], tmp_path / "trl", **theirs)
+    found = module_steps(folder, given, rewards, states[:iterations], **settings)
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-5, abs=1e-7)
+    for own, other in zip(found.gradients, wanted.gradients, strict=True):
+        largest = max(float(value.abs().max()) for value in other.values())
+        for name, value in other.items():
+            torch.testing.assert_close(own[name], value, rtol=1e-5, atol=1e-5 * largest, msg=name)
