@@ -167,12 +167,13 @@ def _in_latex(text: str) -> str:
 def code(settings: Code, answer: Text) -> float:
     """Share of the tests that the program passes, or 1 if it passes all."""
     try:
-        share = share_passed(answer.text, answer.wanted, settings.timeout, settings.partial)
+        share = LANGUAGES[settings.language](answer.text, answer.wanted, settings.timeout, settings.partial)
     except ValueError as error:
         raise Unscorable(f"column {settings.tests}: {error}") from error
     return share if settings.partial else float(share == 1)
 
 
+LANGUAGES = {"python": share_passed}
 SCORES: dict[type[RewardSettings], Callable[[Any, Text], float]] = {
     ExactMatch: exact_match, Contains: contains, Regex: regex, Format: tagged, Length: length, F1: f1,
     Math: equal_in_mathematics, Code: code}
