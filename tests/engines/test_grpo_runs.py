@@ -118,6 +118,23 @@ def test_two_processes_take_the_steps_of_one(written, name, strategy):
     assert_close(two, one)
 
 
+MESH = {"class_path": "jax_engine.distributed.devices.MeshSharding", "init_args": {"fsdp": 2, "tensor": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices", "strategy"), [
+    (1, 2, "ddp"), (1, 4, MESH), (2, 1, "ddp"), (2, 1, "fsdp"), (2, 2, MESH)],
+    ids=["devices", "mesh", "processes", "sharded", "mesh-of-two"])
+def test_devices_and_processes_of_jax_take_the_steps_of_one(written, processes, devices, strategy):
+    one, arguments = written("cispo", "one", engine="jax")
+    assert main(["fit", *arguments]) == 0
+    two, arguments = written("cispo", "two", engine="jax", trainer__devices=devices, trainer__strategy=strategy,
+                             data__init_args__batch_size=4)
+    together(["fit", *arguments], processes, devices=devices)
+    assert tokens(two) == tokens(one)
+    assert_close(two, one)
+
+
 @pytest.mark.parametrize("name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES
                                             if name != "grpo")])
 def test_both_engines_draw_the_same_answers_and_take_the_same_steps(written, name):

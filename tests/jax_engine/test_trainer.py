@@ -14,7 +14,7 @@ from jax_engine.models.network import Network
 from jax_engine.trainer import Loop
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
-from tests.finished_runs import TIMED, assert_same_run, rows
+from tests.finished_runs import TIMED, assert_same_checkpoint, assert_same_run, rows
 from tests.forks import Fork, together, train
 
 ROOT = Path(__file__).parent.parent.parent
@@ -89,6 +89,34 @@ def test_interrupted_inside_a_step_whose_loss_depends_on_all_its_rows(jax_recipe
     stop_at(0)
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
     assert_same_run(straight, broken)
+
+
+@pytest.mark.slow
+def test_interrupted_inside_a_step_of_a_rollout(jax_recipe, stop_at, tmp_path):
+    """Rollouts of two steps, each of two micro-batches and taken twice: what is resumed reads the answers drawn."""
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps({"instruction": f"Count from {n}.", "input": "", "output": f"{n}"}) + "\n"
+                              for n in range(10)))
+    changes = {"model__class_path": "GRPO", "model__init_args__rewards": [{"name": "regex", "pattern": "[a-m]"}],
+               "model__init_args__num_generations": 4, "model__init_args__max_new_tokens": 5,
+               "model__init_args__steps_per_rollout": 2, "model__init_args__num_iterations": 2,
+               "data__class_path": "PromptData", "data__init_args__source": str(source),
+               "data__init_args__batch_size": 4, "data__init_args__val_size": 0, "trainer__limit_val_batches": 0,
+               "trainer__accumulate_grad_batches": 2, "trainer__max_steps": 6}
+    timed = TIMED | {f"train/seconds/{name}" for name in ("drawing", "rewards", "scoring", "all")}
+    straight, arguments = jax_recipe("straight", **changes)
+    assert main(["fit", *arguments]) == 0
+    assert [path.name for path in sorted(straight.rollouts.glob("*.jsonl"))] == ["step=0.jsonl", "step=4.jsonl"]
+    for batch in (1, 4, 7, 9):
+        broken, arguments = jax_recipe(f"broken{batch}", **changes)
+        stop_at(batch)
+        assert main(["fit", *arguments]) == 130, batch
+        stop_at(0)
+        assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+        for path in straight.rollouts.iterdir():
+            assert path.read_bytes() == (broken.rollouts / path.name).read_bytes()
+        assert rows(broken, timed) == rows(straight, timed)
+        assert_same_checkpoint(straight, broken)
 
 
 MESH = "jax_engine.distributed.devices.MeshSharding"
