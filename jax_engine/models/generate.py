@@ -146,8 +146,8 @@ def _single(programs: tuple[Callable, ...], params: Tree, prompts: Sequence[Sequ
         ended = np.asarray(state["ended"])
         if ended.all() or int(state["place"]) == width + numbers.shape[1]:
             return {name: values[:num] for name, values in found.items()}
-        # Those that go on first, then as many of the ended ones as make a power of two.
-        chosen = np.argsort(ended, kind="stable")[:power_of_two((~ended).sum())]
+        # Those that go on first, then as many of the ended ones as make a size that depends on that of the batch alone.
+        chosen = np.argsort(ended, kind="stable")[:power_of_two(int(GOING_ON * len(ended)))]
         state, rows = pick(state, chosen), rows[chosen]
 
 

@@ -75,12 +75,17 @@ def test_greedy_answers_are_measured_at_a_temperature(ref, temperature):
     check_scores(ref, PROMPTS, answers, temperature)
 
 
-def test_rows_that_leave_keep_their_scores(ref):
-    """Of 20 rows most end early, and the others go on alone."""
-    prompts, rows = [PROMPTS[row % 7] for row in range(20)], range(20)
-    answers = ours.draw(ref.net, ref.params, prompts, draws(1, rows, 90), 1.0, 90, EOS, pad=0)
-    lengths = sorted(len(answer.tokens) for answer in answers)
-    assert lengths[-6] < lengths[-1]
+def test_rows_that_leave_keep_their_scores(ref, monkeypatch):
+    """Most rows end early, and the others go on alone, in as many as the number of rows says."""
+    monkeypatch.setattr(ours, "_compiled", getattr(ours._compiled, "unshared", ours._compiled))
+    settings = Generation(max_new_tokens=90, do_sample=True, top_k=0)
+    for count in (20, 30):
+        prompts, rows = [PROMPTS[row % 7] for row in range(count)], range(count)
+        answers = ours.draw(ref.net, ref.params, prompts, draws(1, rows, 90), 1.0, 90, EOS, pad=0)
+        lengths = sorted(len(answer.tokens) for answer in answers)
+        assert lengths[-9] < lengths[-1]
+        _, proceed, _ = ours._compiled(ref.net, 32, astuple(settings), tuple(EOS), 1.0)
+        assert proceed._cache_size() == 2  # for 32 rows, and for 8
     check_scores(ref, prompts, answers, 1.0)
 
 
