@@ -30,6 +30,7 @@ from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
 from lmmods.rollouts.policy import Drawn, Row
 from lmmods.rollouts.rollout import Rollout
+from lmmods.runs.wandb import RolloutTable
 
 Rows = dict[str, Array]
 OF_REFERENCE = "of_reference"  # column of rows that `predict` takes under the reference
@@ -68,10 +69,11 @@ class GRPO(GRPOFields, ReferencedTask):
     @cached_property
     def _maker(self) -> RolloutMaker:
         """Makes the rollouts of a run."""
-        run = self._run
+        run, table = self._run, RolloutTable()
 
         def report(metrics: dict[str, float], rollout: Rollout) -> None:
             run.metrics.log(metrics, run.progress.step)
+            table.log(run.loggers, rollout.lines(), run.progress.step, run.metrics.every)
 
         return RolloutMaker(self, run.data, run.folder, JaxPolicy(run), lambda: run.progress.step, report, run.is_first)
 

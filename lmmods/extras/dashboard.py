@@ -12,6 +12,9 @@ CURVES = {
                 "Exact match and F1": ["val/exact_match", "val/f1", "val/f1_macro"]},
     "Preferences": {"Reward margin": ["val/rewards/margin"], "Reward accuracy": ["val/rewards/accuracy"],
                     "Rewards": ["val/rewards/chosen", "val/rewards/rejected"], "Divergence": ["train/kl"]},
+    "Rewards of answers": {"Reward": ["train/reward", "val/reward"], "Right at the first answer": ["val/pass@1"],
+                           "Tokens of an answer": ["train/answer_length", "val/answer_length"],
+                           "Entropy": ["train/entropy"], "Prompts without spread": ["train/groups_without_spread"]},
     "Optimiser": {"Learning rate": ["train/lr"], "Gradient norm": ["train/grad_norm"]},
     "Throughput": {"Real tokens per second": ["train/tokens_per_second"], "MFU": ["train/mfu"],
                    "GPU memory (%)": ["system/gpu.0.memoryAllocated"],
@@ -68,7 +71,7 @@ def workspace(project: str, entity: str, name: str, x: str) -> Any:
         panels.LinePlot(title="By subject", x=AXES[x], metric_regex="mmlu/.*")]))
     sections.append(workspaces.Section(name="Samples and predictions", is_open=True, panels=[
         panels.WeavePanelSummaryTable(table_name=table)
-        for table in ("samples", "predictions", "val/classes", "val/entities", "val/confusion")]))
+        for table in ("samples", "predictions", "rollouts", "val/classes", "val/entities", "val/confusion")]))
     return workspaces.Workspace(
         entity=entity, project=project, name=name, sections=sections,
         settings=workspaces.WorkspaceSettings(x_axis=AXES[x]),

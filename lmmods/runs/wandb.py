@@ -19,6 +19,7 @@ from lmmods.runs.folder import RunFolder
 from lmmods.runs.run_files import wandb_id
 
 TABLE_ROWS = 1000
+TABLE_PROMPTS = 4  # of a rollout
 
 
 def wandb_loggers(loggers: Any) -> list[Any]:
@@ -130,6 +131,36 @@ def log_classes(loggers: Iterable[Any], files: dict[str, Any], role: str, step: 
     for logger in loggers:
         for name, (columns, data) in tables.items() if hasattr(logger, "log_table") else ():
             logger.log_table(f"{role}/{name}", columns=columns, data=data[:TABLE_ROWS], step=step)
+
+
+class RolloutTable:
+    """W&B's table `rollouts`: the answers to the first prompts of a rollout, with their rewards."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None  # step of the last table
+
+    def log(self, loggers: Iterable[Any], lines: list[dict[str, Any]], step: int, every: int) -> None:
+        """Log a rollout to loggers that support tables, unless the last table is too recent.
+
+        Args:
+            lines: Its answers, as in its file to read.
+            step: Optimiser steps done.
+            every: Steps between two tables, at least.
+        """
+        loggers = [logger for logger in loggers if hasattr(logger, "log_table")]
+        if not loggers or not lines or self._last is not None and step - self._last < every:
+            return
+        self._last = step
+        prompts = list(dict.fromkeys(line["prompt"] for line in lines))[:TABLE_PROMPTS]
+        names = list(lines[0]["rewards"])
+        columns = ["prompt", "answer", "reward", *(f"rewards/{name}" for name in names), "advantage", "ended",
+                   "missing"]
+        data = [[line["asked"], line["answer"], line["reward"], *(line["rewards"][name] for name in names),
+                 line["advantage"], line["ended"],
+                 "; ".join(f"{name}: {reason}" for name, reason in line.get("missing", {}).items())]
+                for line in lines if line["prompt"] in prompts]
+        for logger in loggers:
+            logger.log_table("rollouts", columns=columns, data=data[:TABLE_ROWS], step=step)
 
 
 def log_recipe(loggers: Iterable[Any], recipe: dict[str, Any], report: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from lmmods.runs.progress import Progress as RunProgress
 from lmmods.runs.schedule import Schedule, limited
 from lmmods.runs.start import RunSummary, say_engine
 from lmmods.runs.step_metrics import check_evaluated
+from lmmods.runs.wandb import RolloutTable
 from lmmods.torch_engine.callbacks.checkpoint import Checkpoint, FolderCheckpointIO
 from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 from lmmods.torch_engine.callbacks.evaluation import PredictionWriter
@@ -120,6 +121,7 @@ class Trainer(L.Trainer):
                      lambda: self.lightning_module.accumulation.is_open)
         self.length = (max_steps, max_epochs)  # as written in the recipe
         self.stopwatch = metrics.stopwatch
+        self._rollout_table = RolloutTable()
         self.run_folder = RunFolder(default_root_dir)
         extra = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
         # Attached only after data and model have loaded, so that a failed start leaves no files behind.
@@ -245,6 +247,9 @@ class Trainer(L.Trainer):
         """Log the metrics of a rollout at the step after which it was drawn."""
         self._metrics.steps.fetch()  # those of the steps before
         self._metrics.steps.log(metrics, self.global_step)
+        if self.is_global_zero:
+            self._rollout_table.log(self.loggers, rollout.lines(), self.global_step,
+                                    self.log_every_n_steps)
 
     # Processes -------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,10 @@ def test_it_shows_every_metric_over_the_axis(x, axis):
     content = json.loads(workspace("project", "me", "runs", x)._to_model().model_dump_json())
     text = json.dumps(content)
     for metric in ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "val/exact_match", "val/f1", "train/lr",
-                   "train/grad_norm", "train/tokens_per_second", "train/mfu", "recipe.value.engine"):
+                   "train/grad_norm", "train/tokens_per_second", "train/mfu", "recipe.value.engine", "train/reward",
+                   "val/reward", "val/pass@1"):
         assert f'"{metric}"' in text, metric
-    assert re.search(r"mmlu/\.\*", text) and '"samples"' in text and '"predictions"' in text
+    assert re.search(r"mmlu/\.\*", text) and '"samples"' in text and '"predictions"' in text and '"rollouts"' in text
     sections = content["spec"]["section"]["panel_bank_config"]["sections"]
     assert [section["name"] for section in sections][:2] == ["Loss", "Quality"]
     assert axis in text

@@ -14,7 +14,7 @@ from lmmods.cli import main
 from lmmods.data.label_metrics import class_report
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.wandb import TABLE_ROWS, log_classes
+from lmmods.runs.wandb import TABLE_PROMPTS, TABLE_ROWS, RolloutTable, log_classes
 
 WANDB = [{"class_path": "WandbLogger", "init_args": {"project": "test"}}]
 
@@ -188,6 +188,49 @@ def test_of_many_classes_few_are_logged():
     logged.clear()
     log_classes([logger], {}, "val", 1)
     assert not logged
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_answers_of_rollouts_are_a_table(recipe, tmp_path, clean_wandb, monkeypatch, engine):
+    """Of the first rollout and of each that is `log_every_n_steps` later: the rows of the file to read."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = RunFolder(tmp_path / "run")
+    rewards = [{"name": "regex", "pattern": "[a-m]", "label": "letters"}, {"name": "length", "max_tokens": 3}]
+    assert main(["fit", *recipe(
+        engine=engine, trainer__logger=WANDB, trainer__max_steps=4, trainer__log_every_n_steps=2,
+        trainer__limit_val_batches=0, data__class_path="PromptData", data__init_args__batch_size=12,
+        model__class_path="GRPO", model__init_args__num_generations=2, model__init_args__max_new_tokens=4,
+        model__init_args__rewards=rewards)]) == 0
+    wandb.finish()
+    files = folder.root.glob("wandb/offline-run-*/files/media/table/rollouts_*.json")
+    tables = [json.loads(path.read_text()) for path in sorted(files, key=lambda path: int(path.name.split("_")[1]))]
+    assert len(tables) == 2
+    for step, table in zip((0, 2), tables, strict=True):
+        lines = [json.loads(line) for line in (folder.rollouts / f"step={step}.jsonl").read_text().splitlines()]
+        assert len(lines) == 12
+        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+        assert rows == [{"prompt": line["asked"], "answer": line["answer"], "reward": line["reward"],
+                         "rewards/letters": line["rewards"]["letters"], "rewards/length": line["rewards"]["length"],
+                         "advantage": line["advantage"], "ended": line["ended"], "missing": ""}
+                        for line in lines[:2 * TABLE_PROMPTS]]
+
+
+def test_a_table_of_answers_says_why_rewards_are_missing():
+    logged = []
+    logger = SimpleNamespace(log_table=lambda name, **table: logged.append((name, table)))
+    line = {"prompt": 3, "asked": "Say it.", "answer": "It", "reward": None, "rewards": {"a": None, "b": 0.5},
+            "missing": {"a": "took more than 10 s"}, "advantage": 0.0, "ended": False}
+    table = RolloutTable()
+    for step in (0, 4, 5, 9, 10):
+        table.log([object(), logger], [line], step, every=5)
+    assert [(name, each["step"]) for name, each in logged] == [("rollouts", step) for step in (0, 5, 10)]
+    assert dict(zip(logged[0][1]["columns"], logged[0][1]["data"][0], strict=True)) == {
+        "prompt": "Say it.", "answer": "It", "reward": None, "rewards/a": None, "rewards/b": 0.5, "advantage": 0.0,
+        "ended": False, "missing": "a: took more than 10 s"}
+    table.log([object()], [line], 99, every=5)
+    assert len(logged) == 3
 
 
 def test_no_secret_reaches_the_run_folder(recipe, tmp_path, clean_wandb, monkeypatch):
