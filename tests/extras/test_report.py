@@ -37,6 +37,7 @@ from lmmods.extras.report.tables import (
     flatten,
     metrics_table,
     mmlu_bars,
+    outcomes,
     sample_groups,
     settings_tables,
 )
@@ -256,10 +257,14 @@ def test_folders_that_are_no_runs(tmp_path, capsys):
     ("classes.json", "[1]", "should hold keys"),
     ("data_report.json", "no", "data_report.json cannot be read"),
     ("samples.jsonl", '{"step": 1}\n', "samples.jsonl, line 1"),
+    ("rollouts/step=1.jsonl", '{"prompt": 1, "asked": "a"}\n', "step=1.jsonl, line 1: not an object with"),
+    ("rollouts/step=1.jsonl", '[1]\n', "step=1.jsonl, line 1: not an object"),
+    ("rollouts/step=1.jsonl", '{"prompt": 1\n', "step=1.jsonl, line 1"),
     ("samples.jsonl", 'half\n{"step": 1, "prompt": "a"}\n', "samples.jsonl, line 1"),
 ])
 def test_a_broken_file_is_named(name, content, message, tmp_path):
     run = write_run(tmp_path / "run")
+    (run / name).parent.mkdir(exist_ok=True)
     (run / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=re.escape(message)):
         read_runs([str(run)])
@@ -420,7 +425,8 @@ def test_not_finite_values_are_counted(tmp_path):
 @pytest.mark.parametrize(("metric", "sign"), [
     ("val/f1_macro", 1), ("val/calibration_error", -1), ("val/mse", -1), ("val/spearman", 1), ("val/margin", 0),
     ("val/loss", -1), ("val/perplexity", -1), ("val/f1", 1), ("val/HasAns_exact_match", 1), ("train/lr", 0),
-    ("mmlu/val/accuracy", 1), ("val/best_f1_threshold", 0), ("train/tokens_per_second", 1), ("train/tokens", 0)])
+    ("mmlu/val/accuracy", 1), ("val/best_f1_threshold", 0), ("train/tokens_per_second", 1), ("train/tokens", 0),
+    ("val/reward", 1), ("val/pass@8", 1), ("train/reward_std", 0), ("val/missing_rewards", 0)])
 def test_direction(metric, sign):
     assert direction(metric) == sign
 
@@ -462,6 +468,73 @@ def test_samples_newest_first(tmp_path):
     assert (p, base_p, answer.output, answer.older) == ("p", "?", "p20", [(10, "p10"), (5, "p5")])
     assert (q, base_q, first.run, second.run, second.base) == ("q", None, 0, 1, "!")
     assert "p20" in page_of(a, b)
+
+
+def line(prompt: int, reward: float | None, **changes) -> dict:
+    """An answer as rollouts write it."""
+    return {"prompt": prompt, "sample": 0, "asked": f"p{prompt}", "answer": f"answer of {reward}", "reward": reward,
+            "rewards": {"a": reward}, "advantage": 0.5, "tokens": 3, "ended": True, **changes}
+
+
+def write_rollouts(run: Path, **rollouts: list[dict]) -> None:
+    (run / "rollouts").mkdir()
+    for name, lines in rollouts.items():
+        text = "".join(json.dumps(each) + "\n" for each in lines)
+        (run / "rollouts" / f"step={name.removeprefix('step')}.jsonl").write_text(text)
+
+
+def test_answers_of_the_last_rollouts(tmp_path):
+    """The best and the worst to the first prompts, with what is known of them; hidden text is shown as text."""
+    run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other")
+    evil = "<img src=x onerror=alert(1)>"
+    write_rollouts(run, step9=[line(n, reward) for n in range(9) for reward in (0.0, 2.5, -1.0, None)], step10=[
+        line(1, 0.5), line(1, 0.5), line(1, None),
+        line(2, None, missing={"a": "took more than 10 s"}, answer=evil), line(2, None),
+        line(3, 1.0, asked=evil, rewards={"a": 1.0, "b": None}, ended=False), line(3, -1.0)], step8=[line(8, 1.0)])
+    found = outcomes(read_runs([str(other), str(run)]))
+    assert [(each.run, each.step, each.prompt) for each in found] == [
+        (1, 10, "p1"), (1, 10, "p2"), (1, 10, evil), *((1, 9, f"p{n}") for n in range(4))]
+    assert [each.answers for each in found[:4]] == [
+        [("one of 2 of this reward", "reward 0.5000; advantage 0.5000; 3 tokens", "answer of 0.5")],
+        [("one of 2, none of which has a reward", "no reward; a: took more than 10 s; advantage 0.5000; 3 tokens",
+          evil)],
+        [("best of 2", "reward 1; a 1, b missing; advantage 0.5000; 3 tokens; cut off", "answer of 1.0"),
+         ("worst of 2", "reward -1; advantage 0.5000; 3 tokens", "answer of -1.0")],
+        [("best of 3", "reward 2.500; advantage 0.5000; 3 tokens", "answer of 2.5"),
+         ("worst of 3", "reward -1; advantage 0.5000; 3 tokens", "answer of -1.0")]]
+    page = Page(page_of(other, run))
+    assert "".join(page.text).count(evil) == 2 and not page.all("img")
+    assert "Answers in training" not in "".join(Page(page_of(other)).text)
+
+
+def test_rollouts_without_lines_are_passed_over(tmp_path):
+    """Half a line is one that is being written; other files are none of a run."""
+    run = write_run(tmp_path / "run")
+    write_rollouts(run, step1=[line(1, 1.0)], step2=[line(1, 0.0)], step3=[line(1, 2.0)], step4=[])
+    (run / "rollouts" / "step=5.jsonl").write_text('{"prompt": 1, "as')
+    (run / "rollouts" / "step=mine.jsonl").write_text("x\n")
+    assert [each.step for each in outcomes(read_runs([str(run)]))] == [3, 2]
+
+
+@pytest.mark.parametrize("changes", [
+    {"reward": "x", "rewards": 3, "missing": [1]}, {"reward": math.nan, "advantage": None, "tokens": "many"},
+    {"rewards": {"a": [1], "b": {}}, "ended": None}, {"asked": None, "answer": [1, {}], "prompt": {"a": 1}}])
+def test_odd_rollouts_are_shown_as_they_are(changes, tmp_path):
+    run = write_run(tmp_path / "run")
+    write_rollouts(run, step1=[line(1, 1.0), line(1, 0.0) | changes])
+    Page(page_of(run))
+
+
+def test_curves_of_rewards():
+    curve = [(0, 0.0), (1, 1.0)]
+    names = ("train/reward", "val/reward", "val/pass@1", "val/pass@16", "val/pass@8", "train/rewards/a",
+             "val/rewards/a", "val/rewards/b", "train/groups_without_spread", "train/rewards/margin")
+    shown, other = ([(both[0].title, [each.metric for each in both[0].lines]) for both in charts]
+                    for charts in draw_charts([a_run(**dict.fromkeys(names, curve))]))
+    assert shown == [("Reward margin", ["train/rewards/margin"]), ("Reward", ["train/reward", "val/reward"]),
+                     ("Prompts answered rightly", ["val/pass@1", "val/pass@8", "val/pass@16"])]
+    assert other == [("rewards/a", ["train/rewards/a", "val/rewards/a"]), ("rewards/b", ["val/rewards/b"]),
+                     ("train/groups_without_spread", ["train/groups_without_spread"])]
 
 
 def test_mmlu_bars(tmp_path):
@@ -544,6 +617,8 @@ def busy_page(tmp_path_factory) -> str:
             data={"sources": {"some/very/long/path/" + "s" * 90: {"format": "alpaca", "rows_read": 3, "tokens": 9}},
                   "splits": {"train": {"rows": 3, "length": {"max": 9}, "padding_share": {"shuffled": 0.1}}}},
             setting="v" * 200, trainer={"max_steps": 10, "default_root_dir": name}))
+        write_rollouts(runs[-1], step60=[line(1, reward, asked="word " * 60 + "x" * 300, answer="z" * 300,
+                                              rewards={"r" * 90: reward, "other": 1.0}) for reward in (1.0, 0.0)])
     return page_of(*runs)
 
 

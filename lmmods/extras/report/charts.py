@@ -19,7 +19,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Group:
-    """Chart definition: title, unit and metrics; `name*` matches all metrics with this prefix."""
+    """Chart definition: title, unit and metrics."""
 
     title: str
     unit: str
@@ -35,6 +35,11 @@ GROUPS = (
     Group("Accuracy", "share that is right", ("val/accuracy",)),
     Group("Reward margin", "", ("train/rewards/margin", "val/rewards/margin")),
     Group("Reward accuracy", "share of pairs in the right order", ("train/rewards/accuracy", "val/rewards/accuracy")),
+    Group("Reward", "", ("train/reward", "val/reward")),
+    Group("Tokens of an answer", "", ("train/answer_length", "val/answer_length"), zero=True),
+    Group("Answers cut off", "share", ("train/truncated", "val/truncated")),
+    Group("Entropy of drawn tokens", "nats", ("train/entropy",)),
+    Group("Divergence from the reference", "nats", ("train/kl", "val/kl")),
     Group("Exact match", "", ("val/exact_match",)),
     Group("F1", "", ("val/f1", "val/f1_macro")),
     Group("Learning rate", "", ("train/lr",), zero=True),
@@ -108,11 +113,17 @@ def draw_charts(runs: Sequence[Run]) -> tuple[list[list[Chart]], list[list[Chart
     without a finite value are skipped; MMLU subjects are shown as bars instead.
     """
     names = {name: None for run in runs for name in run.curves}
-    groups = [*GROUPS, *(Group(f"MMLU {name.split('/')[1]}", "share of right answers", (name,))
-                         for name in names if name.startswith("mmlu/") and name.endswith("/accuracy"))]
+    by_name = {name.split("/", 1)[1]: None for name in names if name.startswith(("train/rewards/", "val/rewards/"))}
+    tries = sorted((name for name in names if name.startswith("val/pass@")), key=lambda name: (len(name), name))
+    groups = [*GROUPS, Group("Prompts answered rightly", "share, by answers drawn", tuple(tries)),
+              *(Group(f"MMLU {name.split('/')[1]}", "share of right answers", (name,))
+                for name in names if name.startswith("mmlu/") and name.endswith("/accuracy"))]
     known = {metric for group in groups for metric in group.metrics}
-    others = [Group(name, "", (name,)) for name in names
-              if name not in known and name not in NOT_DRAWN and not name.startswith("mmlu/")]
+    rewards = [Group(name, "", (f"train/{name}", f"val/{name}")) for name in by_name
+               if not {f"train/{name}", f"val/{name}"} & known]
+    known |= {metric for group in rewards for metric in group.metrics}
+    others = [*rewards, *(Group(name, "", (name,)) for name in names
+                          if name not in known and name not in NOT_DRAWN and not name.startswith("mmlu/"))]
     return [both for group in groups if (both := _both(group, runs))], [
         both for group in others if (both := _both(group, runs))]
 

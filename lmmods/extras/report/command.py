@@ -71,7 +71,8 @@ def render(runs: Sequence[Run], written: datetime, trials: tables.TrialTable | N
         thinned=any(chart.thinned for chart in drawn), gaps=any(chart.gaps for chart in drawn),
         direction=tables.direction,
         metrics=tables.metrics_table(runs), settings=tables.settings_tables(runs), splits=tables.split_rows(runs),
-        sources=tables.source_rows(runs), samples=tables.sample_groups(runs), mmlu=tables.mmlu_bars(runs),
+        sources=tables.source_rows(runs), samples=tables.sample_groups(runs),
+        outcomes=tables.outcomes(runs), mmlu=tables.mmlu_bars(runs),
         classes_of=tables.class_tables(runs), measures=tables.MEASURES, trials=trials,
     )
 

@@ -1,8 +1,10 @@
 """Read run folders of either engine, finished or running, as plain values. Imports neither torch nor jax."""
 
 import csv
+import itertools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +15,9 @@ import yaml
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redacted
 from lmmods.runs.folder import RunFolder, checkpoint_position
+from lmmods.runs.run_files import ROLLOUT
+
+ROLLOUTS = 2  # read of each run, the last ones
 
 
 @dataclass
@@ -30,6 +35,7 @@ class Run:
         completed: True if training has finished.
         written: Modification time of the newest of these files.
         classes: Content of classes.json.
+        rollouts: Optimiser step and answers of the last rollouts, the newest first.
     """
 
     label: str
@@ -42,6 +48,7 @@ class Run:
     completed: bool
     written: datetime
     classes: dict[str, Any] = field(default_factory=dict)
+    rollouts: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
     not_finite: dict[str, list[int]] = field(init=False)  # metric -> steps
 
     def __post_init__(self) -> None:
@@ -111,7 +118,8 @@ def _read(folder: RunFolder, label: str) -> Run:
     return Run(label=label, recipe=redacted(_read_mapping(folder.config)), curves=curves,
                final={**last, **_read_mapping(folder.metrics_json)}, data=redacted(_read_mapping(folder.data_report)),
                samples=read_samples(folder.samples), step=max(logged, saved), completed=folder.completed.exists(),
-               written=datetime.fromtimestamp(max(times)).astimezone(), classes=_read_mapping(folder.classes))
+               written=datetime.fromtimestamp(max(times)).astimezone(), classes=_read_mapping(folder.classes),
+               rollouts=read_rollouts(folder.rollouts))
 
 
 def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
@@ -146,14 +154,33 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: A line is not an object with `step` and `prompt`.
     """
+    return _read_rows(path, lambda row: isinstance(row.get("step"), int) and "prompt" in row, "step and prompt")
+
+
+def read_rollouts(folder: Path) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Read the answers of the last `ROLLOUTS` rollouts with any, the newest first.
+
+    Raises:
+        UserError: A line is not an object with `prompt`, `asked` and `answer`.
+    """
+    steps = sorted((int(found[1]) for path in folder.glob("step=*.jsonl") if (found := ROLLOUT.fullmatch(path.name))),
+                   reverse=True)
+    keys = {"prompt", "asked", "answer"}
+    read = ((step, _read_rows(folder / f"step={step}.jsonl", keys.issubset, "prompt, asked and answer"))
+            for step in steps)
+    return list(itertools.islice(((step, rows) for step, rows in read if rows), ROLLOUTS))
+
+
+def _read_rows(path: Path, is_row: Callable[[dict[str, Any]], bool], keys: str) -> list[dict[str, Any]]:
+    """Read an object from each complete line; raise UserError where `is_row` is false of one, which lacks `keys`."""
     rows = []
     for number, line in enumerate(_complete_lines(path), 1):
         try:
             row = json.loads(line)
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error}.") from error
-        if not (isinstance(row, dict) and isinstance(row.get("step"), int) and "prompt" in row):
-            raise UserError(f"{path}, line {number}: not an object with step and prompt.")
+        if not (isinstance(row, dict) and is_row(row)):
+            raise UserError(f"{path}, line {number}: not an object with {keys}.")
         rows.append(row)
     return rows
 

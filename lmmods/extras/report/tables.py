@@ -1,4 +1,4 @@
-"""Tables that compare runs: metrics, settings, data, samples and MMLU."""
+"""Tables that compare runs: metrics, settings, data, samples, rollouts and MMLU."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from lmmods.recipe.trainer_fields import TrainerFields
 
 LOWER_IS_BETTER = ("loss", "perplexity", "mse", "calibration_error")
 HIGHER_IS_BETTER = ("accuracy", "exact_match", "f1", "f1_macro", "f1_micro", "precision", "precision_macro", "recall",
-                    "recall_macro", "matthews", "roc_auc", "pearson", "spearman", "tokens_per_second", "mfu")
+                    "recall_macro", "matthews", "roc_auc", "pearson", "spearman", "tokens_per_second", "mfu", "reward")
 ABSENT = "–"
 NAMES_THE_RUN = re.compile(r"trainer\.(default_root_dir|logger(\.\d+)?\.init_args\.(id|name|save_dir|version))")
 
@@ -120,6 +120,60 @@ def sample_groups(runs: Sequence[Run]) -> list[tuple[str, str | None, list[Answe
         bases = {answer.base for answer in answers}
         groups.append((prompt, bases.pop() if len(bases) == 1 else None, answers))
     return groups
+
+
+PROMPTS = 4  # shown of a rollout
+
+
+@dataclass
+class Outcome:
+    """Answers of a rollout to a prompt.
+
+    Args:
+        step: Optimiser steps before the rollout.
+        answers: Of some: which, what is known of it, and its text.
+    """
+
+    run: int
+    step: int
+    prompt: str
+    answers: list[tuple[str, str, str]]
+
+
+def outcomes(runs: Sequence[Run]) -> list[Outcome]:
+    """Return the best and the worst answer to the first prompts of the last rollouts of each run."""
+    found = []
+    for index, run in enumerate(runs):
+        for step, rows in run.rollouts:
+            groups: dict[str, list[dict[str, Any]]] = {}
+            for row in rows:
+                groups.setdefault(_plain(row["prompt"]), []).append(row)
+            found += [Outcome(index, step, _plain(group[0]["asked"]),
+                              [(which, _facts(row), _plain(row["answer"])) for which, row in _ends(group)])
+                      for group in list(groups.values())[:PROMPTS]]
+    return found
+
+
+def _ends(group: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the best and the worst answer of a group; one of them where all known rewards are equal."""
+    known = sorted((row for row in group if _is_number(row.get("reward"))), key=lambda row: -row["reward"])
+    if not known:
+        return [(f"one of {len(group)}, none of which has a reward", group[0])]
+    if known[0]["reward"] == known[-1]["reward"]:
+        return [(f"one of {len(known)} of this reward", known[0])]
+    return [(f"best of {len(known)}", known[0]), (f"worst of {len(known)}", known[-1])]
+
+
+def _facts(row: dict[str, Any]) -> str:
+    parts = _mapping(row.get("rewards"))
+    by_name = ", ".join(f"{name} {'missing' if value is None else full(value)}" for name, value in parts.items())
+    facts = [f"reward {full(row['reward'])}" if _is_number(row.get("reward")) else "no reward",
+             *([by_name] if len(parts) > 1 else []),
+             *(f"{name}: {reason}" for name, reason in _mapping(row.get("missing")).items()),
+             *([f"advantage {full(row['advantage'])}"] if _is_number(row.get("advantage")) else []),
+             *([f"{full(row['tokens'])} tokens"] if _is_number(row.get("tokens")) else []),
+             *(["cut off"] if row.get("ended") is False else [])]
+    return "; ".join(facts)
 
 
 @dataclass
@@ -242,7 +296,7 @@ def direction(metric: str) -> int:
         return 0
     if any(name == key or name.endswith(f"_{key}") for key in LOWER_IS_BETTER):
         return -1
-    return int(any(name == key or name.endswith(f"_{key}") for key in HIGHER_IS_BETTER))
+    return int(name.startswith("pass@") or any(name == key or name.endswith(f"_{key}") for key in HIGHER_IS_BETTER))
 
 
 def _metric_row(name: str, runs: Sequence[Run]) -> Row:
