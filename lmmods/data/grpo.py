@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lmmods.core.errors import UserError
+from lmmods.data.base import Which
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.loader import EvaluationLoader
 from lmmods.data.batches.rollouts import Place, RolloutLoader, RolloutPlan
@@ -57,6 +58,7 @@ class PromptData(PromptDataFields, ConversationData):
 
     plan: Callable[[int, int], RolloutPlan]
     begin_rollout: Callable[[Place, str | None], tuple[str, list[dict[str, Any]]]]
+    left_over = "for_rewards"
     token_columns: tuple[str, ...] = ()
     reward_scorers: dict[str, Callable[[list[Any]], list[float | None]]] | None = None
 
@@ -73,13 +75,18 @@ class PromptData(PromptDataFields, ConversationData):
         kept = rows[place]
         index = kept["index"]
         row, layout = rows.source_row(index), rows.info(index)["format"]
-        conversation = read_conversation(layout, row, self.roles, self.turn_fields)
-        messages = conversation.messages
-        is_answered = bool(messages) and messages[-1]["role"] == "assistant"
-        reference = messages[-1]["content"] if is_answered else None
-        asked = None if find_format(layout).template is not None else replace(
-            self.prompt_encoder(layout).normalise(conversation), messages=messages[:-1] if is_answered else messages)
+        asked, reference = self._split(layout, row)
         return Prompt(place, kept["input_ids"].tolist(), asked, row, reference)
+
+    def _split(self, layout: str, row: dict[str, Any]) -> tuple[Conversation | None, str | None]:
+        """Return the turns to answer and the response in the data; None for what there is not."""
+        if find_format(layout).template is not None:
+            return None, None
+        given = read_conversation(layout, row, self.roles, self.turn_fields)
+        asked, last = self.prompt_encoder(layout).normalise(given), given.messages[-1]
+        if last["role"] != "assistant":
+            return asked, None
+        return replace(asked, messages=asked.messages[:-1]), last["content"]
 
     def num_prompts(self, role: Role) -> int:
         """Return the number of prompts of a role."""
@@ -137,6 +144,16 @@ class PromptData(PromptDataFields, ConversationData):
         layout = source.format or self.dataset_format or detect_format(
             first.values, f"{first.file}:{first.line}", prompts_only=True)
         return self._conversations(layout, prompts_only=True)
+
+    def rows_for_inspection(self, num_rows: int, which: Which | list[int] = "first") -> list[dict[str, Any]]:
+        """Prompts as the model sees them, none of whose tokens is scored."""
+        return [{name: value for name, value in row.items() if name != "labels"}
+                for row in super().rows_for_inspection(num_rows, which)]
+
+    def _scored(self, item: dict[str, Any], source: dict[str, Any]) -> str:
+        layout = self._rows("train").info(int(item["index"]))["format"]
+        _, reference = self._split(layout, source)
+        return "the answer, by rewards" + ("" if reference is None else f"; the reference answer is: {reference}")
 
     def _is_scored(self, item: dict[str, Any], role: str) -> bool:
         return True  # answers are

@@ -35,6 +35,7 @@ class TaskHooks(DataFields, ABC):
     reward_model: best_of.Scorer | None = None  # chooses among several answers of predict
     new_tokens: int = 1  # of an answer, for which a prompt leaves room
     label_names: list[str] | None = None  # labels of the pretrained model, in the order of its outputs
+    left_over: str = "not_used"  # in the data report: key of the parts of rows that are in no token
     _adds_padding = True  # give a tokenizer without padding token a new one, and the network a row for it
 
     # What `new` asks

@@ -15,6 +15,8 @@ from lmmods.data.store.rows import RowSet
 SAMPLE = 200_000  # rows from which the padding of larger sets is estimated
 MOST_UNKNOWN = 0.03  # share of unknown tokens above which a vocabulary probably does not fit the texts
 MOST_UNUSED = 30  # keys that the table names; data_report.json names all
+# Parts of rows that are in no token, in words.
+LEFT_OVER = {"not_used": "not used", "for_rewards": "for rewards alone"}
 MOST_LABELS = 12  # labels that the table counts; data_report.json counts all
 
 
@@ -30,7 +32,7 @@ def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role
     sources: dict[str, Any] = {}
     for store in stores.values():
         path = store.info["path"]
-        sources[path if path not in sources else f"{path} ({store.name})"] = describe_source(store.info)
+        sources[path if path not in sources else f"{path} ({store.name})"] = describe_source(store.info, task.left_over)
     splits = {
         role: describe_rows(items_of(role), task.batch_size if role == "train" else task.eval_batch_size,
                             task.pad_to_multiple_of, task.max_length, task.seed,
@@ -42,8 +44,12 @@ def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role
     return {"sources": sources, "splits": splits, "max_length": task.max_length, "tokenizer": tokenizer_notes}
 
 
-def describe_source(info: dict[str, Any]) -> dict[str, Any]:
-    """Summary of one source, from its store's info.json."""
+def describe_source(info: dict[str, Any], left_over: str) -> dict[str, Any]:
+    """Summary of one source, from its store's info.json.
+
+    Args:
+        left_over: Key of the counts of what is in no token.
+    """
     counts = {name: number for name, number in info["counts"].items() if not name.startswith(UNUSED)}
     unused = {_key_name(name): number for name, number in info["counts"].items() if name.startswith(UNUSED)}
     notes = [*info.get("notes", []), *(f"column {name!r} of {rows} rows gave way to the one that data.columns gives "
@@ -54,7 +60,7 @@ def describe_source(info: dict[str, Any]) -> dict[str, Any]:
         **({"notes": notes} if notes or "notes" in info else {}),
         "rows_dropped": sum(entry["rows"] for entry in info["dropped"].values()),
         "dropped": info["dropped"],
-        **({"not_used": dict(sorted(unused.items(), key=lambda item: (-item[1], item[0])))} if unused else {}),
+        **({left_over: dict(sorted(unused.items(), key=lambda item: (-item[1], item[0])))} if unused else {}),
         **counts,
         **({"labelled_share": counts["labelled_tokens"] / tokens} if tokens and "labelled_tokens" in counts else {}),
         **({"eos_share": counts["responses_complete"] / kept} if kept and "responses_complete" in counts else {}),
@@ -158,10 +164,10 @@ def render_table(report: dict[str, Any]) -> str:
         if source.get("responses_unlike_inference"):
             lines.append(f"  {source['responses_unlike_inference']} responses follow another prompt than inference "
                          "shows: the chat template opens these answers differently")
-        if unused := source.get("not_used"):
-            named = [f"{name} ({rows} rows)" for name, rows in unused.items()]
-            lines.append(f"  not used: {', '.join(named[:MOST_UNUSED])}"
-                         + (f" and {len(named) - MOST_UNUSED} more" if len(named) > MOST_UNUSED else ""))
+        for key, words in LEFT_OVER.items():
+            if named := [f"{name} ({rows} rows)" for name, rows in source.get(key, {}).items()]:
+                lines.append(f"  {words}: {', '.join(named[:MOST_UNUSED])}"
+                             + (f" and {len(named) - MOST_UNUSED} more" if len(named) > MOST_UNUSED else ""))
         if source.get("words_cut"):
             lines.append(f"  cut {source['words_cut']} of {source['words']} words with them")
         if source.get("words_without_token"):

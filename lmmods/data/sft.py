@@ -101,6 +101,8 @@ class ConversationData(ConversationFields, DataModule):
         """The response in the data for a row of predict, or None."""
         row = self.example(index)
         layout = self._rows("predict").info(index)["format"]
+        if find_format(layout).template is not None:
+            return None
         try:
             messages = read_conversation(layout, row, self.roles, self.turn_fields).messages
         except RowProblem:

@@ -90,7 +90,7 @@ class RunSummary:
         Args:
             data: The DataModule, set up.
         """
-        for line in (self.description, f"Trains: {self.trains()}.", self._step(data), self._length()):
+        for line in (self.description, f"Trains: {self.trains()}.", *self._step(data), self._length()):
             say(line)
         refusal = f" ({self.memory.refusal})" if self.memory.refusal else ""
         memory = f"Memory: {self.memory}{refusal}."
@@ -114,14 +114,15 @@ class RunSummary:
         return (f"{'a DoRA' if task.lora.dora else 'a LoRA'} adapter of rank {task.lora.rank} on "
                 f"{targets if isinstance(targets, str) else ', '.join(targets)}{fully}, over {base}")
 
-    def _step(self, data: Any) -> str:
+    def _step(self, data: Any) -> list[str]:
         micro = self.schedule.batches_per_step
         rows = data.batch_size * micro * self.ranks
         factors = [*([f"{micro} micro-batches"] if micro > 1 else []), *([f"{self.ranks} devices"] * (self.ranks > 1))]
         made_of = f" ({' x '.join([str(data.batch_size), *factors])})" if factors else ""
         train = data.report["splits"].get("train")  # a stream has not been read
-        tokens = f", about {rows * train['tokens'] / train['rows']:.0f} tokens" if train else ""
-        return f"Step: {rows} rows{made_of}{tokens}."
+        count, tokens = self.task.describe_step(rows, rows * train["tokens"] / train["rows"] if train else None)
+        return [f"Step: {count}{made_of}{', ' if tokens else ''}{tokens}.",
+                *self.task.describe_training(rows, train["rows"] if train else None)]
 
     def _length(self) -> str:
         schedule = self.schedule

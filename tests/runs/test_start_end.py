@@ -12,6 +12,7 @@ from lmmods.core.memory import StepMemory
 from lmmods.core.settings import LoRA
 from lmmods.core.throughput import Stopwatch
 from lmmods.recipe.tasks.base import CausalFields, TaskFields
+from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import RunFolder
@@ -57,6 +58,13 @@ def test_the_start(capsys):
     said = capsys.readouterr().out
     assert "Step: 4 rows.\nLength: 6 steps; no validations.\nwarning: Memory: about 4.00 GiB" in said
     assert "It will probably not fit: lower data.batch_size" in said
+    task = GRPOFields(pretrained="base", rewards=[{"name": "exact_match"}, {"name": "f1", "weight": 0.5}],
+                      num_generations=4, max_new_tokens=10, steps_per_rollout=2, num_iterations=3)
+    RunSummary(task, "", schedule(), 2, memory(0)).say(DATA)
+    assert capsys.readouterr().out.splitlines()[2:5] == [
+        "Step: 6 prompts x 4 answers (4 x 3 micro-batches x 2 devices), about 60 tokens of prompts and at most 240 of "
+        "answers.", "Rollouts: 4 in an epoch, each of 12 prompts x 4 answers for 2 steps, taken 3 times.",
+        "Rewards: exact_match (weight 1), f1 (weight 0.5)."]
     say_engine("jax", 2, "CPU", "bf16-mixed", "this CPU multiplies bfloat16")
     assert capsys.readouterr().out == ("Engine jax on 2 devices (CPU), precision bf16-mixed: this CPU multiplies "
                                        "bfloat16; trainer.precision sets another.\n")

@@ -163,8 +163,12 @@ class SFTEncoder:
         for key in conversation.unused:
             counts[f"{UNUSED}{key}"] += 1
         if self.prompts_only:
-            # The answer is what the model is to write.
-            messages = messages[:-1] if answered == len(messages) else messages
+            if find_format(self.dataset_format).template is not None:  # a text, to go on from
+                messages = [{**message, "role": "user"} for message in messages]
+            elif answered == len(messages):  # the answer is what the model is to write
+                messages = messages[:-1]
+            if not messages:
+                raise RowProblem("no prompt")
             conversation = replace(conversation, messages=messages)
             return [RenderedRow(self.renderer.prompt(conversation), conversation, [])]
         if not answered:

@@ -355,7 +355,9 @@ def _remarks(source: dict) -> list[str]:
     dropped = [f"dropped {full(entry.get('rows'))}: {reason}" + (f" (first {first[0]})" if first else "")
                for reason, entry in _mapping(source.get("dropped")).items() if isinstance(entry, dict)
                for first in [_list(entry.get("first"))]]
-    unused = [f"not used: {name} ({full(rows)} rows)" for name, rows in _mapping(source.get("not_used")).items()]
+    unused = [f"{words}: {name} ({full(rows)} rows)"
+              for key, words in (("not_used", "not used"), ("for_rewards", "for rewards alone"))
+              for name, rows in _mapping(source.get(key)).items()]
     return [*dropped, *unused, *map(str, _list(source.get("notes")))]
 
 

@@ -174,6 +174,23 @@ class TaskFields:
         """
         return [], ""
 
+    def describe_step(self, rows: int, tokens: float | None) -> tuple[str, str]:
+        """Describe the rows of an optimiser step and their tokens, in a few words each.
+
+        Args:
+            tokens: Mean over the training rows, times `rows`; None if they have not been read.
+        """
+        return f"{rows} rows", "" if tokens is None else f"about {tokens:.0f} tokens"
+
+    def describe_training(self, rows: int, num_rows: int | None) -> list[str]:
+        """Describe what else is known of training before its first step, in a line each.
+
+        Args:
+            rows: Rows of an optimiser step.
+            num_rows: Rows of the training data; None if they have not been read.
+        """
+        return []
+
     @property
     def trains_adapter(self) -> bool:
         """True if an adapter trains instead of the model itself."""

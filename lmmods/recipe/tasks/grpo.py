@@ -131,6 +131,19 @@ class GRPOFields(CausalFields):
             f"Trained by reinforcement learning on its own answers: loss {code(str(loss))}{ratio}, "
             f"{settings.get('num_generations', 8)} answers to each prompt, beta {beta}.")
 
+    def describe_step(self, rows: int, tokens: float | None) -> tuple[str, str]:
+        size = self.num_generations
+        asked = "" if tokens is None else f"about {tokens / size:.0f} tokens of prompts and "
+        return f"{_prompts(rows // size)} x {size} answers", f"{asked}at most {rows * self.max_new_tokens} of answers"
+
+    def describe_training(self, rows: int, num_rows: int | None) -> list[str]:
+        steps, prompts = self.steps_per_rollout, rows // self.num_generations * self.steps_per_rollout
+        count = "" if num_rows is None else f"{-(-num_rows // prompts)} in an epoch, each "
+        times = f", taken {self.num_iterations} times" if self.num_iterations > 1 else ""
+        weights = ", ".join(f"{each.name} (weight {each.weight:g})" for each in read_rewards(self.rewards))
+        return [f"Rollouts: {count}of {_prompts(prompts)} x {self.num_generations} answers for "
+                f"{steps} step{'s' if steps > 1 else ''}{times}.", f"Rewards: {weights}."]
+
     @property
     def overrides(self) -> dict[str, Any]:
         """Fields changed in the configuration: no dropout, which would change probabilities between drawing an answer
@@ -167,6 +180,10 @@ class GRPOFields(CausalFields):
         if not self.beta:
             return None
         return self.reference or ("base" if self.lora else "copy")
+
+
+def _prompts(count: int) -> str:
+    return f"{count} prompt{'s' if count != 1 else ''}"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
