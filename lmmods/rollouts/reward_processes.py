@@ -97,45 +97,52 @@ def work(connection: int, lifeline: int) -> None:
         connection: File descriptor of the end of a connection to the trainer.
         lifeline: That of a pipe whose other end the trainer holds as long as it lives.
     """
-    end_group_with(lifeline)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    begin(lifeline)
     home, pid, loaded = os.getcwd(), os.getpid(), {}
     trainer = Connection(connection)
     # What a function starts must not hold the connection open when this process ends.
     os.set_inheritable(connection, False)
     os.set_inheritable(lifeline, False)
     os.register_at_fork(after_in_child=trainer.close)
-    while (message := _received(trainer)) is not None:
+    while (message := received(trainer)) is not None:
         scorer, inputs, whole = message
         os.chdir(home)
         key, failure = repr(scorer), None
         if key not in loaded:
-            found = _attempt(scorer.load)
+            found = attempt(scorer.load)
             if isinstance(found, Outcome):
                 failure = found.reason
             else:
                 loaded[key] = found
-        _send(trainer, failure)
+        send(trainer, failure)
         for part in ([inputs] if whole else [[each] for each in inputs]) if failure is None else []:
-            values = _attempt(partial(loaded[key], part))
+            values = attempt(partial(loaded[key], part))
             if os.getpid() != pid:  # a fork that the function has made, and that returned from it
                 os._exit(0)
-            _send(trainer, values.reason if isinstance(values, Outcome) else [_outcome(value) for value in values])
+            send(trainer, values.reason if isinstance(values, Outcome) else [outcome(value) for value in values])
 
 
-def _received(trainer: Connection) -> Any:
+def begin(lifeline: int) -> None:
+    """Limit this process's memory, and have it end with the trainer."""
+    end_group_with(lifeline)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def received(trainer: Connection) -> Any:
+    """Return the next message, which is never None; None if the connection is closed."""
     try:
         return trainer.recv()
     except EOFError:
         return None
 
 
-def _send(trainer: Connection, message: Any) -> None:
+def send(trainer: Connection, message: Any) -> None:
+    """Send plain values to the trainer."""
     trainer.send_bytes(json.dumps(message).encode())  # nothing that code could be in
 
 
-def _attempt(call: Callable[[], Any]) -> Any:
+def attempt(call: Callable[[], Any]) -> Any:
     """Return the result of a call, or the outcome of one that failed; `sys.exit` is a failure like others."""
     try:
         return call()
@@ -150,13 +157,13 @@ def _reason(error: BaseException) -> str:
     return (line if isinstance(error, Unscorable) else f"{type(error).__name__}: {line}".removesuffix(": "))[:LONGEST]
 
 
-def _outcome(value: Any) -> Outcome:
+def outcome(value: Any) -> Outcome:
     """Check a value that a function has returned; numbers of libraries count as numbers."""
     if value is None:
         return Outcome()
     if isinstance(value, str | bytes):
         return Outcome(reason=f"returned {value!r}, which is no number"[:LONGEST])
-    number = _attempt(lambda: float(value))
+    number = attempt(lambda: float(value))
     if isinstance(number, Outcome):
         return Outcome(reason=f"returned {type(value).__name__}, which is no number")
     # In float32, as which rewards are kept.
@@ -167,21 +174,21 @@ def _outcome(value: Any) -> Outcome:
 # In the trainer
 
 
-class _Process:
-    """A process, with the task that it has.
+class Process:
+    """A fresh interpreter in a session of its own.
 
     Args:
+        function: Import path of what it runs, `function(connection, lifeline)` with file descriptors: the end of a
+            connection to the trainer, and that of a pipe whose other end the trainer holds as long as it lives.
         variables: Its environment, to which `MARKS` are added.
     """
 
-    def __init__(self, variables: dict[str, str]) -> None:
-        self.task: _Task | None = None
-        self.is_loaded, self.deadline = False, 0.0
+    def __init__(self, function: str, variables: dict[str, str]) -> None:
         self._mark = secrets.token_hex(16)
         ours, theirs = (each.detach() for each in socket.socketpair())
         reader, self._lifeline = os.pipe()
-        start = (f"import sys; sys.path[:] = {sys.path!r}; from lmmods.rollouts.reward_processes import work; "
-                 f"work({theirs}, {reader})")
+        module, _, name = function.rpartition(".")
+        start = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}({theirs}, {reader})"
         self.connection = Connection(ours)
         try:
             # What it prints goes to stderr: commands have results on stdout.
@@ -193,11 +200,6 @@ class _Process:
             os.close(reader)
         self.pid = self._process.pid
 
-    def give(self, scorer: Scorer, inputs: list[Any], task: _Task) -> None:
-        """Hand over a task. Raises OSError if the process has ended."""
-        self.connection.send_bytes(pickle.dumps((scorer, inputs, task.whole)))
-        self.task, self.is_loaded, self.deadline = task, False, time.monotonic() + LOADING
-
     def end(self, seconds: float = 0.0) -> str:
         """End the process and all that it has started, at once, or after it had some seconds to end by itself.
 
@@ -205,26 +207,43 @@ class _Process:
             How it ended.
         """
         self.connection.close()
-        deadline, by_itself = time.monotonic() + seconds, self._is_dead()
-        while not by_itself and time.monotonic() < deadline:
-            time.sleep(0.01)
-            by_itself = self._is_dead()
+        by_itself = ends_within(self.pid, seconds)
         # Before `wait` frees the number of the group for others.
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids it for a group of the dead
-            os.killpg(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
         _kill_marked(self._mark)
         status = self._process.wait()
         os.close(self._lifeline)
-        if not by_itself:
-            return "closed the connection to the trainer"
-        how = f"by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"with status {status}"
-        return f"ended its process {how}"
+        return how_it_ended(status if by_itself else None)
 
-    def _is_dead(self) -> bool:
-        try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:  # where the trainer ignores SIGCHLD
-            return True
+
+def ends_within(pid: int, seconds: float) -> bool:
+    """True if a process ends by itself within some seconds."""
+    deadline, is_dead = time.monotonic() + seconds, _is_dead(pid)
+    while not is_dead and time.monotonic() < deadline:
+        time.sleep(0.01)
+        is_dead = _is_dead(pid)
+    return is_dead
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # where the trainer ignores SIGCHLD
+        return True
+
+
+def kill_group(pid: int) -> None:
+    """Kill the processes of a group by the number of its leader."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids it for a group of the dead
+        os.killpg(pid, signal.SIGKILL)
+
+
+def how_it_ended(status: int | None) -> str:
+    """Return in words how a process ended: its status, negative for a signal; None if it did not do so by itself."""
+    if status is None:
+        return "closed the connection to the trainer"
+    how = f"by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"with status {status}"
+    return f"ended its process {how}"
 
 
 def _kill_marked(mark: str) -> None:
@@ -239,6 +258,26 @@ def _kill_marked(mark: str) -> None:
                     is_left = True
 
 
+def process_variables(folder: str) -> dict[str, str]:
+    """Return the environment of processes whose temporary files are in a folder."""
+    # Sets and dicts have the same order in each process, and after a resume.
+    return {"PYTHONHASHSEED": "0", **os.environ, "TMPDIR": folder}
+
+
+class _Worker(Process):
+    """A process that scores answers, with the task that it has."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        super().__init__("lmmods.rollouts.reward_processes.work", variables)
+        self.task: _Task | None = None
+        self.is_loaded, self.deadline = False, 0.0
+
+    def give(self, scorer: Scorer, inputs: list[Any], task: _Task) -> None:
+        """Hand over a task. Raises OSError if the process has ended."""
+        self.connection.send_bytes(pickle.dumps((scorer, inputs, task.whole)))
+        self.task, self.is_loaded, self.deadline = task, False, time.monotonic() + LOADING
+
+
 class RewardProcesses:
     """Processes that score answers. They start when they are first needed.
 
@@ -248,10 +287,9 @@ class RewardProcesses:
 
     def __init__(self, count: int) -> None:
         # By number those that are shared, by the name of the reward the others.
-        self._count, self._processes = count, dict[int | str, _Process]()
+        self._count, self._processes = count, dict[int | str, _Worker]()
         self._folder = tempfile.TemporaryDirectory(prefix="lmmods-rewards-", ignore_cleanup_errors=True)
-        # Sets and dicts have the same order in each process, and after a resume.
-        self._variables = {"PYTHONHASHSEED": "0", **os.environ, "TMPDIR": self._folder.name}
+        self._variables = process_variables(self._folder.name)
 
     def load(self, scorers: dict[str, Scorer]) -> dict[str, str | None]:
         """Load rewards, each in its own process, by its name; return why that failed, or None if it did not."""
@@ -295,7 +333,7 @@ class RewardProcesses:
         self._folder.cleanup()
 
     @property
-    def _busy(self) -> dict[int | str, _Process]:
+    def _busy(self) -> dict[int | str, _Worker]:
         return {name: process for name, process in self._processes.items() if process.task is not None}
 
     def _drop(self, name: int | str, seconds: float = 0.0) -> str:
@@ -318,7 +356,7 @@ class RewardProcesses:
                 return self._processes[name].give(batch.scorer, inputs, task)
             except OSError:  # it ended after its last task, by what a function has left in it
                 self._drop(name)
-        self._processes[name] = _Process(self._variables)
+        self._processes[name] = _Worker(self._variables)
         self._processes[name].give(batch.scorer, inputs, task)
 
     def _receive(self, name: int | str, batches: list[Batch], outcomes: list[list[Outcome]],
