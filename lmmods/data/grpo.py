@@ -12,10 +12,11 @@ from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.loader import EvaluationLoader
 from lmmods.data.batches.rollouts import Place, RolloutLoader, RolloutPlan
 from lmmods.data.batches.sampler import evaluation_order
-from lmmods.data.encode.conversations import Choices
+from lmmods.data.encode.conversations import Choices, SFTEncoder
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.sft import ConversationData
-from lmmods.data.sources.conversation import Conversation
+from lmmods.data.sources.cells import check_unicode
+from lmmods.data.sources.conversation import Conversation, RowProblem
 from lmmods.data.sources.formats import detect_format, find_format, read_conversation
 from lmmods.data.sources.readers import Row
 from lmmods.data.splits import Role
@@ -54,6 +55,8 @@ class PromptData(PromptDataFields, ConversationData):
         begin_rollout: As in `RolloutLoader`.
         token_columns: Further columns of answers, [T] float32 each.
         reward_scorers: Reward models by the label of their reward.
+        tools: Specifications of the tools of `model.environment`, which all prompts show. Set before rows are encoded.
+        is_scored_by_environment: True if `model.environment` gives a reward.
     """
 
     plan: Callable[[int, int], RolloutPlan]
@@ -61,6 +64,8 @@ class PromptData(PromptDataFields, ConversationData):
     left_over = "for_rewards"
     token_columns: tuple[str, ...] = ()
     reward_scorers: dict[str, Callable[[list[Any]], list[float | None]]] | None = None
+    tools: list[dict[str, Any]] = []  # noqa: RUF012 - replaced, not changed
+    is_scored_by_environment = False
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:
@@ -87,6 +92,23 @@ class PromptData(PromptDataFields, ConversationData):
         if last["role"] != "assistant":
             return asked, None
         return replace(asked, messages=asked.messages[:-1]), last["content"]
+
+    def prompt_with(self, prompt: Prompt, text: str) -> Prompt:
+        """Return a prompt with a text behind its last message.
+
+        Raises:
+            RowProblem: It is no conversation, cannot be rendered, or leaves no room for an answer.
+        """
+        if prompt.conversation is None:
+            raise RowProblem("the row is no conversation, so nothing can be added to its last message")
+        check_unicode(text)
+        *before, last = prompt.conversation.messages
+        conversation = replace(prompt.conversation,
+                               messages=[*before, {**last, "content": last["content"] + text}])  # type: ignore[typeddict-item]
+        [ids] = self.prompt_encoder("messages").prompts_of([conversation])
+        if len(ids) + self.new_tokens > self.max_length:
+            raise RowProblem(f"the prompt has {len(ids)} tokens with what was added, which leaves no room for an answer")
+        return prompt._replace(ids=ids, conversation=conversation)
 
     def num_prompts(self, role: Role) -> int:
         """Return the number of prompts of a role."""
@@ -138,11 +160,14 @@ class PromptData(PromptDataFields, ConversationData):
         return Choices("responses", "all", self.reasoning, self.system_prompt, self.replace_system_prompt)
 
     def _encoding_settings(self) -> dict[str, Any]:
-        return {**super()._encoding_settings(), "new_tokens": self.new_tokens}
+        tools = {"tools": self.tools} if self.tools else {}
+        return {**super()._encoding_settings(), "new_tokens": self.new_tokens, **tools}
 
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         layout = source.format or self.dataset_format or detect_format(
             first.values, f"{first.file}:{first.line}", prompts_only=True)
+        if self.tools:
+            self._check_tools(layout)
         return self._conversations(layout, prompts_only=True)
 
     def rows_for_inspection(self, num_rows: int, which: Which | list[int] = "first") -> list[dict[str, Any]]:
@@ -154,6 +179,21 @@ class PromptData(PromptDataFields, ConversationData):
         layout = self._rows("train").info(int(item["index"]))["format"]
         _, reference = self._split(layout, source)
         return "the answer, by rewards" + ("" if reference is None else f"; the reference answer is: {reference}")
+
+    def _sft_encoder(self, layout: str, prompts_only: bool) -> SFTEncoder:
+        return replace(super()._sft_encoder(layout, prompts_only), tools=self.tools)
+
+    def _check_tools(self, layout: str) -> None:
+        """Raise UserError unless the template shows tools and their answers."""
+        encoder, name = self.prompt_encoder(layout), self.tools[0]["function"]["name"]
+        try:
+            [prompt] = encoder.prompts([[{"role": "user", "content": "a"}]])
+            encoder.tool_turns([{"role": "tool", "name": name, "content": "b"}])
+        except RowProblem as problem:
+            raise UserError(f"model.environment has tools, but {problem}") from problem
+        if name not in self.tokenizer.decode(prompt):
+            raise UserError("model.environment has tools, but the chat template does not show them: name a file of Jinja "
+                            "that does as data.template.")
 
     def _is_scored(self, item: dict[str, Any], role: str) -> bool:
         return True  # answers are

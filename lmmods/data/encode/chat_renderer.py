@@ -93,6 +93,10 @@ class ChatTemplateRenderer:
             return [row]
         return [written.turn(place) for place in scored]
 
+    def behind_call(self, conversation: Conversation, place: int) -> list[Segment]:
+        """See Renderer. The arguments of the last call hold `PROBE`."""
+        return _Turns(self, conversation).behind(place)
+
     @cached_property
     def behind(self) -> str:
         """Text that the template always appends to the conversation, whoever has the last turn.
@@ -203,6 +207,21 @@ class _Turns:
             text, span = self._answer(place)
             spans = [[self._closed(text, span)]]
         return self._row(text, [place], spans, only_turn(self._conversation, place))
+
+    def behind(self, place: int) -> list[Segment]:
+        """See ChatTemplateRenderer.behind_call."""
+        text, (answered, span) = self.text(len(self._conversation.messages), True), self._answer(place)
+        # What the turn ends in; templates such as Qwen3's begin the last turn differently.
+        end = answered[answered.rfind(PROBE) : span.end]
+        start = text.rfind(PROBE)
+        if PROBE not in end:
+            raise RowProblem("the chat template does not show calls of tools")
+        if not text.startswith(end, start):
+            raise RowProblem("the chat template ends a turn differently once others follow")
+        span = self._closed(text, _Span(start, start + len(end), span.closed))
+        tokens = [match[0] for match in self._control.finditer(text, start, span.end)]
+        last = tokens[-1] if span.closed else self._renderer.terminator
+        return [Segment(last, True, -1), *self._split(text[span.end :], -1)]
 
     def _row(self, text: str, scored: list[int], spans: list[list[_Span]], conversation: Conversation) -> RenderedRow:
         turns = list(zip(scored, spans, strict=True))

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from lmmods.core.labels import IGNORED
+from lmmods.data.encode.chat_renderer import PROBE
 from lmmods.data.encode.encoder import UNUSED, Encoded, Ragged, RowError, TextEncoder
-from lmmods.data.encode.templates import RenderedRow, Renderer, Turns, scored_turns
+from lmmods.data.encode.templates import RenderedRow, Renderer, Segment, Turns, scored_turns
 from lmmods.data.sources.cells import check_unicode
 from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 from lmmods.data.sources.formats import find_format, read_conversation
@@ -68,6 +69,7 @@ class Truncation(NamedTuple):
     answer: int = 0
 
 
+CALL = "a12345678"  # id of a call, of the form that Mistral's templates ask for
 # Reasoning that a template or data set wrote inline.
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
@@ -79,6 +81,7 @@ class SFTEncoder:
     Args:
         choices: Settings of what is rendered and learned.
         prompts_only: Rows may lack a response; encode them only up to where it begins.
+        tools: Specifications of tools that every conversation shows, and no row has others.
     """
 
     dataset_format: str
@@ -89,6 +92,7 @@ class SFTEncoder:
     roles: Roles = field(default_factory=dict)
     turn_fields: dict[str, str] = field(default_factory=dict)
     prompts_only: bool = False
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
         """Columns `input_ids`, `labels`, `weight`, `prompt_length`, `truncated`.
@@ -133,7 +137,8 @@ class SFTEncoder:
         return self.normalise(read_conversation(self.dataset_format, row, self.roles, self.turn_fields))
 
     def normalise(self, conversation: Conversation) -> Conversation:
-        """Apply the settings of system prompt and reasoning. Raises RowProblem for invalid text."""
+        """Apply the settings of system prompt, reasoning and tools. Raises RowProblem for invalid text, or other tools.
+        """
         # Content is most of a turn; the slower check of all its fields is for turns that have more.
         for message in conversation.messages:
             check_unicode(message["content"])
@@ -147,13 +152,48 @@ class SFTEncoder:
         # Formats with a template of their own (`plain` text) have no place for a system turn.
         if self.choices.system_prompt is not None and replaces and find_format(self.dataset_format).template is None:
             messages = [{"role": "system", "content": self.choices.system_prompt}, *messages[int(has_system):]]
+        if self.tools:
+            if conversation.tools not in ([], self.tools):
+                raise RowProblem("the row has tools of its own, but those are the environment's")
+            return replace(conversation, messages=messages, tools=self.tools)
         return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
     def prompts(self, conversations: list[list[Message]]) -> list[list[int]]:
         """Token ids of conversations up to the response. Raises RowProblem if one cannot be rendered."""
-        asked = [self.normalise(Conversation(messages)) for messages in conversations]
-        rendered = [self.renderer.prompt(conversation) for conversation in asked]
-        return [ids.tolist() for ids, _ in self.text.encode_rows([self.text.runs(row) for row in rendered])]
+        return self.prompts_of([self.normalise(Conversation(messages)) for messages in conversations])
+
+    def prompts_of(self, conversations: list[Conversation]) -> list[list[int]]:
+        """The same of prepared conversations."""
+        return self._ids([self.renderer.prompt(conversation) for conversation in conversations])
+
+    def tool_turns(self, answers: list[Message]) -> list[int]:
+        """Token ids that follow a turn of the assistant that calls tools: their answers, and the next turn's beginning.
+
+        They do not depend on the turns before, of which the tokens stay as they are.
+
+        Raises:
+            RowProblem: The template has no place for tools, or refuses the answers.
+        """
+        for answer in answers:
+            check_unicode(answer["content"])
+        # Behind the token that ends the turn: some tokenizers begin a text differently there.
+        return self._ids([self.renderer.behind_call(self._called(answers[0]["name"], {"a": PROBE}, answers), 1)])[0][1:]
+
+    def tool_call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Text in which the template writes a turn that calls a tool. Raises RowProblem if it has no place for it."""
+        row = self.renderer.rows(self._called(name, arguments, []), "last")[0]
+        return "".join(part.text for part in row.segments if part.response >= 0)
+
+    def _called(self, name: str, arguments: dict[str, Any], answers: list[Message]) -> Conversation:
+        """A conversation in which the assistant calls a tool, and the tool answers."""
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}, "id": CALL}
+        messages: list[Message] = [{"role": "user", "content": "a"},
+                                   {"role": "assistant", "content": "", "tool_calls": [call]},
+                                   *({**answer, "tool_call_id": CALL} for answer in answers)]
+        return Conversation(messages, self.tools)
+
+    def _ids(self, rows: list[list[Segment]]) -> list[list[int]]:
+        return [ids.tolist() for ids, _ in self.text.encode_rows([self.text.runs(row) for row in rows])]
 
     def render(self, conversation: Conversation, counts: Counter) -> list[RenderedRow]:
         """Render a prepared conversation to rows, and count what happened to it. Raises RowProblem."""

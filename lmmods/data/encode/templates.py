@@ -63,6 +63,13 @@ class Renderer(Protocol):
         """The conversation up to the model's answer. Raises RowProblem."""
         ...
 
+    def behind_call(self, conversation: Conversation, place: int) -> list[Segment]:
+        """The token that ends the assistant's turn at `place`, which calls tools, and all up to its next answer.
+
+        Raises RowProblem.
+        """
+        ...
+
     def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
         """Rows that end in turns of the assistant and hold them as inference would show them. Raises RowProblem.
 
@@ -209,6 +216,10 @@ class TemplateRenderer:
     def prompt(self, conversation: Conversation) -> list[Segment]:
         """See Renderer."""
         return [*self._segments(self._plain(conversation), True), Segment(self.template.response, True, -1)]
+
+    def behind_call(self, conversation: Conversation, place: int) -> list[Segment]:
+        """See Renderer; no named template has calls."""
+        return self.prompt(conversation)
 
     def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
         """See Renderer; earlier turns are rendered the same in all rows."""
