@@ -148,10 +148,15 @@ class Setup:
             self.datamodule.reward_model = read_reward_model(self.model.best_of.reward, "model.best_of.reward",
                                                              isinstance(self.datamodule, ConversationFields))
 
-        if isinstance(self.model, GRPOFields) and self.recipe.command in ("fit", "validate", "test"):
-            from lmmods.commands.reward_model import answer_scorers
+        if isinstance(self.model, GRPOFields):
+            if self.recipe.command in ("fit", "validate", "test"):
+                from lmmods.commands.reward_model import answer_scorers
 
-            self.datamodule.reward_scorers = answer_scorers(read_rewards(self.model.rewards))
+                self.datamodule.reward_scorers = answer_scorers(read_rewards(self.model.rewards or []))
+            if self.model.environment is not None:
+                from lmmods.rollouts.turns import show_tools
+
+                show_tools(self.model, self.datamodule)
 
     def _defaults(self) -> dict[str, Any]:
         """Return the defaults of all keys, in recipe blocks but without `class_path` and `init_args`."""

@@ -1,11 +1,13 @@
 """Reinforcement learning: prompts, the answers that the network gives to them, and what rewards see of both."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
 from lmmods.data.base import Which
 from lmmods.data.batches.collate import Collator
@@ -72,6 +74,10 @@ class PromptData(PromptDataFields, ConversationData):
         """Return None: rows of prompts look like those of fine-tuning."""
         return None
 
+    def identity(self) -> dict[str, Any]:
+        tools = {"environment": fingerprints.joined([json.dumps(self.tools, sort_keys=True)])} if self.tools else {}
+        return {**super().identity(), **tools}
+
     # Prompts ---------------------------------------------------------------------------------------------------------
 
     def prompt(self, role: Role, place: int) -> Prompt:
@@ -107,7 +113,8 @@ class PromptData(PromptDataFields, ConversationData):
                                messages=[*before, {**last, "content": last["content"] + text}])  # type: ignore[typeddict-item]
         [ids] = self.prompt_encoder("messages").prompts_of([conversation])
         if len(ids) + self.new_tokens > self.max_length:
-            raise RowProblem(f"the prompt has {len(ids)} tokens with what was added, which leaves no room for an answer")
+            raise RowProblem(f"the prompt has {len(ids)} tokens with what was added, which leaves no room for an "
+                             "answer")
         return prompt._replace(ids=ids, conversation=conversation)
 
     def num_prompts(self, role: Role) -> int:
@@ -192,8 +199,8 @@ class PromptData(PromptDataFields, ConversationData):
         except RowProblem as problem:
             raise UserError(f"model.environment has tools, but {problem}") from problem
         if name not in self.tokenizer.decode(prompt):
-            raise UserError("model.environment has tools, but the chat template does not show them: name a file of Jinja "
-                            "that does as data.template.")
+            raise UserError("model.environment has tools, but the chat template does not show them: name a file of "
+                            "Jinja that does as data.template.")
 
     def _is_scored(self, item: dict[str, Any], role: str) -> bool:
         return True  # answers are

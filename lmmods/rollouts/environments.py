@@ -39,6 +39,7 @@ from lmmods.rollouts.reward_processes import (
 )
 
 KEY = "model.environment"
+ENVIRONMENT = "environment"  # name of its reward, and of why an answer has none
 RESET, SCORE = "reset", "get_reward"  # methods that are no tools
 LONGEST = 100_000  # characters of a text that are handed on
 
@@ -353,6 +354,7 @@ class Environments:
         self._is_closed = True
         for environment in self._open.values():
             environment.connection.close()
+        self._open.clear()
         how = self._first.end(seconds)  # and the forks
         self._folder.cleanup()
         return how
@@ -369,10 +371,5 @@ class Environments:
         try:
             return json.loads(self._first.connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise UserError(f"{KEY}: {self._path} {self.close(ENDING)}, of which all environments are forks.") from error
-
-
-def environment_facts(path: str, timeout: float) -> Facts:
-    """Return what the environments of an import path offer. Raises UserError as `Environments` does."""
-    with Environments(path, timeout, 1) as environments:
-        return environments.facts()
+            how = self.close(ENDING)
+            raise UserError(f"{KEY}: {self._path} {how}, of which all environments are forks.") from error

@@ -14,10 +14,12 @@ from lmmods.data.grpo import Prompt, PromptData
 from lmmods.recipe.rewards import read_rewards
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.advantages import advantages, spread
+from lmmods.rollouts.environments import ENVIRONMENT
 from lmmods.rollouts.policy import Drawn, Policy
 from lmmods.rollouts.rewards import Answered, Rewards, total
 from lmmods.rollouts.rollout import Answer, Group, Rollout, read_rollout, rollout_name, step_of
 from lmmods.rollouts.server import ServedPolicy, read_server, sampler_weights
+from lmmods.rollouts.turns import Turns
 from lmmods.runs.folder import RunFolder
 
 REFILL = 1  # in the seed of the order in which prompts replace others
@@ -46,11 +48,18 @@ class RolloutMaker:
     @cached_property
     def _rewards(self) -> Rewards:
         """Scores answers, in processes that start with the first ones."""
-        return Rewards(read_rewards(self._task.rewards), self._task.reward_timeout, self._task.reward_processes,
+        return Rewards(read_rewards(self._task.rewards or []), self._task.reward_timeout, self._task.reward_processes,
                        self._data.reward_scorers)
 
+    @cached_property
+    def _turns(self) -> Turns:
+        """Answers with an environment."""
+        return Turns(self._task, self._data, self._policy)
+
     def close(self) -> None:
-        """End the processes that score answers, and what a server keeps of the run."""
+        """End the processes that score answers and the environments, and what a server keeps of the run."""
+        if "_turns" in vars(self):
+            self._turns.close()
         if "_rewards" in vars(self):
             self._rewards.close()
         if isinstance(self._policy, ServedPolicy):
@@ -124,11 +133,14 @@ class RolloutMaker:
         task, data, began = self._task, self._data, time.perf_counter()
         numbers = None if greedy else draws(data.run_seed, [prompt.number for prompt in prompts], task.max_new_tokens,
                                             size, step)
-        drawn = self._policy.draw([prompt.ids for prompt in prompts for _ in range(size)], numbers, task.temperature,
-                                  task.max_new_tokens, data.stop_token_ids)
-        texts = data.tokenizer.batch_decode([each.tokens.tolist() for each in drawn], skip_special_tokens=True)
-        answers = [_answer(each, text) for each, text in zip(drawn, texts, strict=True)]
-        seconds["drawing"] += time.perf_counter() - began
+        if task.environment is not None:
+            prompts, answers = self._turns.answer(prompts, size, numbers, seconds)
+        else:
+            drawn = self._policy.draw([prompt.ids for prompt in prompts for _ in range(size)], numbers,
+                                      task.temperature, task.max_new_tokens, data.stop_token_ids)
+            texts = data.tokenizer.batch_decode([each.tokens.tolist() for each in drawn], skip_special_tokens=True)
+            answers = [_answer(each, text) for each, text in zip(drawn, texts, strict=True)]
+            seconds["drawing"] += time.perf_counter() - began
         asked = data.tokenizer.batch_decode([prompt.ids for prompt in prompts], skip_special_tokens=True)
         groups = [Group(prompt.number, prompt.ids, text, answers[place * size : (place + 1) * size])
                   for place, (prompt, text) in enumerate(zip(prompts, asked, strict=True))]
@@ -144,11 +156,18 @@ class RolloutMaker:
                   for prompt, group in zip(prompts, groups, strict=True) for answer in group.answers]
         answers = [answer for group in groups for answer in group.answers]
         scores = self._rewards.score(scored)
-        sums = total(scores.values, self._rewards.weights, scores.reasons)
-        for answer, values, reasons, reward in zip(answers, scores.values, scores.reasons, sums, strict=True):
+        names, weights, values = self._rewards.names, self._rewards.weights, scores.values
+        if self._data.is_scored_by_environment:
+            own = [np.nan if (value := answer.rewards[ENVIRONMENT]) is None else value for answer in answers]
+            names, weights = (*names, ENVIRONMENT), np.append(weights, 1.0)
+            values = np.column_stack([values, np.array(own, np.float32)])
+        for answer, reasons in zip(answers, scores.reasons, strict=True):
+            answer.reasons = {**reasons, **answer.reasons}
+        sums = total(values, weights, [answer.reasons for answer in answers])
+        for answer, row, reward in zip(answers, values, sums, strict=True):
             answer.rewards = {name: None if np.isnan(value) else float(value)
-                              for name, value in zip(self._rewards.names, values, strict=True)}
-            answer.reasons, answer.reward = dict(reasons), None if np.isnan(reward) else float(reward)
+                              for name, value in zip(names, row, strict=True)}
+            answer.reward = None if np.isnan(reward) else float(reward)
 
     def _score(self, groups: list[Group], seconds: dict[str, float]) -> None:
         """Set the columns of log-probabilities that training needs."""
@@ -263,6 +282,7 @@ def metrics(rollout: Rollout) -> dict[str, float]:
         "replaced_prompts": float(len(rollout.replaced)) if rollout.replaced else np.nan,
         "entropy": float(np.nanmean(tokens)) if len(tokens) and not np.isnan(tokens).all() else np.nan,
         "sampler_gap": _gap(answers),
+        **_tools(answers),
         **{f"seconds/{name}": value for name, value in rollout.seconds.items()},
     }
     return {name: value for name, value in found.items() if value == value}
@@ -289,6 +309,19 @@ def _passed(groups: list[Group], least: float) -> float:
     """Share of the prompts with an answer whose reward is at least `least`; those without any reward are left out."""
     best = [np.nanmax(group.rewards) for group in groups if not np.isnan(group.rewards).all()]
     return float(np.mean([value >= least for value in best])) if best else np.nan
+
+
+def _tools(answers: list[Answer]) -> dict[str, float]:
+    """Mean turns and calls of tools of answers with an environment, and shares of calls that failed or were cut."""
+    used = [answer.tools for answer in answers if answer.tools]
+    counts = {name: sum(tools[name] for tools in used) for name in (used[0] if used else ())}
+    calls = counts.get("calls")
+    return {
+        "turns": counts["turns"] / len(used) if used else np.nan,
+        "tool_calls": calls / len(used) if used else np.nan,
+        "tool_failures": counts["failures"] / calls if calls else np.nan,
+        "tool_cuts": counts["cut"] / calls if calls else np.nan,
+    }
 
 
 def _gap(answers: list[Answer]) -> float:

@@ -42,6 +42,9 @@ class Answer:
         reasons: Why rewards are missing, by name.
         reward: Their weighted sum; None if the answer cannot be scored.
         columns: `old_logps`, `reference_logps` and `sampler_weights`, [T] float32, as far as training needs them.
+        tools: With an environment how many `turns` the model had, `calls` it made, how many of them were `failures`,
+            and of how many the tool's answer was `cut`.
+        whole: With an environment all of it as text, with special tokens.
     """
 
     tokens: np.ndarray
@@ -54,6 +57,8 @@ class Answer:
     reasons: dict[str, str] = field(default_factory=dict)
     reward: float | None = None
     columns: dict[str, np.ndarray] = field(default_factory=dict)
+    tools: dict[str, int] = field(default_factory=dict)
+    whole: str | None = None
 
 
 @dataclass
@@ -152,7 +157,8 @@ class Rollout:
         # Without the seconds: a rollout that is made again is the same file.
         told = {"version": VERSION, "step": self.step, "replaced": self.replaced,
                 "prompts": [group.text for group in self.groups],
-                "answers": [[answer.text, answer.rewards, answer.reasons] for answer in answers]}
+                "answers": [[answer.text, answer.rewards, answer.reasons,
+                             *([answer.tools, answer.whole] if answer.tools else [])] for answer in answers]}
         write_text(folder / f"{self.name}.jsonl", "".join(
             json.dumps(line, ensure_ascii=False) + "\n" for line in self.lines()))
         write_bytes(folder / f"{self.name}.safetensors", save(arrays, {"rollout": json.dumps(told)}))
@@ -162,7 +168,8 @@ class Rollout:
         return [{"prompt": group.prompt, "sample": number, "asked": group.text, "answer": answer.text,
                  "reward": answer.reward, "rewards": answer.rewards,
                  **({"missing": answer.reasons} if answer.reasons else {}),
-                 "advantage": float(group.advantages[number]), "tokens": len(answer.tokens), "ended": answer.ended}
+                 "advantage": float(group.advantages[number]), "tokens": len(answer.tokens), "ended": answer.ended,
+                 **({**answer.tools, "conversation": answer.whole} if answer.tools else {})}
                 for group in self.groups for number, answer in enumerate(group.answers)]
 
 
@@ -199,8 +206,8 @@ def read_rollout(folder: Path, name: str) -> Rollout:
         Answer(*(columns[name][place] for name in BY_TOKEN[:3]), columns["drawn"][place].astype(bool),
                bool(arrays["ended"][place]), text, rewards, reasons,
                None if np.isnan(arrays["rewards"][place]) else float(arrays["rewards"][place]),
-               {name: columns[name][place] for name in COLUMNS if name in columns})
-        for place, (text, rewards, reasons) in enumerate(told["answers"])]
+               {name: columns[name][place] for name in COLUMNS if name in columns}, *more)
+        for place, (text, rewards, reasons, *more) in enumerate(told["answers"])]
     size = len(answers) // max(len(prompts), 1)
     parts = [slice(place * size, (place + 1) * size) for place in range(len(prompts))]
     groups = [Group(int(prompt), ids.tolist(), text, answers[part], arrays["advantages"][part])

@@ -190,6 +190,8 @@ def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) 
             model[key] = {"path": name, "revision": None if key == "adapter" else revision}
             if facts or reads_model:
                 model[key] |= model_facts(name, model[key]["revision"], key == "adapter", key != "config")
+    if model.get("environment") is not None:
+        model["environment"] = {"class": model["environment"], "content": facts.get("environment")}
     limit = tree["trainer"].get("limit_train_batches")
     if isinstance(limit, float) and limit == 1:  # all batches, the default
         tree["trainer"]["limit_train_batches"] = None

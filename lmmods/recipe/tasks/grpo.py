@@ -58,9 +58,10 @@ class GRPOFields(CausalFields):
         importance_sampling_cap: With a server: weigh tokens by the ratio of their probabilities here and there, at most
             this; null does not.
         keep_rollouts: How many rollouts to keep on disk beside those that checkpoints need; null keeps all.
-        environment: Import path of an environment that answers may use: `my.module.Environment`. Command line must
-            trust it (`--trust_recipe_code true`).
-        max_turns: Most answers of a conversation with an environment.
+        environment: Import path of an environment whose tools answers may use: `my.module.Environment`. The command
+            line must trust it (`--trust_recipe_code true`).
+        max_turns: Most turns of the model in an answer with an environment; all of them, and what tools say, come to
+            `max_new_tokens` at most.
     """
 
     takes: ClassVar[str] = "PromptData"
@@ -118,9 +119,9 @@ class GRPOFields(CausalFields):
                 "model.importance_sampling_cap", self.importance_sampling_cap, "null, or more than 0")
         require(self.importance_sampling_cap is None or self.rollouts is not None, "model.importance_sampling_cap",
                 self.importance_sampling_cap, "null without model.rollouts, as the network itself draws the answers")
-        if not self.rewards:
+        if not self.rewards and self.environment is None:
             raise UserError("model.rewards is empty: name at least one, for example [{name: exact_match}]")
-        read_rewards(self.rewards)
+        read_rewards(self.rewards or [])
         _ = self.policy_loss  # checks its settings
 
     @classmethod
