@@ -252,7 +252,7 @@ class Environments:
         try:
             self._first.connection.send(path)
             is_late = not self._first.connection.poll(LOADING)
-            reason = f"took longer than {LOADING:g} s" if is_late else self._told()
+            reason = f"it took longer than {LOADING:g} s" if is_late else self._told()
             if reason is not None:
                 raise UserError(f"{KEY}: {path} cannot be imported: {reason}")
         except BaseException:
@@ -340,8 +340,7 @@ class Environments:
             return ""
         environment = self._open.pop(number)
         environment.connection.close()
-        self._first.connection.send((environment.pid, seconds))
-        return self._told()
+        return self._told((environment.pid, seconds))
 
     def close(self, seconds: float = 0.0) -> str:
         """End all processes and what they have started, at once or after the first had some seconds to end by itself.
@@ -361,14 +360,16 @@ class Environments:
 
     def _forked(self) -> _Environment:
         ours, theirs = Pipe()
-        self._first.connection.send((None, 0.0))
-        send_handle(self._first.connection, theirs.fileno(), self._first.pid)
-        theirs.close()
-        return _Environment(ours, self._told())
+        with theirs:
+            return _Environment(ours, self._told((None, 0.0), theirs.fileno()))
 
-    def _told(self) -> Any:
-        """Return the next message of the first process. Raises UserError if it has ended."""
+    def _told(self, message: Any = None, handle: int | None = None) -> Any:
+        """Send a message, if any, to the first process, and return its next one. Raises UserError if it has ended."""
         try:
+            if message is not None:
+                self._first.connection.send(message)
+            if handle is not None:
+                send_handle(self._first.connection, handle, self._first.pid)
             return json.loads(self._first.connection.recv_bytes())
         except (EOFError, OSError) as error:
             how = self.close(ENDING)

@@ -1,0 +1,175 @@
+"""Environments that hang, crash or lie: only their answer ends, with a reason, and no process is left."""
+
+import os
+import time
+
+import pytest
+from transformers.utils import get_json_schema
+
+from lmmods.core.errors import UserError
+from lmmods.recipe.trust import ForeignCode, trusting
+from lmmods.rollouts.environments import LONGEST, Environments, Facts, Reply, Request
+from tests.rollouts import hostile_environments as hostile
+from tests.rollouts.test_reward_processes import all_end
+
+PATH = "tests.rollouts.hostile_environments"
+
+
+def environments(name: str = "Counter", timeout: float = 20.0, count: int = 2) -> Environments:
+    with trusting(True):
+        return Environments(f"{PATH}.{name}", timeout, count)
+
+
+@pytest.fixture(scope="module")
+def counters():
+    with environments() as made:
+        yield made
+
+
+def asked(counters: Environments, *requests: tuple[str, dict]) -> list[Reply]:
+    [replies] = counters.ask({0: [Request(*each) for each in requests]}).values()
+    counters.end(0)
+    return replies
+
+
+def misbehaving(counters: Environments, how: str) -> tuple[Reply, Reply | None]:
+    """Replies of one that misbehaves and then adds, and of another beside it that only adds."""
+    add = Request("add", {"number": 2})
+    replies = counters.ask({0: [Request("misbehave", {"how": how}), add], 1: [add]})
+    for number in (0, 1):
+        counters.end(number)
+    assert replies[1] == [Reply("2")]
+    return replies[0][0], next(iter(replies[0][1:]), None)
+
+
+@pytest.mark.slow  # transformers imports torch for the schemas
+@pytest.mark.parametrize("name", ["Counter", "factory"])
+def test_methods_are_tools(name):
+    with environments(name) as made:
+        facts = made.facts()
+    counter = hostile.Counter()
+    assert facts == Facts([get_json_schema(each) for each in (counter.add, counter.later, counter.misbehave)], True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "message"), [
+    ("NoReset", "TypeError: NoReset has no method reset"),
+    ("Untyped", "TypeError: add cannot be a tool: Argument number is missing a type hint in function add"),
+    ("broken_factory", "OSError: no display")])
+def test_what_is_no_environment_is_refused(name, message):
+    with environments(name) as made, pytest.raises(UserError) as caught:
+        made.facts()
+    assert str(caught.value) == f"model.environment: {PATH}.{name}: {message}"
+
+
+@pytest.mark.slow
+def test_an_environment_may_have_neither_tools_nor_a_reward():
+    with environments("Silent") as made:
+        assert made.facts() == Facts([], False)
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    ("tests.rollouts.nowhere.A", "cannot be imported: ModuleNotFoundError: No module named 'tests.rollouts.nowhere'"),
+    (f"{PATH}.Missing", f"cannot be imported: ImportError: {PATH} has no Missing"),
+    (f"{PATH}.NUMBER", "cannot be imported: TypeError: it is no class or function, but int")])
+def test_a_wrong_path_is_refused(path, message):
+    with trusting(True), pytest.raises(UserError) as caught:
+        Environments(path, 1.0, 1)
+    assert str(caught.value) == f"model.environment: {path} {message}"
+
+
+def test_an_environment_must_be_trusted():
+    with pytest.raises(ForeignCode, match=r"^model\.environment: .*Nothing of it has run.*--trust_recipe_code true"):
+        Environments(f"{PATH}.Counter", 1.0, 1)
+
+
+def test_calls_of_an_environment_share_its_state(counters):
+    assert asked(counters, ("reset", {"target": 7, "other": 1}), ("add", {"number": 3}),
+                 ("later", {"number": 2, "times": [1, 1]}), ("get_reward", {})) == [
+        Reply(), Reply("3"), Reply('{"total": 7, "ä": null}'), Reply(1.0)]
+    # and with no other
+    assert asked(counters, ("add", {"number": 1}), ("get_reward", {})) == [Reply("1"), Reply(0.0)]
+
+
+def test_all_begin_in_the_same_state(counters):
+    replies = counters.ask({number: [Request("reset", {"hint": "random"})] for number in range(3)})
+    pids = counters.pids
+    for number in range(3):
+        counters.end(number)
+    assert replies[0] == replies[1] == replies[2] and replies[0][0].value.startswith(" Random: 0.")
+    assert len(pids) == 4 and all_end(pids[1:]) and counters.pids == pids[:1]
+
+
+@pytest.mark.parametrize(("how", "error"), [
+    ("leaves", "SystemExit: gone"), ("raises", "ValueError: no"), ("eats", "took more than 4 GiB of memory")])
+def test_an_exception_is_told(counters, how, error):
+    assert misbehaving(counters, how) == (Reply(error=error), Reply("2"))
+
+
+@pytest.mark.parametrize(("how", "error"), [
+    ("exits", "ended its process with status 3"), ("kills", "ended its process by signal 9 (Killed)")])
+def test_a_crash_ends_the_environment_alone(counters, how, error):
+    assert misbehaving(counters, how) == (Reply(error=error, has_ended=True), None)
+
+
+def test_a_call_that_hangs_ends_its_environment_alone():
+    with environments(timeout=0.5) as counters:
+        counters.ask({number: [Request("add", {"number": 0})] for number in (0, 1)})
+        start = time.monotonic()
+        assert misbehaving(counters, "sleeps") == (Reply(error="took longer than 0.5 s", has_ended=True), None)
+        assert time.monotonic() - start < 5
+        assert asked(counters, ("reset", {"hint": "sleeps"}))[0].has_ended
+        pids = counters.pids
+    assert all_end(pids)
+
+
+@pytest.mark.parametrize(("how", "value"), [("half", "a?b"), ("object", "{1, 2}"), ("forks", "two"), ("x", "x")])
+def test_results_become_text(counters, how, value):
+    assert misbehaving(counters, how) == (Reply(value), Reply("2"))
+
+
+def test_a_flood_is_cut(counters):
+    flood = "flood " * 100_000
+    assert misbehaving(counters, "floods")[0] == Reply(flood[:LONGEST], left_out=len(flood) - LONGEST)
+
+
+def test_what_a_tool_starts_ends_with_its_environment(counters):
+    started = int(misbehaving(counters, "starts")[0].value)
+    assert all_end([started])
+
+
+@pytest.mark.parametrize(("total", "reply"), [
+    (666, Reply(error="returned nan")), (667, Reply(error="RuntimeError: no reward")), (668, Reply())])
+def test_rewards_that_are_missing(counters, total, reply):
+    assert asked(counters, ("add", {"number": total}), ("get_reward", {}))[1] == reply
+
+
+def test_wrong_arguments_are_told(counters):
+    assert asked(counters, ("add", {"numbers": 1}))[0].error == (
+        "TypeError: Counter.add() got an unexpected keyword argument 'numbers'")
+    assert asked(counters, ("reset", {"hint": "raises"}))[0].error == "LookupError: no such hint"
+    assert asked(counters, ("reset", {"hint": 3}))[0].error == "reset returned int, but must return a text or None"
+
+
+def test_many_share_few_calls_at_once():
+    with environments(count=3) as counters:
+        replies = counters.ask({number: [Request("add", {"number": number})] * 2 for number in range(40)})
+        assert replies == {number: [Reply(f"{number}"), Reply(f"{2 * number}")] for number in range(40)}
+        pids = counters.pids
+    assert len(pids) == 41 and all_end(pids)
+
+
+def test_none_is_left_when_the_trainer_is_interrupted(monkeypatch):
+    with environments(count=1) as counters:
+        monkeypatch.setattr("lmmods.rollouts.environments.wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            counters.ask({0: [Request("misbehave", {"how": "sleeps"})], 1: []})
+        monkeypatch.undo()
+        assert asked(counters, ("add", {"number": 1})) == [Reply("1")]  # of a new one
+
+
+def test_the_end_of_the_first_process_is_told():
+    with environments() as counters:
+        os.kill(counters.pids[0], 9)
+        with pytest.raises(UserError, match=r"ended its process by signal 9 \(Killed\), of which all environments are"):
+            counters.ask({0: [Request("add", {"number": 1})]})
