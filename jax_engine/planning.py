@@ -18,17 +18,19 @@ from jax.experimental import topologies
 
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.interface import Parallel
+from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.tree import Tree, flatten, merge, new_state
 from jax_engine.memory import compile_step
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.base import Task
+from jax_engine.tasks.reference import without_copies
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
 from lmmods.core.labels import has_tokens
 from lmmods.core.memory import score_flops
-from lmmods.core.plan import StepPlan, Traffic, Variant
+from lmmods.core.plan import Drawing, StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
 
 PREALLOCATED = 0.75  # fraction of a GPU's memory that XLA takes by default
@@ -110,7 +112,26 @@ class Planner:
         return StepPlan(
             self.on, "simulated" if self.on.is_simulated else "compiled", found.parts, parts, found.available,
             found.refusal, traffic, self._flops(task, trainable, frozen, rows, variant.accumulated),
-            task.network.build.dtype.name, tokens, parallel.data_parallel_size, notes, kernels=_kernels(programs))
+            task.network.build.dtype.name, tokens, parallel.data_parallel_size, notes, kernels=_kernels(programs),
+            drawing=self._drawing(task, parallel, merge(trainable, without_copies(frozen)), variant))
+
+    def _drawing(self, task: Task, parallel: Parallel, params: Tree, variant: Variant) -> Drawing | None:
+        """Return the drawing of a process's answers: on one of its devices, or on all of a mesh of one process.
+
+        There is taken to be a process for each group of linked devices.
+        """
+        rows = variant.rows * variant.accumulated * parallel.data_parallel_size
+        drawn, config = task.drawn_answers(rows, self.data.eval_batch_size), task.network.config
+        if drawn is None:
+            return None
+        processes = -(-self.on.num_devices // self.on.kind.per_node) if self.on.kind else 1
+        looked_up = None if config.tie_word_embeddings else ("embed", "tokens", "weight")
+        weights = [(".".join(path), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf)))
+                   for path, leaf in flatten(params).items() if path != looked_up]
+        length = self.data.max_length
+        return Drawing.of(config, -(-drawn.answers // processes), task.answers_at_once(length, self.on.memory),
+                          drawn.steps, (length, task.new_tokens), task.network.build.dtype.itemsize, weights,
+                          self.on.num_devices if isinstance(parallel, ShardedMesh) and processes == 1 else 1)
 
     def _room(self) -> float:
         return self.on.room(float(os.environ.get(FRACTION, PREALLOCATED)))
@@ -119,6 +140,8 @@ class Planner:
         """Return the FLOPs of a step per device, including recomputation."""
         arch, tokens = task.network.arch, rows["input_ids"]
         trained, forward_alone = task.passes()
+        if drawn := task.drawn_answers(1, 1):
+            forward_alone -= drawn.answers / drawn.steps  # drawing has a bound of its own
         # Counted without trained parameters, FLOPs are 4 per weight: half of them are the forward pass.
         step, forward = task.flops_per_token(trainable, frozen), task.flops_per_token({}, merge(trainable, frozen)) / 2
         again = task.network.remat == "full"

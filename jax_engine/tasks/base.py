@@ -144,6 +144,15 @@ class Task(TaskFields, ABC):
         """Return the fraction of a step's tokens trained on, and the number of additional forward passes."""
         return 1.0, 0.0
 
+    def answers_at_once(self, length: int, memory: float) -> int:
+        """Return how many answers a device draws at once, in a task that trains on its own answers.
+
+        Args:
+            length: Longest prompt with its answer in tokens.
+            memory: Bytes of the device.
+        """
+        raise NotImplementedError
+
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:

@@ -25,7 +25,7 @@ from jax_engine.tasks.reference import Reference, ReferencedTask, without_copies
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.rollouts import Place
-from lmmods.data.grpo import ROW_COLUMNS, PromptData
+from lmmods.data.grpo import PromptData
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
 from lmmods.rollouts.policy import Drawn, Row
@@ -48,6 +48,7 @@ class GRPO(GRPOFields, ReferencedTask):
         self._loss = self.policy_loss
         self.metric_names = self._loss.metric_names
         self._run: Any = None
+        self._prompts: Any = None
         self._asked: list[int] = []  # prompts of the current evaluation that are this process's
 
     def link(self, datamodule: Any) -> None:
@@ -55,7 +56,7 @@ class GRPO(GRPOFields, ReferencedTask):
             raise UserError("model.class_path is GRPO, which answers prompts: set data.class_path to PromptData.")
         datamodule.plan = plan_of(self, datamodule.shuffle, datamodule.seed)
         datamodule.token_columns = token_columns(self)
-        datamodule.begin_rollout = self._begin_rollout
+        datamodule.begin_rollout, self._prompts = self._begin_rollout, datamodule
 
     def begin(self, run: Any) -> None:
         self._run = run
@@ -80,11 +81,7 @@ class GRPO(GRPOFields, ReferencedTask):
     def _begin_rollout(self, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]]:
         if self._run is not None:
             return self._maker.begin(place, name)
-        # Nothing trains, as in inspect: answers stand for those of which only the columns matter.
-        item = {"input_ids": np.zeros(2, np.int32), "labels": np.array([IGNORED, 0], np.int32), "row": 0,
-                **dict.fromkeys(ROW_COLUMNS, 0.0),
-                **{column: np.zeros(2, np.float32) for column in token_columns(self)}}
-        return "", [item] * (len(place.prompts) * self.num_generations)
+        return "", self._prompts.stand_ins(place, self.num_generations)  # nothing trains, as in inspect
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -124,6 +121,9 @@ class GRPO(GRPOFields, ReferencedTask):
         forward = (self.rollouts is None) + len({"old_logps", "reference_logps"} & {*token_columns(self)})
         return 1.0, forward / self.num_iterations
 
+    def answers_at_once(self, length: int, memory: float) -> int:
+        return answers_at_once(self.network, length, memory)
+
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
@@ -143,6 +143,19 @@ class GRPO(GRPOFields, ReferencedTask):
 SHARE, LOGITS = 1 / 4, 4
 
 
+def answers_at_once(network: Network, length: int, memory: float) -> int:
+    """Return how many answers to draw at once: a power of two, so that few shapes are compiled.
+
+    Args:
+        length: Longest prompt with its answer in tokens.
+        memory: Bytes of a device.
+    """
+    cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize
+                for leaf in jax.tree.leaves(jax.eval_shape(lambda: network.init_cache(1, length))))
+    logits = 4 * LOGITS * network.config.vocab_size
+    return 1 << int(math.log2(max(SHARE * memory / (cache + logits), 1)))
+
+
 class JaxPolicy:
     """The network of a run in training, as `lmmods.rollouts.policy.Policy`.
 
@@ -160,20 +173,13 @@ class JaxPolicy:
         run, network = self._run, self._run.task.network
         # A collective call, so before anything that depends on the prompts. The replica is freed afterwards.
         params = Weights(run.parallel, run.weights.trainable, without_copies(run.weights.frozen)).replica
-        at_once, found = self._at_once(max((len(prompt) for prompt in prompts), default=0) + max_new_tokens), []
+        length, found = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens, []
+        at_once = answers_at_once(network, length, at_hand().memory)
         for start in range(0, len(prompts), at_once):
             part = slice(start, start + at_once)
             found += draw(network, params, prompts[part], None if numbers is None else numbers[part], temperature,
                           max_new_tokens, ends, run.data.tokenizer.pad_token_id)
         return found
-
-    def _at_once(self, length: int) -> int:
-        """Return how many answers to draw at once: a power of two, so that few shapes are compiled."""
-        network = self._run.task.network
-        cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize
-                    for leaf in jax.tree.leaves(jax.eval_shape(lambda: network.init_cache(1, length))))
-        logits = 4 * LOGITS * network.config.vocab_size
-        return 1 << int(math.log2(max(SHARE * at_hand().memory / (cache + logits), 1)))
 
     def logps(self, rows: Sequence[Row], temperature: float, reference: bool = False) -> list[np.ndarray]:
         run, steps = self._run, self._run.steps

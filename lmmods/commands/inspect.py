@@ -56,8 +56,8 @@ def _compare(setup: "Setup", num_rows: int) -> None:
 
     # JAX would preallocate most of the GPU's memory and leave too little for torch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    tree = setup.whole()
-    _check_comparable(_measuring(tree, "jax").model)
+    tree, others = setup.whole(), setup.model.not_compared
+    _check_comparable(_measuring(tree, "jax", others).model)
     rows = first_rows(setup.datamodule, num_rows)
     _say_settings(tree, rows)
     with tempfile.TemporaryDirectory() as root:
@@ -65,7 +65,7 @@ def _compare(setup: "Setup", num_rows: int) -> None:
         for folder in folders:
             folder.mkdir()
             # Built only now: objects that exist while data are encoded are exempt from garbage collection.
-            one = _measuring(tree, folder.name)
+            one = _measuring(tree, folder.name, others)
             one.trainer.measure(one.model, setup.datamodule, rows, folder)
             del one
             setup.datamodule.trainer = None
@@ -80,18 +80,19 @@ def _compare(setup: "Setup", num_rows: int) -> None:
     say("Parity: pass. On these rows both engines compute the same with this model, up to rounding.")
 
 
-def _measuring(tree: dict[str, Any], engine: str) -> "Setup":
+def _measuring(tree: dict[str, Any], engine: str, others: tuple[str, ...]) -> "Setup":
     """Build a recipe on one engine, in float32 on one device, with the keys that both engines have.
 
     Args:
         tree: The recipe as plain values.
+        others: Keys of the task that have their defaults, too.
     """
     from lmmods.commands.setup import Setup, short_name
 
     model, data = ({**tree[part], "class_path": short_name(tree[part]["class_path"])} for part in ("model", "data"))
     fields = dict(model["init_args"])
     trusts = fields.pop("trust_remote_code", False)
-    for name in (*NEUTRAL, *(["reference"] if fields.get("reference") == "cache" else [])):
+    for name in (*NEUTRAL, *others, *(["reference"] if fields.get("reference") == "cache" else [])):
         fields.pop(name, None)
     fields["gradient_checkpointing"] = bool(fields.get("gradient_checkpointing"))
     if fields.get("attention") not in ("sdpa", "eager"):

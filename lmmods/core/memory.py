@@ -104,6 +104,26 @@ def score_flops(length: int, windows: Iterable[int | None], features: int, causa
     return sum(4 * features * pairs(window) for window in windows)
 
 
+def cache_tokens(config: Any, length: int) -> int:
+    """Return the tokens, summed over the layers, whose keys and values a text of `length` tokens has in memory.
+
+    Args:
+        config: transformers configuration.
+    """
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    window = min(length, getattr(text, "sliding_window", None) or length)
+    known = {"full_attention": length, "sliding_attention": window}
+    return sum(known.get(kind, 0) for kind in kinds)  # others keep a state of fixed size
+
+
+def cache_bytes(config: Any, itemsize: int) -> int:
+    """Return the bytes of the key and value of a token in a layer; architectures that compress them take less."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return 2 * itemsize * heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory of a step.
 

@@ -1,11 +1,12 @@
 """Requirements of a training step on devices that need not be present, and estimates for the whole run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
-from lmmods.core.memory import GIB, Method, StepMemory
+from lmmods.core.memory import GIB, Method, StepMemory, cache_bytes, cache_tokens
 from lmmods.core.settings import LoRA
 
 # compiled: from the target's own compiler. simulated: counted in the program of simulated devices of this machine, or
@@ -94,6 +95,61 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """Drawing of the answers that training needs, on a device.
+
+    Args:
+        answers: Answers that the device draws.
+        at_once: Answers drawn together.
+        steps: Optimiser steps that train on them.
+        new_tokens: Tokens of each.
+        weights: Bytes of the weights, which are read for each token of the answers drawn together.
+        cache: Bytes of keys and values that are read to draw an answer.
+        held: Bytes of keys and values of a whole answer with its prompt.
+        gathered: Bytes of the weights if each of `group` devices has a part of them, which it sends for each token.
+    """
+
+    answers: int
+    at_once: int
+    steps: int
+    new_tokens: int
+    weights: float
+    cache: float
+    held: float
+    gathered: float = 0.0
+    group: int = 1
+
+    @staticmethod
+    def of(config: Any, answers: int, at_once: int, steps: int, lengths: tuple[int, int], itemsize: int,
+           weights: Iterable[tuple[str, float]], over: int = 1) -> "Drawing":
+        """Return the drawing of answers of full length to prompts that are as long as they may be.
+
+        Args:
+            config: transformers configuration.
+            lengths: Tokens of a prompt with its answer, and of the answer alone.
+            itemsize: Bytes of an element of a key or value.
+            weights: Names and bytes of all weights that are read, of which experts have `experts` in their names.
+            over: Devices that share the work on each answer.
+        """
+        at_once, (length, new_tokens), size = min(at_once, answers), lengths, cache_bytes(config, itemsize)
+        mixture = mixture_of(config)
+        share = 1.0 if mixture is None else min(at_once * mixture.per_token / mixture.num, 1.0)
+        read = sum(num_bytes * (share if "experts" in name else 1) for name, num_bytes in weights)
+        tokens = sum(cache_tokens(config, number) for number in range(length - new_tokens, length))
+        return Drawing(answers, at_once, steps, new_tokens, read / over, size * tokens / over,
+                       size * cache_tokens(config, length) / over)
+
+    def seconds(self, target: Target) -> float | None:
+        """Return the least time of it for an optimiser step; None if the target's figures are unknown."""
+        passes = -(-self.answers // self.at_once) * self.new_tokens
+        read = target.streams(passes * self.weights + self.answers * self.cache)
+        if read is None:
+            return None
+        sent = passes * self.gathered * (self.group - 1) / self.group / target.link(self.group)
+        return max(read, sent) / self.steps
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Requirements of an optimiser step on each device.
 
@@ -111,6 +167,7 @@ class StepPlan:
         counted: Source of `flops`.
         kernels: Number of calls of each fused attention kernel in the programs.
         method: How `memory` was found.
+        drawing: Answers that are drawn for it, if any; their time comes on top of `bounds`.
     """
 
     target: Target
@@ -128,6 +185,7 @@ class StepPlan:
     counted: Source = "assumed"
     kernels: dict[str, int] = field(default_factory=dict)
     method: Method = "compiled by XLA"
+    drawing: Drawing | None = None
 
     @property
     def step_memory(self) -> StepMemory:
@@ -179,12 +237,23 @@ class StepPlan:
             yield _line(kind, self.source, f"{found.count} a step, {_size(found.num_bytes)} among "
                         f"{found.group} devices")
         yield _line("arithmetic of a step", self.counted, f"{self.flops / 1e12:,.3g} TFLOP on each device")
+        if self.drawing:
+            drawn = self.drawing
+            yield _line("answers", "assumed", f"{drawn.answers} on each device that draws, for "
+                        f"{drawn.steps} step{'s' if drawn.steps > 1 else ''}, {drawn.at_once} at once, whose keys and "
+                        f"values take {_size(drawn.at_once * drawn.held)}")
         if bounds := self.bounds():
-            seconds = max(bounds.values())
             each = ", ".join(f"{name} {_time(value)}" for name, value in bounds.items())
+            drawing = self.drawing.seconds(self.target) if self.drawing else 0.0
+            seconds = max(bounds.values()) + drawing
+            if drawing:
+                each = f"{_time(max(bounds.values()))} to train: {each}; {_time(drawing)} to draw answers"
             yield _line("a step takes at least", "assumed", f"{_time(seconds)} ({each})")
             yield _line("so at most", "assumed", f"{self.num_tokens / seconds:,.0f} tokens per second, "
                         f"{self.num_tokens:,} a step")
+            if drawing:
+                yield _line("drawing takes at least", "assumed", f"{drawing / seconds:.0%} of it, if all answers have "
+                            f"{self.drawing.new_tokens} tokens, each of which reads the weights and the cache")
             if num_steps is not None:
                 hours = num_steps * seconds / 3600 * self.target.num_devices
                 yield _line("the whole run at least", "assumed", f"{num_steps:,} steps, {_time(num_steps * seconds)}, "

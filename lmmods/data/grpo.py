@@ -5,10 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
+from lmmods.core.labels import IGNORED
 from lmmods.data.base import Which
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.loader import EvaluationLoader
@@ -53,16 +55,16 @@ class PromptData(PromptDataFields, ConversationData):
 
     Attributes:
         plan: Makes the division of epochs into rollouts from the prompts and the answers of a step. Set by the engine,
-            like `begin_rollout`, before training.
-        begin_rollout: As in `RolloutLoader`.
+            like `begin_rollout`, before training; without, a prompt has one answer.
+        begin_rollout: As in `RolloutLoader`; None takes stand-ins for answers.
         token_columns: Further columns of answers, [T] float32 each.
         reward_scorers: Reward models by the label of their reward.
         tools: Specifications of the tools of `model.environment`, which all prompts show. Set before rows are encoded.
         is_scored_by_environment: True if `model.environment` gives a reward.
     """
 
-    plan: Callable[[int, int], RolloutPlan]
-    begin_rollout: Callable[[Place, str | None], tuple[str, list[dict[str, Any]]]]
+    plan: Callable[[int, int], RolloutPlan] | None = None
+    begin_rollout: Callable[[Place, str | None], tuple[str, list[dict[str, Any]]]] | None = None
     left_over = "for_rewards"
     token_columns: tuple[str, ...] = ()
     reward_scorers: dict[str, Callable[[list[Any]], list[float | None]]] | None = None
@@ -129,12 +131,33 @@ class PromptData(PromptDataFields, ConversationData):
             raise UserError("trainer.overfit_batches is not for reinforcement learning, whose batches are drawn anew: "
                             "set data.source to a few rows with its `limit`")
         shard = replace(self._shard(), num_workers=0)  # workers would not see the rollouts
-        plan = self.plan(self.num_prompts("train"), self.batch_size * shard.batches_per_step)
-        self._loader = RolloutLoader(plan, self.collator(), shard, self.batch_size, self.begin_rollout)
+        num_prompts, rows = self.num_prompts("train"), self.batch_size * shard.batches_per_step
+        plan = RolloutPlan(num_prompts, 1, rows) if self.plan is None else self.plan(num_prompts, rows)
+        begin = self.begin_rollout or (lambda place, _: ("", self.stand_ins(place, plan.num_generations)))
+        self._loader = RolloutLoader(plan, self.collator(), shard, self.batch_size, begin)
         if self._position is not None:
             self._loader.load_state_dict(self._position)
             self._position = None
         return self._loader
+
+    def stand_ins(self, place: Place, size: int) -> list[dict[str, Any]]:
+        """Return items in place of the answers of a rollout, where nothing is drawn.
+
+        An answer is the beginning of its prompt, with an advantage of 1 or -1; columns of log-probabilities are 0.
+
+        Args:
+            size: Answers to each prompt.
+        """
+        found = []
+        for prompt in place.prompts.tolist():
+            ids = self._rows("train")[prompt]["input_ids"]
+            answer = ids[: max(self.max_length - len(ids), 1)]
+            item = {"input_ids": np.concatenate([ids, answer]).astype(np.int32),
+                    "labels": np.concatenate([np.full(len(ids), IGNORED), answer]).astype(np.int32), "idle_weight": 0.0}
+            columns = {name: np.zeros(len(item["input_ids"]), np.float32) for name in self.token_columns}
+            found += [{**item, **columns, "row": prompt * size + number,
+                       "advantages": (-1.0) ** (prompt * size + number)} for number in range(size)]
+        return found
 
     def val_dataloader(self) -> EvaluationLoader | list:
         return self._prompts_of("val") if "val" in self._splits.sets else []

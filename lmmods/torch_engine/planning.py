@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
 from lmmods.core.labels import has_tokens
 from lmmods.core.memory import STATE_BYTES
-from lmmods.core.plan import StepPlan, Traffic, Variant
+from lmmods.core.plan import Drawing, StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
 from lmmods.torch_engine.compat.bitsandbytes import outline_template
 from lmmods.torch_engine.compat.lightning import give_mesh
@@ -238,9 +239,19 @@ class Planner:
         data.trainer = trainer
         data.prepare_data()
         data.setup("fit")
+        task.link(data)
+        accumulated = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches *= self._num_ranks(strategy)  # for a step of all ranks, of which this is one
         self._loader = data.train_dataloader()
+        trainer.accumulate_grad_batches = accumulated
         self.example = next(iter(self._loader))
         self._check()
+
+    def _num_ranks(self, strategy: Any) -> int:
+        """Return the micro-batches that the target computes in parallel."""
+        sharers = ((strategy.tensor_parallel_size, strategy.context_parallel_size) if isinstance(strategy, FSDP2)
+                   else (1, 1))
+        return max(self.on.num_devices // math.prod(sharers), 1)
 
     def _precision(self, asked: str) -> str:
         if asked != "auto":
@@ -365,7 +376,25 @@ class Planner:
         return StepPlan(
             self.on, "simulated", {part: memory[part] for part in PARTS if part in memory}, {}, self.on.room(ROOM),
             None, traffic, flops, dtype, num_batches * batch["input_ids"].numel() * data_ranks, data_ranks,
-            self._notes(task, optimizer), "simulated", method="counted on fake tensors")
+            self._notes(task, optimizer), "simulated", method="counted on fake tensors",
+            drawing=self._drawing(task, variant, is_sharded))
+
+    def _drawing(self, task: TaskModule, variant: Variant, is_sharded: bool) -> Drawing | None:
+        """Return the drawing of a rank's answers, which processes that share micro-batches draw alike."""
+        drawn = task.drawn_answers(variant.rows * variant.accumulated, self.data.eval_batch_size)
+        if drawn is None:
+            return None
+        model, itemsize = task.model, COMPUTE_DTYPES[self.precision].itemsize
+        looked_up = None if model.config.tie_word_embeddings else model.get_input_embeddings().weight
+        weights = [(name, param.numel() * param.element_size()) for name, param in model.named_parameters()
+                   if param is not looked_up]
+        found = Drawing.of(model.config, *drawn, (self.data.max_length, task.new_tokens), itemsize, weights)
+        if not is_sharded:
+            return found
+        # Each token gathers the parameters in the type of the products.
+        gathered = sum(param.numel() * (itemsize if param.is_floating_point() else param.element_size())
+                       for param in model.parameters())
+        return replace(found, gathered=gathered, group=self.on.num_devices)
 
     def _pieces(self, task: TaskModule, variant: Variant) -> tuple[int, int]:
         """Return the rows of a chunk, and the chunks of an optimiser step; turns off chunking in the task itself."""

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig
 
+from lmmods.cli import main
 from lmmods.commands.plan import first_that_fits
 from lmmods.core.hardware import target_named
 from lmmods.core.memory import score_flops
-from lmmods.core.plan import GIB, StepPlan, Traffic, Variant, remedies
+from lmmods.core.plan import GIB, Drawing, StepPlan, Traffic, Variant, remedies
 
 RECIPE = Variant(rows=8, accumulated=2, checkpointing=False, strategy="auto", quantize=None, lora=None)
 EIGHT = target_named("8xH100")
@@ -29,6 +31,60 @@ def test_a_step_takes_as_long_as_the_slowest_of_its_bounds():
     assert any("1,000 tokens per second" in line for line in found.lines(7200))
     assert any("2 hours, 16 device-hours" in line for line in found.lines(7200))
     assert plan(1, target=target_named("cpu")).bounds() == {}
+
+
+def test_drawing_reads_weights_and_cache_for_each_token():
+    """By hand: 5 answers, 2 at once, of 3 tokens after prompts of 4, in two layers, one with a window of 5 tokens."""
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, head_dim=16)
+    config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 5
+    of_token = 2 * 2 * 16 * 2  # key and value of a layer: 2 heads of 16 features in 2 bytes
+    found = Drawing.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0), ("experts.up", 500.0)])
+    assert found.weights == 1500 and found.held == of_token * (7 + 5)
+    assert found.cache == of_token * ((4 + 5 + 6) + (4 + 5 + 5))
+    target = target_named("8xH100")
+    assert found.seconds(target) == pytest.approx((3 * 3 * 1500 + 5 * found.cache) / 3350e9 / 4)
+    sharded = replace(found, gathered=8e9, group=8)
+    assert sharded.seconds(target) == pytest.approx(3 * 3 * 7e9 / 450e9 / 4)
+    assert Drawing.of(config, 5, 9, 4, (7, 3), 2, []).at_once == 5 and found.seconds(target_named("cpu")) is None
+    config.num_local_experts, config.num_experts_per_tok = 8, 1
+    assert Drawing.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0), ("experts.up", 500.0)]).weights == 1000 + 125
+    halved = Drawing.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0)], over=2)
+    assert (halved.weights, halved.cache, halved.held) == (500, found.cache / 2, found.held / 2)
+
+
+def test_the_time_of_drawing_comes_on_top():
+    """3350 GB of memory are read in a second."""
+    drawing = Drawing(16, 8, 2, 10, weights=3350e9 / 20, cache=0.0, held=GIB, gathered=0.0)
+    found = plan(1, flops=989.4e12, drawing=drawing)
+    lines = list(found.lines(7200))
+    assert any("16 on each device that draws, for 2 steps, 8 at once, whose keys and values take 8.00 GiB" in line
+               for line in lines)
+    assert any(line.endswith("1.5 s (1 s to train: arithmetic 1 s, links 0 ms, memory 0 ms; 500 ms to draw answers)")
+               for line in lines)
+    assert any("33% of it, if all answers have 10 tokens" in line for line in lines)
+    assert any("667 tokens per second" in line for line in lines) and any("3 hours" in line for line in lines)
+    nowhere = list(replace(found, target=target_named("cpu")).lines(1))
+    assert any("not bounded" in line for line in nowhere) and any("8 at once" in line for line in nowhere)
+
+
+@pytest.mark.parametrize(("engine", "on"), [
+    ("torch", "8xRTX3090"), pytest.param("jax", "2xcpu", marks=pytest.mark.slow)])
+def test_reinforcement_learning_is_planned(engine, on, capsys, tmp_path):
+    """A step of the target's ranks, whose number of prompts the recipe names, off policy and with a reference."""
+    ranks = int(on[0])
+    assert main(["plan", "--config", "configs/grpo.yaml", "--engine", engine, "--on", on, "--data.batch_size", "4",
+                 "--model.prompts_per_step", str(ranks), "--model.num_iterations", "2", "--model.beta", "0.1",
+                 "--trainer.max_steps", "-1", "--trainer.max_epochs", "1", "--model.rewards", "[{name: f1}]",
+                 "--trainer.default_root_dir", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"4 x 2 rows on each of {ranks}" in said and "fits" in said
+    on_device = 8 if engine == "torch" else 16
+    assert f"{on_device} on each device that draws, for 2 steps, {on_device} at once" in said
+    if engine == "torch":
+        # 3000 prompts, 8 a step, each step twice; 24 GB at 936 GB/s
+        assert "750 steps" in said and "to draw answers" in said
+    else:
+        assert "not bounded" in said
 
 
 def test_the_tpus_compiler_has_the_last_word():

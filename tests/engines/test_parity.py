@@ -43,10 +43,12 @@ def compared(recipe, llama_folder, tmp_path, bert_folder, tokenizer_folder, caps
                                       "question_max_length": 16, "tokenizer": bert_folder}),
             "Preference": ({"pretrained": str(llama_folder)}, {
                 **answer_data, "source": str(judged if (model or {}).get("loss") == "kto" else pairs)}),
+            "GRPO": ({"pretrained": str(llama_folder), "rewards": [{"name": "f1"}], "max_new_tokens": 8},
+                     {**answer_data, "source": str(judged)}),
         }[task]
         changes["model"] = {"class_path": task, "init_args": {**fields, **(model or {})}}
         if rows:
-            changes["data"] = {"class_path": f"{task}Data", "init_args": rows}
+            changes["data"] = {"class_path": "PromptData" if task == "GRPO" else f"{task}Data", "init_args": rows}
         arguments = recipe(**changes, **{f"data__init_args__{key}": value for key, value in (data or {}).items()})
         capsys.readouterr()
         status = main(["inspect", *arguments, "--parity", "true", *options])
@@ -66,7 +68,9 @@ def compared(recipe, llama_folder, tmp_path, bert_folder, tokenizer_folder, caps
     pytest.param("QA", {}, {}, marks=pytest.mark.slow),
     ("Preference", {"lora": LORA}, {}),
     pytest.param("Preference", {"loss": "kto", "lora": LORA}, {}, marks=pytest.mark.slow),
-], ids=["sft-qlora", "sft-int8", "sft-packed", "clm", "experts", "mlm", "qa", "dpo", "kto"])
+    pytest.param("GRPO", {"lora": LORA, "beta": 0.1, "num_iterations": 2, "prompts_per_step": 99}, {},
+                 marks=pytest.mark.slow),
+], ids=["sft-qlora", "sft-int8", "sft-packed", "clm", "experts", "mlm", "qa", "dpo", "kto", "grpo"])
 def test_engines_agree_on_every_task(compared, task, model, data):
     status, said = compared(task, model=model, data=data)
     assert status == 0, said

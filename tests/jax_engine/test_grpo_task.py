@@ -17,6 +17,7 @@ from jax_engine.distributed.loss import IGNORED
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import halved_lengths
 from jax_engine.distributed.steps import Steps
+from jax_engine.distributed.target import at_hand
 from jax_engine.distributed.tree import merge
 from jax_engine.models import hub, loading
 from jax_engine.models import lora as adapters
@@ -24,7 +25,7 @@ from jax_engine.models.generate import draw
 from jax_engine.optim import build
 from jax_engine.run import Run
 from jax_engine.tasks.base import Weights
-from jax_engine.tasks.grpo import GRPO, OF_REFERENCE, JaxPolicy
+from jax_engine.tasks.grpo import GRPO, OF_REFERENCE, JaxPolicy, answers_at_once
 from jax_engine.tasks.reference import COPIES
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
@@ -311,11 +312,11 @@ def test_answers_are_drawn_in_parts_where_memory_is_short(adapted, monkeypatch):
     task, trainable, frozen = adapted
     policy, numbers = JaxPolicy(run_of(task, trainable, frozen, WAYS["one"]())), draws(1, range(len(PROMPTS)), ANSWER)
     whole = policy.draw(PROMPTS, numbers, WARM, ANSWER, [2])
-    assert policy._at_once(40) >= len(PROMPTS)
+    assert answers_at_once(task.network, 40, at_hand().memory) >= len(PROMPTS)
     cache = jax.eval_shape(lambda: task.network.init_cache(1, 5 + ANSWER))
     memory = 4 * 3.5 * (4 * 4 * 37 + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)))
     monkeypatch.setattr("jax_engine.tasks.grpo.at_hand", lambda: SimpleNamespace(memory=memory))
-    assert policy._at_once(5 + ANSWER) == 2
+    assert task.answers_at_once(5 + ANSWER, memory) == 2
     for found, wanted in zip(policy.draw(PROMPTS, numbers, WARM, ANSWER, [2]), whole, strict=True):
         assert np.array_equal(found.tokens, wanted.tokens)
 

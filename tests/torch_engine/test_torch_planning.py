@@ -41,8 +41,8 @@ def planner(tokenizer_folder):
     def make(on="H100", strategy="auto", precision="32-true", accumulated=1, task=CLM, batch=batch, **model):
         data = SimpleNamespace(
             tokenizer=tokenizer, network_fields={}, sequences_per_row=1, prepare_data=lambda: None,
-            setup=lambda _: None, batch_size=ROWS, max_length=LENGTH, packing=False, trainable_new_tokens=[],
-            train_dataloader=lambda: [batch] * 12, micro_batches=None)
+            setup=lambda _: None, batch_size=ROWS, eval_batch_size=ROWS, max_length=LENGTH, packing=False,
+            trainable_new_tokens=[], train_dataloader=lambda: [batch] * 12, micro_batches=None)
         trainer = SimpleNamespace(accumulate_grad_batches=accumulated, gradient_clip_val=1.0, overfit_batches=0,
                                   limit_train_batches=None, length=(-1, 2), val_check_interval=None,
                                   gradient_clip_algorithm=None,

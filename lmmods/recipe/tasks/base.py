@@ -6,7 +6,7 @@ by name what it cannot do when the run starts.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.experts import check_overrides
@@ -56,6 +56,20 @@ class Usual:
     small_lr: float = 2e-4
     adapter_lr: float = 2e-4
     prompt: str | None = None
+
+
+class Drawn(NamedTuple):
+    """Answers that a network draws, to train on them.
+
+    Args:
+        answers: Number.
+        at_once: Drawn together.
+        steps: Optimiser steps that train on them.
+    """
+
+    answers: int
+    at_once: int
+    steps: int
 
 
 # As a network in training, a task is equal to itself alone and has a text of its own.
@@ -111,6 +125,7 @@ class TaskFields:
         "gradient_checkpointing", "attention", "save_dtype", "piece_tokens", "fast_kernels", "compile", "quant_storage",
         "max_memory", "trust_remote_code", "optimizer.lr", "optimizer.weight_decay", "optimizer.schedule",
         "optimizer.warmup", "optimizer.decay", "optimizer.min_lr_ratio")
+    not_compared: ClassVar[tuple[str, ...]] = ()  # keys that leave the network as it is, for `inspect --parity`
     reference_kind: ClassVar[str | None] = None  # frozen network that training compares with
 
     pretrained: str | None = None
@@ -190,6 +205,14 @@ class TaskFields:
             num_rows: Rows of the training data; None if they have not been read.
         """
         return []
+
+    def drawn_answers(self, rows: int, eval_batch_size: int) -> Drawn | None:
+        """Return the answers that are drawn for training; None if there are none, or others draw them.
+
+        Args:
+            rows: Rows of an optimiser step.
+        """
+        return None
 
     @property
     def trains_adapter(self) -> bool:

@@ -9,7 +9,7 @@ from lmmods.core.markdown import code
 from lmmods.core.policy_losses import PolicyLoss
 from lmmods.core.settings import require
 from lmmods.recipe.rewards import read_rewards
-from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Usual
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Drawn, Usual
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -72,6 +72,9 @@ class GRPOFields(CausalFields):
                                    prompt="Name three fruits.")
     may_change: ClassVar[tuple[str, ...]] = ("reward_timeout", "reward_processes", "num_generations_eval",
                                              "pass_reward", "keep_rollouts")
+    # They need log-probabilities that a rollout computes.
+    not_compared: ClassVar[tuple[str, ...]] = ("steps_per_rollout", "num_iterations", "beta", "reference", "rollouts",
+                                               "importance_sampling_cap", "prompts_per_step")
 
     rewards: list[dict[str, Any]] | None = None
     num_generations: int = 8
@@ -144,6 +147,12 @@ class GRPOFields(CausalFields):
         weights = ", ".join(f"{each.name} (weight {each.weight:g})" for each in read_rewards(self.rewards))
         return [f"Rollouts: {count}of {_prompts(prompts)} x {self.num_generations} answers for "
                 f"{steps} step{'s' if steps > 1 else ''}{times}.", f"Rewards: {weights}."]
+
+    def drawn_answers(self, rows: int, eval_batch_size: int) -> Drawn | None:
+        if self.rollouts is not None:
+            return None
+        return Drawn(rows * self.steps_per_rollout, eval_batch_size * self.num_generations,
+                     self.steps_per_rollout * self.num_iterations)
 
     @property
     def overrides(self) -> dict[str, Any]:

@@ -62,6 +62,9 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             self.shard_model()
             self.prepare_model()
 
+    def link(self, datamodule: Any) -> None:
+        """Hook before the data module makes the training loader: hand it what it needs of the task."""
+
     def build_model(self, abstract: bool = False) -> None:
         """Build the network of this process: all of it, not sharded yet.
 

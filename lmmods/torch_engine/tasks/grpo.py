@@ -42,10 +42,14 @@ class GRPO(GRPOFields, CausalModule):
         """Names of the loss's metrics."""
         return self.policy_loss.metric_names
 
+    def link(self, datamodule: Any) -> None:
+        datamodule.plan = plan_of(self, datamodule.shuffle, datamodule.seed)
+        datamodule.token_columns = token_columns(self)
+
     def build_model(self, abstract: bool = False) -> None:
         data = self.trainer.datamodule
-        data.plan = plan_of(self, data.shuffle, data.seed)
-        data.begin_rollout, data.token_columns = self._begin_rollout, token_columns(self)
+        self.link(data)
+        data.begin_rollout = self._begin_rollout
         super().build_model(abstract)
 
     def prepare_model(self) -> None:
