@@ -282,7 +282,6 @@ def metrics(rollout: Rollout) -> dict[str, float]:
         "replaced_prompts": float(len(rollout.replaced)) if rollout.replaced else np.nan,
         "entropy": float(np.nanmean(tokens)) if len(tokens) and not np.isnan(tokens).all() else np.nan,
         "sampler_gap": _gap(answers),
-        **_tools(answers),
         **{f"seconds/{name}": value for name, value in rollout.seconds.items()},
     }
     return {name: value for name, value in found.items() if value == value}
@@ -302,6 +301,7 @@ def _rewards_of(groups: list[Group]) -> dict[str, float]:
         "missing_rewards": float(missing) if missing else np.nan,
         "answer_length": float(np.mean([len(answer.tokens) for answer in answers])) if answers else np.nan,
         "truncated": float(np.mean([not answer.ended for answer in answers])) if answers else np.nan,
+        **_tools(answers),
     }
 
 

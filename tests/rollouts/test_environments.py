@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 from transformers.utils import get_json_schema
@@ -49,6 +50,20 @@ def test_methods_are_tools(name):
         facts = made.facts()
     counter = hostile.Counter()
     assert facts == Facts([get_json_schema(each) for each in (counter.add, counter.later, counter.misbehave)], True)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page(tmp_path, monkeypatch):
+    code = (Path(__file__).parents[2] / "docs/environments.md").read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "warehouse.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with trusting(True), Environments("warehouse.Warehouse", 20.0, 1) as made:
+        facts = made.facts()
+        replies = asked(made, ("reset", {"stock": {"nails": 3}, "wanted": ["nails", 2], "prompt": "Sell."}),
+                        ("count", {"item": "nails"}), ("sell", {"item": "nails", "number": 2}), ("get_reward", {}),
+                        ("count", {"item": "screws"}))
+    assert [tool["function"]["name"] for tool in facts.tools] == ["count", "sell"] and facts.scores
+    assert replies == [Reply(), Reply("3"), Reply("sold"), Reply(1.0), Reply(error="KeyError: 'screws'")]
 
 
 @pytest.mark.slow

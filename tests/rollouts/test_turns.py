@@ -122,7 +122,8 @@ def test_a_conversation_has_the_ids_that_the_template_writes(talk):
                 {"role": "assistant", "content": says[1]}, {"role": "tool", "content": "5"},
                 {"role": "tool", "content": '{"total": 13, "ä": null}'}, {"role": "assistant", "content": says[2]}]
     wanted = found.data.tokenizer.apply_chat_template(messages, tools=TOOLS, return_dict=False)
-    assert found.ids(0) == wanted[: len(found.ids(0))] and found.data.tokenizer.decode(wanted[len(found.ids(0)) :]) == "\n"
+    length = len(found.ids(0))
+    assert found.ids(0) == wanted[:length] and found.data.tokenizer.decode(wanted[length:]) == "\n"
     assert answer.text == says[2] and answer.ended and answer.tools == counts(3, 3)
     assert answer.rewards == {"environment": 1.0} and not answer.reasons
     # What the policy drew is labelled, with its numbers; the rest is not.
@@ -237,8 +238,9 @@ def test_what_reset_says_follows_the_prompt(talk):
 
 
 @pytest.mark.parametrize(("hint", "reason"), [
-    ("raises", "LookupError: no such hint"), ("x" * 2000, "the prompt has 2050 tokens with what was added, which leaves "
-     "no room for an answer"), ("\U0010ffff", "a turn holds U+10FFFE or U+10FFFF, which are no characters")])
+    ("raises", "LookupError: no such hint"),
+    ("x" * 2000, "the prompt has 2050 tokens with what was added, which leaves no room for an answer"),
+    ("\U0010ffff", "a turn holds U+10FFFE or U+10FFFF, which are no characters")])
 def test_an_answer_without_a_beginning_has_no_reward(talk, hint, reason):
     found = talk(lambda turn, _: "Yes.", [{"hint": hint}, {"target": 0}])
     bad, good = found.answers
