@@ -19,7 +19,7 @@ from lmmods.core.memory import NetworkShape, StepMemory, estimate_step
 from lmmods.core.settings import LoRA
 from lmmods.recipe.classes import class_name, declared, implementation
 from lmmods.recipe.files import as_yaml
-from lmmods.recipe.tasks.base import ConversationFields, Usual
+from lmmods.recipe.tasks.base import ConversationFields, TaskFields, Usual
 
 SAMPLE = 20_000  # leading rows to read
 MULTIPLE = 64  # lengths are rounded up to multiples of this
@@ -60,18 +60,23 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
         rows = _first_rows(data, columns)
     chosen, why = _task(task, model, config, rows[0])
     kind, settings = declared("model")[chosen], _data_class(chosen).model_settings(rows[0])
+    most = min(position_limit(known_fields(config)) or LONGEST, LONGEST)
+    if settings.get("max_new_tokens", (0, ""))[0] > most // 2:
+        settings["max_new_tokens"] = most // 2, f"longest answer: half of the {most} tokens that the model takes"
     fields = kind(pretrained=model, **{name: value for name, (value, _) in settings.items()})
     fixed = {name: value for name, value in (("columns", columns), ("tokenizer", tokenizer),
                                            ("eos_token", eos_token)) if value is not None}
     with _own_names():
-        measured = _measured(chosen, model, config, data, fixed, len(rows) > SAMPLE, fields.answers)
+        measured = _measured(fields, chosen, model, config, data, fixed, len(rows) > SAMPLE)
     shape = planned_shape(load_config(model, {**(fields.overrides or {}), **measured.network_fields}), kind.auto_class)
     machine = gpu_of(memory) if memory is not None else this_machine(shape.widths.hidden)
-    batch = _rows_of_a_step(measured.rows, kind.usual.rows)
+    measured.rows *= fields.rows_per_prompt
+    batch = _rows_of_a_step(measured.rows, kind.usual.rows, fields.rows_per_prompt)
     plan = plan_memory(shape, machine, measured.options["max_length"], batch, saved_quantization(config) is not None,
                        measured.sequences, fields.reference_kind is not None)
     facts = Facts(path=str(path), model=model, data=data, task=chosen, why=why, settings=settings,
-                  num_params=shape.num_params, machine=machine, plan=plan, batch=batch, **vars(measured))
+                  num_params=shape.num_params, machine=machine, plan=plan, batch=batch, fields=fields,
+                  **vars(measured))
     text = recipe_text(facts)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,19 +194,18 @@ def _is_encoder(config: Any) -> bool:
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and "CausalLM" not in names and "LMHead" not in names
 
 
-def _measured(task: Task, model: str, config: Any, data: str, fixed: dict[str, Any], has_more: bool, answers: str
-              ) -> Measured:
+def _measured(fields: TaskFields, task: Task, model: str, config: Any, data: str, fixed: dict[str, Any],
+              has_more: bool) -> Measured:
     """Read and tokenise the first rows, once to measure lengths and once with the recipe's settings.
 
     Args:
         fixed: Keys of `data` set by the command line.
         has_more: True if the source has more rows.
-        answers: How the loss reads a preference row.
     """
     most = min(position_limit(known_fields(config)) or LONGEST, LONGEST)
     with tempfile.TemporaryDirectory(prefix="lmmods-new-") as cache:
         def read(**options: Any) -> Any:
-            return _opened(task, model, config, cache, data, {**fixed, **options}, answers)
+            return _opened(fields, task, model, config, cache, data, {**fixed, **options})
 
         kind = _data_class(task)
         measure = {"texts": _texts, "questions": _questions, "conversations": _conversations}[kind.rows_are]
@@ -216,14 +220,15 @@ def _measured(task: Task, model: str, config: Any, data: str, fixed: dict[str, A
     return Measured(options, notes, report["splits"]["train"]["rows"], sequences, network_fields, is_sample, table)
 
 
-def _opened(task: Task, model: str, config: Any, cache: str, data: str, options: dict[str, Any], answers: str) -> Any:
+def _opened(task: TaskFields, name: Task, model: str, config: Any, cache: str, data: str, options: dict[str, Any]
+            ) -> Any:
     """Build the data module of a task on the first rows. Raises UserError as `inspect` does."""
     from lmmods.recipe.source import Source
 
     fields = known_fields(config)
-    module = _data_class(task)(source=Source(data, limit=SAMPLE), cache_dir=cache, **options)
+    module = _data_class(name)(source=Source(data, limit=SAMPLE), cache_dir=cache, **options)
     module.connect(pretrained=model, seed=42, max_positions=position_limit(fields),
-                   token_types=tells_token_types(fields), answers=answers)
+                   token_types=tells_token_types(fields), answers=task.answers, new_tokens=task.new_tokens)
     module.prepare_data()
     module.setup("fit")
     return module
@@ -234,10 +239,10 @@ def _conversations(read: Any, most: int, kind: Any) -> tuple[dict[str, Any], dic
     whole = read(max_length=most)
     is_chat = issubclass(kind, ConversationFields)
     named = {"template": "alpaca"} if is_chat and not whole.tokenizer.chat_template else {}
-    length = whole.report["splits"]["train"]["length"]
-    max_length = min(_rounded(length["p95"]), most)
-    if _rounded(length["max"]) <= 1.25 * max_length:  # too little gain to lose rows
-        max_length = min(_rounded(length["max"]), most)
+    length, room = whole.report["splits"]["train"]["length"], whole.new_tokens - 1
+    max_length = min(_rounded(length["p95"] + room), most)
+    if _rounded(length["max"] + room) <= 1.25 * max_length:  # too little gain to lose rows
+        max_length = min(_rounded(length["max"] + room), most)
     options: dict[str, Any] = {**named, "max_length": max_length}
     module = read(**options, batch_size=8)  # a typical size, to measure the share of padding
     [source] = module.report["sources"].values()
@@ -248,9 +253,10 @@ def _conversations(read: Any, most: int, kind: Any) -> tuple[dict[str, Any], dic
     notes = {
         "source": f"{read_rows:,} rows read, layout {source['format']}",
         "template": "the tokenizer has no chat template of its own; others: docs/tasks/sft.md" if named else "",
-        "max_length": f"95 % of the rows have at most {length['p95']:.0f} tokens, the longest {length['max']}; {lost}"}
+        "max_length": f"95 % of the rows have at most {length['p95']:.0f} tokens, the longest {length['max']}; {lost}"
+                      + (f"; an answer takes {room + 1} more" if room else "")}
     padding = module.report["splits"]["train"]["padding_share"]
-    if padding["shuffled"] > 0.1 and padding["group_by_length"] < 0.9 * padding["shuffled"]:
+    if not room and padding["shuffled"] > 0.1 and padding["group_by_length"] < 0.9 * padding["shuffled"]:
         options["group_by_length"] = True
         notes["group_by_length"] = (f"with rows of any length side by side, 8 at a time, {padding['shuffled']:.0%} of "
                                     f"the positions would be padding, so {padding['group_by_length']:.0%}")
@@ -317,9 +323,13 @@ def _validation(usable: int, is_sample: bool) -> tuple[int, str]:
     return min(500, max(1, usable // 20)), "rows set aside for validation, one in twenty; or name others as val_source"
 
 
-def _rows_of_a_step(rows: int, batch: int) -> int:
-    """Return the usual rows of a step, or fewer for small data sets, so that an epoch has at least 20 steps."""
-    while batch > 1 and rows / batch < 20:
+def _rows_of_a_step(rows: int, batch: int, least: int) -> int:
+    """Return the usual rows of a step, or fewer for small data sets, so that an epoch has at least 20 steps.
+
+    Args:
+        least: Fewest rows of a step.
+    """
+    while batch > least and rows / batch < 20:
         batch //= 2
     return batch
 
@@ -464,6 +474,7 @@ class Facts(Measured):
         why: Reason for the choice of task.
         settings: Further keys of `model`, each with its comment.
         batch: Rows per step.
+        fields: Settings of the task.
     """
 
     path: str
@@ -476,6 +487,7 @@ class Facts(Measured):
     machine: Machine
     plan: MemoryPlan
     batch: int
+    fields: TaskFields
 
     @property
     def usual(self) -> Usual:
@@ -497,7 +509,8 @@ class Facts(Measured):
 
 def recipe_text(facts: Facts) -> str:
     """Return the recipe as YAML with comments, valid for both engines."""
-    plan, steps = facts.plan, math.ceil(max(1, facts.rows - facts.options["val_size"]) / facts.batch)
+    plan, steps = facts.plan, math.ceil(
+        max(1, facts.rows - facts.options["val_size"] * facts.fields.rows_per_prompt) / facts.batch)
     usual, epochs = facts.usual, facts.usual.epochs
     counted = f"{'at least ' if facts.is_sample else 'about '}{steps} steps each"
     rate = usual.adapter_lr if plan.lora else usual.small_lr if facts.num_params < SMALL else usual.lr
@@ -517,7 +530,8 @@ def recipe_text(facts: Facts) -> str:
         "trainer:",
         *_line("max_epochs", epochs, counted, 2),
         *_line("accumulate_grad_batches", facts.batch // plan.batch_size,
-               f"so that a step has {facts.batch} rows; divide by the number of devices", 2),
+               f"so that a step has {facts.fields.describe_step(facts.batch, None)[0]}; divide by the number of "
+               "devices", 2),
         *_line("gradient_clip_val", 1.0, "", 2),
         *_line("precision", "auto", "bf16-mixed where the hardware has it, else 32-true", 2),
         *_line("devices", 1, "", 2),
@@ -537,6 +551,8 @@ def recipe_text(facts: Facts) -> str:
         "  init_args:",
         *[line for key, value in data.items() for line in _line(key, value, facts.notes.get(key, ""), 4)],
         *_line("batch_size", plan.batch_size, _why_so_many_rows(facts), 4),
+        *(_line("eval_batch_size", max(plan.batch_size // 2, 1), "prompts answered at once, all of their answers "
+                "together", 4) if facts.fields.rows_per_prompt > 1 else []),
         "checkpoint:",
         *_line("every_n_steps", max(1, min(500, steps // 2)), "resume with --ckpt_path last", 2),
         *_line("keep_last", 2, "", 2)]

@@ -21,7 +21,7 @@ from lmmods.data.encode.encoder import Encoder
 from lmmods.data.sft import ConversationData
 from lmmods.data.sources.cells import check_unicode
 from lmmods.data.sources.conversation import Conversation, RowProblem
-from lmmods.data.sources.formats import detect_format, find_format, read_conversation
+from lmmods.data.sources.formats import detect_format, find_format, format_of, read_conversation
 from lmmods.data.sources.readers import Row
 from lmmods.data.splits import Role
 from lmmods.data.store.rows import PromptSet
@@ -30,6 +30,8 @@ from lmmods.recipe.tasks.grpo import PromptDataFields
 
 # Of answers: how much better they are than others, and the weight in the loss of those that are not computed.
 ROW_COLUMNS = ("advantages", "idle_weight")
+# Columns in which data sets have the right answer.
+ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "reference", "expected_answer", "final_answer")
 
 
 class Prompt(NamedTuple):
@@ -75,6 +77,19 @@ class PromptData(PromptDataFields, ConversationData):
     def recognise(cls, row: Row) -> str | None:
         """Return None: rows of prompts look like those of fine-tuning."""
         return None
+
+    @classmethod
+    def model_settings(cls, row: Row) -> dict[str, tuple[Any, str]]:
+        layout = format_of(row.values)
+        has_response = layout is not None and find_format(layout).template is None
+        column = next((name for name in ANSWERS if row.values.get(name) is not None), None)
+        reward = {"name": "exact_match"} | ({} if has_response or column is None else {"column": column})
+        known = has_response or column is not None
+        return {"rewards": ([reward], "1 where the answer is the right one; others: docs/rewards.md" if known else
+                            "no column with a right answer is known: name it, as column: NAME"),
+                "num_generations": (8, "answers to each prompt, which are compared with each other"),
+                "num_generations_eval": (0, "validation answers greedily; 8 draws as many more, for pass@8"),
+                "max_new_tokens": (512, "longest answer; a longer one is cut off")}
 
     def identity(self) -> dict[str, Any]:
         tools = {"environment": fingerprints.joined([json.dumps(self.tools, sort_keys=True)])} if self.tools else {}

@@ -76,6 +76,28 @@ def test_instructions(made, llama_folder, capsys, tmp_path):
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["data"]["init_args"]["source"] == "rows.jsonl"
 
 
+@pytest.mark.parametrize(("rows", "reward"), [
+    (ALPACA, {"name": "exact_match"}),
+    ([{"prompt": row["instruction"], "answer": str(n)} for n, row in enumerate(ALPACA)],
+     {"name": "exact_match", "column": "answer"}),
+    ([{"prompt": row["instruction"], "level": n} for n, row in enumerate(ALPACA)], {"name": "exact_match"})],
+    ids=["responses", "answers", "prompts"])
+def test_rewards(made, llama_folder, capsys, tmp_path, rows, reward):
+    """A row is as many rows of a step as it has answers, each of which has room beside the longest prompt."""
+    said, recipe = made(llama_folder, rows, "--task", "GRPO")
+    data, model, trainer = recipe["data"], recipe["model"]["init_args"], recipe["trainer"]
+    assert (recipe["model"]["class_path"], data["class_path"]) == ("GRPO", "PromptData")
+    assert model["rewards"] == [reward] and model["num_generations"] == 8
+    options = data["init_args"]
+    assert "group_by_length" not in options and options["max_length"] > model["max_new_tokens"]
+    # 200 rows without one in twenty, 8 answers each: 20 steps and more
+    assert trainer["accumulate_grad_batches"] * options["batch_size"] == 64 and "# about 24 steps" in (
+        tmp_path / "mine.yaml").read_text()
+    shown = inspected(capsys)
+    assert "Step: 8 prompts x 8 answers" in shown and "Length: 24 steps" in shown and "dropped" not in shown
+    assert ("no column with a right answer is known" in (tmp_path / "mine.yaml").read_text()) is ("level" in rows[0])
+
+
 PAIRS = [{"prompt": f"Say a {n} times.", "chosen": "a " * (n + 1), "rejected": "b " * (n % 9 + 1)} for n in range(60)]
 LABELLED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": n % 2 == 0} for n, row in enumerate(PAIRS)]
 

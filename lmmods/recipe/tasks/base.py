@@ -225,6 +225,11 @@ class TaskFields:
         return 1
 
     @property
+    def rows_per_prompt(self) -> int:
+        """Rows of training that are made of a row of the data, where these are prompts."""
+        return 1
+
+    @property
     def overrides(self) -> dict[str, Any] | None:
         """Fields changed in the configuration, by the recipe or by the task."""
         return self.config_overrides

@@ -175,6 +175,10 @@ class GRPOFields(CausalFields):
         return self.max_new_tokens
 
     @property
+    def rows_per_prompt(self) -> int:
+        return self.num_generations
+
+    @property
     def eval_samples(self) -> int:
         """`num_generations_eval`, with what null means."""
         return self.num_generations if self.num_generations_eval is None else self.num_generations_eval
