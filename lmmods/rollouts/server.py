@@ -70,15 +70,15 @@ class ServedPolicy:
     step.
 
     Args:
-        own: The network in training.
+        policy: The network in training.
         folder: The run folder.
         step: Returns the optimiser steps taken so far.
     """
 
-    def __init__(self, own: Policy, server: RolloutServer, folder: RunFolder, step: Callable[[], int]) -> None:
-        self._own, self._server, self._folder, self._step = own, server, folder, step
-        self.rank, self.num_ranks, self.logps, self.gather = own.rank, own.num_ranks, own.logps, own.gather
-        self.export = own.export
+    def __init__(self, policy: Policy, server: RolloutServer, folder: RunFolder, step: Callable[[], int]) -> None:
+        self._server, self._folder, self._step = server, folder, step
+        self.rank, self.num_ranks, self.logps = policy.rank, policy.num_ranks, policy.logps
+        self.gather, self.export = policy.gather, policy.export
         self._handed_over: int | None = None
 
     def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
