@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,6 @@ class GRPO(GRPOFields, ReferencedTask):
         self._loss = self.policy_loss
         self.metric_names = self._loss.metric_names
         self._run: Any = None
-        self._prompts: Any = None
         self._asked: list[int] = []  # prompts of the current evaluation that are this process's
 
     def link(self, datamodule: Any) -> None:
@@ -56,7 +55,7 @@ class GRPO(GRPOFields, ReferencedTask):
             raise UserError("model.class_path is GRPO, which answers prompts: set data.class_path to PromptData.")
         datamodule.plan = plan_of(self, datamodule.shuffle, datamodule.seed)
         datamodule.token_columns = token_columns(self)
-        datamodule.begin_rollout, self._prompts = self._begin_rollout, datamodule
+        datamodule.begin_rollout = partial(self._begin_rollout, datamodule)
 
     def begin(self, run: Any) -> None:
         self._run = run
@@ -78,10 +77,10 @@ class GRPO(GRPOFields, ReferencedTask):
 
         return RolloutMaker(self, run.data, run.folder, JaxPolicy(run), lambda: run.progress.step, report, run.is_first)
 
-    def _begin_rollout(self, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]]:
+    def _begin_rollout(self, data: PromptData, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]]:
         if self._run is not None:
             return self._maker.begin(place, name)
-        return "", self._prompts.stand_ins(place, self.num_generations)  # nothing trains, as in inspect
+        return "", data.stand_ins(place, self.num_generations)  # nothing trains, as in inspect
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
