@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -38,7 +39,8 @@ def verify(run: str, replay: int | None = None) -> None:
 
     Args:
         run: The run folder, of either engine, finished or not.
-        replay: Train so many first steps again, in a temporary folder, and compare metrics and checkpoints.
+        replay: Train so many first steps again, in a temporary folder, and compare metrics, checkpoints and rollouts;
+            and score the answers of all rollouts again.
 
     Raises:
         UserError: It has no manifest, or something is not as the run left it.
@@ -180,7 +182,7 @@ def _tell(wrong: dict[str, str], where: str, findings: Findings) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Replay of the first steps of a run in a temporary folder, compared bit for bit.
 
-TIMED = ("train/tokens_per_second", "train/mfu")
+TIMED, SECONDS = ("train/tokens_per_second", "train/mfu"), "train/seconds/"
 Start = dict[str, Any]
 
 
@@ -215,7 +217,9 @@ def replay_run(run: RunFolder, manifest: Manifest, num_steps: int, findings: Fin
             findings.add("note", text)
         _compare_rows(rows, again, num_steps, findings)
         _compare_checkpoints(run, again, num_steps, findings)
+        _compare_rollouts(run, again, findings)
         _compare_models(manifest, Manifest.read(again.manifest), findings)
+    score_again(run, manifest.starts[-1], findings)
 
 
 def stretches(starts: list[Start], num_steps: int) -> list[tuple[Start, int]]:
@@ -282,7 +286,7 @@ def _compare_rows(rows: dict[int, dict[str, str]], again: RunFolder, num_steps: 
             break
         other = found.get(step, {})
         for name, cell in row.items():
-            if name in TIMED or name not in other and not name.startswith("train/"):
+            if name in TIMED or name.startswith(SECONDS) or name not in other and not name.startswith("train/"):
                 continue  # the replay stops before validating its last step
             if cell != other.get(name):
                 return findings.add("problem", f"metrics.csv: step {step} is the first that differs: {name} was {cell} "
@@ -348,6 +352,17 @@ def _bytes(file: Any, begin: int, array: dict[str, Any]) -> bytes:
     return file.read(last - first)
 
 
+def _compare_rollouts(run: RunFolder, again: RunFolder, findings: Findings) -> None:
+    """Compare the rollouts that both have, each of which is one file whatever was computed when."""
+    names = sorted({path.name for path in run.rollouts.glob("*.safetensors")}
+                   & {path.name for path in again.rollouts.glob("*.safetensors")})
+    different = [name for name in names if (run.rollouts / name).read_bytes() != (again.rollouts / name).read_bytes()]
+    for name in different[:SHOWN]:
+        findings.add("problem", f"rollouts/{name} is another file")
+    if names and not different:
+        findings.add("ok", f"rollouts: {len(names)} are the same files")
+
+
 def _compare_models(manifest: Manifest, again: Manifest, findings: Findings) -> None:
     """Compare the weights of the finished models if the replay trained the whole run."""
     if not (manifest.end and again.end and manifest.end["step"] == again.end["step"]):
@@ -356,3 +371,87 @@ def _compare_models(manifest: Manifest, again: Manifest, findings: Findings) -> 
         if name.endswith(".safetensors"):
             same = again.end["files"].get(name) == told
             findings.add("ok" if same else "problem", f"{name} is {'the same' if same else 'another'} file")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards of stored rollouts, computed again.
+
+def score_again(run: RunFolder, start: Start, findings: Findings) -> None:
+    """Score the answers of all rollouts by the rewards of the recipe, and compare with what the run stored.
+
+    Raises:
+        UserError: The recipe, its data or a rollout cannot be read.
+    """
+    from lmmods.rollouts.maker import score_again as scored
+    from lmmods.rollouts.rollout import read_rollout, step_of
+
+    steps = sorted(step for path in run.rollouts.glob("*.safetensors") if (step := step_of(path)) is not None)
+    if not steps:
+        return
+    if start["recipe"]["model"]["init_args"].get("environment") is not None:
+        return findings.add("note", "rollouts: rewards are not computed again, as answers had an environment")
+    say(f"Scoring the answers of {len(steps)} rollouts again ...")
+    found: dict[str, list[str]] = {}
+    with _scoring(start) as (rewards, data, by_model):
+        for step in steps:
+            groups = read_rollout(run.rollouts, f"step={step}").groups
+            for was, now in zip(groups, scored(rewards, data, groups), strict=True):
+                for number, (old, new) in enumerate(zip(was.answers, now.answers, strict=True)):
+                    for name in {**old.rewards, **new.rewards}:
+                        kind, text = compare_reward(name, old, new)
+                        kind = "by model" if kind == "differs" and name in by_model else kind
+                        found.setdefault(kind, []).append(
+                            f"rollout step={step}, prompt {was.prompt}, answer {number}: {name} {text}")
+    if wrong := found.get("differs", []):
+        for text in wrong[:SHOWN]:
+            findings.add("problem", text)
+        if len(wrong) > SHOWN:
+            findings.add("problem", f"{len(wrong) - SHOWN} more rewards")
+    for kind, words in (("missing", "are missing now as then"), ("there now", "were missing and are there now"),
+                        ("by model", "of a model differ, as on another device or in other batches")):
+        if texts := found.get(kind):
+            findings.add("note", f"rollouts: {len(texts)} rewards {words} (first: {texts[0]})")
+    if same := len(found.get("same", [])):
+        findings.add("ok", f"rollouts: {same} rewards are the same, computed again")
+
+
+def compare_reward(name: str, was: Any, now: Any) -> tuple[Literal["same", "differs", "missing", "there now"], str]:
+    """Compare a reward of an answer with the one computed anew, in a word and in words for a report.
+
+    Args:
+        was: An `Answer`, like `now`.
+    """
+    old, new = (answer.rewards.get(name) for answer in (was, now))
+    reasons = [answer.reasons.get(name, "it does not apply") for answer in (was, now)]
+    shown = [f"{value}" if value is not None else f"missing ({reason})"
+             for value, reason in zip((old, new), reasons, strict=True)]
+    failed = [name in answer.reasons for answer in (was, now)]
+    if all(failed):
+        return "missing", f"is {shown[1]}"
+    if failed[0]:
+        return "there now", f"was {shown[0]} and is {shown[1]}"
+    return "same" if old == new and not failed[1] else "differs", f"was {shown[0]} and is {shown[1]}"
+
+
+@contextmanager
+def _scoring(start: Start) -> Iterator[tuple[Any, Any, set[str]]]:
+    """Yield what scores answers by the recipe of a start, its data, and the names of the rewards by a model."""
+    from lmmods.commands.setup import Setup
+    from lmmods.recipe.reader import parse
+    from lmmods.recipe.rewards import Model, read_rewards
+    from lmmods.rollouts.rewards import Rewards
+
+    with tempfile.TemporaryDirectory(prefix="rewards-") as temporary:
+        path = Path(temporary) / "recipe.yaml"
+        path.write_text(as_yaml(recipe_of(start, Path(temporary) / "run")), encoding="utf-8")
+        parsed = parse(["validate", "--config", str(path), *([FLAG, "true"] if is_trusted() else [])], {})
+        # torch's trainer requires its devices to be present.
+        here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true",
+                "plugins": None}
+        setup = Setup(parsed, **(here if parsed.engine == "torch" else {}))
+        task, data = setup.model, setup.datamodule
+        data.prepare_data()
+        data.setup("fit")
+        settings = read_rewards(task.rewards)
+        with Rewards(settings, task.reward_timeout, task.reward_processes, data.reward_scorers) as rewards:
+            yield rewards, data, {each.name for each in settings if isinstance(each, Model)}

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -145,29 +146,9 @@ class RolloutMaker:
         groups = [Group(prompt.number, prompt.ids, text, answers[place * size : (place + 1) * size])
                   for place, (prompt, text) in enumerate(zip(prompts, asked, strict=True))]
         began = time.perf_counter()
-        self._reward(prompts, groups)
+        set_rewards(self._rewards, prompts, groups, self._data.is_scored_by_environment)
         seconds["rewards"] += time.perf_counter() - began
         return groups
-
-    def _reward(self, prompts: list[Prompt], groups: list[Group]) -> None:
-        """Set the rewards of answers."""
-        scored = [Answered(group.text if prompt.conversation is None else prompt.conversation.messages, answer.text,
-                           answer.tokens.tolist(), prompt.row, prompt.reference, answer.ended)
-                  for prompt, group in zip(prompts, groups, strict=True) for answer in group.answers]
-        answers = [answer for group in groups for answer in group.answers]
-        scores = self._rewards.score(scored)
-        names, weights, values = self._rewards.names, self._rewards.weights, scores.values
-        if self._data.is_scored_by_environment:
-            own = [np.nan if (value := answer.rewards[ENVIRONMENT]) is None else value for answer in answers]
-            names, weights = (*names, ENVIRONMENT), np.append(weights, 1.0)
-            values = np.column_stack([values, np.array(own, np.float32)])
-        for answer, reasons in zip(answers, scores.reasons, strict=True):
-            answer.reasons = {**reasons, **answer.reasons}
-        sums = total(values, weights, [answer.reasons for answer in answers])
-        for answer, row, reward in zip(answers, values, sums, strict=True):
-            answer.rewards = {name: None if np.isnan(value) else float(value)
-                              for name, value in zip(names, row, strict=True)}
-            answer.reward = None if np.isnan(reward) else float(reward)
 
     def _score(self, groups: list[Group], seconds: dict[str, float]) -> None:
         """Set the columns of log-probabilities that training needs."""
@@ -229,6 +210,39 @@ class RolloutMaker:
         if size:
             found[f"pass@{size}"] = _passed([group for _, group in groups], task.pass_reward)
         return {name: value for name, value in found.items() if value == value}, {}
+
+
+def set_rewards(rewards: Rewards, prompts: list[Prompt], groups: list[Group], by_environment: bool = False) -> None:
+    """Score answers and set their rewards.
+
+    Args:
+        by_environment: Their environment has given them a reward, which is added.
+    """
+    scored = [Answered(group.text if prompt.conversation is None else prompt.conversation.messages, answer.text,
+                       answer.tokens.tolist(), prompt.row, prompt.reference, answer.ended)
+              for prompt, group in zip(prompts, groups, strict=True) for answer in group.answers]
+    answers = [answer for group in groups for answer in group.answers]
+    scores = rewards.score(scored)
+    names, weights, values = rewards.names, rewards.weights, scores.values
+    if by_environment:
+        own = [np.nan if (value := answer.rewards[ENVIRONMENT]) is None else value for answer in answers]
+        names, weights = (*names, ENVIRONMENT), np.append(weights, 1.0)
+        values = np.column_stack([values, np.array(own, np.float32)])
+    for answer, reasons in zip(answers, scores.reasons, strict=True):
+        answer.reasons = {**reasons, **answer.reasons}
+    sums = total(values, weights, [answer.reasons for answer in answers])
+    for answer, row, reward in zip(answers, values, sums, strict=True):
+        answer.rewards = {name: None if np.isnan(value) else float(value)
+                          for name, value in zip(names, row, strict=True)}
+        answer.reward = None if np.isnan(reward) else float(reward)
+
+
+def score_again(rewards: Rewards, data: PromptData, groups: list[Group]) -> list[Group]:
+    """Return stored groups of training with rewards computed anew."""
+    again = [replace(group, answers=[replace(answer, rewards={}, reasons={}, reward=None) for answer in group.answers])
+             for group in groups]
+    set_rewards(rewards, [data.prompt("train", group.prompt) for group in groups], again)
+    return again
 
 
 def token_columns(task: GRPOFields) -> tuple[str, ...]:

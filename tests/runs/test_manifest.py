@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from lmmods.cli import main
 from lmmods.core import fingerprints, hardware, versions
 from lmmods.core.errors import UserError
 from lmmods.extras import verify
+from lmmods.rollouts.rollout import read_rollout
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.manifest import Manifest
 from tests.finished_runs import assert_same_run
@@ -213,6 +215,52 @@ def test_each_difference_is_found(finished, in_process, capsys, tmp_path, llama_
         assert text in " ".join(found.split()), (text, found)
     run.manifest.unlink()
     assert main(["verify", str(run.root)]) == 2 and "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@ENGINES
+def test_rewards_of_rollouts_are_computed_again(engine, recipe, in_process, capsys):
+    """A replay makes the same rollouts. A stored reward that is another one is named, also one that is there now."""
+    rewards = [{"name": "regex", "pattern": "[a-m]", "label": "letters"}, {"name": "exact_match"}]
+    arguments = recipe(
+        engine=engine, trainer__max_steps=2, trainer__limit_val_batches=0, data__class_path="PromptData",
+        data__init_args__batch_size=8, model__class_path="GRPO", model__init_args__rewards=rewards,
+        model__init_args__num_generations=2, model__init_args__max_new_tokens=4)
+    run = RunFolder(Path(arguments[1]).parent / "run")
+    assert main(["fit", *arguments]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(run.root), "--replay", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "rollouts: 2 are the same files" in said
+    assert "rollouts: 32 rewards are the same, computed again" in said and "problem" not in said
+    rollout = read_rollout(run.rollouts, "step=1")
+    changed, failed = rollout.groups[2].answers
+    changed.rewards["letters"] = 1 - changed.rewards["letters"]
+    failed.rewards["exact_match"], failed.reasons, failed.reward = None, {"exact_match": "took more than 10 s"}, None
+    rollout.write(run.rollouts)
+    assert main(["verify", str(run.root), "--replay", "2"]) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    prompt, value = rollout.groups[2].prompt, changed.rewards["letters"]
+    for text in ("rollouts/step=1.safetensors is another file",
+                 f"rollout step=1, prompt {prompt}, answer 0: letters was {value} and is {1 - value}",
+                 "1 rewards were missing and are there now (first: rollout step=1, prompt "
+                 f"{prompt}, answer 1: exact_match was missing (took more than 10 s) and is 0.0)",
+                 "30 rewards are the same"):
+        assert text in said, (text, said)
+
+
+@pytest.mark.parametrize(("was", "now", "kind"), [
+    (0.5, 0.5, "same"), (None, None, "same"), (0.5, 0.25, "differs"), (0.5, None, "differs"), (None, 0.5, "differs"),
+    ("slow", "slow", "missing"), ("slow", "crash", "missing"), ("slow", 0.5, "there now"), ("slow", None, "there now"),
+    (0.5, "slow", "differs"), (None, "slow", "differs")])
+def test_what_has_become_of_a_reward(was, now, kind):
+    """A text is the reason why it is missing; None that it does not apply."""
+    def answer(value):
+        has_failed = isinstance(value, str)
+        return SimpleNamespace(rewards={"a": None if has_failed else value}, reasons={"a": value} if has_failed else {})
+
+    found, words = verify.compare_reward("a", answer(was), answer(now))
+    assert found == kind and all(str(value) in words for value in (was, now) if kind == "differs" and value is not None)
 
 
 @pytest.mark.slow
