@@ -205,3 +205,18 @@ def test_layers_that_read_the_same_features_share_their_cast():
     y = x + 1
     assert torch.equal(lora._in_dtype(y, torch.bfloat16), y.bfloat16())
     assert torch.equal(lora._in_dtype(y, torch.float16), y.half())
+
+
+@pytest.mark.parametrize("quantised", LINEAR)
+def test_in_inference_mode_it_is_as_without_gradients(used, quantised):
+    """Under autocast features are cast, and tensors of inference mode do not count their changes."""
+    model = adapted(quantised)
+    fuse_adapters(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            expected = model(X.clone())
+        with torch.inference_mode():
+            x = X.clone()
+            assert torch.equal(model(x), expected)
+            assert torch.equal(model(x.zero_()), model(torch.zeros_like(x)))  # not a cast of what x was
+    assert used

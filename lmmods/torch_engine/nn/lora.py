@@ -335,6 +335,8 @@ def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     global _last_cast
     if x.dtype == dtype:
         return x
+    if x.is_inference():  # its changes are not counted, so that a cast may be of old values
+        return x.to(dtype)
     if _last_cast is not None:
         source, version, result = _last_cast
         if source() is x and version == version_of(x) and result.dtype == dtype:
