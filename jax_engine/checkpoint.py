@@ -15,7 +15,7 @@ from jax_engine.run import Run, Training
 from jax_engine.tasks.base import Weights
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
-from lmmods.core.settings import Optimizer, decays
+from lmmods.core.settings import Optimizer
 from lmmods.runs.checkpoint import (
     AccumulatedGradients,
     BackgroundWriter,
@@ -57,7 +57,7 @@ class Checkpointer:
         key = type(run.data).__qualname__
         # First: the steps below read the position from it.
         run.progress = read_progress(content, key, self._cut)
-        host = unpack(content, parallel.shapes(run.state), network.to_torch, network.from_torch)
+        host = unpack(content, parallel.shapes(run.state), run.task.optimizer, network.to_torch, network.from_torch)
         run.replace_state(parallel.put_state(host))
         if content["window"]:
             run.num_accumulated = run.progress.accumulated
@@ -184,6 +184,7 @@ _COUNTERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "adafactor": lambda step: {"step": step, "RMS": 0},
     "sgd": lambda step: {},
     "lion": lambda step: {"step": step},
+    "muon": lambda step: {"step": np.array(step, np.float32)},
 }
 
 
@@ -197,8 +198,12 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
     """
     params = {PREFIX + name: array for name, array in to_torch(state["trainable"]).items()}
     # torch numbers parameters through all groups: slots are listed under these numbers, not under names.
-    entries: dict[int, dict[str, Any]] = {index: _COUNTERS[settings.name](step) for index in range(len(params))}
-    index_of = {name: index for index, name in enumerate(_by_group(params))}
+    ordered = _by_group(params, settings)
+    # Muon counts no steps, unlike the AdamW of the other parameters.
+    entries: dict[int, dict[str, Any]] = {
+        index: _COUNTERS[settings.name](step) if settings.group_of(name, params[name].ndim) else {}
+        for index, name in enumerate(ordered)}
+    index_of = {name: index for index, name in enumerate(ordered)}
     for slot, tree in state["optimizer"].items():
         for name, array in to_torch(tree).items():
             entries[index_of[PREFIX + name]][slot] = array
@@ -213,7 +218,8 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
     }
 
 
-def unpack(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
+def unpack(content: CheckpointContent, like: Tree, settings: Optimizer, to_torch: ToTorch, from_torch: FromTorch
+           ) -> Tree:
     """Return the state of a checkpoint on the host; `Parallel.put_state` copies it to the devices.
 
     Args:
@@ -226,8 +232,8 @@ def unpack(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch
     trainable = unpack_trainable(content, like["trainable"], to_torch, from_torch)
     like = jax.tree.map(_stand_in, like)
     # The numbers follow from names and dimensions, as when the checkpoint was written.
-    names = _by_group({name: saved[name] for name in content["param_names"]})
     (optimizer,) = content["optimizer_states"]
+    names = _by_group({name: saved[name] for name in content["param_names"]}, settings)
     by_name = {names[index]: {**entry, **entry.get(_BITSANDBYTES, {})} for index, entry in optimizer["state"].items()}
     slots = {slot: from_torch(_filled(by_name, slot, to_torch(tree))) for slot, tree in like["optimizer"].items()}
     return {"trainable": trainable, "optimizer": slots}
@@ -279,29 +285,32 @@ def _schedule_state(settings: Optimizer, num_groups: int, step: int, num_steps: 
             "_get_lr_called_within_step": False, "_last_lr": [lr] * num_groups, "lr_lambdas": [None] * num_groups}
 
 
-def _by_group(params: dict[str, np.ndarray]) -> list[str]:
-    """Return names in the order of torch's indices: parameters with weight decay are group 0, all others group 1."""
+def _by_group(params: dict[str, np.ndarray], settings: Optimizer) -> list[str]:
+    """Return names in the order of torch's indices, which go through the groups of `Optimizer.group_of`."""
     # A stable sort: the order within a group is that of the names.
-    return sorted(params, key=lambda name: not decays(name, params[name].ndim))
+    return sorted(params, key=lambda name: settings.group_of(name, params[name].ndim))
 
 
 def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> list[dict[str, Any]]:
     """Return torch's parameter groups."""
+    adamw = {"betas": tuple(settings.betas), "eps": settings.eps, "amsgrad": False, "maximize": False,
+             "foreach": None, "capturable": False, "differentiable": False, "fused": True,
+             "decoupled_weight_decay": True}
+    muon = {"momentum": settings.muon_momentum, "nesterov": settings.nesterov, "ns_steps": settings.ns_steps}
     options = {
-        "adamw": {"betas": tuple(settings.betas), "eps": settings.eps, "amsgrad": False, "maximize": False,
-                  "foreach": None, "capturable": False, "differentiable": False, "fused": True,
-                  "decoupled_weight_decay": True},
+        "adamw": adamw, "muon": adamw,
         "adafactor": {"eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8, "beta1": None,
                       "scale_parameter": False, "relative_step": False, "warmup_init": False},
         "sgd": {"momentum": settings.momentum, "dampening": 0, "nesterov": False, "maximize": False, "foreach": None,
                 "differentiable": False, "fused": None},
         "lion": {"betas": tuple(settings.betas), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
     }[settings.name]
-    num_matrices = sum(decays(name, p.ndim) for name, p in params.items())
+    places = [settings.group_of(name, params[name].ndim) for name in _by_group(params, settings)]
+    parts = ((0, settings.weight_decay, muon), (1, settings.weight_decay, options), (2, 0.0, options))
     # A group without parameters is left out, as in the torch engine.
-    parts = ((range(num_matrices), settings.weight_decay), (range(num_matrices, len(params)), 0.0))
-    return [{"params": list(numbers), "lr": lr, "initial_lr": settings.lr, "weight_decay": decay, **options}
-            for numbers, decay in parts if numbers]
+    return [{"params": [index for index, place in enumerate(places) if place == number], "lr": lr,
+             "initial_lr": settings.lr, "weight_decay": decay, **own}
+            for number, decay, own in parts if number in places]
 
 
 def _stand_in(leaf: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -7,6 +7,7 @@ otherwise equal runs.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax import Array
 
 from jax_engine.distributed.tree import Path, Tree, flatten, unflatten
 from lmmods.core.errors import UserError
-from lmmods.core.settings import Optimizer
+from lmmods.core.settings import NS_COEFFICIENTS, NS_EPS, Optimizer
 
 Slots = dict[str, Array]
 
@@ -48,13 +49,17 @@ def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtr
         UserError: The optimiser is one of bitsandbytes' (8-bit or paged).
     """
     rule, marks = rule_of(settings), flatten(decays)
+    hidden = _muon(settings)
+
+    def rule_for(path: Path) -> Rule:
+        return hidden if settings.name == "muon" and marks[path] and in_hidden_matrix(path) else rule
 
     # Matrices decay and vectors do not, so the mark tells how many dimensions a single parameter has.
     def is_stack(path: Path, param: Array) -> bool:
         return param.ndim > (2 if marks[path] else 1)
 
     def init(params: Tree) -> Tree:
-        slots = {path: (jax.vmap(rule.slots) if is_stack(path, p) else rule.slots)(p)
+        slots = {path: (jax.vmap(rule_for(path).slots) if is_stack(path, p) else rule_for(path).slots)(p)
                  for path, p in flatten(params).items()}
         return _by_slot(slots)
 
@@ -64,8 +69,8 @@ def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtr
         for path, param in flatten(params).items():
             decay = settings.weight_decay if marks[path] else 0.0
 
-            # In float32; slots go back to the dtype that they are stored in. The default binds this iteration's decay.
-            def one(gradient, param, state, decay=decay):
+            # In float32; slots go back to the dtype that they are stored in. The defaults bind this iteration's values.
+            def one(gradient, param, state, decay=decay, rule=rule_for(path)):
                 wide = {name: value.astype(jnp.float32) for name, value in state.items()}
                 change, new = rule.update(gradient.astype(jnp.float32), param.astype(jnp.float32), wide, decay, scalars)
                 return change, {name: value.astype(state[name].dtype) for name, value in new.items()}
@@ -78,6 +83,11 @@ def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def in_hidden_matrix(path: Path) -> bool:
+    """Return `is_hidden_matrix` for the path of a leaf that decays."""
+    return path[0] == "layers" and not ("experts" in path and path[-1].startswith("lora_"))
+
+
 def step_scalars(settings: Optimizer, step: int, num_steps: int) -> dict[str, np.float32]:
     """Return the scalars of optimiser step `step` (from 0) of `num_steps`, including `lr`."""
     lr = settings.lr_at(step, num_steps)
@@ -85,8 +95,8 @@ def step_scalars(settings: Optimizer, step: int, num_steps: int) -> dict[str, np
 
 
 def rule_of(settings: Optimizer) -> Rule:
-    """Return the update rule of `settings`, with its constants."""
-    rules = {"adamw": _adamw, "adafactor": _adafactor, "sgd": _sgd, "lion": _lion}
+    """Return the update rule of `settings`, with its constants; of `muon`, that of what is no matrix of a layer."""
+    rules = {"adamw": _adamw, "adafactor": _adafactor, "sgd": _sgd, "lion": _lion, "muon": _adamw}
     if settings.name not in rules:
         raise UserError(f"optimizer.name is {settings.name}, which is bitsandbytes' and needs engine: torch. The JAX "
                         f"engine has {', '.join(rules)}: set optimizer.name to adamw.")
@@ -169,6 +179,40 @@ def _lion(settings: Optimizer) -> Rule:
         return change, {"state1": beta2 * moment + (1 - beta2) * gradient}
 
     return Rule(lambda p: {"state1": jnp.zeros(p.shape, jnp.float32)}, update, lambda *_: {})
+
+
+def _muon(settings: Optimizer) -> Rule:
+    """Muon (Jordan et al. 2024) as torch.optim.Muon has it, of a matrix [A, B] or a stack of experts [E, A, B]."""
+    momentum, dtype = settings.muon_momentum, jnp.dtype(settings.ns_dtype)
+
+    def update(gradient, param, state, decay, scalars):
+        mean = momentum * state["momentum_buffer"] + (1 - momentum) * gradient
+        ahead = momentum * mean + (1 - momentum) * gradient if settings.nesterov else mean
+        factor = settings.muon_factor(*param.shape[-2:])
+        change = orthogonalize(ahead, settings.ns_steps, dtype).astype(jnp.float32)
+        return -(scalars["lr"] * decay) * param - (scalars["lr"] * factor) * change, {"momentum_buffer": mean}
+
+    return Rule(lambda p: {"momentum_buffer": jnp.zeros_like(p)}, update, lambda *_: {})
+
+
+def orthogonalize(matrix: Array, num_steps: int, dtype: jnp.dtype) -> Array:
+    """Return about U V^T for matrices U S V^T, [..., A, B]: the Newton-Schulz iterations of Muon.
+
+    As torch does it: `dtype` is that of the results, while products are summed in float32.
+    """
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = (matrix.mT if is_tall else matrix).astype(dtype)
+    wide = x.astype(jnp.float32)
+    norm = jnp.sqrt(jnp.sum(wide * wide, axis=(-2, -1), keepdims=True)).astype(dtype)
+    x = x / jnp.maximum(norm, NS_EPS).astype(dtype)
+    # Without "highest" GPUs and TPUs would round float32 factors to fewer bits.
+    multiply = partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32)
+    a, b, c = NS_COEFFICIENTS
+    for _ in range(num_steps):
+        gram = multiply(x, x.mT).astype(dtype)
+        polynomial = (b * gram.astype(jnp.float32) + c * multiply(gram, gram)).astype(dtype)
+        x = (a * x.astype(jnp.float32) + multiply(polynomial, x)).astype(dtype)
+    return x.mT if is_tall else x
 
 
 def _by_slot(slots: dict[Path, Slots]) -> Tree:

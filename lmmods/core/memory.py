@@ -130,7 +130,7 @@ def cache_bytes(config: Any, itemsize: int) -> int:
 GIB = 2**30
 Method = Literal["counted from the configuration", "counted on fake tensors", "compiled by XLA", "measured"]
 # Bytes of optimiser state per trained parameter.
-STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "adafactor": 4.1, "sgd": 4, "adamw_8bit": 2,
+STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "muon": 4, "adafactor": 4.1, "sgd": 4, "adamw_8bit": 2,
                "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1, "sgd_8bit": 1}
 
 

@@ -4,13 +4,18 @@ Each field's line of documentation is what `--help` prints.
 """
 
 import math
+import re
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from lmmods.core.errors import UserError, refuse_value
 
-OptimizerName = Literal["adamw", "adafactor", "sgd", "lion", "adamw_8bit", "lion_8bit", "sgd_8bit", "paged_adamw_32bit",
-                        "paged_adamw_8bit", "paged_lion_8bit"]
+OptimizerName = Literal["adamw", "adafactor", "sgd", "lion", "muon", "adamw_8bit", "lion_8bit", "sgd_8bit",
+                        "paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_8bit"]
+# Of Muon: coefficients of a Newton-Schulz iteration, and the least norm that a matrix is divided by; as in
+# torch.optim.Muon.
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NS_EPS = 1e-7
 
 
 def decays(name: str, num_dims: int) -> bool:
@@ -18,17 +23,38 @@ def decays(name: str, num_dims: int) -> bool:
     return num_dims >= 2 and not name.endswith("bias")
 
 
+def is_hidden_matrix(name: str, num_dims: int) -> bool:
+    """Whether Muon orthogonalises the updates of a parameter, by torch's name of it: the matrices of numbered layers.
+
+    Embeddings, heads and what projects embeddings are outside of these. Experts are stacks of matrices; adapters of
+    such stacks are not, as they have the ranks of all experts in one dimension.
+    """
+    of_experts = ".experts." in name
+    is_matrix = num_dims == 2 and name.endswith("weight") and not (of_experts and "lora_" in name)
+    is_stack = num_dims == 3 and of_experts
+    return (is_matrix or is_stack) and decays(name, num_dims) and re.search(r"\.\d+\.", name) is not None
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """How the trained parameters move.
 
     Args:
-        name: Update rule. The 8-bit and paged ones are bitsandbytes' (torch engine only).
+        name: Update rule. The 8-bit and paged ones are bitsandbytes' (torch engine only). `muon` (Jordan et al. 2024)
+            moves the matrices of the layers; embeddings, heads, norms and biases follow adamw.
         lr: Peak learning rate.
         weight_decay: Decoupled decay, on matrices only: never on biases and norms.
         betas: Decay rates of the running moments.
         eps: Added to the denominator of the Adam update.
         momentum: Momentum of sgd.
+        muon_momentum: Momentum of muon, of an average of the gradients.
+        nesterov: Whether muon looks ahead by one more step of its momentum.
+        ns_steps: Newton-Schulz iterations by which muon orthogonalises an update.
+        ns_dtype: Type that these compute in. torch.optim.Muon has bfloat16, which GPUs multiply faster; in float32 both
+            engines give the same curve.
+        adjust_lr: What muon multiplies `lr` by for a matrix of A rows and B columns: 0.2 sqrt(max(A, B)), with which
+            its updates are as large as adamw's (Liu et al. 2025) and one rate suits all parameters, or the original
+            sqrt(max(1, A / B)).
         schedule: Shape of the learning rate after warm-up. `linear` and `cosine` fall to `min_lr_ratio` at the last
             step; `wsd` stays flat and falls linearly over the last `decay` of the run.
         warmup: Linear warm-up from 0: an integer is a number of optimiser steps, a fraction a share of the run.
@@ -42,6 +68,11 @@ class Optimizer:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
     momentum: float = 0.0
+    muon_momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    ns_dtype: Literal["float32", "bfloat16"] = "float32"
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup: int | float = 0
     decay: int | float = 0.2
@@ -55,6 +86,9 @@ class Optimizer:
                 "two numbers from 0 up to but not including 1")
         require(self.eps > 0, "optimizer.eps", self.eps, "more than 0")
         require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "from 0 up to but not including 1")
+        require(0 <= self.muon_momentum < 1, "optimizer.muon_momentum", self.muon_momentum,
+                "from 0 up to but not including 1")
+        require(1 <= self.ns_steps < 100, "optimizer.ns_steps", self.ns_steps, "from 1 to 99")
         require(self.name != "sgd_8bit" or self.momentum > 0, "optimizer.momentum", self.momentum,
                 "more than 0 for sgd_8bit, which has no plain form")
         require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", self.min_lr_ratio, "from 0 to 1")
@@ -63,6 +97,19 @@ class Optimizer:
             whole = isinstance(value, int)
             require(value >= 0 and (whole or value <= 1), f"optimizer.{key}", value,
                     "a whole number of steps, or a share of the run from 0.0 to 1.0")
+
+    def muon_factor(self, num_rows: int, num_columns: int) -> float:
+        """What the learning rate of a matrix is multiplied by under muon."""
+        if self.adjust_lr == "original":
+            return math.sqrt(max(1, num_rows / num_columns))
+        return 0.2 * math.sqrt(max(num_rows, num_columns))
+
+    def group_of(self, name: str, num_dims: int) -> int:
+        """Place of a parameter's group among torch's: 0 muon's matrices, 1 others with weight decay, 2 those without.
+        """
+        if self.name == "muon" and is_hidden_matrix(name, num_dims):
+            return 0
+        return 1 if decays(name, num_dims) else 2
 
     def lr_at(self, step: int, num_steps: int) -> float:
         """Learning rate of optimiser step `step` (0 for the first) in a run of `num_steps` steps.

@@ -100,7 +100,7 @@ OPTIMIZERS = {
     "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "adamw_torch_8bit": "adamw_8bit",
     "paged_adamw": "paged_adamw_32bit", "paged_adamw_32bit": "paged_adamw_32bit",
     "paged_adamw_8bit": "paged_adamw_8bit", "adafactor": "adafactor", "sgd": "sgd", "lion": "lion",
-    "lion_32bit": "lion", "lion_8bit": "lion_8bit", "paged_lion_8bit": "paged_lion_8bit"}
+    "lion_32bit": "lion", "lion_8bit": "lion_8bit", "muon": "muon", "paged_lion_8bit": "paged_lion_8bit"}
 SCHEDULES = {
     "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
     "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd", "wsd": "wsd"}
@@ -148,6 +148,7 @@ def _interval(value: Any) -> Settings:
 VALUES: dict[str, Callable[[Any], Settings]] = {
     "optim": _named("model.optimizer.name", OPTIMIZERS), "optimizer": _named("model.optimizer.name", OPTIMIZERS),
     "adafactor": _if_true("model.optimizer.name", "adafactor"),
+    "use_muon": _if_true("model.optimizer.name", "muon"),
     "lr_scheduler_type": _named("model.optimizer.schedule", SCHEDULES),
     "lr_scheduler": _named("model.optimizer.schedule", SCHEDULES),
     "scheduler": _named("model.optimizer.schedule", SCHEDULES),

@@ -208,7 +208,7 @@ def _all_places(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 ROOM = 0.9  # usable share of a GPU's memory
 BUCKETS = 2**20, 25 * 2**20  # bytes of DDP's gradient buckets: the first one, and the others
-STEPPING = ("adamw", "sgd", "adafactor")  # optimisers whose step runs without values
+STEPPING = ("adamw", "sgd", "adafactor", "muon")  # optimisers whose step runs without values
 PARTS = ("parameters", "optimiser state", "gradients", "buckets of gradients", "rows", "activations", "logits",
          "gathered parameters", "temporaries")
 Count = tuple[float, dict[tuple[str, int], Traffic]]  # FLOPs, and collectives by kind and number of processes

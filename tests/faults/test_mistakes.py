@@ -77,8 +77,8 @@ IN_FILES = {
     "model: {init_args: {optimizer: {lr: -1}}}":
         "model.optimizer.lr is -1, but must be zero or more.",
     "model: {init_args: {optimizer: {name: adamm}}}":
-        "model.optimizer.name is adamm, but must be one of adamw, adafactor, sgd, lion, adamw_8bit, "
-        "lion_8bit, sgd_8bit, paged_adamw_32bit, paged_adamw_8bit, paged_lion_8bit. Did you mean adamw?",
+        "model.optimizer.name is adamm, but must be one of adamw, adafactor, sgd, lion, muon, "
+        "adamw_8bit, lion_8bit, sgd_8bit, paged_adamw_32bit, paged_adamw_8bit, paged_lion_8bit. Did you mean adamw?",
     "model: {init_args: {optimizer: {betas: [0.9, high]}}}":
         "model.optimizer.betas is [0.9, high], but must be a list of numbers.",
     "model: {init_args: {optimizer: null}}":
@@ -153,8 +153,8 @@ ON_THE_COMMAND_LINE = {
     "--model.lora {rnk:\t8}": "--model.lora: model.lora.rnk is no key. Did you mean model.lora.rank?",
     "--model.lo.rank 8": "--model.lo.rank: model.lo is no key. Did you mean model.lora?",
     "--model.optimizer.name adamm_8bit":
-        "--model.optimizer.name is adamm_8bit, but must be one of adamw, adafactor, sgd, lion, adamw_8bit, lion_8bit, "
-        "sgd_8bit, paged_adamw_32bit, paged_adamw_8bit, paged_lion_8bit. Did you mean adamw_8bit?",
+        "--model.optimizer.name is adamm_8bit, but must be one of adamw, adafactor, sgd, lion, muon, adamw_8bit, "
+        "lion_8bit, sgd_8bit, paged_adamw_32bit, paged_adamw_8bit, paged_lion_8bit. Did you mean adamw_8bit?",
     "--model.revision [a]": "--model.revision is [a], but must be a text or null.",
     "--data.add_tokens a": "--data.add_tokens is a, but must be a list of texts or null.",
     "--mod CLM": "--mod is no key. Did you mean model?",

@@ -28,7 +28,7 @@ from lmmods.torch_engine.nn.optim import build_optimizer
 
 RULES = [Optimizer(name="adamw", lr=1e-2, weight_decay=0.1), Optimizer(name="adafactor", lr=1e-2),
          Optimizer(name="sgd", lr=1e-2), Optimizer(name="sgd", lr=1e-2, momentum=0.9, weight_decay=0.1),
-         Optimizer(name="lion", lr=1e-3, weight_decay=0.1)]
+         Optimizer(name="lion", lr=1e-3, weight_decay=0.1), Optimizer(name="muon", lr=1e-2, weight_decay=0.1)]
 
 
 def stepped(toy, parallel, settings, num_steps=2):
@@ -65,11 +65,11 @@ def test_bits_return_on_other_devices(toy, tmp_path, settings):
     save(toy, before, state, settings, tmp_path / "step=2")
     _, fresh = stepped(toy, after, settings, 0)
     content = open_checkpoint(tmp_path / "step=2")
-    restored = unpack(content, after.shapes(fresh), toy.to_torch, toy.from_torch)
+    restored = unpack(content, after.shapes(fresh), settings, toy.to_torch, toy.from_torch)
     assert equal(restored, before.fetch_state(state)) and content["global_step"] == 2
     assert equal(after.fetch_state(after.put_state(restored)), restored)
     _, fresh = stepped(toy, before, settings, 0)
-    placed = before.put_state(unpack(content, before.shapes(fresh), toy.to_torch, toy.from_torch))
+    placed = before.put_state(unpack(content, before.shapes(fresh), settings, toy.to_torch, toy.from_torch))
     assert jax.tree.map(lambda x: x.sharding, placed) == jax.tree.map(lambda x: x.sharding, state)
 
 
@@ -98,7 +98,7 @@ def test_devices_read_their_own_parts_of_a_checkpoint(toy, tmp_path, monkeypatch
     monkeypatch.setattr(lazy_array, "lazy_file", counting)
     content = open_checkpoint(folder)
     asked.clear()
-    restored = mesh.put_state(unpack(content, mesh.shapes(state), toy.to_torch, toy.from_torch))
+    restored = mesh.put_state(unpack(content, mesh.shapes(state), RULES[0], toy.to_torch, toy.from_torch))
     assert sum(asked) == sum(leaf.size for leaf in jax.tree.leaves(whole))
     assert equal(mesh.fetch_state(restored), whole)
 
@@ -123,7 +123,7 @@ def test_torch_goes_on_where_jax_stopped_and_back(toy, tmp_path, settings):
     torch_step(2)
     FolderCheckpointIO().save_checkpoint({"state_dict": dict(named), "param_names": [name for name, _ in named],
                                           "optimizer_states": [optimizer.state_dict()]}, tmp_path / "torch")
-    restored = unpack(read_checkpoint(tmp_path / "torch"), one.shapes(state), toy.to_torch, toy.from_torch)
+    restored = unpack(read_checkpoint(tmp_path / "torch"), one.shapes(state), settings, toy.to_torch, toy.from_torch)
     assert all(np.array_equal(toy.to_torch(restored["trainable"])[name.removeprefix("model.")], p.detach())
                for name, p in named)
     state = one.put_state(restored)
@@ -164,7 +164,7 @@ def test_before_the_first_step_there_is_no_optimizer_state(toy, tmp_path):
     save(toy, one, state, RULES[0], tmp_path / "c", step=0)
     content = read_checkpoint(tmp_path / "c")
     assert content["optimizer_states"][0]["state"] == {}
-    assert equal(unpack(content, one.shapes(state), toy.to_torch, toy.from_torch), one.fetch_state(state))
+    assert equal(unpack(content, one.shapes(state), RULES[0], toy.to_torch, toy.from_torch), one.fetch_state(state))
 
 
 def test_another_model_or_optimizer_is_refused(toy, tmp_path):
@@ -173,12 +173,12 @@ def test_another_model_or_optimizer_is_refused(toy, tmp_path):
     save(toy, one, state, RULES[0], tmp_path / "c")
     content = read_checkpoint(tmp_path / "c")
     with pytest.raises(UserError, match="exp_avg_sq_(row|col) of embed.weight: it is of another optimizer"):
-        unpack(content, one.shapes(stepped(toy, one, RULES[1], 0)[1]), toy.to_torch, toy.from_torch)
+        unpack(content, one.shapes(stepped(toy, one, RULES[1], 0)[1]), RULES[1], toy.to_torch, toy.from_torch)
     toy.num_layers = 4
     _, deeper = stepped(toy, one, RULES[0], 0)
     with pytest.raises(UserError, match="another model: 3 parameters are missing from it, e.g. model.layers.3.norm"):
-        unpack(content, one.shapes(deeper), toy.to_torch, toy.from_torch)
+        unpack(content, one.shapes(deeper), RULES[0], toy.to_torch, toy.from_torch)
     toy.num_layers, toy.size = 3, 8
     _, narrower = stepped(toy, one, RULES[0], 0)
     with pytest.raises(UserError, match="have another shape in it"):
-        unpack(content, one.shapes(narrower), toy.to_torch, toy.from_torch)
+        unpack(content, one.shapes(narrower), RULES[0], toy.to_torch, toy.from_torch)

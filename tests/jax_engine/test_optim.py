@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from jax_engine.distributed.tree import flatten
-from jax_engine.optim import build, step_scalars
+from jax_engine.optim import build, orthogonalize, step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
+from lmmods.torch_engine.nn import optim as on_torch
 from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule
 from tests.closeness import Float64, assert_as_close
 
@@ -29,12 +30,13 @@ RULES = {
 
 def layers(name, array):
     """The parameters that torch has for ours."""
-    return list(array) if name.startswith("stack") else [array]
+    return list(array) if name.startswith("stack") or name == "layers" else [array]
 
 
 def run_torch(settings, params, gradients):
     """Parameters after all steps, and the learning rate of each."""
-    named = [(f"{name}.{i}", torch.nn.Parameter(torch.tensor(part, dtype=torch.float32)))
+    named = [(f"layers.{i}.weight" if name == "layers" else f"{name}_{i}",
+              torch.nn.Parameter(torch.tensor(part, dtype=torch.float32)))
              for name, p in params.items() for i, part in enumerate(layers(name, p))]
     optimizer = build_optimizer(named, settings)
     schedule = build_schedule(optimizer, settings, NUM_STEPS)
@@ -64,12 +66,25 @@ def draw():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_fifty_steps_are_those_of_the_torch_engine(rule):
-    settings = RULES[rule]
-    params, gradients = draw()
+    _compare(RULES[rule], *draw(), DECAYS)
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": False, "adjust_lr": "original", "ns_steps": 3}], ids=str)
+@pytest.mark.parametrize("shape", [(3, 6, 4), (2, 4, 9)], ids=str)
+def test_fifty_steps_of_muon_are_those_of_the_torch_engine(shape, options):
+    """Well conditioned: the iterations scale up the rounding of small singular values by up to 3.4 each."""
+    settings = Optimizer(name="muon", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=5, **options)
+    random = np.random.default_rng(0)
+    draws = [{"layers": random.normal(size=shape).astype(np.float32), "embed": random.normal(size=(5, 6)).astype(
+        np.float32), "bias": random.normal(size=7).astype(np.float32)} for _ in range(NUM_STEPS + 1)]
+    _compare(settings, draws[0], draws[1:], {"layers": True, "embed": True, "bias": False})
+
+
+def _compare(settings, params, gradients, marks):
     wanted, rates = run_torch(settings, params, gradients)
     with Float64():
         exact, _ = run_torch(settings, params, gradients)
-    optimizer = build(settings, DECAYS)
+    optimizer = build(settings, marks)
 
     @jax.jit
     def step(params, state, gradients, scalars):
@@ -128,3 +143,54 @@ def test_bfloat16_parameters_move_like_torchs():
 def test_bitsandbytes_names_are_refused(name):
     with pytest.raises(UserError, match=f"{name}.*engine: torch.*adamw"):
         build(Optimizer(name=name), DECAYS)
+
+
+# Muon ----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
+def test_muon_is_that_of_optax(adjust_lr):
+    """Which looks ahead in another way; the norm of a matrix hides that its average is divided by 1 - 0.95^step."""
+    settings = Optimizer(name="muon", lr=1e-2, weight_decay=0.1, nesterov=False, adjust_lr=adjust_lr)
+    random = np.random.default_rng(0)
+    params, *gradients = ({"layers": {"weight": jnp.asarray(random.normal(size=(9, 6)), jnp.float32)}}
+                          for _ in range(6))
+    # Its matrices are [in, out].
+    outputs = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    theirs = optax.contrib.muon(1e-2, weight_decay=0.1, nesterov=False, eps=1e-12, consistent_rms=0.2 if adjust_lr !=
+                                "original" else None, muon_weight_dimension_numbers={"layers": {"weight": outputs}})
+    # Of the rule alone: a leaf of one layer.
+    ours = build(settings, {"layers": {"weight": True}})
+    found = wanted = params
+    state, their_state = ours.init(params), theirs.init(params)
+    for number, gradient in enumerate(gradients):
+        updates, state = ours.update(gradient, state, found, **step_scalars(settings, number, 9))
+        found = optax.apply_updates(found, updates)
+        updates, their_state = theirs.update(gradient, their_state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    assert_as_close(found, wanted, wanted)
+    assert np.abs(found["layers"]["weight"] - params["layers"]["weight"]).max() > 1e-2
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (3, 16, 12)], ids=str)
+def test_iterations_in_bfloat16_round_where_torchs_do(shape):
+    """Sums in another order may round to the other side, by a unit of the last of 8 bits, which each iteration grows.
+    """
+    matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    ours = np.float32(orthogonalize(jnp.asarray(matrix), 5, jnp.bfloat16))
+    theirs = on_torch.orthogonalize(torch.tensor(matrix), 5, torch.bfloat16).float().numpy()
+    with Float64():
+        exact = on_torch.orthogonalize(torch.tensor(matrix, dtype=torch.float64), 5, torch.float32).numpy()
+    rounding = np.abs(theirs - exact).max()
+    assert np.abs(ours - theirs).max() <= rounding / 2 and np.abs(ours - exact).max() <= 1.5 * rounding
+
+
+def test_muon_keeps_one_moment_of_the_matrices_of_layers():
+    params = {"embed": {"weight": jnp.ones((5, 6))}, "layers": {
+        "up": {"weight": jnp.ones((3, 6, 4)), "bias": jnp.ones((3, 6)), "lora_A": jnp.ones((3, 2, 4))},
+        "experts": {"gate_up_proj": jnp.ones((3, 2, 6, 4)), "lora_A": jnp.ones((3, 2, 4))}}}
+    marks = jax.tree.map(lambda leaf: leaf.shape != (3, 6), params)
+    state = build(Optimizer(name="muon"), marks).init(params)
+    others = {"embed.weight", "layers.up.bias", "layers.experts.lora_A"}
+    assert {name: {".".join(path) for path in flatten(tree)} for name, tree in state.items()} == {
+        "momentum_buffer": {"layers.up.weight", "layers.up.lora_A", "layers.experts.gate_up_proj"},
+        "exp_avg": others, "exp_avg_sq": others}

@@ -23,6 +23,7 @@ from jax_engine.optim import build, step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
 from lmmods.runs import checkpoint
+from tests.closeness import assert_as_close
 from tests.forks import together
 
 FLAG = "--xla_force_host_platform_device_count"
@@ -71,6 +72,23 @@ def train(toy, parallel, accumulate, num_steps=NUM_STEPS, per_step=8):
             (state, figures), accumulation = steps.update(state, accumulation, scalars), None
         losses.append(fetch_step_metrics(figures))
     return losses, parallel.fetch_state(state)
+
+
+def test_muon_sees_whole_matrices_on_a_mesh():
+    settings, toy = Optimizer(name="muon", lr=1e-2, weight_decay=0.1), Toy()
+    random, params = np.random.default_rng(0), toy.init(jax.random.key(0))
+    gradients = jax.tree.map(lambda p: random.normal(size=p.shape).astype(np.float32), params)
+    sums = {"total": np.float32(1), "weight": np.float32(1), "num_tokens": np.int32(4), "num_rows": np.int32(2)}
+    found = {}
+    for name in ("one_device_mesh", "data_fsdp", "all_three"):
+        parallel = WAYS[name]()
+        steps = Steps(parallel, None, build(settings, toy.decays(params)))
+        state = steps.new_state(parallel.put_state(params))
+        state, _ = steps.update(state, parallel.put_sums({"gradients": gradients, "sums": sums}),
+                                parallel.put_scalars(step_scalars(settings, 0, 9)))
+        found[name] = parallel.fetch_state(state)
+    for other in ("data_fsdp", "all_three"):
+        assert_as_close(found[other], found["one_device_mesh"], found["one_device_mesh"])
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Optimisers and learning-rate schedules, by the names in `lmmods.core.settings`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lmmods.core.console import say
-from lmmods.core.settings import Optimizer, decays
+from lmmods.core.settings import NS_COEFFICIENTS, NS_EPS, Optimizer
 from lmmods.torch_engine.compat.torch import is_plain
 from lmmods.torch_engine.nn import sharding
 
@@ -17,12 +17,14 @@ from lmmods.torch_engine.nn import sharding
 def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: Optimizer) -> torch.optim.Optimizer:
     """Build the optimiser of the trainable parameters among `named_params`.
 
-    Weight decay applies to matrices, not to biases and norms (`settings.decays`); each parameter is in one group.
+    Weight decay applies to matrices, not to biases and norms; each parameter is in one group (`Optimizer.group_of`).
     """
     named = [(name, p) for name, p in named_params if p.requires_grad]
     params = [p for _, p in named]
-    groups = [{"params": [p for name, p in named if decays(name, p.ndim)], "weight_decay": settings.weight_decay},
-              {"params": [p for name, p in named if not decays(name, p.ndim)], "weight_decay": 0.0}]
+    groups = [{"params": [p for name, p in named if settings.group_of(name, p.ndim) == number], "weight_decay": decay}
+              for number, decay in enumerate((settings.weight_decay, settings.weight_decay, 0.0))]
+    if settings.name == "muon":
+        return Muon(groups[0], groups[1:], settings)
     groups = [group for group in groups if group["params"]]
     # torch has none of these.
     if "8bit" in settings.name or settings.name.startswith("paged") or settings.name == "lion":
@@ -36,6 +38,74 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
         # As in transformers' Trainer: use the recipe's learning rate, not Adafactor's relative one.
         return _keeping_dtypes(Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False))
     return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024) for the matrices of the layers, AdamW for all other parameters.
+
+    The rule of torch.optim.Muon, which computes in bfloat16 alone and takes no stacks of matrices. State and groups are
+    those of torch's two optimisers.
+
+    Args:
+        hidden: Group of the matrices [A, B] and stacks of matrices [E, A, B].
+        others: Groups of the parameters that follow AdamW.
+    """
+
+    def __init__(self, hidden: dict[str, Any], others: list[dict[str, Any]], settings: Optimizer) -> None:
+        self._settings = settings
+        hidden |= {"momentum": settings.muon_momentum, "nesterov": settings.nesterov, "ns_steps": settings.ns_steps}
+        others = [group for group in others if group["params"]]
+        super().__init__([*([hidden] if hidden["params"] else []), *others], {"lr": settings.lr})
+        # It completes the groups that it is given; `step` gives it those of a loaded checkpoint.
+        others = [group for group in self.param_groups if "ns_steps" not in group]
+        fused = _can_fuse([p for group in others for p in group["params"]])
+        self._adamw = torch.optim.AdamW(others or [{"params": []}], lr=settings.lr, betas=tuple(settings.betas),
+                                        eps=settings.eps, fused=fused)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, after the loss and gradients of `closure`, whose result is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"] if "ns_steps" in group else ():
+                if param.grad is not None:
+                    self._move(param, group)
+        self._adamw.param_groups = [group for group in self.param_groups if "ns_steps" not in group]
+        self._adamw.state = self.state
+        self._adamw.step()
+        return loss
+
+    def _move(self, param: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        mean = state["momentum_buffer"].lerp_(param.grad, 1 - group["momentum"])
+        update = param.grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        update = orthogonalize(update, group["ns_steps"], getattr(torch, self._settings.ns_dtype))
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(update, alpha=-group["lr"] * self._settings.muon_factor(*param.shape[-2:]))
+
+
+def orthogonalize(matrix: torch.Tensor, num_steps: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return about U V^T for matrices U S V^T, [..., A, B]: the Newton-Schulz iterations of Muon, computed in `dtype`.
+
+    Singular values come to lie around 1, between about 0.7 and 1.2, not at 1.
+    """
+    x = matrix.to(dtype)
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    # As in `total_norm`, norms of rows first. The singular values are then at most 1.
+    norm = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32), dim=-1)
+    x = x / norm[..., None, None].to(dtype).clamp(min=NS_EPS)
+    add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    a, b, c = NS_COEFFICIENTS
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
 
 
 def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:

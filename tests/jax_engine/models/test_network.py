@@ -9,12 +9,15 @@ import pytest
 import torch
 from hf_reference import NUM_LABELS, labels_of, of_real, our_loss, row_labels, torch_inputs
 from tested import MAIN, cases, cells, every_pair
+from transformers.pytorch_utils import Conv1D
 
 from jax_engine.distributed import loss
 from jax_engine.distributed import loss as losses
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models import hub
+from jax_engine.optim import in_hidden_matrix
 from lmmods.core.dropout import token_seeds
+from lmmods.core.settings import is_hidden_matrix
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from tests.closeness import assert_as_close, gradients, in_both
 
@@ -178,6 +181,27 @@ def test_decay_is_on_matrices_as_torch_sees_them(make_ref, name, head):
         is_matrix = dict(ref.torch.named_parameters())[key].ndim >= 2 and not key.endswith("bias")
         assert decays[path] == is_matrix, key
     assert all(flatten(ref.net.trainable(ref.params)).values())
+
+
+@every_pair
+def test_muon_moves_the_linear_layers_and_experts_between_embeddings_and_head(make_ref, name, head):
+    """By torch's names and by paths alike, which order the state of a checkpoint."""
+    ref = make_ref(name, head)
+    decays = flatten(ref.net.decays(ref.params))
+    params = dict(ref.torch.named_parameters())
+    ends = {*map(id, (ref.torch.get_input_embeddings(), ref.torch.get_output_embeddings()))}
+    linear = {f"{own}.weight" for own, module in ref.torch.named_modules()
+              if isinstance(module, torch.nn.Linear | Conv1D) and id(module) not in ends}
+    found = set()
+    for key, path, _ in ref.net.names():
+        moves = is_hidden_matrix(key, params[key].ndim)
+        assert moves == (decays[path] and in_hidden_matrix(path)), key
+        found |= {key} if moves else set()
+    layers = {key for key, path, _ in ref.net.names() if path[0] == "layers"}
+    experts = {key for key in layers if params[key].ndim == 3}
+    routers = {key for key in layers - linear if params[key].ndim == 2 and key.endswith("weight")}
+    assert found == layers & linear | experts | routers and len(found) >= 4
+    assert all("gate" in key or "router" in key for key in routers)
 
 
 def test_half_precision_products_keep_float32_where_it_matters(make_ref):
