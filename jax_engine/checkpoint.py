@@ -10,7 +10,6 @@ import numpy as np
 from jax_engine.callbacks import EarlyStopping
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.tree import SUMS, Tree
-from jax_engine.optim import step_scalars
 from jax_engine.run import Run, Training
 from jax_engine.tasks.base import Weights
 from lmmods.core import lazy_array
@@ -201,20 +200,20 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
     ordered = _by_group(params, settings)
     # Muon counts no steps, unlike the AdamW of the other parameters.
     entries: dict[int, dict[str, Any]] = {
-        index: _COUNTERS[settings.name](step) if settings.group_of(name, params[name].ndim) else {}
+        index: _COUNTERS[settings.name](step) if settings.group_of(name, params[name].ndim) > 1 else {}
         for index, name in enumerate(ordered)}
     index_of = {name: index for index, name in enumerate(ordered)}
     for slot, tree in state["optimizer"].items():
         for name, array in to_torch(tree).items():
             entries[index_of[PREFIX + name]][slot] = array
-    groups = _groups(params, settings, float(step_scalars(settings, step, num_steps)["lr"]))
+    groups = _groups(params, settings, settings.lr_at(step, num_steps))
     return {
         "state_dict": params,
         "param_names": list(params),
         # Before the first step torch's optimisers have no state.
         "optimizer_states": [{"state": {index: entry for index, entry in entries.items() if entry and step},
                               "param_groups": groups}],
-        "lr_schedulers": [_schedule_state(settings, len(groups), step, num_steps)],
+        "lr_schedulers": [_schedule_state(groups, step)],
     }
 
 
@@ -278,11 +277,11 @@ def unpack_accumulation(saved: AccumulatedGradients, from_torch: FromTorch, metr
     return {"gradients": from_torch(gradients), "sums": sums}
 
 
-def _schedule_state(settings: Optimizer, num_groups: int, step: int, num_steps: int) -> dict[str, Any]:
+def _schedule_state(groups: list[dict[str, Any]], step: int) -> dict[str, Any]:
     """State of torch's LambdaLR after `step` optimiser steps."""
-    lr = settings.lr_at(step, num_steps)
-    return {"base_lrs": [settings.lr] * num_groups, "last_epoch": step, "_step_count": step + 1, "_is_initial": False,
-            "_get_lr_called_within_step": False, "_last_lr": [lr] * num_groups, "lr_lambdas": [None] * num_groups}
+    return {"base_lrs": [group["initial_lr"] for group in groups], "last_epoch": step, "_step_count": step + 1,
+            "_is_initial": False, "_get_lr_called_within_step": False, "_last_lr": [group["lr"] for group in groups],
+            "lr_lambdas": [None] * len(groups)}
 
 
 def _by_group(params: dict[str, np.ndarray], settings: Optimizer) -> list[str]:
@@ -292,7 +291,7 @@ def _by_group(params: dict[str, np.ndarray], settings: Optimizer) -> list[str]:
 
 
 def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> list[dict[str, Any]]:
-    """Return torch's parameter groups."""
+    """Return torch's parameter groups; `lr` is the recipe's rate at this step."""
     adamw = {"betas": tuple(settings.betas), "eps": settings.eps, "amsgrad": False, "maximize": False,
              "foreach": None, "capturable": False, "differentiable": False, "fused": True,
              "decoupled_weight_decay": True}
@@ -306,11 +305,11 @@ def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> li
         "lion": {"betas": tuple(settings.betas), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
     }[settings.name]
     places = [settings.group_of(name, params[name].ndim) for name in _by_group(params, settings)]
-    parts = ((0, settings.weight_decay, muon), (1, settings.weight_decay, options), (2, 0.0, options))
+    factor = lr / (settings.lr or 1.0)
     # A group without parameters is left out, as in the torch engine.
-    return [{"params": [index for index, place in enumerate(places) if place == number], "lr": lr,
-             "initial_lr": settings.lr, "weight_decay": decay, **own}
-            for number, decay, own in parts if number in places]
+    return [{"params": [index for index, own in enumerate(places) if own == place], **group,
+             "lr": group["lr"] * factor, "initial_lr": group["lr"], **(muon if place < 2 else options)}
+            for place, group in enumerate(settings.groups()) if place in places]
 
 
 def _stand_in(leaf: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -21,6 +21,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import NS_COEFFICIENTS, NS_EPS, Optimizer
 
 Slots = dict[str, Array]
+OF_B = "lora_B/"
 
 
 class Rule(NamedTuple):
@@ -69,8 +70,11 @@ def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtr
         for path, param in flatten(params).items():
             decay = settings.weight_decay if marks[path] else 0.0
 
+            own = {name: scalars.get(f"{OF_B}{name}", value) for name, value in scalars.items()
+                   } if path[-1] == "lora_B" else scalars
+
             # In float32; slots go back to the dtype that they are stored in. The defaults bind this iteration's values.
-            def one(gradient, param, state, decay=decay, rule=rule_for(path)):
+            def one(gradient, param, state, decay=decay, rule=rule_for(path), scalars=own):
                 wide = {name: value.astype(jnp.float32) for name, value in state.items()}
                 change, new = rule.update(gradient.astype(jnp.float32), param.astype(jnp.float32), wide, decay, scalars)
                 return change, {name: value.astype(state[name].dtype) for name, value in new.items()}
@@ -89,9 +93,15 @@ def in_hidden_matrix(path: Path) -> bool:
 
 
 def step_scalars(settings: Optimizer, step: int, num_steps: int) -> dict[str, np.float32]:
-    """Return the scalars of optimiser step `step` (from 0) of `num_steps`, including `lr`."""
-    lr = settings.lr_at(step, num_steps)
-    return {name: np.float32(value) for name, value in {"lr": lr, **rule_of(settings).scalars(step + 1, lr)}.items()}
+    """Return the scalars of optimiser step `step` (from 0) of `num_steps`, including `lr`.
+
+    Those of the matrices B of adapters, if their rate is another, have names that begin with `OF_B`.
+    """
+    rates = {"": settings.lr_at(step, num_steps)}
+    if settings.b_lr_ratio != 1:
+        rates[OF_B] = settings.lr * settings.b_lr_ratio * (rates[""] / (settings.lr or 1.0))  # rounds as torch does
+    return {prefix + name: np.float32(value) for prefix, lr in rates.items()
+            for name, value in {"lr": lr, **rule_of(settings).scalars(step + 1, lr)}.items()}
 
 
 def rule_of(settings: Optimizer) -> Rule:

@@ -44,6 +44,8 @@ class Optimizer:
             moves the matrices of the layers; embeddings, heads, norms and biases follow adamw.
         lr: Peak learning rate.
         weight_decay: Decoupled decay, on matrices only: never on biases and norms.
+        b_lr_ratio: Learning rate of the matrices B of an adapter as a multiple of that of A, which is `lr`: LoRA+
+            (Hayou et al. 2024).
         betas: Decay rates of the running moments.
         eps: Added to the denominator of the Adam update.
         momentum: Momentum of sgd.
@@ -65,6 +67,7 @@ class Optimizer:
     name: OptimizerName = "adamw"
     lr: float = 2e-4
     weight_decay: float = 0.0
+    b_lr_ratio: float = 1.0
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
     momentum: float = 0.0
@@ -82,6 +85,7 @@ class Optimizer:
         check_set(self, "optimizer")
         require(self.lr >= 0, "optimizer.lr", self.lr, "zero or more")
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "zero or more")
+        require(0 < self.b_lr_ratio < math.inf, "optimizer.b_lr_ratio", self.b_lr_ratio, "more than 0")
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas,
                 "two numbers from 0 up to but not including 1")
         require(self.eps > 0, "optimizer.eps", self.eps, "more than 0")
@@ -105,11 +109,19 @@ class Optimizer:
         return 0.2 * math.sqrt(max(num_rows, num_columns))
 
     def group_of(self, name: str, num_dims: int) -> int:
-        """Place of a parameter's group among torch's: 0 muon's matrices, 1 others with weight decay, 2 those without.
+        """Place of a parameter's group among `groups`, by torch's name of the parameter."""
+        if not decays(name, num_dims):
+            return 4
+        is_b = self.b_lr_ratio != 1 and ".lora_B." in name
+        return is_b + (0 if self.name == "muon" and is_hidden_matrix(name, num_dims) else 2)
+
+    def groups(self) -> list[dict[str, float]]:
+        """Settings of torch's groups of parameters, in their order: two of muon's matrices, then two of others.
+
+        torch leaves out those without parameters.
         """
-        if self.name == "muon" and is_hidden_matrix(name, num_dims):
-            return 0
-        return 1 if decays(name, num_dims) else 2
+        decaying = [{"lr": self.lr * ratio, "weight_decay": self.weight_decay} for ratio in (1.0, self.b_lr_ratio)]
+        return [*decaying, *decaying, {"lr": self.lr, "weight_decay": 0.0}]
 
     def lr_at(self, step: int, num_steps: int) -> float:
         """Learning rate of optimiser step `step` (0 for the first) in a run of `num_steps` steps.

@@ -176,7 +176,7 @@ def test_both_engines_say_the_same(both, name, changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, QLORA, {**QLORA, "model__init_args__optimizer": {
-    "name": "muon", "lr": 1e-3, "weight_decay": 0.1}}], ids=["full", "qlora", "muon-qlora"])
+    "name": "muon", "lr": 1e-3, "weight_decay": 0.1, "b_lr_ratio": 4.0}}], ids=["full", "qlora", "muon-qlora"])
 @pytest.mark.parametrize(("first", "then"), [("torch", "jax"), ("jax", "torch")])
 def test_a_run_may_change_engine(both, first, then, changes):
     """Taken up half way by the other engine, which also evaluates it."""

@@ -145,6 +145,46 @@ def test_bitsandbytes_names_are_refused(name):
         build(Optimizer(name=name), DECAYS)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_matrices_b_move_at_a_rate_of_their_own(name):
+    """As in the torch engine, and as a run of B alone at that rate."""
+    settings = Optimizer(name=name, lr=1e-2, b_lr_ratio=8.0, weight_decay=0.1, schedule="cosine", warmup=5)
+    random = np.random.default_rng(0)
+    draws = [{"layers": {"q": {side: random.normal(size=(2, 4, 6)).astype(np.float32) for side in ("lora_A", "lora_B")}
+                         }} for _ in range(NUM_STEPS + 1)]
+    marks = {"layers": {"q": {"lora_A": True, "lora_B": True}}}
+
+    def moved(settings):
+        optimizer, params = build(settings, marks), draws[0]
+        state = optimizer.init(params)
+        for number, gradients in enumerate(draws[1:]):
+            updates, state = optimizer.update(gradients, state, params, **step_scalars(settings, number, NUM_STEPS))
+            params = optax.apply_updates(params, updates)
+        return params["layers"]["q"]
+
+    def of_torch():
+        named = {f"layers.{i}.q.{side}.default.weight": torch.nn.Parameter(torch.tensor(part, dtype=torch.float32))
+                 for side, leaf in draws[0]["layers"]["q"].items() for i, part in enumerate(leaf)}
+        optimizer = build_optimizer(named.items(), settings)
+        schedule = build_schedule(optimizer, settings, NUM_STEPS)
+        for gradients in draws[1:]:
+            for side, leaf in gradients["layers"]["q"].items():
+                for i, part in enumerate(leaf):
+                    named[f"layers.{i}.q.{side}.default.weight"].grad = torch.tensor(part, dtype=torch.float32)
+            optimizer.step()
+            schedule.step()
+        return {side: torch.stack([named[f"layers.{i}.q.{side}.default.weight"].detach() for i in range(2)])
+                for side in ("lora_A", "lora_B")}
+
+    ours, theirs = moved(settings), of_torch()
+    with Float64():
+        exact = of_torch()
+    assert_as_close(ours, theirs, exact)
+    for side, ratio in (("lora_A", 1), ("lora_B", 8)):
+        same = moved(Optimizer(name=name, lr=1e-2 * ratio, weight_decay=0.1, schedule="cosine", warmup=5))
+        assert_as_close(ours[side], same[side], same[side])
+
+
 # Muon ----------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])

@@ -164,6 +164,8 @@ class TaskFields:
             raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
                             "and model.adapter to null, or name a model in model.pretrained.")
         check_overrides({**(self.config if isinstance(self.config, dict) else {}), **(self.config_overrides or {})})
+        require(self.trains_adapter or self.optimizer.b_lr_ratio == 1, "model.optimizer.b_lr_ratio",
+                self.optimizer.b_lr_ratio, "1 without model.lora or model.adapter")
         if self.lora and self.adapter:
             raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
                             "targets. Keep one of them.")

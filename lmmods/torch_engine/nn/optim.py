@@ -21,10 +21,10 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
     """
     named = [(name, p) for name, p in named_params if p.requires_grad]
     params = [p for _, p in named]
-    groups = [{"params": [p for name, p in named if settings.group_of(name, p.ndim) == number], "weight_decay": decay}
-              for number, decay in enumerate((settings.weight_decay, settings.weight_decay, 0.0))]
+    groups = [{"params": [p for name, p in named if settings.group_of(name, p.ndim) == place], **own}
+              for place, own in enumerate(settings.groups())]
     if settings.name == "muon":
-        return Muon(groups[0], groups[1:], settings)
+        return Muon(groups[:2], groups[2:], settings)
     groups = [group for group in groups if group["params"]]
     # torch has none of these.
     if "8bit" in settings.name or settings.name.startswith("paged") or settings.name == "lion":
@@ -47,15 +47,15 @@ class Muon(torch.optim.Optimizer):
     those of torch's two optimisers.
 
     Args:
-        hidden: Group of the matrices [A, B] and stacks of matrices [E, A, B].
+        hidden: Groups of the matrices [A, B] and stacks of matrices [E, A, B].
         others: Groups of the parameters that follow AdamW.
     """
 
-    def __init__(self, hidden: dict[str, Any], others: list[dict[str, Any]], settings: Optimizer) -> None:
+    def __init__(self, hidden: list[dict[str, Any]], others: list[dict[str, Any]], settings: Optimizer) -> None:
         self._settings = settings
-        hidden |= {"momentum": settings.muon_momentum, "nesterov": settings.nesterov, "ns_steps": settings.ns_steps}
-        others = [group for group in others if group["params"]]
-        super().__init__([*([hidden] if hidden["params"] else []), *others], {"lr": settings.lr})
+        own = {"momentum": settings.muon_momentum, "nesterov": settings.nesterov, "ns_steps": settings.ns_steps}
+        groups = [*({**group, **own} for group in hidden), *others]
+        super().__init__([group for group in groups if group["params"]], {"lr": settings.lr})
         # It completes the groups that it is given; `step` gives it those of a loaded checkpoint.
         others = [group for group in self.param_groups if "ns_steps" not in group]
         fused = _can_fuse([p for group in others for p in group["params"]])
