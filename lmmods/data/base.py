@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning
@@ -12,10 +13,12 @@ from torch.utils.data import Dataset
 from lmmods.core import fingerprints
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
+from lmmods.core.redaction import redact
 from lmmods.data.batches.collate import SEEDS, Collator
 from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader, Widths
+from lmmods.data.batches.mixing import Mixture
 from lmmods.data.batches.packing import PackedSet
-from lmmods.data.batches.sampler import BatchOrder, OrderRule, evaluation_order, training_order
+from lmmods.data.batches.sampler import BatchOrder, OrderRule, evaluation_order, mixed_order, training_order
 from lmmods.data.batches.stream import StreamLoader, StreamSource, draw_number
 from lmmods.data.encode.encoder import describe_dropped
 from lmmods.data.encode.tokenizer import TokenizerOptions, encoding_state
@@ -24,6 +27,7 @@ from lmmods.data.report import describe, misfit, render_table
 from lmmods.data.sources.preferences import Answers
 from lmmods.data.splits import Role, SourceStores, Splits
 from lmmods.data.store.rows import RowSet
+from lmmods.recipe.source import Source
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches of each role: items built from rows, their order, the collator, and the loader of one data-parallel rank.
@@ -35,10 +39,11 @@ class Loaders:
     Args:
         task: Batch sizes, orders, and how rows become items.
         rows: Returns the rows of a role. Raises UserError if there are none.
+        sources: The training sources.
     """
 
-    def __init__(self, task: TaskHooks, rows: Callable[[Role], RowSet]) -> None:
-        self._task, self._rows = task, rows
+    def __init__(self, task: TaskHooks, rows: Callable[[Role], RowSet], sources: list[Source]) -> None:
+        self._task, self._rows, self._sources = task, rows, sources
         self._items: dict[Role, Any] = {}
 
     def items(self, role: Role) -> Any:
@@ -48,8 +53,38 @@ class Loaders:
         return self._items[role]
 
     def _arranged(self, rows: RowSet) -> Any:
-        items = NumberedSet(self._task._arrange(rows), self._task._draws_by_epoch())
-        return PackedSet(items, self._task.max_length, self._task.seed) if self._task.packing else items
+        task = self._task
+        items = NumberedSet(task._arrange(rows), task._draws_by_epoch())
+        if not task.packing:
+            return items
+        return PackedSet(items, task.max_length, task.seed, _source_sizes(items, rows) if task.parts_sources else None)
+
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """Shares of the training sources; None if each row comes once. Raises UserError."""
+        task = self._task
+        if not task.parts_sources:
+            return None
+        sizes = _source_sizes(self.items("train"), self._rows("train"))
+        return Mixture(task.mixing, sizes.tolist(), [source.weight for source in self._sources])
+
+    def mixing_report(self) -> dict[str, Any] | None:
+        """Shares of the training sources for the data report; None if each row comes once."""
+        task, names = self._task, [redact(source.path) for source in self._sources]
+        if not task.mixes:
+            return None
+        if self.mixture is not None:
+            return self.mixture.describe(names, task.mixing.rule)
+        shares = task.mixing.shares([source.times for source in self._sources])  # of a stream
+        return {"rule": task.mixing.rule,
+                "sources": [{"path": name, "share": share} for name, share in zip(names, shares, strict=True)]}
+
+    def epoch_items(self, role: Role) -> Any:
+        """Items of a role as the first epoch has them, for the data report: a data set with `lengths`."""
+        items = self.items(role)
+        if role != "train" or self.mixture is None:
+            return items
+        return Selected(items, self.mixture.epoch(0, self._task.seed) % len(items))
 
     def training(self, shard: Shard, overfit: int | float = 0) -> StatefulLoader:
         """Training batches from the cache.
@@ -57,25 +92,33 @@ class Loaders:
         Args:
             overfit: Number of batches of each rank, or share of all, to repeat in each epoch; 0 is all.
         """
-        task, items = self._task, self.items("train")
+        task, items, mixture = self._task, self.items("train"), self.mixture
         lengths = items.lengths
 
         def order_of(epoch: int, rule: OrderRule) -> BatchOrder:
             # To measure memory: the batch that needs the most comes first.
             if task.longest_first:
                 return evaluation_order(lengths, task.batch_size)
-            order = training_order(lengths, task.batch_size, [task.seed, epoch], rule,
-                                   task.shuffle and not overfit, task.group_by_length)
+            if mixture is not None:
+                numbers = mixture.epoch(0 if overfit else epoch, task.seed, task.shuffle and not overfit)
+                order = mixed_order(numbers, lengths, task.batch_size, [task.seed, epoch], rule,
+                                    task.group_by_length and task.shuffle and not overfit)
+            else:
+                order = training_order(lengths, task.batch_size, [task.seed, epoch], rule,
+                                       task.shuffle and not overfit, task.group_by_length)
             # A share is of all batches, a number is of each rank's.
             if overfit:
                 whole = len(order) if isinstance(overfit, float) else shard.world_size
                 order = order.first(max(int(overfit * whole), 1))
-            # Row numbers count through the epochs; from the number an item finds its draw.
-            return order.shifted(epoch * len(lengths))
+            # Row numbers count through the epochs; from the number an item finds its draw. Those of a mixture do so by
+            # themselves, from pass to pass, unless each epoch repeats the first.
+            draw = epoch if mixture is None else epoch * mixture.passes if overfit else 0
+            return order.shifted(draw * len(lengths))
 
         return StatefulLoader(items, order_of, self.collator(seeded=True), shard, task.batch_size,
                               Widths(lengths, self._padded()),
-                              grouped=task.group_by_length and task.shuffle and not overfit)
+                              grouped=task.group_by_length and task.shuffle and not overfit,
+                              num_rows=None if mixture is None or task.longest_first else int(mixture.counts.sum()))
 
     def streaming(self, shard: Shard, sources: list[StreamSource]) -> StreamLoader:
         """Training batches of streams for this rank."""
@@ -89,7 +132,7 @@ class Loaders:
 
         settings = {"window_size": task.stream_window, "seed": task.seed}
         return StreamLoader(sources, self._arranged, order_of, self.collator(seeded=True), shard, task.batch_size,
-                            settings, task.num_proc or 1)
+                            settings, task.num_proc or 1, task.mixing.rule if task.mixing else "concat")
 
     def evaluation(self, role: Role, shard: Shard, collate: Callable[[list], Batch] | None = None) -> EvaluationLoader:
         """Batches without dropout seeds for this rank, as for validation and test; `collate` replaces the collator."""
@@ -121,6 +164,33 @@ class Loaders:
         task = self._task
         return Collator(keys, task.tokenizer.pad_token_id, task.pad_to_multiple_of, task.max_length, side,
                         task.run_seed)
+
+
+def _source_sizes(items: Any, rows: RowSet) -> np.ndarray:
+    """Items of each source, int64, which come in the order of the sources.
+
+    Raises:
+        UserError: The items do not say it.
+    """
+    inner = items.items if isinstance(items, NumberedSet) else items
+    if hasattr(inner, "source_sizes"):
+        return inner.source_sizes
+    if len(items) != len(rows):
+        raise UserError(f"data.mixing: the items of {type(inner).__name__} are neither one for each row nor do they "
+                        "have source_sizes, which says how many are of each source; add it, or set data.mixing to null")
+    return rows.source_sizes
+
+
+class Selected:
+    """Lengths and tokens of selected items, which may come several times."""
+
+    def __init__(self, items: Any, places: np.ndarray) -> None:
+        self.lengths = items.lengths[places]
+        self.tokens = getattr(items, "tokens", items.lengths)[places]
+        self.num_answers = getattr(items, "num_answers", 1)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,7 +276,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         self.contents: dict[str, str | None] = {}  # hashes of sources, computed by one process once per start
         self._splits = Splits(self, SourceStores(self, self.contents))
         self.described_sources = self._splits.described  # for a manifest
-        self._loaders = Loaders(self, self._rows)
+        self._loaders = Loaders(self, self._rows, self._splits.sources["train"])
         self._checked: set[Role] = set()
         self._warned: set[str] = set()
         self._report: dict[str, Any] | None = None
@@ -398,8 +468,9 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
     def report(self) -> dict[str, Any]:
         """Counts of rows read, dropped and truncated, and the fill of batches; plain JSON, after `setup`."""
         if self._report is None:
-            self._report = describe(self, self._splits.sets, self._loaders.items, self._tokenizer.loaded.notes,
-                                    self._shard().batches_per_step)
+            self._report = describe(self, self._splits.sets, self._loaders.epoch_items, self._tokenizer.loaded.notes,
+                                    self._shard().batches_per_step,
+                                    self._loaders.mixing_report() if "train" in self._splits.sets else None)
         return self._report
 
     def report_table(self) -> str:

@@ -53,7 +53,7 @@ class CLMData(CLMDataFields, DataModule):
     def _arrange(self, rows: RowSet) -> BlockSet:
         # Packing keeps documents apart; without it, joining wastes no tokens on padding.
         joined = not self.packing if self.join is None else self.join
-        return BlockSet(rows, self.max_length, joined)
+        return BlockSet(rows, self.max_length, joined, self.parts_sources)
 
     def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
         ids = row["input_ids"]

@@ -95,8 +95,15 @@ class TaskHooks(DataFields, ABC):
         """Sequences of a batch that a training row is, such as the answers of a pair; after `setup`. Default: 1."""
         return 1
 
+    @property
+    def parts_sources(self) -> bool:
+        """True if no item may be made from rows of two sources, as each source has its share of the items."""
+        return self.mixes and not self.streaming
+
     def _arrange(self, rows: RowSet) -> Any:
-        """Training or evaluation items built from kept rows: a map-style data set with `lengths`. Default: the rows."""
+        """Training or evaluation items built from kept rows: a map-style data set with `lengths`, and with
+        `source_sizes`, the items of each source, if they are fewer or more than the rows. Default: the rows.
+        """
         return rows
 
     def _batch_collator(self, collator: Collator) -> Callable[[list], dict[str, Any]]:

@@ -95,6 +95,11 @@ class MaskedSet(Dataset):
         return self.blocks.lengths + len(self.around[0]) + len(self.around[1])
 
     @property
+    def source_sizes(self) -> np.ndarray:
+        """Rows of each source."""
+        return self.blocks.source_sizes
+
+    @property
     def truncated(self) -> np.ndarray:
         """Tokens cut from each row."""
         return self.blocks.truncated
@@ -179,7 +184,8 @@ class MLMData(MLMDataFields, DataModule):
     def _arrange(self, rows: RowSet) -> MaskedSet:
         special, continues = vocabulary_flags(self.tokenizer)
         masker = Masker(self.tokenizer.mask_token_id, special, continues, self.mlm_probability, self.whole_word_masking)
-        return MaskedSet(BlockSet(rows, self._room(), self.join), masker, tokens_around(self.tokenizer), self.seed)
+        blocks = BlockSet(rows, self._room(), self.join, self.parts_sources)
+        return MaskedSet(blocks, masker, tokens_around(self.tokenizer), self.seed)
 
     def _is_scored(self, item: dict[str, Any], role: str) -> bool:
         if (item["labels"] != IGNORED).any():

@@ -21,12 +21,13 @@ MOST_LABELS = 12  # labels that the table counts; data_report.json counts all
 
 
 def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str],
-             batches_per_step: int) -> dict[str, Any]:
+             batches_per_step: int, mixing: dict[str, Any] | None = None) -> dict[str, Any]:
     """Build the report on all open sets.
 
     Args:
-        items_of: Returns the items of a role, a data set with `lengths`.
+        items_of: Returns the items of a role that an epoch has, a data set with `lengths`.
         batches_per_step: Global micro-batches of an optimiser step.
+        mixing: Shares of the training sources; None if each row comes once.
     """
     stores = {store.name: store for rows in sets.values() for store in rows.stores}
     sources: dict[str, Any] = {}
@@ -41,7 +42,8 @@ def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role
         for role in sets
         if role != "predict"
     }
-    return {"sources": sources, "splits": splits, "max_length": task.max_length, "tokenizer": tokenizer_notes}
+    return {"sources": sources, "splits": splits, **({"mixing": mixing} if mixing else {}),
+            "max_length": task.max_length, "tokenizer": tokenizer_notes}
 
 
 def describe_source(info: dict[str, Any], left_over: str) -> dict[str, Any]:
@@ -173,6 +175,7 @@ def render_table(report: dict[str, Any]) -> str:
         if source.get("words_without_token"):
             lines.append(f"  the tokenizer finds no token in {source['words_without_token']} words")
         lines += [f"  note: {note}" for note in source.get("notes", [])]
+    lines += _mixing_lines(report["mixing"]) if "mixing" in report else []
     lines.append(f"{'split':<8}{'rows':>9}{'tokens':>12}{'median':>8}{'longest':>9}{'padding':>9}{'grouped':>9}"
                  f"{'packed':>9}")
     for name, part in report["splits"].items():
@@ -184,6 +187,17 @@ def render_table(report: dict[str, Any]) -> str:
               if "labels" in part]
     lines += [f"note: tokenizer: {note}" for note in report["tokenizer"]]
     return "\n".join(lines)
+
+
+def _mixing_lines(mixing: dict[str, Any]) -> list[str]:
+    """Share of each source, and how often an epoch has its rows."""
+    size = f": an epoch has {mixing['rows_per_epoch']} rows" if "rows_per_epoch" in mixing else ""
+    lines = [f"mixing by the rule {mixing['rule']}{size}"]
+    for source in mixing["sources"]:
+        counts = (f", {source['rows_per_epoch']} rows of an epoch, {source['passes_per_epoch']:.2f} times its "
+                  f"{source['rows']}" if "rows" in source else "")
+        lines.append(f"  {source['path']}: share {source['share']:.1%}{counts}")
+    return lines
 
 
 def _label_list(counts: dict[str, int]) -> str:

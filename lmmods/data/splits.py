@@ -1,6 +1,7 @@
 """Rows of each role: its sources, their stores, and the division into training and validation rows."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 from lmmods.core.errors import UserError
@@ -70,7 +71,7 @@ class SourceStores:
         reader = self._task._reader(source, streaming=True)
         _, encoder, info = self._prepared(reader, prompts_only=False)
         info["notes"] = [*info.get("notes", []), STREAM_NOTE]
-        return StreamSource(lambda: self._regrouped(reader, info), encoder, source.weight, info)
+        return StreamSource(lambda: self._regrouped(reader, info), encoder, source.times, info)
 
     def _prepared(self, reader: SourceReader, prompts_only: bool) -> tuple[Iterable[Row], Encoder, dict[str, Any]]:
         """Rows of a source, their encoder, and facts from its first row. Raises UserError if there is none."""
@@ -156,7 +157,8 @@ class Splits:
         if origin == "train" and self._task.streaming:
             if role == "train":  # a sample for the report and inspection
                 size = min(self._task.stream_window, FIRST_BUFFER)
-                self.sets["train"] = first_usable_buffer(self.streams(), size, self._task.seed)
+                rule = self._task.mixing.rule if self._task.mixing else "concat"
+                self.sets["train"] = first_usable_buffer(self.streams(), size, self._task.seed, rule)
             return
         rows = RowSet([self._stores.store(source, role == "predict", is_first) for source in self.sources[origin]])
         if origin == "train":
@@ -164,8 +166,9 @@ class Splits:
             rows, held_out = split(rows, self._task.val_size, self._task.seed)
             if len(held_out):
                 self.sets["val"] = held_out
-            weights = [source.weight for source in self.sources["train"]]
-            self.sets["train"] = weighted(rows, weights, self._task.seed)
+            weights = [source.times for source in self.sources["train"]]
+            # With mixing, weights make shares of batches, and each row is there once.
+            self.sets["train"] = rows if self._task.mixes else weighted(rows, weights, self._task.seed)
         else:
             self.sets[role] = rows
 
@@ -192,6 +195,10 @@ class Splits:
         """The training sources as streams."""
         if self._streams is None:
             self._streams = [self._stores.stream(source) for source in self.sources["train"]]
+            if self._task.mixes:
+                shares = self._task.mixing.shares([stream.weight for stream in self._streams])
+                self._streams = [replace(stream, weight=share)
+                                 for stream, share in zip(self._streams, shares, strict=True)]
         return self._streams
 
     def identity(self) -> dict[str, list[str | None]]:

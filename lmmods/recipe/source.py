@@ -22,7 +22,8 @@ class Source:
             `body.messages` leads into an object. A column of the file that has such a name already gives way, which the
             report counts.
         limit: Use only this many rows, the first ones.
-        weight: Rows count this many times in an epoch: 2 twice each, 0.5 a seeded half of them.
+        weight: Rows count this many times in an epoch: 2 twice each, 0.5 a seeded half of them; null is 1. With
+            `data.mixing`, what the share of the source is made from.
         format: Format of these rows; null means `dataset_format` of the data module, or detection.
     """
 
@@ -32,18 +33,23 @@ class Source:
     revision: str | None = None
     columns: dict[str, str] | None = None
     limit: int | None = None
-    weight: float = 1.0
+    weight: float | None = None
     format: str | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise UserError(f"source {self.path}: limit is {self.limit}, but must be 1 or more")
-        if self.weight <= 0:
+        if self.weight is not None and self.weight <= 0:
             raise UserError(f"source {self.path}: weight is {self.weight}, but must be more than 0")
         twice = [name for name, times in Counter((self.columns or {}).values()).items() if times > 1]
         if twice:
             raise UserError(f"source {self.path}: columns gives the name {twice[0]!r} to several columns; give it to "
                             "one of them")
+
+    @property
+    def times(self) -> float:
+        """How many times a row counts in an epoch, without mixing."""
+        return 1.0 if self.weight is None else self.weight
 
 
 SourceLike = str | Source | list[str | Source]
@@ -60,7 +66,7 @@ def as_sources(source: SourceLike | dict, key: str, columns: dict[str, str] | No
         raise UserError(f"data.{key} is empty; give a file, folder, glob or hub id")
     sources = [Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
                for item in items]
-    if key != "source" and any(item.weight != 1 for item in sources):
+    if key != "source" and any(item.times != 1 for item in sources):
         raise UserError(f"weight counts in data.source only, not in data.{key}: evaluation sees each row once")
     return [replace(item, columns=columns) if item.columns is None else item for item in sources]
 

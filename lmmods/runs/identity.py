@@ -202,9 +202,12 @@ def _name_data(tree: dict[str, Any], facts: dict[str, Any]) -> None:
     """Resolve keys of `data` that default to other keys, and add the fingerprints of its sources."""
     data = tree["data"]
     columns = data.pop("columns", None)
+    if data.get("mixing") and data["mixing"].get("rule") == "concat":  # what null means
+        data["mixing"] = None
+    weight = None if data.get("mixing") else 1.0  # of a source that names none
     for key in ("source", "val_source", "test_source", "predict_source"):
         if data.get(key) is not None:
-            data[key] = _named_sources(data[key], columns, facts.get(key))
+            data[key] = _named_sources(data[key], columns, facts.get(key), weight)
     path = data.get("tokenizer")
     # A tokenizer that comes with the model is named by the model, so renaming both is one change.
     data["tokenizer"] = {"path": None if path == tree["model"].get("pretrained") else path,
@@ -214,12 +217,12 @@ def _name_data(tree: dict[str, Any], facts: dict[str, Any]) -> None:
         data["seed"] = None
 
 
-def _named_sources(value: Any, columns: dict[str, str] | None, contents: list[str | None] | None
-                   ) -> list[dict[str, Any]]:
+def _named_sources(value: Any, columns: dict[str, str] | None, contents: list[str | None] | None,
+                   weight: float | None) -> list[dict[str, Any]]:
     items = [dict(item) if isinstance(item, dict) else {"path": item}
              for item in (value if isinstance(value, list) else [value])]
     return [{"name": None, "split": None, "revision": None, "limit": None, "format": None, **item,
-             "columns": item.get("columns") or columns, "weight": item.get("weight", 1.0), "content": content}
+             "columns": item.get("columns") or columns, "weight": item.get("weight") or weight, "content": content}
             for item, content in zip(items, contents or [None] * len(items), strict=True)]
 
 

@@ -332,6 +332,19 @@ def settings_of(text: str) -> tuple[dict, Draft]:
     return {key: value for key, (value, _) in draft.settings.items()}, draft
 
 
+def test_mixed_sets_of_llamafactory():
+    text = "{model_name_or_path: x, stage: sft, finetuning_type: full, dataset: 'a,b', mix_strategy: %s}"
+    settings, draft = settings_of(text % "interleave_under, interleave_probs: '0.7,0.3'")
+    assert settings["data.mixing"] == {"rule": "exhaust"} and not draft.lost
+    assert settings["data.source"] == [{"path": "a", "weight": 0.7}, {"path": "b", "weight": 0.3}]
+    settings, _ = settings_of(text % "interleave_over")
+    assert settings["data.mixing"] == {"rule": "upsample"} and settings["data.source"][1]["weight"] == 1
+    settings, _ = settings_of(text % "concat")
+    assert "data.mixing" not in settings and settings["data.source"] == ["a", "b"]
+    settings, draft = settings_of(text % "interleave_once")
+    assert "data.mixing" not in settings and "interleave_once has no counterpart" in draft.lost["mix_strategy"]
+
+
 @pytest.mark.parametrize(("text", "expected"), [
     ("{model_name_or_path: x, dataset_name: y, beta: 0.2}", {"loss": "sigmoid", "beta": 0.2, "optimizer.lr": 1e-6}),
     ("{model_name_or_path: x, dataset_name: y, loss_type: [apo_zero, sft], loss_weights: [0.5, 1.0]}",

@@ -14,17 +14,20 @@ class BlockSet(Dataset):
     Args:
         joined: Concatenate all rows before splitting, so that only the last block is short. Otherwise each row is split
             by itself.
+        by_source: Begin a block with each source, so that every block is of one.
     """
 
-    def __init__(self, rows: RowSet, max_length: int, joined: bool) -> None:
+    def __init__(self, rows: RowSet, max_length: int, joined: bool, by_source: bool = False) -> None:
         self.rows = rows
         # A block is a pair of positions [start, end) in the concatenated rows, which are never copied.
         sizes = rows.lengths
         self._row_ends = np.cumsum(sizes)
         if joined:
-            total = int(self._row_ends[-1])
-            starts = np.arange(0, total, max_length)
-            ends = np.minimum(starts + max_length, total)
+            # Tokens before the end of each source, or of all.
+            last = np.cumsum(rows.source_sizes) if by_source else np.array([len(rows)])
+            totals = np.concatenate([[0], self._row_ends])[last]
+            starts = np.concatenate([np.arange(*bounds, max_length) for bounds in zip([0, *totals[:-1]], totals)])
+            ends = np.minimum(starts + max_length, totals[np.searchsorted(totals, starts, "right")])
         else:
             num_blocks = -(-sizes // max_length)
             # For each block: the number of its row's first block, then its own number within the row.
@@ -41,6 +44,12 @@ class BlockSet(Dataset):
     def lengths(self) -> np.ndarray:
         """Tokens of each block."""
         return self._ends - self._starts
+
+    @property
+    def source_sizes(self) -> np.ndarray:
+        """Blocks that begin in each source; they are in the order of the sources."""
+        ends = np.concatenate([[0], self._row_ends])[np.cumsum(self.rows.source_sizes)]
+        return np.diff(np.searchsorted(self._starts, ends, "left"), prepend=0)
 
     @property
     def truncated(self) -> np.ndarray:

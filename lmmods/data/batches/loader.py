@@ -154,18 +154,20 @@ class StatefulLoader:
         batch_size: Rows per micro-batch.
         widths: See `EvaluationLoader`.
         grouped: True if the order groups rows by length; otherwise it does not depend on the rule.
+        num_rows: Rows of an epoch, where sources have shares; None is all of `rows`.
     """
 
     def __init__(self, rows: Dataset, order_of: Callable[[int, OrderRule], BatchOrder],
                  collate: Callable[[list], Batch], shard: Shard, batch_size: int, widths: Widths | None = None,
-                 grouped: bool = True) -> None:
+                 grouped: bool = True, num_rows: int | None = None) -> None:
         # The order of millions of rows takes a second to draw, and is asked for several times in an epoch.
         self._order_of = lru_cache(1)(order_of)
         self._shard, self._widths, self._grouped = shard, widths, grouped
         self._rows, self._collate = rows, collate
         self._batches = _Batches()
         self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)
-        self._batch_size, self._num_rows = batch_size, len(rows)  # type: ignore[arg-type]
+        self._batch_size = batch_size
+        self._num_rows = len(rows) if num_rows is None else num_rows  # type: ignore[arg-type]
         # Rows of an optimiser step over all ranks, which do not change if the same step is divided otherwise.
         self._rule = OrderRule(batch_size * shard.batches_per_step)
         self._epoch = self._handed_out = 0

@@ -1,6 +1,7 @@
 """Packing of several rows into one of `max_length` tokens, separated by segment and position ids."""
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -76,21 +77,28 @@ class PackedSet(Dataset):
     Args:
         items: Data set with `lengths` and items {input_ids, labels, index, row, draw}, optionally `weight`, numbered
             like those of `NumberedSet`.
+        groups: Numbers of items, in their order, that are packed apart: the items of each source. None packs all of
+            them together.
     """
 
-    def __init__(self, items: Any, max_length: int, seed: int) -> None:
+    def __init__(self, items: Any, max_length: int, seed: int, groups: Sequence[int] | None = None) -> None:
         self.items = items
         lengths = items.lengths
-        # Shuffled, so that each chunk is a sample of all rows rather than of one source.
-        order = shuffled(len(lengths), np.random.default_rng([seed, len(lengths)]))
         # Items pack after pack, and where each pack begins: a million lists would take gigabytes.
-        self._items, ends = np.empty_like(order), [np.zeros(1, np.int64)]
-        for start in range(0, len(order), CHUNK):
-            chunk = order[start : start + CHUNK]
-            places, bounds = best_fit_decreasing(lengths[chunk], max_length)
-            self._items[start : start + CHUNK] = chunk[places]
-            ends.append(start + bounds[1:])
-        self._bounds = np.concatenate(ends)
+        packed, ends, num_packs, begin = [np.empty(0, np.int32)], [np.zeros(1, np.int64)], [], 0
+        for size in [len(lengths)] if groups is None else groups:
+            # Shuffled, so that each chunk is a sample of all rows rather than of one source.
+            order = shuffled(int(size), np.random.default_rng([seed, int(size)])) + begin
+            num_packs.append(0)
+            for start in range(0, len(order), CHUNK):
+                chunk = order[start : start + CHUNK]
+                places, bounds = best_fit_decreasing(lengths[chunk], max_length)
+                packed.append(chunk[places])
+                ends.append(begin + start + bounds[1:])
+                num_packs[-1] += len(bounds) - 1
+            begin += int(size)
+        self._items, self._bounds = np.concatenate(packed), np.concatenate(ends)
+        self.source_sizes = np.array(num_packs)  # packs of each group
         self.lengths = self._sums(lengths)
 
     def __len__(self) -> int:

@@ -116,6 +116,24 @@ def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: 
     return BatchOrder(_grouped(order, lengths, rule.rows_per_step, begun, random), batch_size)
 
 
+def mixed_order(numbers: np.ndarray, lengths: np.ndarray, batch_size: int, seed: list[int], rule: OrderRule,
+                group_by_length: bool = False) -> BatchOrder:
+    """Return the items of an epoch whose sources have shares, in micro-batches.
+
+    Args:
+        numbers: Items in order, as of `Mixture.epoch`.
+        lengths: Tokens of each item.
+        seed: Seed of the run and epoch.
+        rule: Order rule of the run.
+        group_by_length: Put items of similar length into a step, of those near each other in the order.
+    """
+    if group_by_length:
+        places = np.arange(len(numbers))
+        random = np.random.default_rng([*seed, 0, 2])  # not that of the order itself
+        numbers = numbers[_grouped(places, lengths[numbers % len(lengths)], rule.rows_per_step, 0, random)]
+    return BatchOrder(numbers, batch_size)
+
+
 def _grouped(order: np.ndarray, lengths: np.ndarray, size: int, begun: int, random: np.random.Generator) -> np.ndarray:
     """Sort within random chunks of the shuffled rows, then shuffle the steps of `size` rows.
 

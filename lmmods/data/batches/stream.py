@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from lmmods.data.store.arrow_store import MemoryStore
 from lmmods.data.store.cache import encode_batches
 from lmmods.data.store.rows import RowSet
 
+Rule = Literal["upsample", "exhaust", "concat"]
 ENDLESS = 10**12  # `len` of an endless loader: without a length, Lightning would prefetch to find its end
 
 
@@ -33,7 +34,7 @@ class StreamSource:
 
     Args:
         rows: Each call starts reading from the beginning.
-        weight: Rows are drawn in proportion to the weight of their source until it is exhausted.
+        weight: Rows are drawn in proportion to the weight of their source.
         info: Facts about the source, for the report.
     """
 
@@ -43,26 +44,62 @@ class StreamSource:
     info: dict[str, Any]
 
 
-def shuffle_buffers(sources: list[StreamSource], size: int, seed: int, epoch: int) -> Iterator[list[list[Row]]]:
-    """Yield buffers of `size` rows drawn from the sources, as one list of rows per source."""
+def shuffle_buffers(sources: list[StreamSource], size: int, seed: int, epoch: int, rule: Rule = "concat"
+                    ) -> Iterator[list[list[Row]]]:
+    """Yield buffers of `size` rows drawn from the sources, as one list of rows per source.
+
+    Args:
+        rule: Where the pass ends, as of `Mixing`.
+    """
     random = np.random.default_rng([seed, epoch])
-    readers = [source.rows() for source in sources]
-    weights = np.array([source.weight for source in sources], float)
     buffer: list[list[Row]] = [[] for _ in sources]
-    while weights.any():
-        several = len(sources) > 1
-        # "right", so that a source of weight 0 is never drawn. A single source takes no random numbers.
-        chosen = int(np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(), "right")) if several else 0
-        row = next(readers[chosen], None)
-        if row is None:
-            weights[chosen] = 0
-            continue
+    for chosen, row in (_each_once if rule == "concat" else _in_shares)(sources, random, rule):
         buffer[chosen].append(row)
         if sum(map(len, buffer)) == size:
             yield buffer
             buffer = [[] for _ in sources]
     if any(buffer):
         yield buffer
+
+
+def _each_once(sources: list[StreamSource], random: np.random.Generator, rule: Rule) -> Iterator[tuple[int, Row]]:
+    """Yield the number of a source and its next row, until all have ended."""
+    readers = [source.rows() for source in sources]
+    weights = np.array([source.weight for source in sources], float)
+    while weights.any():
+        # A single source takes no random numbers.
+        chosen = _drawn(weights, random) if len(sources) > 1 else 0
+        row = next(readers[chosen], None)
+        if row is None:
+            weights[chosen] = 0
+            continue
+        yield chosen, row
+
+
+def _in_shares(sources: list[StreamSource], random: np.random.Generator, rule: Rule) -> Iterator[tuple[int, Row]]:
+    """Yield the number of a source and its next row, up to the last row of the first source that ends (`exhaust`) or
+    of the last one, while the others are read again (`upsample`).
+    """
+    weights = np.array([source.weight for source in sources], float)
+    readers = [source.rows() for source in sources]
+    # One row ahead of what is yielded, to know which row is a source's last.
+    upcoming = [next(reader, None) for reader in readers]
+    has_ended = np.array([row is None for row in upcoming])
+    while not (has_ended.any() if rule == "exhaust" else has_ended.all()):
+        chosen = _drawn(weights, random)
+        row, upcoming[chosen] = upcoming[chosen], next(readers[chosen], None)
+        if row is None:  # a source without rows
+            continue
+        yield chosen, row
+        if upcoming[chosen] is None:
+            has_ended[chosen] = True
+            readers[chosen] = sources[chosen].rows()
+            upcoming[chosen] = next(readers[chosen], None)
+
+
+def _drawn(weights: np.ndarray, random: np.random.Generator) -> int:
+    """Draw a source by the weights. "right", so that a source of weight 0 is never drawn."""
+    return int(np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(), "right"))
 
 
 def draw_number(epoch: int, buffer: int) -> int:
@@ -85,14 +122,14 @@ def encode_buffer(sources: list[StreamSource], buffer: list[list[Row]], row_coun
     return RowSet(stores)
 
 
-def first_usable_buffer(sources: list[StreamSource], size: int, seed: int) -> RowSet:
+def first_usable_buffer(sources: list[StreamSource], size: int, seed: int, rule: Rule = "concat") -> RowSet:
     """Return the first buffer with a usable row; the counts of its stores start at the beginning of the stream.
 
     Raises:
         UserError: There is no such row in the whole stream.
     """
     row_counts = [RowCounts() for _ in sources]
-    for buffer in shuffle_buffers(sources, size, seed, 0):
+    for buffer in shuffle_buffers(sources, size, seed, 0, rule):
         rows = encode_buffer(sources, buffer, row_counts)
         if len(rows):
             for store, counted in zip(rows.stores, row_counts, strict=True):
@@ -133,12 +170,14 @@ class StreamLoader:
             micro-batches of a buffer.
         batch_size: Rows per micro-batch.
         settings: Seed and size of the buffer; a position can only be continued with the same ones.
+        mixing: Where a pass over the stream ends, as of `Mixing`.
     """
 
     def __init__(self, sources: list[StreamSource], arrange: Callable[[RowSet], Any],
                  order_of: Callable[[np.ndarray, int, int, OrderRule, int], BatchOrder],
                  collate: Callable[[list], Batch], shard: Shard, batch_size: int, settings: dict[str, int],
-                 num_proc: int = 1) -> None:
+                 num_proc: int = 1, mixing: Rule = "concat") -> None:
+        self._mixing = mixing
         self._sources, self._arrange, self._order_of, self._collate = sources, arrange, order_of, collate
         self._shard, self._batch_size, self._settings, self._num_proc = shard, batch_size, settings, num_proc
         self._rule, self._position = OrderRule(batch_size * shard.batches_per_step), Position()
@@ -200,7 +239,7 @@ class StreamLoader:
             row_counts = [RowCounts() for _ in self._sources]
             useful = start > 0  # buffers before the position had usable rows
             size, seed = self._settings["window_size"], self._settings["seed"]
-            for number, buffer in enumerate(shuffle_buffers(self._sources, size, seed, epoch)):
+            for number, buffer in enumerate(shuffle_buffers(self._sources, size, seed, epoch, self._mixing)):
                 # Drawn again, since the draws of later buffers depend on them, but not encoded.
                 if number < start:
                     continue

@@ -32,6 +32,11 @@ class RowSet(Dataset):
         """Numbers of the selected kept rows (int64), counted through all stores."""
         return np.arange(self._starts[-1]) if self._chosen is None else self._chosen
 
+    @property
+    def source_sizes(self) -> np.ndarray:
+        """Selected rows of each store, int64; rows that are in the order of the stores."""
+        return np.diff(np.searchsorted(self.chosen, self._starts, "left"))
+
     def __len__(self) -> int:
         return int(self._starts[-1]) if self._chosen is None else len(self._chosen)
 

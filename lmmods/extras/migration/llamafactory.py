@@ -14,6 +14,7 @@ NAMES = Names()
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}  # other columns keep their names
 TAGS = {"role_tag": "role", "content_tag": "content"}
 ROLES = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
+MIXING = {"interleave_under": "exhaust", "interleave_over": "upsample"}
 USUAL = {"from", "value", "role", "content", "human", "gpt", "user", "assistant", "system", "observation", "tool"}
 
 
@@ -127,9 +128,15 @@ def _take_sources(draft: Draft, folder: Path, is_text: bool) -> None:
     names, size = _names(draft.get("dataset")), draft.get("max_samples")
     info = _dataset_info(draft, folder)
     sources = [_source(draft, name, info, size, is_text) for name in names]
-    if draft.get("interleave_probs") or draft.get("mix_strategy", "concat") != "concat":
-        draft.note("interleave_probs: here data.source.weight says how often each row comes in an epoch, so a "
-                   "probability must be divided by the share of its set.")
+    strategy = draft.get("mix_strategy", "concat")
+    if strategy not in ("concat", *MIXING):
+        draft.lose("mix_strategy", f"{strategy} has no counterpart: each row comes once, in an order of all rows")
+    elif rule := MIXING.get(strategy):
+        weights = [float(share) for share in _names(draft.get("interleave_probs"))] or [1.0] * len(sources)
+        draft.put("data.mixing", {"rule": rule}, "mix_strategy")
+        draft.note("mix_strategy: rows are spread evenly by these shares, not drawn.")
+        sources = [{**(source if isinstance(source, dict) else {"path": source}), "weight": weight}
+                   for source, weight in zip(sources, weights, strict=False)]
     if not sources:
         draft.put("data.source", "WRITE HERE WHERE THE ROWS ARE", "")
         draft.note("No dataset is named: write data.source.")

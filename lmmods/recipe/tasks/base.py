@@ -12,7 +12,8 @@ from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.experts import check_overrides
 from lmmods.core.hf_config import known_fields, load_config, position_limit
 from lmmods.core.settings import BestOf, Generation, LoRA, Optimizer, check_set, require
-from lmmods.recipe.source import SourceLike
+from lmmods.recipe.mixing import Mixing
+from lmmods.recipe.source import SourceLike, as_sources
 
 Quantize = Literal["nf4", "fp4", "int8"]
 
@@ -323,6 +324,8 @@ class DataFields:
         val_size: Usable rows of `source` to set aside for validation: a share (0.05) or a number of rows (200).
         test_source: The same for test.
         predict_source: The same for predict; null takes the test set, else the validation set.
+        mixing: Share of each source in the batches of training; null takes each row once, or as often as the weight of
+            its source says. See docs/data.md.
         tokenizer: Folder or hub id of the tokenizer; null takes the model's.
         pad_token: Token to pad with, from the vocabulary or new; null keeps the tokenizer's
             own; where it has none, causal models take another token it has, others add [PAD].
@@ -364,6 +367,7 @@ class DataFields:
     val_size: int | float = 0.0
     test_source: SourceLike | None = None
     predict_source: SourceLike | None = None
+    mixing: Mixing | None = None
     tokenizer: str | None = None
     pad_token: str | None = None
     bos_token: str | None = None
@@ -402,6 +406,14 @@ class DataFields:
             raise UserError("data.val_size and data.val_source are both set; keep one of them")
         if self.val_size and self.streaming:
             raise UserError("data.val_size needs all rows and cannot go with data.streaming; set data.val_source")
+        if self.mixing is not None:
+            self.mixing.check([source.weight for source in as_sources(self.source, "source")], self.streaming,
+                              self.group_by_length)
+
+    @property
+    def mixes(self) -> bool:
+        """True if sources have shares, which each row once does not keep."""
+        return self.mixing is not None and self.mixing.rule != "concat"
 
     def check_tokens(self) -> None:
         """Raise UserError where a micro-batch would have more tokens than any device holds; null lengths are none."""

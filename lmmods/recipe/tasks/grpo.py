@@ -224,5 +224,8 @@ class PromptDataFields(ConversationFields):
         if self.streaming:
             raise UserError("data.streaming is not for prompts: which of them comes when must not depend on what was "
                             "read. Set it to false")
+        if self.mixes:
+            raise UserError("data.mixing is not for prompts: give their sources a weight, by which their rows are "
+                            "repeated, and set it to null")
         if self.group_by_length:
             raise UserError("data.group_by_length is not for prompts, whose answers are not known beforehand.")

@@ -1,0 +1,113 @@
+"""How the sources of a training set are mixed; no library, as help reads it too."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lmmods.core.errors import UserError
+from lmmods.core.settings import check_set, require
+
+
+@dataclass
+class MixingPoint:
+    """Weights of the sources at a point of the epoch.
+
+    Args:
+        at: Share of the epoch, from 0.0 (its beginning) to 1.0.
+        weights: Weight of each source, in the order of `data.source`; 0 leaves one out.
+    """
+
+    at: float
+    weights: list[float]
+
+    def __post_init__(self) -> None:
+        require(0 <= self.at <= 1, "data.mixing.schedule.at", self.at, "a share of the epoch from 0.0 to 1.0")
+        require(all(weight >= 0 and math.isfinite(weight) for weight in self.weights) and sum(self.weights) > 0,
+                "data.mixing.schedule.weights", self.weights, "numbers of 0 or more, not all of them 0")
+
+
+@dataclass
+class Mixing:
+    """Share of each source in the batches of training.
+
+    The share of a source is weight^(1 / temperature), divided by the sum over all sources. The weight is that of the
+    source; where no source has one, it is the number of its rows.
+
+    Args:
+        rule: Where an epoch ends. `upsample` when every source has been used up, while the others repeat; `exhaust`
+            when the first one has; `concat` takes each row as often as the weight of its source says, as without
+            mixing.
+        temperature: 1 keeps the weights; more brings the shares closer together, less drives them
+            apart.
+        schedule: Weights that change in the course of an epoch: a list of {at, weights}, the first at 0.0; instead of
+            the weights of the sources.
+        interpolation: Between two points of the schedule, shares change in a straight line (linear), or at the second
+            point (step).
+    """
+
+    rule: Literal["upsample", "exhaust", "concat"] = "upsample"
+    temperature: float = 1.0
+    schedule: list[MixingPoint] | None = None
+    interpolation: Literal["linear", "step"] = "linear"
+
+    def __post_init__(self) -> None:
+        check_set(self, "data.mixing")
+        require(self.temperature > 0 and math.isfinite(self.temperature), "data.mixing.temperature", self.temperature,
+                "more than 0")
+        if self.rule == "concat":
+            require(self.temperature == 1, "data.mixing.temperature", self.temperature,
+                    "1 with data.mixing.rule concat")
+            require(self.schedule is None, "data.mixing.schedule", "set", "null with data.mixing.rule concat")
+        require(self.schedule is not None or self.interpolation == "linear", "data.mixing.interpolation",
+                self.interpolation, "linear without data.mixing.schedule")
+        if self.schedule is not None:
+            self.schedule = [MixingPoint(**point) if isinstance(point, dict) else point for point in self.schedule]
+            places = [point.at for point in self.schedule]
+            require(places[:1] == [0] and all(a < b for a, b in zip(places, places[1:], strict=False)),
+                    "data.mixing.schedule", f"at {places}", "a list of points that begins at 0.0, each later than the "
+                    "one before")
+
+    def check(self, weights: list[float | None], streaming: bool, group_by_length: bool) -> None:
+        """Raise UserError unless the shares of these sources are defined.
+
+        Args:
+            weights: Weight of each source; None for those that name none.
+        """
+        if self.rule == "concat":
+            return
+        named = [weight is not None for weight in weights]
+        if any(named) and not all(named):
+            raise UserError("data.mixing: some sources have a weight and others have none; give one to each of them, "
+                            "or to none, whose shares are then those of their rows")
+        if self.schedule is not None:
+            if any(named):
+                raise UserError("data.mixing.schedule and the weight of a source are both set; keep one of them")
+            wrong = next((point for point in self.schedule if len(point.weights) != len(weights)), None)
+            if wrong is not None:
+                raise UserError(f"data.mixing.schedule: the point at {wrong.at} has {len(wrong.weights)} weights, but "
+                                f"data.source has {len(weights)} sources; give one for each")
+            never = next((place for place in range(len(weights))
+                          if not any(point.weights[place] for point in self._used_points())), None)
+            if never is not None:
+                raise UserError(f"data.mixing.schedule: source {never + 1} has weight 0 in all of the epoch; take it "
+                                "out of data.source, or give it a weight")
+            if group_by_length:
+                raise UserError("data.mixing.schedule orders the rows of an epoch, and data.group_by_length draws "
+                                "another order for its steps; keep one of them")
+        if streaming and self.schedule is not None:
+            raise UserError("data.mixing.schedule counts in shares of an epoch, and a stream has no known length; set "
+                            "it to null, or data.streaming to false")
+        if streaming and not all(named):
+            raise UserError("data.mixing of a stream needs a weight for each source, as the number of their rows is "
+                            "not known: {path: ..., weight: 0.3}")
+
+    def _used_points(self) -> list[MixingPoint]:
+        """Points of the schedule that hold for more than the end of an epoch."""
+        points = self.schedule or []
+        return points if self.interpolation == "linear" else [point for point in points if point.at < 1]
+
+    def shares(self, weights: list[float]) -> list[float]:
+        """Return the shares of weights, which sum to 1."""
+        largest = max(weights)  # divided by it, no power overflows
+        powers = [(weight / largest) ** (1 / self.temperature) for weight in weights]
+        return [power / sum(powers) for power in powers]
