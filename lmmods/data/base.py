@@ -470,7 +470,8 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         if self._report is None:
             self._report = describe(self, self._splits.sets, self._loaders.epoch_items, self._tokenizer.loaded.notes,
                                     self._shard().batches_per_step,
-                                    self._loaders.mixing_report() if "train" in self._splits.sets else None)
+                                    self._loaders.mixing_report() if "train" in self._splits.sets else None,
+                                    self._splits.left_out)
         return self._report
 
     def report_table(self) -> str:

@@ -6,6 +6,7 @@ from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
+from lmmods.data.sources.cells import as_text
 from lmmods.data.sources.formats import recognise_texts
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
@@ -46,6 +47,9 @@ class CLMData(CLMDataFields, DataModule):
         # A prompt leaves room for one generated token, and must not end its document.
         end, longest = ([], self.max_length - 1) if prompts_only else ([self.tokenizer.eos_token_id], None)
         return TextRowEncoder(self.text_column, text, self._begin(text), end, longest), {"format": "text"}
+
+    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        return [as_text(row.get(self.text_column), self.text_column)]
 
     def _batch_keys(self) -> tuple[str, ...]:
         return ("input_ids", "labels")

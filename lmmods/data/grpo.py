@@ -240,6 +240,11 @@ class PromptData(PromptDataFields, ConversationData):
             raise UserError("model.environment has tools, but the chat template does not show them: name a file of "
                             "Jinja that does as data.template.")
 
+    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        messages = read_conversation(info["format"], row, self.roles, self.turn_fields).messages
+        is_answered = bool(messages) and messages[-1]["role"] == "assistant"
+        return self._spoken(messages[:-1] if is_answered else messages)
+
     def _is_scored(self, item: dict[str, Any], role: str) -> bool:
         return True  # answers are
 

@@ -9,6 +9,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data import best_of
 from lmmods.data.batches.collate import Collator
 from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.words import texts_in
 from lmmods.data.scoring import Predictions
 from lmmods.data.sources.conversation import Conversation
 from lmmods.data.sources.preferences import Answers
@@ -89,6 +90,18 @@ class TaskHooks(DataFields, ABC):
     def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterable[Row]:
         """Convert rows as read to rows as encoded. Default: unchanged."""
         return rows
+
+    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        """Texts of a row as encoded, by which rows are compared: what tells it from others, so neither ids nor what
+        many rows share. Default: all strings of the row.
+
+        Args:
+            info: Facts about its source, as of `_encoder`.
+
+        Raises:
+            RowProblem: The row cannot be used.
+        """
+        return texts_in(row)
 
     @property
     def sequences_per_row(self) -> int:

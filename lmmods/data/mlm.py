@@ -13,6 +13,7 @@ from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
 from lmmods.data.scoring import Predictions
+from lmmods.data.sources.cells import as_text
 from lmmods.data.sources.formats import recognise_texts
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
@@ -177,6 +178,9 @@ class MLMData(MLMDataFields, DataModule):
     def _room(self) -> int:
         before, behind = tokens_around(self.tokenizer)
         return self.max_length - len(before) - len(behind)
+
+    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        return [as_text(row.get(self.text_column), self.text_column)]
 
     def _batch_keys(self) -> tuple[str, ...]:
         return ("input_ids", "labels")

@@ -58,6 +58,10 @@ class MultipleChoiceData(MultipleChoiceDataFields, DataModule):
         return SequenceCollator(collator, self.sequences_per_row, {"labels": RowColumn("answer", IGNORED, np.int64),
                                                   "choices": RowColumn("choices", 1, np.int64)})
 
+    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        question = read_question(row, with_answer=False)
+        return [question.first, *question.seconds]
+
     # Answers ---------------------------------------------------------------------------------------------------------
 
     def answer(self, role: Role, outputs: dict[int, np.ndarray]) -> Predictions:

@@ -114,6 +114,11 @@ class PreferenceData(PreferenceDataFields, ConversationData):
         conversations, info = self._conversations(layout, prompts_only)
         return PreferenceEncoder(conversations, "pair" if self.answers == "pair" else "single"), info
 
+    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        answers = read_answers(info["format"], row, self.roles, self.turn_fields)
+        # The turns before both answers are there twice.
+        return list(dict.fromkeys(text for answer in answers for text in self._spoken(answer.conversation.messages)))
+
     @property
     def sequences_per_row(self) -> int:
         """Answers of a row; 2 also where another row lends one."""

@@ -154,6 +154,9 @@ class QAData(QADataFields, DataModule):
     def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
         return flat_questions(rows)
 
+    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        return [as_text(row.get(name), name) for name in ("question", "context")]
+
     def _encoding_settings(self) -> dict[str, Any]:
         return {"max_length": self.max_length, "stride": self.stride, "question_max_length": self.question_max_length,
                 "side": self.tokenizer.padding_side}

@@ -21,19 +21,23 @@ MOST_LABELS = 12  # labels that the table counts; data_report.json counts all
 
 
 def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str],
-             batches_per_step: int, mixing: dict[str, Any] | None = None) -> dict[str, Any]:
+             batches_per_step: int, mixing: dict[str, Any] | None = None,
+             left_out: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
     """Build the report on all open sets.
 
     Args:
         items_of: Returns the items of a role that an epoch has, a data set with `lengths`.
         batches_per_step: Global micro-batches of an optimiser step.
         mixing: Shares of the training sources; None if each row comes once.
+        left_out: By store, the rows that were dropped after it was written, by reason (`dropped`), and how many stay
+            (`rows_kept`).
     """
     stores = {store.name: store for rows in sets.values() for store in rows.stores}
     sources: dict[str, Any] = {}
     for store in stores.values():
-        path = store.info["path"]
-        sources[path if path not in sources else f"{path} ({store.name})"] = describe_source(store.info, task.left_over)
+        path, later = store.info["path"], (left_out or {}).get(store.name, {})
+        info = {**store.info, **later, "dropped": {**store.info["dropped"], **later.get("dropped", {})}}
+        sources[path if path not in sources else f"{path} ({store.name})"] = describe_source(info, task.left_over)
     splits = {
         role: describe_rows(items_of(role), task.batch_size if role == "train" else task.eval_batch_size,
                             task.pad_to_multiple_of, task.max_length, task.seed,

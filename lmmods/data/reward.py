@@ -21,7 +21,7 @@ from lmmods.data.scoring import Predictions
 from lmmods.data.sft import ConversationData
 from lmmods.data.sources.conversation import Conversation
 from lmmods.data.sources.formats import find_format, format_of, read_conversation
-from lmmods.data.sources.preferences import Judged, conversation_layout, holds_pair
+from lmmods.data.sources.preferences import Judged, conversation_layout, holds_pair, read_answers
 from lmmods.data.sources.readers import Row
 from lmmods.data.splits import Role
 from lmmods.data.store.rows import RowSet
@@ -89,6 +89,11 @@ class RewardData(RewardDataFields, ConversationData):
     @cached_property
     def _answers_to_predict(self) -> SingleSequences:
         return SingleSequences(self._arrange(self._rows("predict")))
+
+    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        answers = read_answers(info["format"], row, self.roles, self.turn_fields)
+        # The turns before both answers are there twice.
+        return list(dict.fromkeys(text for answer in answers for text in self._spoken(answer.conversation.messages)))
 
     @property
     def sequences_per_row(self) -> int:

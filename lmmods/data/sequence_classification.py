@@ -15,6 +15,7 @@ from lmmods.data.encode.labels import Labels, SequenceEncoder, cell_list, label_
 from lmmods.data.label_metrics import class_report, multi_label_scores, regression_scores, single_label_scores
 from lmmods.data.labels import MOST_LABELS, LabelData, find_column
 from lmmods.data.scoring import Predictions
+from lmmods.data.sources.cells import as_text
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.formats import format_of
 from lmmods.data.sources.readers import Row
@@ -115,6 +116,10 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
         return len(self._rows(role))
 
     # Rows ------------------------------------------------------------------------------------------------------------
+
+    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        self.find_labels()
+        return [as_text(row.get(name), name) for name in self.text_columns]
 
     def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         self.find_labels()

@@ -13,7 +13,8 @@ from lmmods.data.encode.chat_template import REFUSALS, bounded_rendering
 from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
 from lmmods.data.encode.encoder import Encoder, TextEncoder
 from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer, template_jinja
-from lmmods.data.sources.conversation import Conversation, RowProblem
+from lmmods.data.encode.words import texts_in
+from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 from lmmods.data.sources.formats import detect_format, find_format, read_conversation
 from lmmods.data.sources.readers import Row
 from lmmods.recipe.source import Source
@@ -152,6 +153,16 @@ class ConversationData(ConversationFields, DataModule):
 
     def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
         return find_format(info["format"]).regroup(rows)
+
+    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        return self._spoken(read_conversation(info["format"], row, self.roles, self.turn_fields).messages)
+
+    def _spoken(self, messages: list[Message]) -> list[str]:
+        """Texts of turns, without those of the system, which many rows share."""
+        parts = ("input", "content", *(["reasoning_content"] if self.reasoning == "keep" else []))
+        texts = [text for message in messages if message["role"] != "system" for text in (
+            *(message.get(part) for part in parts), *texts_in(message.get("tool_calls")))]
+        return [text for text in texts if text]
 
     def _sft_encoder(self, layout: str, prompts_only: bool) -> SFTEncoder:
         tokenizer = self.tokenizer

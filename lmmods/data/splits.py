@@ -1,19 +1,23 @@
 """Rows of each role: its sources, their stores, and the division into training and validation rows."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
+
 from lmmods.core.errors import UserError
+from lmmods.core.hardware import cache_folder
 from lmmods.core.redaction import redact
 from lmmods.data.batches.stream import StreamSource, first_usable_buffer
-from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.encoder import EXAMPLES_PER_REASON, Encoder
 from lmmods.data.encode.tokenizer import encoding_state
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.arrow_store import Store
-from lmmods.data.store.cache import Cache
+from lmmods.data.store.cache import Cache, fingerprint
+from lmmods.data.store.duplicates import Duplicates, find_duplicates, read_duplicates, write_duplicates
 from lmmods.data.store.rows import RowSet, split, weighted
 from lmmods.recipe.source import Source, as_sources
 
@@ -116,6 +120,8 @@ class Splits:
             if value is not None
         }
         self.sets: dict[Role, RowSet] = {}  # opened ones
+        self.left_out: dict[str, dict[str, Any]] = {}  # by store: what the report says of its duplicates
+        self._duplicates: Duplicates | None = None
         self._streams: list[StreamSource] | None = None
         self._hashed_readers: dict[str, list[tuple[SourceReader, str | None]]] | None = None
 
@@ -125,8 +131,10 @@ class Splits:
             origin = self._origin(role)
             # A stream is never stored.
             if not self._task.streaming or origin != "train":
-                for source in self.sources.get(origin, []):
-                    self._stores.store(source, origin == "predict", is_first, prepares=True)
+                stores = [self._stores.store(source, origin == "predict", is_first, prepares=True)
+                          for source in self.sources.get(origin, [])]
+                if origin == "train" and self._task.deduplicate is not None:
+                    self._find_duplicates(RowSet(stores), is_first)
 
     def open(self, stage: str | None, is_first: bool) -> None:
         """Open the stores that a stage needs. Raises UserError."""
@@ -162,6 +170,9 @@ class Splits:
             return
         rows = RowSet([self._stores.store(source, role == "predict", is_first) for source in self.sources[origin]])
         if origin == "train":
+            # Duplicates before the split: a row and its repetition must not be in both sets.
+            if self._task.deduplicate is not None:
+                rows = self._without_duplicates(rows, is_first)
             # Split before weighting: a repeated row must not be in both sets.
             rows, held_out = split(rows, self._task.val_size, self._task.seed)
             if len(held_out):
@@ -171,6 +182,44 @@ class Splits:
             self.sets["train"] = rows if self._task.mixes else weighted(rows, weights, self._task.seed)
         else:
             self.sets[role] = rows
+
+    def _find_duplicates(self, rows: RowSet, is_first: bool) -> Duplicates:
+        """Return which of the training rows as read repeat an earlier one, from the cache if it knows."""
+        if self._duplicates is not None:
+            return self._duplicates
+        task = self._task
+        threshold = task.minhash_threshold if task.deduplicate == "minhash" else None
+        # The names of stores stand for their contents and how they are encoded.
+        key = fingerprint({"task": type(task).__name__, "stores": [store.name for store in rows.stores],
+                           "threshold": threshold})
+        path = cache_folder(task.cache_dir) / f"duplicates-{key}.npz"
+        found = None if task.rebuild_cache and is_first else read_duplicates(path)
+        if found is None:
+            # Windows of one row as read are one text.
+            found = find_duplicates(np.unique(rows.index).tolist(), self._texts_of(rows), threshold)
+            write_duplicates(path, found)
+        self._duplicates = found
+        return found
+
+    def _texts_of(self, rows: RowSet) -> Callable[[int], list[str]]:
+        """Return a function of the texts of a row as read, by its number."""
+        return lambda number: self._task._texts(rows.source_row(number), rows.info(number))
+
+    def _without_duplicates(self, rows: RowSet, is_first: bool) -> RowSet:
+        """Return the training rows that repeat no other one, and note the others in `left_out`."""
+        found = self._find_duplicates(rows, is_first)
+        for number, of, near in zip(found.rows.tolist(), found.of.tolist(), found.near.tolist(), strict=True):
+            noted = self.left_out.setdefault(rows.store_of(number).name, {"dropped": {}})
+            reason = f"{'nearly ' if near else ''}the same as an earlier row"
+            entry = noted["dropped"].setdefault(reason, {"rows": 0, "first": []})
+            entry["rows"] += 1
+            if len(entry["first"]) < EXAMPLES_PER_REASON:
+                entry["first"].append(f"{rows.location(number)}, like {rows.location(of)}")
+        kept = rows.subset(np.flatnonzero(~np.isin(rows.index, found.rows)))
+        for store, size in zip(rows.stores, kept.source_sizes.tolist(), strict=True):
+            if noted := self.left_out.get(store.name):
+                noted["rows_kept"] = noted.get("rows_kept", 0) + size
+        return kept
 
     def readers(self, role: Role) -> list[SourceReader]:
         """Return the readers of the sources of a role, those of a stream unhashed."""

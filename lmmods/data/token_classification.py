@@ -68,6 +68,10 @@ class TokenClassificationData(TokenClassificationDataFields, LabelData):
 
     # Rows ------------------------------------------------------------------------------------------------------------
 
+    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        self.find_labels()
+        return [" ".join(map(str, cell_list(row.get(self.tokens_column), self.tokens_column)))]
+
     def _encoding_settings(self) -> dict[str, Any]:
         return {**super()._encoding_settings(), "label_all_tokens": self.label_all_tokens}
 

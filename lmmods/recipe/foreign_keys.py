@@ -174,6 +174,7 @@ VALUES: dict[str, Callable[[Any], Settings]] = {
     "eval_on_start": _if_true("trainer.num_sanity_val_steps", -1),
     "greater_is_better": lambda value: {"checkpoint.mode": "max" if value else "min"},
     "train_sampling_strategy": lambda value: {"data.group_by_length": value == "group_by_length"},
+    "dataset_exact_deduplication": _if_true("data.deduplicate", "exact"),
     "curriculum_sampling": lambda value: {"data.shuffle": not value},
     "gpu_memory_limit": lambda value: {"model.max_memory": f"{value}GiB" if isinstance(value, int) else value},
     "use_cpu": _if_true("trainer.accelerator", "cpu"), "no_cuda": _if_true("trainer.accelerator", "cpu"),

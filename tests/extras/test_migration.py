@@ -332,6 +332,12 @@ def settings_of(text: str) -> tuple[dict, Draft]:
     return {key: value for key, (value, _) in draft.settings.items()}, draft
 
 
+def test_exact_deduplication_of_axolotl():
+    settings, draft = settings_of("{base_model: x, datasets: [{path: a, type: alpaca}], "
+                                  "dataset_exact_deduplication: true}")
+    assert settings["data.deduplicate"] == "exact" and not draft.lost
+
+
 def test_mixed_sets_of_llamafactory():
     text = "{model_name_or_path: x, stage: sft, finetuning_type: full, dataset: 'a,b', mix_strategy: %s}"
     settings, draft = settings_of(text % "interleave_under, interleave_probs: '0.7,0.3'")

@@ -90,6 +90,10 @@ class RowSet(Dataset):
         """Return the selected rows at these positions, in this order."""
         return RowSet(self.stores, places if self._chosen is None else self._chosen[places])
 
+    def store_of(self, index: int) -> Store:
+        """Return the store that the row comes from."""
+        return self.stores[self._store_of(index)]
+
     def source_row(self, index: int) -> dict[str, Any]:
         """Return the row as read."""
         place = self._store_of(index)

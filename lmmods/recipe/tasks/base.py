@@ -326,6 +326,9 @@ class DataFields:
         predict_source: The same for predict; null takes the test set, else the validation set.
         mixing: Share of each source in the batches of training; null takes each row once, or as often as the weight of
             its source says. See docs/data.md.
+        deduplicate: Leave out training rows that repeat an earlier one, of any source: `exact` those of the same text,
+            `minhash` also those of nearly the same. The report counts them. See docs/data.md.
+        minhash_threshold: With `minhash`, the share of common 5-grams of words from which a row is nearly the same.
         tokenizer: Folder or hub id of the tokenizer; null takes the model's.
         pad_token: Token to pad with, from the vocabulary or new; null keeps the tokenizer's
             own; where it has none, causal models take another token it has, others add [PAD].
@@ -368,6 +371,8 @@ class DataFields:
     test_source: SourceLike | None = None
     predict_source: SourceLike | None = None
     mixing: Mixing | None = None
+    deduplicate: Literal["exact", "minhash"] | None = None
+    minhash_threshold: float = 0.8
     tokenizer: str | None = None
     pad_token: str | None = None
     bos_token: str | None = None
@@ -406,6 +411,13 @@ class DataFields:
             raise UserError("data.val_size and data.val_source are both set; keep one of them")
         if self.val_size and self.streaming:
             raise UserError("data.val_size needs all rows and cannot go with data.streaming; set data.val_source")
+        require(0 < self.minhash_threshold <= 1, "data.minhash_threshold", self.minhash_threshold,
+                "more than 0 and at most 1")
+        require(self.deduplicate == "minhash" or self.minhash_threshold == 0.8, "data.minhash_threshold",
+                self.minhash_threshold, "0.8, its default, unless data.deduplicate is minhash")
+        if self.deduplicate is not None and self.streaming:
+            raise UserError("data.deduplicate compares all rows, which data.streaming does not hold; set one of them "
+                            "to null or false")
         if self.mixing is not None:
             self.mixing.check([source.weight for source in as_sources(self.source, "source")], self.streaming,
                               self.group_by_length)

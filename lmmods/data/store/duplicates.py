@@ -1,0 +1,184 @@
+"""Rows that repeat an earlier one: equal ones by a hash of their text, nearly equal ones by MinHash (Broder 1997).
+
+Memory: 16 bytes for each row, for nearly equal ones 8 more for each band of the signature (18 at a threshold of 0.8);
+no text is held.
+"""
+
+import os
+import tempfile
+import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from lmmods.data.encode.words import ngram_hashes, normalised, words_in
+from lmmods.data.store.cache import reporting_writes
+
+PERMUTATIONS = 128
+SHINGLE = 5  # words
+FOUND = 0.98  # probability of finding a pair whose similarity is just the threshold
+AT_ONCE = 256  # shingles whose permutations are computed together; they fit into the cache of a core
+DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
+
+
+class Duplicates(NamedTuple):
+    """Rows to leave out.
+
+    Args:
+        rows: Their numbers, int64 ascending.
+        of: Number of the row that stays instead, of each.
+        near: True for those that are not equal to it, of each.
+    """
+
+    rows: np.ndarray
+    of: np.ndarray
+    near: np.ndarray
+
+
+def find_duplicates(numbers: Sequence[int], texts_of: Callable[[int], list[str]], threshold: float | None
+                    ) -> Duplicates:
+    """Find the rows that repeat one before them, which stays.
+
+    Args:
+        numbers: Numbers of the rows, in order.
+        texts_of: Returns the texts of a row. A row without any is no duplicate.
+        threshold: Least Jaccard similarity of the word 5-grams of two rows that are nearly equal; None finds equal rows
+            only. Of nearly equal rows, each is compared with those that stay.
+    """
+    count = len(numbers)
+    digests, has_text = np.zeros((count, 2), np.uint64), np.zeros(count, bool)
+    signer = None if threshold is None else Signer(threshold)
+    bands, has_words = np.zeros((signer.bands if signer else 0, count), np.uint64), np.zeros(count, bool)
+    # As in `build_store`: a bar on terminals only, and only after two seconds.
+    for place, number in enumerate(tqdm(numbers, desc="comparing", unit=" rows", disable=None, delay=2)):
+        text = normalised(texts_of(number))
+        has_text[place] = bool(text)
+        digests[place] = np.frombuffer(blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest(), "<u8")
+        if signer is not None and len(found := shingles(text)):
+            has_words[place], bands[:, place] = True, signer(found)
+    first = _first_equal(digests)
+    first[~has_text] = np.flatnonzero(~has_text)
+    stays = first == np.arange(count)
+    near = np.full(count, -1)
+    if threshold is not None:
+        near = _near(bands, np.flatnonzero(stays & has_words), threshold, lambda place: texts_of(numbers[place]))
+    of = np.where(near >= 0, near, first)
+    places = np.flatnonzero(of != np.arange(count))
+    # An equal row may repeat one that is itself left out.
+    numbers = np.asarray(numbers, np.int64)
+    return Duplicates(numbers[places], numbers[of[of[places]]], near[first[places]] >= 0)
+
+
+def _first_equal(digests: np.ndarray) -> np.ndarray:
+    """Return the place of the first of equal rows [N, 2], for each row."""
+    order = np.lexsort(digests.T)  # stable
+    begins = np.ones(len(order), bool)
+    begins[1:] = (digests[order[1:]] != digests[order[:-1]]).any(1)
+    first = np.empty(len(order), np.int64)
+    first[order] = order[np.flatnonzero(begins)[np.cumsum(begins) - 1]] if len(order) else order
+    return first
+
+
+def shingles(text: str) -> np.ndarray:
+    """Return the hashes of a text's word 5-grams, ascending and each once; of a shorter one, that of all its words."""
+    words = words_in(text)
+    return np.unique(ngram_hashes(words, min(SHINGLE, max(len(words), 1))))
+
+
+def similarity(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the Jaccard similarity of two sets of shingles: those of both by those of either."""
+    both = len(np.intersect1d(one, other, assume_unique=True))
+    return both / (len(one) + len(other) - both)
+
+
+class Signer:
+    """Computes the bands of MinHash signatures: rows that share one are compared.
+
+    Args:
+        threshold: Similarity of which pairs are to be found. The bands are as long as lets `FOUND` of them be found.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.size = next(size for size in range(PERMUTATIONS, 0, -1)
+                         if 1 - (1 - threshold**size) ** (PERMUTATIONS // size) >= FOUND or size == 1)
+        self.bands = PERMUTATIONS // self.size
+        random = np.random.default_rng(0)
+        self._factors = random.integers(0, 2**64, PERMUTATIONS, np.uint64) | np.uint64(1)
+        self._added = random.integers(0, 2**64, PERMUTATIONS, np.uint64)
+        self._mixed = random.integers(0, 2**64, self.size, np.uint64) | np.uint64(1)
+
+    def signature(self, hashes: np.ndarray) -> np.ndarray:
+        """Return the least value of each permutation over a set of hashes, uint64 [PERMUTATIONS]."""
+        parts = [(hashes[start : start + AT_ONCE, None] * self._factors + self._added).min(0)
+                 for start in range(0, len(hashes), AT_ONCE)]
+        return np.min(parts, 0)
+
+    def __call__(self, hashes: np.ndarray) -> np.ndarray:
+        """Return a hash of each band of the signature, uint64 [bands]."""
+        parts = self.signature(hashes)[: self.bands * self.size].reshape(self.bands, self.size)
+        return (parts * self._mixed).sum(1, dtype=np.uint64)
+
+
+def _near(bands: np.ndarray, places: np.ndarray, threshold: float, texts_of: Callable[[int], list[str]]) -> np.ndarray:
+    """Return the place of the first row before that stays and is nearly equal, for each row; -1 if there is none.
+
+    Args:
+        bands: Hashes of the bands of each row, [bands, N].
+        places: Rows to compare, ascending.
+    """
+    groups, members, num_groups = [], [], 0
+    for band in bands:
+        values = band[places]
+        order = np.argsort(values, kind="stable")
+        ordered = values[order]
+        starts = np.ones(len(ordered), bool)
+        starts[1:] = ordered[1:] != ordered[:-1]
+        numbers = np.cumsum(starts) - 1
+        # Most rows share this band with no other.
+        shared = np.bincount(numbers)[numbers] > 1
+        groups.append(numbers[shared] + num_groups)
+        members.append(places[order[shared]])
+        num_groups += len(ordered)
+    group, member = np.concatenate(groups), np.concatenate(members)
+    order = np.argsort(member, kind="stable")
+    group, member = group[order], member[order]
+    rows, begins = np.unique(member, return_index=True)
+    found = np.full(bands.shape[1], -1)
+    staying: defaultdict[int, list[int]] = defaultdict(list)  # group -> its rows that stay
+    read = lru_cache(1 << 12)(lambda place: shingles(normalised(texts_of(place))))
+    for row, start, end in zip(rows.tolist(), begins, [*begins[1:], len(group)], strict=False):
+        own = group[start:end].tolist()
+        candidates = sorted({each for number in own for each in staying.get(number, ())})
+        match = next((each for each in candidates if similarity(read(row), read(each)) >= threshold), None)
+        if match is not None:
+            found[row] = match
+            continue
+        for number in own:
+            staying[number].append(row)
+    return found
+
+
+def read_duplicates(path: Path) -> Duplicates | None:
+    """Read a file of the cache; None if it is missing or damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return Duplicates(*(file[name] for name in Duplicates._fields))
+    except DAMAGED:
+        return None
+
+
+def write_duplicates(path: Path, found: Duplicates) -> None:
+    """Write a file of the cache, so that no process sees half of it. Raises UserError: it cannot be written."""
+    with reporting_writes(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.tmp-", dir=path.parent)
+        with open(descriptor, "wb") as file:
+            np.savez(file, **found._asdict())
+        os.replace(temporary, path)

@@ -1,0 +1,248 @@
+"""Duplicates: equal rows by their text, nearly equal ones as a comparison of all pairs finds them."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+
+from lmmods.core.errors import UserError
+from lmmods.data.clm import CLMData
+from lmmods.data.encode.words import ngram_hashes, words_in
+from lmmods.data.grpo import PromptData
+from lmmods.data.multiple_choice import MultipleChoiceData
+from lmmods.data.preference import PreferenceData
+from lmmods.data.qa import QAData
+from lmmods.data.reward import RewardData
+from lmmods.data.sequence_classification import SequenceClassificationData
+from lmmods.data.sft import SFTData
+from lmmods.data.store import duplicates
+from lmmods.data.store.duplicates import PERMUTATIONS, Signer, find_duplicates, shingles, similarity
+from lmmods.data.token_classification import TokenClassificationData
+from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
+
+WORDS = [f"{first}{second}" for first in "abcdefghij" for second in ("na", "ro", "ti", "ke", "su", "mo")]
+
+
+def found_in(texts, threshold=None):
+    found = find_duplicates(range(len(texts)), lambda number: [texts[number]], threshold)
+    return list(zip(found.rows.tolist(), found.of.tolist(), found.near.tolist(), strict=True))
+
+
+def tuples_of(text):
+    words = re.findall(r"\w+", text.lower())
+    size = min(5, len(words))
+    return {tuple(words[place : place + size]) for place in range(len(words) - size + 1)} if words else set()
+
+
+def jaccard(one, other):
+    return len(one & other) / len(one | other)
+
+
+def altered(text, share, draw):
+    return " ".join(draw.choice(WORDS) if draw.random() < share else word for word in text.split())
+
+
+# Texts ----------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_texts():
+    texts = ["Say  one.", "say one.", " Say one.\n", "Zoe\u0308", "Zo\u00eb", "Say one", "", "Say one.", ""]
+    assert found_in(texts) == [(2, 0, False), (4, 3, False), (7, 0, False)]
+
+
+def test_no_text_like_another():
+    texts = ["One fine day in the middle of the night", "Two other boys got up to fight", "!"]
+    assert found_in(texts, 0.8) == [] == found_in([], 0.8) == found_in([""], None)
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8, 0.95, 1.0])
+def test_nearly_equal_texts_as_a_comparison_of_all_pairs(threshold):
+    draw = random.Random(3)
+    texts = []
+    for _ in range(60):
+        text = " ".join(draw.choices(WORDS, k=draw.randrange(3, 120)))
+        texts += [text, *(altered(text, share, draw) for share in draw.choices([0, 0.005, 0.02, 0.05, 0.15], k=3))]
+    texts += [text.upper() + "!" for text in texts[:10]] + ["...", "?!"]
+    draw.shuffle(texts)
+    # Without pairs so near the threshold that some are missed.
+    sets = []
+    for text in [*texts]:
+        own, least = tuples_of(text), min(threshold + 0.15, 1)
+        if any(threshold <= jaccard(own, other) < least for other in sets if own and other):
+            texts.remove(text)
+        else:
+            sets.append(own)
+    stays, wanted, plain = [], [], {}
+    for number, own in enumerate(sets):
+        first = plain.setdefault(texts[number], number)
+        near = next((other for other in stays if own and sets[other] and jaccard(own, sets[other]) >= threshold), None)
+        if near is None and first == number:
+            stays.append(number)
+        else:
+            wanted.append((number, near if near is not None else first))
+    found = found_in(texts, threshold)
+    assert [(row, of) for row, of, _ in found] == wanted and len(wanted) > 40
+    assert all(near or texts[row] == texts[of] for row, of, near in found)
+
+
+def test_signatures_estimate_the_similarity():
+    draw, signer, deviations = random.Random(1), Signer(0.8), []
+    for share in [0.01, 0.03, 0.1, 0.2] * 25:
+        text = " ".join(draw.choices(WORDS, k=150))
+        pair = [text, altered(text, share, draw)]
+        exact = jaccard(*map(tuples_of, pair))
+        one, other = map(shingles, pair)
+        assert similarity(one, other) == pytest.approx(exact, abs=1e-12)
+        estimate = (signer.signature(one) == signer.signature(other)).mean()
+        deviations.append((estimate - exact) / np.sqrt(max(exact * (1 - exact), 0.01) / PERMUTATIONS))
+    # Standard deviations of a binomial: mean 0, spread 1.
+    assert abs(np.mean(deviations)) < 0.3 and 0.8 < np.std(deviations) < 1.2
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.5, 0.8, 0.9, 1.0])
+def test_bands_find_pairs_at_the_threshold(threshold):
+    signer = Signer(threshold)
+    assert 1 - (1 - threshold**signer.size) ** signer.bands >= 0.98
+    longer = signer.size + 1
+    assert longer > PERMUTATIONS or 1 - (1 - threshold**longer) ** (PERMUTATIONS // longer) < 0.98
+
+
+def test_long_texts_are_signed_in_parts(monkeypatch):
+    hashes = shingles(" ".join(random.Random(2).choices(WORDS, k=3000)))
+    whole = Signer(0.8)(hashes)
+    monkeypatch.setattr(duplicates, "AT_ONCE", 7)
+    assert (Signer(0.8)(hashes) == whole).all()
+
+
+def test_words():
+    assert words_in("It's 3.5 O\u2019Clock, na\u00efve_x! 東京へ行く 안녕 하세요") == [
+        "it", "s", "3", "5", "o", "clock", "na\u00efve_x", "東", "京", "へ", "行", "く", "안녕", "하세요"]
+    one, other = ngram_hashes(["a", "b", "c", "a", "b"], 2), ngram_hashes(["b", "a", "b"], 2)
+    assert one[0] == one[3] == other[1] and len(set(one.tolist())) == 3 and other[0] not in one[:1]
+    assert len(ngram_hashes(["a"], 2)) == 0
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def build(source, folder, kind=SFTData, **fields):
+    data = kind(source, tokenizer=folder, **{"max_length": 512, "deduplicate": "exact", **fields})
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+LONG = "Tell me in plain words how the tide follows the moon and why there are two of them on most days of a month"
+
+ANSWER = "Water is drawn up on the near side and left behind on the far side"
+
+
+@pytest.fixture
+def sources(write_jsonl):
+    first = [{"id": n, "instruction": f"Say {n % 9}.", "output": f"{n % 9}"} for n in range(12)]
+    second = [{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Say  {n}."},
+                            {"role": "assistant", "content": str(n)}]} for n in (3, 20)]
+    second += [{"messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": ANSWER + end}]}
+               for end in ("", "!", " too", ", which is more than I can say here in the few words that I have")]
+    return [write_jsonl(first, "first.jsonl"), write_jsonl(second, "second.jsonl")]
+
+
+def test_the_first_stays_and_the_others_are_counted(spm_folder, sources):
+    data = build(sources, spm_folder)
+    assert [row["location"].rpartition("/")[2] for row in data.rows_for_inspection(99)] == [
+        *(f"first.jsonl:{n}" for n in range(1, 10)), *(f"second.jsonl:{n}" for n in range(2, 7))]
+    first, second = data.report["sources"].values()
+    for source, number, examples in ((first, 3, [(10, 1), (11, 2), (12, 3)]), (second, 1, [(1, 4)])):
+        entry = source["dropped"]["the same as an earlier row"]
+        assert entry["rows"] == number == source["rows_dropped"]
+        assert source["rows_kept"] == source["rows_read"] - number
+        places = [re.findall(r"(\w+)\.jsonl:(\d+)", example) for example in entry["first"]]
+        assert places == [[(part, str(row)), ("first", str(of))] for part, (row, of) in
+                          zip(["first" if source is first else "second"] * 3, examples, strict=False)]
+    first = f"{sources[0]}:10, like {sources[0]}:1"
+    assert f"  dropped 3: the same as an earlier row (first {first})" in data.report_table()
+
+
+def test_nearly_equal_rows_are_counted_by_themselves(spm_folder, sources):
+    found = build(sources, spm_folder, deduplicate="minhash").report["sources"][sources[1]]["dropped"]
+    assert found["the same as an earlier row"]["rows"] == 1
+    assert found["nearly the same as an earlier row"] == {
+        "rows": 2, "first": [f"{sources[1]}:{row}, like {sources[1]}:3" for row in (4, 5)]}
+    found = build(sources, spm_folder, deduplicate="minhash", minhash_threshold=0.5).report["sources"][sources[1]]
+    assert found["dropped"]["nearly the same as an earlier row"]["rows"] == 3
+
+
+def test_no_repetition_among_the_validation_rows(spm_folder, write_jsonl):
+    path = write_jsonl([{"instruction": f"Say {n % 10}.", "output": "x"} for n in range(40)])
+    for seed in range(5):
+        data = build(path, spm_folder, val_size=4, seed=seed)
+        rows = [row["index"] for role in ("train", "val") for row in (data._rows(role)[n]
+                for n in range(len(data._rows(role))))]
+        assert sorted(rows) == list(range(10))
+
+
+def test_kept_in_the_cache_and_found_again_where_it_is_damaged(spm_folder, sources, tmp_path, monkeypatch):
+    first = build(sources, spm_folder).report
+    (kept,) = (tmp_path / "cache").glob("duplicates-*.npz")
+    with monkeypatch.context() as patch:
+        patch.setattr("lmmods.data.splits.find_duplicates", lambda *_: pytest.fail("compared again"))
+        assert build(sources, spm_folder).report == first
+    content = bytearray(kept.read_bytes())
+    content[100] ^= 1
+    kept.write_bytes(content)
+    assert build(sources, spm_folder).report == first and kept.read_bytes() != content
+    build(sources, spm_folder, deduplicate="minhash")
+    build(sources[:1], spm_folder)
+    assert len(list((tmp_path / "cache").glob("duplicates-*.npz"))) == 3
+
+
+def test_weights_repeat_what_stays(spm_folder, sources):
+    data = build([{"path": sources[0], "weight": 2}, sources[1]], spm_folder)
+    assert len(data._rows("train")) == 2 * 9 + 5
+
+
+CHAT = [{"role": "user", "content": "Say one."}, {"role": "assistant", "content": "one"}]
+SQUAD = {"context": "The tide follows the moon.", "answers": {"text": ["moon"], "answer_start": [21]}}
+PAIR = {"prompt": "Say one.", "chosen": "one", "rejected": "two"}
+
+
+@pytest.mark.parametrize(("kind", "fields", "same", "other"), [
+    (CLMData, {}, {"text": "one  two"}, {"text": "one three"}),
+    (PreferenceData, {}, PAIR, {**PAIR, "rejected": "three"}),
+    (RewardData, {}, PAIR, {**PAIR, "chosen": "three"}),
+    (PromptData, {}, {"prompt": "Say one.", "answer": "1"}, {"prompt": "Say two.", "answer": "1"}),
+    (PromptData, {}, {"messages": CHAT}, {"messages": [{**CHAT[0], "content": "Say two."}, CHAT[1]]}),
+    (SFTData, {}, {"messages": CHAT}, {"messages": [CHAT[0], {**CHAT[1], "content": "1"}]}),
+    (SFTData, {}, {"text": "one  two"}, {"text": "one three"}),
+], ids=str)
+def test_what_tells_rows_of_a_task_apart(kind, fields, same, other, spm_folder, write_jsonl):
+    path = write_jsonl([{**row, "id": f"row {n}"} for n, row in enumerate([same, other, same])])
+    data = build(path, spm_folder, kind, **fields)
+    assert len(data._rows("train")) == 2 and data.report["sources"][path]["rows_dropped"] == 1
+
+
+@pytest.mark.parametrize(("kind", "same", "other"), [
+    (QAData, {"question": "What?", **SQUAD}, {"question": "Which?", **SQUAD}),
+    (SequenceClassificationData, {"text": "one two", "label": "a"}, {"text": "one", "label": "b"}),
+    (TokenClassificationData, {"tokens": ["one", "two"], "tags": ["A", "B"]}, {"tokens": ["one"], "tags": ["A"]}),
+    (MultipleChoiceData, {"question": "What?", "choices": ["one", "two"], "label": 0},
+     {"question": "What?", "choices": ["one", "three"], "label": 0}),
+])
+def test_what_tells_labelled_rows_apart(kind, same, other, bert_folder, write_jsonl):  # noqa: F811
+    path = write_jsonl([{**row, "id": f"row {n}"} for n, row in enumerate([same, other, same])])
+    fields = {"max_length": 32, "question_max_length": 8, "stride": 4} if kind is QAData else {"max_length": 32}
+    if kind is TokenClassificationData:
+        fields["labels"] = ["A", "B"]
+    data = build(path, bert_folder, kind, **fields)
+    assert len(data._rows("train")) == 2 and data.report["sources"][path]["rows_dropped"] == 1
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"deduplicate": "exact", "streaming": True}, "data.deduplicate compares all rows"),
+    ({"minhash_threshold": 0.9}, "must be 0.8, its default, unless data.deduplicate is minhash"),
+    ({"deduplicate": "minhash", "minhash_threshold": 1.1}, "must be more than 0 and at most 1"),
+])
+def test_what_it_cannot_do_is_an_error(fields, message):
+    with pytest.raises(UserError, match=message):
+        SFTData("rows.jsonl", **fields)
