@@ -148,7 +148,8 @@ class PromptData(PromptDataFields, ConversationData):
         shard = replace(self._shard(), num_workers=0)  # workers would not see the rollouts
         num_prompts, rows = self.num_prompts("train"), self.batch_size * shard.batches_per_step
         plan = RolloutPlan(num_prompts, 1, rows) if self.plan is None else self.plan(num_prompts, rows)
-        begin = self.begin_rollout or (lambda place, _: ("", self.stand_ins(place, plan.num_generations)))
+        begin = None if self.longest_first else self.begin_rollout
+        begin = begin or (lambda place, _: ("", self.stand_ins(place, plan.num_generations)))
         self._loader = RolloutLoader(plan, self.collator(), shard, self.batch_size, begin)
         if self._position is not None:
             self._loader.load_state_dict(self._position)
@@ -158,7 +159,8 @@ class PromptData(PromptDataFields, ConversationData):
     def stand_ins(self, place: Place, size: int) -> list[dict[str, Any]]:
         """Return items in place of the answers of a rollout, where nothing is drawn.
 
-        An answer is the beginning of its prompt, with an advantage of 1 or -1; columns of log-probabilities are 0.
+        An answer is the beginning of its prompt (with `longest_first` repeated up to `max_length`), with an advantage
+        of 1 or -1; columns of log-probabilities are 0.
 
         Args:
             size: Answers to each prompt.
@@ -166,7 +168,8 @@ class PromptData(PromptDataFields, ConversationData):
         found = []
         for prompt in place.prompts.tolist():
             ids = self._rows("train")[prompt]["input_ids"]
-            answer = ids[: max(self.max_length - len(ids), 1)]
+            room = max(self.max_length - len(ids), 1)
+            answer = np.resize(ids, room) if self.longest_first else ids[:room]
             item = {"input_ids": np.concatenate([ids, answer]).astype(np.int32),
                     "labels": np.concatenate([np.full(len(ids), IGNORED), answer]).astype(np.int32), "idle_weight": 0.0}
             columns = {name: np.zeros(len(item["input_ids"]), np.float32) for name in self.token_columns}

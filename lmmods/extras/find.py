@@ -299,6 +299,12 @@ def find(parsed: Recipe, what: Literal["lr", "batch_size", "both", "step"] = "bo
     if result:
         check_place("--result", Path(result))
     if what in ("lr", "both"):
+        task = parsed.kind("model")
+        if not getattr(task, "loss_falls", True):
+            name = task.__name__.removesuffix("Fields")
+            raise UserError(f"find --what {what}: the loss of {name} does not fall as the model gets better, so it "
+                            "says nothing of the rate. Take --what batch_size, and compare rates by "
+                            f"{task.ranked_by[0]}: python train.py sweep.")
         test = RangeTest(min_lr, max_lr, steps)
         check_replaceable(Path(plot))
     if what == "lr":

@@ -381,20 +381,22 @@ def _fields(path: Path) -> dict[str, Any]:
 # loss.png of the run folder.
 
 def draw_curves(metrics_csv: Path, picture: Path) -> None:
-    """Plot training and validation loss over the steps; does nothing if no step was logged."""
+    """Plot training and validation loss over the steps, and rewards beside them; does nothing if no step was logged."""
     if not metrics_csv.exists():
         return
     rows = read_table(metrics_csv).rows
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, style in (("train/loss", {"linewidth": 1.2}), ("val/loss", {"marker": "o", "markersize": 4})):
-        points = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=name, **style)
-    axes.set_xlabel("optimiser step")
-    axes.set_ylabel("loss")
-    if axes.lines:
-        axes.legend()
+    names = ["loss", *(["reward"] if any(row.get("train/reward") for row in rows) else [])]
+    figure = Figure(figsize=(7 * len(names), 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        for part, style in (("train", {"linewidth": 1.2}), ("val", {"marker": "o", "markersize": 4})):
+            key = f"{part}/{name}"
+            points = [(int(row["step"]), float(row[key])) for row in rows if row.get(key)]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=key, **style)
+        axes.set_xlabel("optimiser step")
+        axes.set_ylabel(name)
+        if axes.lines:
+            axes.legend()
     figure.savefig(picture, dpi=120)

@@ -272,6 +272,32 @@ def test_a_step_is_measured_on_the_longest_rows(found, engine, monkeypatch):
     assert len(seen) == 4 and seen == sorted(seen, reverse=True)
 
 
+GRPO = {"model__class_path": "GRPO", "model__init_args__rewards": [{"name": "exact_match"}],
+        "model__init_args__num_generations": 2, "model__init_args__max_new_tokens": 8,
+        "data__class_path": "PromptData"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_a_step_of_reinforcement_learning_is_measured_without_drawing(found, engine, monkeypatch):
+    """Rows are of full length, and no answer is drawn for them."""
+    from lmmods.extras.find import StepProbe
+    from lmmods.rollouts.maker import RolloutMaker
+
+    seen = []
+    monkeypatch.setattr(RolloutMaker, "begin", None)
+    monkeypatch.setattr(StepProbe, "add", lambda probe, figures, add=StepProbe.add: (
+        seen.append(figures["num_tokens"]), add(probe, figures))[1])
+    assert found("--what", "step", engine=engine, **GRPO)["tokens_per_second"] > 0
+    assert seen == [4 * 256] * 4
+
+
+@pytest.mark.parametrize("what", ["lr", "both"])
+def test_a_loss_that_need_not_fall_gives_no_rate(recipe, capsys, what):
+    assert main(["find", *recipe(**GRPO), "--what", what]) == 2
+    assert "the loss of GRPO does not fall" in (said := capsys.readouterr().err) and "val/reward" in said
+
+
 @pytest.mark.parametrize(("ends", "chosen"), [
     ({}, 16), ({16: (2, 0.5, "error: Out of memory (x)")}, 8), ({16: (-9, 0.5, "")}, 8), ({8: (-9, 50.0, "")}, 4)])
 def test_the_batch_size_is_sought_by_steps_in_other_processes_and_written(recipe, tmp_path, monkeypatch, capsys, ends,

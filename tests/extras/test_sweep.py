@@ -77,6 +77,19 @@ def test_what_fit_would_refuse_is_refused_before_anything_runs(recipe, tmp_path,
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("words", "ranked"), [
+    ([], ("val/reward", "maximize")), (["--metric", "val/pass@1"], ("val/pass@1", "minimize")),
+    (["--metric", "val/pass@1", "--mode", "max"], ("val/pass@1", "maximize"))])
+def test_trials_are_compared_as_checkpoints_are(recipe, tmp_path, monkeypatch, words, ranked):
+    monkeypatch.chdir(tmp_path)
+    arguments = recipe(trainer__logger=[{"class_path": "WandbLogger", "init_args": {"project": "mine"}}],
+                       model__class_path="GRPO", model__init_args__rewards=[{"name": "exact_match"}],
+                       data__class_path="PromptData")
+    assert main(["sweep", *arguments, f"{LR}=1e-6,1e-5", "--backend", "wandb", "--folder", "made", *words]) == 0
+    content = yaml.safe_load((tmp_path / "made" / "sweep.yaml").read_text())
+    assert (content["metric"]["name"], content["metric"]["goal"]) == ranked
+
+
 # W&B ----------------------------------------------------------------------------------------------------------------
 
 

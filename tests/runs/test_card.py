@@ -62,6 +62,20 @@ def test_metadata_is_what_the_hub_reads(run):
     assert "from_pretrained(\"google-bert/bert-base-uncased\", revision='v1')" in card
 
 
+def test_reinforcement_learning_is_described(run):
+    rewards = [{"name": "exact_match"}, {"function": "mine.is_short", "weight": 0.5}]
+    folder = run({"val/reward": 0.5, "val/pass@8": 0.75},
+                 data={"init_args": {"source": "me/rows", "val_source": "me/held"}},
+                 model={"class_path": "GRPO", "init_args": {
+                     "rewards": rewards, "loss": "dr_grpo", "ratio": "sequence", "num_generations": 4, "beta": 0.1}})
+    card = model_card(folder, "me/base", False, "AutoModelForCausalLM")
+    assert ("Trained by reinforcement learning on its own answers: reward `exact_match`, reward `is_short`, loss "
+            "`dr_grpo`, ratio of sequences, 4 answers to each prompt, beta 0.1.") in " ".join(card.split())
+    told = ModelCard(card).data
+    assert told.tags == ["lmmods", "reinforcement-learning", "grpo"]
+    assert {(r.metric_type, r.metric_value) for r in told.eval_results} == {("reward", 0.5), ("pass@8", 0.75)}
+
+
 def test_names_are_texts_in_yaml_1_2(run):
     """The hub's parser reads 1e-4 as a number, PyYAML as text."""
     card = model_card(run({"val/loss": 1.0}, data={"init_args": {"source": "rows/1e-4.jsonl"}}), None, False,

@@ -28,6 +28,13 @@ def test_both_losses_are_drawn(drawn):
     assert (height, width) == (480, 840) and neither < train < both
 
 
+def test_rewards_are_drawn_beside_the_loss(drawn):
+    table = "step,train/loss,train/reward,val/reward\n0,,0.1,\n1,0.0,0.2,0.3\n2,0.1,0.4,{}\n"
+    height, width, few = drawn(table.format(""))
+    _, _, more = drawn(table.format("0.5").replace("0.3", ""))
+    assert (height, width) == (480, 1680) and few and more
+
+
 def test_nothing_is_drawn_without_a_table(tmp_path):
     draw_curves(tmp_path / "metrics.csv", tmp_path / "loss.png")
     assert not list(tmp_path.iterdir())

@@ -25,6 +25,7 @@ from lmmods.extras.report.tables import TrialRow, TrialTable
 from lmmods.extras.sweep.study import Parameter, Study, as_words, grid, read_space
 from lmmods.recipe.files import CONFIG_OPTIONS, as_yaml, config_argument, option_values, read_recipe
 from lmmods.recipe.reader import parse
+from lmmods.recipe.tasks.base import TaskFields
 from lmmods.runs.atomic import write_text
 from lmmods.runs.folder import RunFolder
 
@@ -36,7 +37,7 @@ MOST_DRAWN = 30  # maximum number of runs with curves in the report; its table l
 def sweep(recipe: list[str], parameters: list[str] = [], space: str | None = None,  # noqa: B006
           backend: Literal["optuna", "wandb"] = "optuna", folder: str | None = None, trials: int | None = None,
           sampler: Literal["tpe", "random", "grid"] = "tpe", pruner: Literal["median", "none"] | None = None,
-          seed: int = 0, metric: str = "val/loss", mode: Literal["min", "max"] = "min") -> None:
+          seed: int = 0, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> None:
     """Train a recipe with many settings, each in a run folder of its own, and compare them on one page.
 
     All other options are those of fit: `--config`, `--engine`, `--trainer.max_steps` and so on.
@@ -52,8 +53,8 @@ def sweep(recipe: list[str], parameters: list[str] = [], space: str | None = Non
         pruner: `median` stops a trial whose metric is worse than that of half the others at this step; `none` stops
             none. Null is median on this machine; W&B has no such rule.
         seed: Of what is tried.
-        metric: By which trials are compared.
-        mode: Whether the smaller or the larger value is better.
+        metric: By which trials are compared; null is val/loss, in reinforcement learning val/reward.
+        mode: Whether the smaller or the larger value is better; null is the one that goes with this metric, else min.
 
     Raises:
         UserError: The recipe with these settings is wrong, the folder holds another sweep, or Optuna is missing.
@@ -63,7 +64,9 @@ def sweep(recipe: list[str], parameters: list[str] = [], space: str | None = Non
     require(seed >= 0, "--seed", seed, "0 or more")
     if sampler == "grid":
         grid(found)
-    check(recipe, found)
+    ranked_by = check(recipe, found)
+    metric = metric or ranked_by[0]
+    mode = mode or (ranked_by[1] if metric == ranked_by[0] else "min")
     place = Path(folder or Path("sweeps") / _name(recipe))
     if backend == "wandb":
         if pruner or trials:
@@ -91,8 +94,11 @@ def sweep(recipe: list[str], parameters: list[str] = [], space: str | None = Non
             raise UserError(f"sweep: every trial has failed, the first with: {problem}")
 
 
-def check(recipe: list[str], space: list[Parameter]) -> None:
+def check(recipe: list[str], space: list[Parameter]) -> tuple[str, Literal["min", "max"]]:
     """Reject what fit would reject, for the ends of every range and every value of a list.
+
+    Returns:
+        The metric that the task's checkpoints are ranked by, and whether the smaller or the larger is better.
 
     Raises:
         UserError: A key is set by the sweep itself, or given twice.
@@ -106,10 +112,11 @@ def check(recipe: list[str], space: list[Parameter]) -> None:
             raise UserError(f"sweep: {key[2:]} cannot vary: each trial has a folder of its own.")
     options, _ = options_of("fit")
     first = {parameter.key: parameter.extremes()[0] for parameter in space}
-    parse(["fit", *recipe, *as_words(first)], options)
+    task = parse(["fit", *recipe, *as_words(first)], options).kind("model")
     for parameter in space:
         for value in parameter.extremes()[1:]:
             parse(["fit", *recipe, *as_words(first | {parameter.key: value})], options)
+    return getattr(task, "ranked_by", TaskFields.ranked_by)
 
 
 def check_study(folder: Path, asked: dict[str, Any]) -> None:

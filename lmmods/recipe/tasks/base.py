@@ -120,6 +120,7 @@ class TaskFields:
     own_files: ClassVar[tuple[str, ...]] = ()  # names of files in the run folder that other tasks do not write
     accuracy: ClassVar[str | None] = None  # metric that may still rise when val/loss no longer falls
     ranked_by: ClassVar[tuple[str, Literal["min", "max"]]] = ("val/loss", "min")  # of checkpoints, unless set
+    loss_falls: ClassVar[bool] = True  # False if the loss says nothing of how good the model is
     usual: ClassVar[Usual] = Usual()
     # Keys of this class that may change when a run is resumed; a change of the others would make it another run.
     may_change: ClassVar[tuple[str, ...]] = (

@@ -68,6 +68,7 @@ class GRPOFields(CausalFields):
     adapter_drops: ClassVar[bool] = False
     accuracy: ClassVar[str] = "val/reward"
     ranked_by: ClassVar[tuple[str, Literal["min", "max"]]] = ("val/reward", "max")
+    loss_falls: ClassVar[bool] = False
     usual: ClassVar[Usual] = Usual(epochs=1, rows=64, lr=1e-6, small_lr=1e-5, adapter_lr=2e-5,
                                    prompt="Name three fruits.")
     may_change: ClassVar[tuple[str, ...]] = ("reward_timeout", "reward_processes", "num_generations_eval",
@@ -130,9 +131,10 @@ class GRPOFields(CausalFields):
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
         loss, beta = settings.get("loss", "dapo"), settings.get("beta", 0.0)
+        names = "".join(f"reward {code(each.name)}, " for each in read_rewards(settings.get("rewards") or []))
         ratio = ", ratio of sequences" if settings.get("ratio") == "sequence" else ""
         return ["reinforcement-learning", "grpo"], (
-            f"Trained by reinforcement learning on its own answers: loss {code(str(loss))}{ratio}, "
+            f"Trained by reinforcement learning on its own answers: {names}loss {code(str(loss))}{ratio}, "
             f"{settings.get('num_generations', 8)} answers to each prompt, beta {beta}.")
 
     def describe_step(self, rows: int, tokens: float | None) -> tuple[str, str]:
