@@ -88,6 +88,8 @@ class Architecture:
         relative: Relative positions in the scores, in addition to `positions` or alone.
         ropes: Rotary embedding of each layer; they differ in frequencies only.
         embedding_size: Width of the embedding table, if it differs from the network's.
+        embedding_scale: Factor on the embeddings of tokens; `scales_in_table` where transformers' table applies it, so
+            that noise comes after it.
         padding_id: Row of the embedding that gets no gradient from the input, as torch's padding_idx.
         positions_after_padding: Positions count real tokens from padding_id + 1; padding has position padding_id.
         windows: Sliding window of each layer in tokens, the query included (for encoders, to each side); None attends
@@ -145,6 +147,7 @@ class Architecture:
     num_types: int = 0
     embedding_size: int | None = None
     embedding_scale: float = 1.0
+    scales_in_table: bool = False
     padding_id: int | None = None
     positions_after_padding: bool = False
     sinusoid_init: bool = False

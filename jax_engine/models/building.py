@@ -46,6 +46,7 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     Raises:
         UserError: The model cannot be found, read or built, or an adapter does not fit it.
     """
+    without_training = frozen
     is_causal, compute, frozen = HEADS[head].generates, COMPUTE_DTYPES[precision], frozen or fields.trains_adapter
     # The rows decide some fields, such as the names of labels.
     overrides = {**(fields.overrides or {}), **data.network_fields}
@@ -57,7 +58,8 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     note_quantized(config, saved if in_files else fields.quantize, in_files)
     remat = {False: "none", True: "full"}.get(fields.gradient_checkpointing, fields.gradient_checkpointing)
     network = hub.network(config, head, compute_dtype=compute, remat=remat, fast_kernels=fields.fast_kernels,
-                          attention=fields.attention if fields.fast_kernels else "eager", on=on)
+                          attention=fields.attention if fields.fast_kernels else "eager", on=on,
+                          noise=0.0 if without_training else fields.neftune_alpha or 0.0)
     # Mixed precision trains float32 parameters; frozen ones are stored as they are used.
     stored = compute if frozen or precision == "bf16-true" else "float32"
     if abstract:

@@ -10,7 +10,7 @@ from jax import Array
 
 from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.names import Names
-from lmmods.core.dropout import FINAL_1, FINAL_2, feature_seeds, keep_scale, least_kept, site_seed
+from lmmods.core.dropout import FINAL_1, FINAL_2, NOISE_SITE, feature_seeds, keep_scale, least_kept, site_seed
 from lmmods.core.errors import UserError
 
 
@@ -103,6 +103,29 @@ def feature_mask(tokens: Array, site: Array, num: int, rate: float) -> Array:
     # 32 bits of hash decide about two features, hence half as many seeds as features, rounded up.
     words = _finalise(tokens ^ site)
     return _split(words[..., None] ^ feature_seeds(-(-num // 2)), rate, -1)[..., :num]
+
+
+def noisy(x: Array, batch: dict[str, Array], seeds: Seeds | None, alpha: float) -> Array:
+    """Add NEFTune's noise to embeddings x [B, T, d] (`TaskFields.neftune_alpha`); none if `seeds` is None."""
+    if seeds is None or not alpha:
+        return x
+    lengths = document_lengths(batch)
+    largest = alpha / jnp.sqrt(jnp.maximum(lengths * x.shape[-1], 1).astype(jnp.float32)) * (lengths > 0)
+    noise = feature_noise(seeds.tokens, np.uint32(site_seed(NOISE_SITE)), x.shape[-1]) * largest[..., None]
+    return (x.astype(jnp.float32) + noise).astype(x.dtype)
+
+
+def document_lengths(batch: dict[str, Array]) -> Array:
+    """Return the number of tokens of each token's row or, in packed rows, document: [B, T], 0 in padding."""
+    documents = batch["segment_ids"] if "segment_ids" in batch else batch["attention_mask"]
+    counts = jax.vmap(lambda row: jnp.zeros(len(row) + 1, jnp.int32).at[row].add(1)[row])(documents)
+    return counts * (documents > 0)
+
+
+def feature_noise(tokens: Array, site: Array, num: int) -> Array:
+    """Return `core.dropout.feature_noise`, [..., num], for seeds [...]."""
+    bits = _finalise(_finalise(tokens ^ site)[..., None] ^ feature_seeds(num))
+    return ((jax.lax.bitcast_convert_type(bits, jnp.int32) >> 8).astype(jnp.float32) + 0.5) * 2.0**-23
 
 
 def attention_mask(tokens: Array, site: Array, num_heads: int, rate: float, queries: Array | None = None) -> Array:

@@ -59,7 +59,7 @@ def family_of(config: PreTrainedConfig, head: Head) -> Family:
 def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float32", lora: LoRA | None = None,
             rows: dict[str, list[int]] | None = None, remat: Literal["none", "minimal", "full"] = "none",
             unroll: int | None = None, fast_kernels: bool = True, attention: str | None = None,
-            on: Target | None = None) -> Network:
+            on: Target | None = None, noise: float = 0.0) -> Network:
     """Return the network of a configuration; creates no arrays.
 
     Args:
@@ -71,6 +71,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
         fast_kernels: Use the implementations that are fast on the target.
         attention: The recipe's choice; `eager` is unfused attention.
         on: The `target`.
+        noise: `TaskFields.neftune_alpha`; 0 is none.
 
     Raises:
         UserError: An architecture, head or field is unsupported, or adapter targets match nothing.
@@ -87,7 +88,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     cpu_forms = fast_kernels and target(on).platform == "cpu"
     build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms, attention=attention,
                   blocked=attention != "eager" and (cpu_forms or fused.stands_in(arch, compute_dtype, attention, on)),
-                  cut=arch.init_cut, on=on,
+                  cut=arch.init_cut, on=on, noise=noise,
                   experts="dense" if not fast_kernels else "blocks" if cpu_forms else "ragged")
     made = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is not None:

@@ -84,6 +84,7 @@ class Build:
         cut: Truncation of the initial distribution of matrices, in standard deviations; None does not truncate.
         experts: Implementation of mixtures of experts (see `jax_engine.models.experts`).
         on: The `target` that the implementations are chosen for.
+        noise: `TaskFields.neftune_alpha`; 0 is none.
     """
 
     dtype: jnp.dtype
@@ -97,6 +98,7 @@ class Build:
     cut: float | None = None
     experts: Literal["dense", "ragged", "blocks"] = "dense"
     on: Target | None = None
+    noise: float = 0.0
 
     def normal(self, std: float) -> Normal:
         """Return the initial distribution with this standard deviation (before truncation)."""

@@ -22,7 +22,7 @@ from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.attention import Attention, attention_mask, cached_mask, real_tokens
 from jax_engine.models.context_parallel import ContextParallel
-from jax_engine.models.dropout import Seeds, dropout, site_seeds, token_words
+from jax_engine.models.dropout import Seeds, dropout, noisy, site_seeds, token_words
 from jax_engine.models.experts import MATRICES, Load, SparseMLP
 from jax_engine.models.heads import HEADS
 from jax_engine.models.linear import (
@@ -52,7 +52,7 @@ class DecoderEmbedding(nnx.Module):
     """Embeddings of tokens and, unless they are rotary, positions."""
 
     def __init__(self, arch: Architecture, build: Build):
-        self.arch = arch
+        self.arch, self.build = arch, build
         self.tokens = Embedding(arch.vocab_size, arch.hidden_size, std=arch.init_std, padding_id=arch.padding_id,
                                 tokens=build.rows.get("embed.tokens", ()))
         self.positions = Embedding(arch.max_positions, arch.hidden_size, std=arch.init_std
@@ -62,7 +62,11 @@ class DecoderEmbedding(nnx.Module):
         """Return the residual stream [B, T, D] that enters the first layer."""
         x = self.tokens(batch["input_ids"])
         # Rounded to the dtype of x, as transformers does (Gemma).
-        x = x * jnp.asarray(self.arch.embedding_scale, x.dtype)
+        scale = jnp.asarray(self.arch.embedding_scale, x.dtype)
+        if self.arch.scales_in_table:
+            x = noisy(x * scale, batch, seeds, self.build.noise)
+        else:
+            x = noisy(x, batch, seeds, self.build.noise) * scale
         if self.positions is not None:
             x = x + self.positions(position_ids)
         if self.arch.positions == "sinusoid":
@@ -85,7 +89,7 @@ class EncoderEmbedding(nnx.Module):
     """Normed sum of token, type and, unless they are rotary, position embeddings; projected if tables are narrower."""
 
     def __init__(self, arch: Architecture, build: Build):
-        self.arch = arch
+        self.arch, self.build = arch, build
         size = arch.embedding_size or arch.hidden_size
         self.tokens = Embedding(arch.vocab_size, size, std=arch.init_std, padding_id=arch.padding_id,
                                 tokens=build.rows.get("embed.tokens", ()), cut=build.cut)
@@ -107,7 +111,7 @@ class EncoderEmbedding(nnx.Module):
 
     def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
         """Return the residual stream [B, T, D] that enters the first layer."""
-        x = self.tokens(batch["input_ids"])
+        x = noisy(self.tokens(batch["input_ids"]), batch, seeds, self.build.noise)
         x = x if self.positions is None else x + self.positions(position_ids)
         if self.types is not None:
             x = x + self.types(batch.get("token_type_ids", jnp.zeros_like(batch["input_ids"])))
@@ -238,8 +242,9 @@ class Network(Names):
         super().__init__(self.family, self.head, self.shapes, arch, build.adapted, build.adapted_experts, to_save)
         lora_drops = build.lora is not None and build.lora.dropout > 0
         of_head = () if arch.classifier is None else (arch.classifier.dropout, arch.classifier.dense_dropout)
-        self.drops = lora_drops or any((arch.embedding_dropout, arch.attention_dropout, arch.residual_dropout,
-                                        arch.mlp_dropout, arch.mlp_inner_dropout, *of_head))
+        self.drops = lora_drops or build.noise > 0 or any((
+            arch.embedding_dropout, arch.attention_dropout, arch.residual_dropout, arch.mlp_dropout,
+            arch.mlp_inner_dropout, *of_head))
         self._sites = site_seeds(self, self.family, self.head, arch, build.adapted if lora_drops else frozenset())
 
     def _parts(self) -> dict[str, Any]:

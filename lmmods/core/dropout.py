@@ -1,4 +1,4 @@
-"""Dropout masks as a function of (seed, epoch, row, position, site), the same bits on both engines.
+"""Dropout masks and noise as a function of (seed, epoch, row, position, site), the same bits on both engines.
 
 A token's seed is MurmurHash3 (Austin Appleby, SMHasher, `MurmurHash3_x86_32`) of its epoch, row and position. All else
 is that hash's finaliser, in which each of 32 bits affects all others: the token's seed and a site's give the token's
@@ -115,6 +115,25 @@ def feature_mask(seeds: np.ndarray, site: int, num: int, rate: float) -> np.ndar
     words = finalise(seeds.view(np.uint32) ^ np.uint32(site))  # [...]
     # [..., 1] ^ [ceil(num / 2)] -> [..., ceil(num / 2)], split to twice as many; an odd `num` leaves one unused.
     return _split(words[..., None] ^ feature_seeds(-(-num // 2)), rate, -1)[..., :num]
+
+
+NOISE_SITE = "neftune"
+
+
+def feature_noise(seeds: np.ndarray, site: int, num: int) -> np.ndarray:
+    """Uniform numbers in (-1, 1) for features of tokens, float32: odd multiples of 2^-24, each with 32 bits of its own.
+
+    Args:
+        seeds: [...] int32, seeds of tokens.
+        site: From `site_seed`.
+
+    Returns:
+        [..., num] float32.
+    """
+    words = finalise(seeds.view(np.uint32) ^ np.uint32(site))
+    bits = finalise(words[..., None] ^ feature_seeds(num)).view(np.int32)
+    # The upper 24 bits, read as signed, and a half: 25 bits with the sign, which float32 holds.
+    return ((bits >> 8).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
 def attention_mask(seeds: np.ndarray, site: int, num_heads: int, rate: float) -> np.ndarray:

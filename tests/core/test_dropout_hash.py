@@ -7,6 +7,7 @@ from lmmods.core.dropout import (
     attention_mask,
     dropped_steps,
     feature_mask,
+    feature_noise,
     finalise,
     keep_scale,
     murmur3,
@@ -133,3 +134,19 @@ def test_rates_are_multiples_of_a_step_and_the_scale_is_exact():
     assert keep_scale(0.0) == 1 and feature_mask(np.array([5], np.int32), 1, 64, 0.0).all()
     with pytest.raises(UserError, match="dropout rate"):
         dropped_steps(1.0)
+
+
+def test_noise_is_uniform_and_independent():
+    """Its mean, its variance of 1/3 and its shares of ten equal parts; neighbours in feature, token and row."""
+    tokens = token_seeds(42, 0, np.arange(ROWS)[:, None], POSITIONS)
+    noise = feature_noise(tokens, site_seed("a"), FEATURES)
+    assert noise.dtype == np.float32 and noise.shape == (ROWS, TOKENS, FEATURES)
+    assert -1 < noise.min() < -0.99999 and 0.99999 < noise.max() < 1
+    scaled = noise.astype(np.float64) * np.sqrt(3)
+    assert abs(scaled.mean() * np.sqrt(scaled.size)) < 4
+    assert abs((scaled**2 - 1).mean() * np.sqrt(scaled.size / 0.8)) < 4  # fourth moment 9/5
+    counts, expected = np.histogram(noise, 10, (-1, 1))[0], noise.size / 10
+    assert ((counts - expected) ** 2 / expected).sum() < 40
+    for pair in ((scaled[:, :, 1:], scaled[:, :, :-1]), (scaled[:, 1:], scaled[:, :-1]), (scaled[1:], scaled[:-1])):
+        assert abs(z_of(pair[0] * pair[1])) < 4
+    assert abs(z_of(scaled * np.sqrt(3) * feature_noise(tokens, site_seed("b"), FEATURES))) < 4

@@ -244,7 +244,8 @@ def test_axolotl(migrated, tmp_path):
     assert recipe["model"] == {"class_path": "SFT", "init_args": {
         "pretrained": "some/llama", "quantize": "nf4", "double_quant": True, "gradient_checkpointing": True,
         "lora": {"rank": 32, "alpha": 16, "dropout": 0.0, "targets": "all-linear"},
-        "optimizer": {"name": "paged_adamw_8bit", "lr": 2e-4, "schedule": "cosine", "warmup": 0.03}}}
+        "optimizer": {"name": "paged_adamw_8bit", "lr": 2e-4, "schedule": "cosine", "warmup": 0.03},
+        "neftune_alpha": 5}}
     assert recipe["data"] == {"class_path": "SFTData", "init_args": {
         "source": [{"path": "some/chats", "split": "train[:5%]", "columns": {"talk": "messages"}},
                    {"path": "a.jsonl", "format": "alpaca"}, {"path": "b.jsonl", "format": "alpaca"}],
@@ -254,7 +255,7 @@ def test_axolotl(migrated, tmp_path):
     assert recipe["checkpoint"] == {"every_n_steps": None}
     text = (tmp_path / "recipe.yaml").read_text()
     assert "lr: 0.0002  # learning_rate: 0.0002" in text and "schedule: cosine  # default of lr_scheduler" in text
-    for lost in ("no_such_option: not known here", "neftune_noise_alpha: ", "trust_remote_code: on the command line",
+    for lost in ("no_such_option: not known here", "trust_remote_code: on the command line",
                  "at most 100 steps", "loss_watchdog_threshold: a loss that is no number stops the run, one that is",
                  "val_set_size: the rows set aside"):
         assert lost in said and lost in " ".join(text.replace("\n#", "").split()), lost

@@ -23,7 +23,7 @@ def gemma2_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
         out_bias=config.attention_bias, norm="rms_plus_one", norms=("input", "output"), windows=layer_windows(config),
         attention_scales=(config.query_pre_attn_scalar**-0.5,) * config.num_hidden_layers,
         attention_cap=config.attn_logit_softcapping, logit_cap=config.final_logit_softcapping,
-        embedding_scale=math.sqrt(config.hidden_size), **choices)
+        embedding_scale=math.sqrt(config.hidden_size), scales_in_table=True, **choices)
 
 
 FAMILY = llama_family(gemma2_like, "Gemma2", qa_base=None, modules=SANDWICHED)

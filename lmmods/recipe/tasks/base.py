@@ -93,6 +93,9 @@ class TaskFields:
         lora: Train an adapter instead of the model itself; null is full tuning.
         adapter: Folder of an adapter to go on from, with its own rank, alpha and targets; instead of `lora`.
         optimizer: Update rule and schedule.
+        neftune_alpha: NEFTune (Jain et al. 2023): in training each number of a token's embedding gets uniform noise of
+            up to this / sqrt(L d), with L tokens in its row, or in its document of a packed row, and d numbers. null
+            is none; the paper uses 5 to 15.
         gradient_checkpointing: Recompute activations in the backward pass: all of them (true: least memory, about a
             third more time), or all but the products of weights (minimal; JAX engine only).
         attention: Attention implementation of transformers (sdpa, eager, flash_attention_2); null takes its choice. On
@@ -141,6 +144,7 @@ class TaskFields:
     lora: LoRA | None = None
     adapter: str | None = None
     optimizer: Optimizer = Optimizer()
+    neftune_alpha: float | None = None
     gradient_checkpointing: bool | Literal["minimal"] = False
     attention: str | None = None
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -166,6 +170,8 @@ class TaskFields:
             raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
                             "and model.adapter to null, or name a model in model.pretrained.")
         check_overrides({**(self.config if isinstance(self.config, dict) else {}), **(self.config_overrides or {})})
+        require(self.neftune_alpha is None or 0 < self.neftune_alpha < math.inf, "model.neftune_alpha",
+                self.neftune_alpha, "null or more than 0")
         require(self.trains_adapter or self.optimizer.b_lr_ratio == 1, "model.optimizer.b_lr_ratio",
                 self.optimizer.b_lr_ratio, "1 without model.lora or model.adapter")
         if self.lora and self.adapter:

@@ -72,7 +72,8 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
             fuse_adapters(model)
     # After the adapters, whose Dropout modules it replaces too. Checkpointing needs its contexts. Compilation is last,
     # as it must see the network as it will run.
-    dropout = TokenDropout(model, compiled=fields.compile, abstract=abstract)
+    dropout = TokenDropout(model, compiled=fields.compile, abstract=abstract,
+                           noise=0.0 if frozen else fields.neftune_alpha or 0.0)
     if fields.gradient_checkpointing:
         enable_checkpointing(model, dropout.contexts)
     if fields.compile:

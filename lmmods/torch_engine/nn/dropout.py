@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmmods.core.console import say
-from lmmods.core.dropout import FINAL_1, FINAL_2, feature_seeds, keep_scale, least_kept, site_seed
+from lmmods.core.dropout import FINAL_1, FINAL_2, NOISE_SITE, feature_seeds, keep_scale, least_kept, site_seed
+from lmmods.core.errors import UserError
 from lmmods.torch_engine.compat.transformers import attention_of
 from lmmods.torch_engine.nn.attention import CPU, VARLEN
 
@@ -34,10 +35,14 @@ class TokenDropout:
     Args:
         compiled: True if layers will be compiled: mask generation and attention are then excluded from compilation.
         abstract: Masks get their shape alone, as in `build_network`.
+        noise: `TaskFields.neftune_alpha`; 0 is none.
     """
 
-    def __init__(self, model: nn.Module, compiled: bool = False, abstract: bool = False):
-        self._abstract = abstract
+    def __init__(self, model: nn.Module, compiled: bool = False, abstract: bool = False, noise: float = 0.0):
+        self._abstract, self._noise = abstract, noise
+        self._lengths: Tensor | None = None  # [B, T], tokens of each token's document, 0 in padding
+        if noise:
+            model.get_input_embeddings().register_forward_hook(self._add_noise)
         self._tokens: Tensor | None = None  # [B, T] int32
         self.own: Callable[[Tensor], Tensor] = lambda tokens: tokens  # this process's part, under context parallelism
         self._calls: dict[str, int] = {}
@@ -87,6 +92,11 @@ class TokenDropout:
         seeds = batch.get("token_seeds")
         # [B, A, T] -> [B * A, T] for rows of several sequences, as the network sees them. Counts of calls restart.
         self._tokens, self._calls = None if seeds is None else self.own(seeds).flatten(0, -2).int(), {}
+        if self._noise:
+            if seeds is None:
+                raise UserError("model.neftune_alpha: the batches have no token_seeds, by which its noise is drawn: "
+                                "let the data module's collator make them.")
+            self._lengths = self.own(document_lengths(batch)).flatten(0, -2)
         if seeds is None and self.has_sites:
             self._tell("Dropout: the batches have no token_seeds, so masks depend on how rows are cut into batches.")
 
@@ -116,6 +126,18 @@ class TokenDropout:
         if not module.training or module.p == 0 or self._is_off:
             return x
         return self._drop(name, x, module.p)
+
+    def _add_noise(self, module: nn.Module, _: tuple, x: Tensor) -> Tensor:
+        """Forward hook of the embedding, whose result x is [B, T, d]."""
+        if not module.training or self._is_off or self._tokens is None or self._abstract:
+            return x
+        with torch.no_grad():
+            tokens, lengths = self._tokens.to(x.device), self._lengths.to(x.device)
+            # As a sum over features: L d. Padding has neither tokens nor noise.
+            largest = self._noise / (lengths * x.shape[-1]).clamp(min=1).float().sqrt() * (lengths > 0)
+            noise = feature_noise(tokens.flatten(), site_seed(NOISE_SITE), x.shape[-1]).view(x.shape)
+            noise *= largest[..., None]
+        return (x.float() + noise).to(x.dtype)
 
     def function(self, name: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
                   ) -> Tensor:
@@ -225,6 +247,13 @@ class _Again:
         self._dropout.swap(*self._before)
 
 
+def document_lengths(batch: dict[str, Tensor]) -> Tensor:
+    """Return the number of tokens of each token's row or, in packed rows, document: [..., T], 0 in padding."""
+    documents = batch.get("segment_ids", batch["attention_mask"]).long()
+    counts = torch.zeros(*documents.shape[:-1], documents.shape[-1] + 1, dtype=torch.long, device=documents.device)
+    return counts.scatter_add_(-1, documents, torch.ones_like(documents)).gather(-1, documents) * (documents > 0)
+
+
 def _package(module: nn.Module) -> str:
     return type(module).__module__.partition(".")[0]
 
@@ -285,9 +314,20 @@ def attention_mask(seeds: Tensor, site: int, num_heads: int, rate: float) -> Ten
     return kept[:, :num_heads]
 
 
+def feature_noise(seeds: Tensor, site: int, num: int) -> Tensor:
+    """`core.dropout.feature_noise`: [N, num] float32 from the seeds [N] of tokens."""
+    words = _folded(finalise(seeds ^ _signed(site)))
+    bits = _finalise_folded(words[:, None] ^ _features(num, seeds.device))
+    return bits.bitwise_right_shift_(8).float().add_(0.5).mul_(2.0**-23)
+
+
 def finalise(h: Tensor) -> Tensor:
     """MurmurHash3's finaliser, on int32."""
-    h = _folded(h) * _signed(FINAL_1)
+    return _finalise_folded(_folded(h))
+
+
+def _finalise_folded(h: Tensor) -> Tensor:
+    h = h * _signed(FINAL_1)
     h = (h ^ ((h >> 13) & 0x7FFFF)) * _signed(FINAL_2)
     return _folded(h)
 

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_engine.models.dropout import Seeds, attention_mask, dropout, dropped_weights, feature_mask
+from jax_engine.models.dropout import (
+    Seeds,
+    attention_mask,
+    document_lengths,
+    dropout,
+    dropped_weights,
+    feature_mask,
+    feature_noise,
+)
 from lmmods.core import dropout as reference
 
 TOKENS = reference.token_seeds(42, 3, np.arange(3)[:, None], np.arange(7))
@@ -35,3 +43,16 @@ def test_kept_features_and_their_gradients_are_scaled():
     np.testing.assert_allclose(gradient, scaled, rtol=1e-6)
     assert dropout(x, 0.3, None, "here") is x and dropout(x, 0.0, seeds, "here") is x
     assert dropout(x.astype(jnp.bfloat16), 0.3, seeds, "here").dtype == jnp.bfloat16
+
+
+def test_noise_has_the_bits_of_the_reference():
+    seeds = reference.token_seeds(3, 1, np.arange(7), np.arange(7)).astype(np.int32)
+    found = jax.jit(feature_noise, static_argnums=2)(seeds.view(np.uint32), np.uint32(reference.site_seed("a")), 65)
+    assert np.array_equal(found, reference.feature_noise(seeds, reference.site_seed("a"), 65))
+
+
+def test_a_document_of_a_packed_row_has_a_length_of_its_own():
+    segments = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 3]])
+    assert document_lengths({"segment_ids": segments}).tolist() == [[3, 3, 3, 2, 2, 0], [1, 4, 4, 4, 4, 1]]
+    assert document_lengths({"attention_mask": (segments > 1).astype(int)}).tolist() == [
+        [0, 0, 0, 2, 2, 0], [0, 5, 5, 5, 5, 5]]

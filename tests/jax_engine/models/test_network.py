@@ -173,6 +173,29 @@ def test_dropout_is_torchs(make_ref, name, head):
     assert near <= 1e-4 * scale < 1e-2 * far
 
 
+@cells("all", ("llama", "gemma", "gemma2", "granite", "ctrl", "gpt2", "bert", "albert"))
+def test_noise_on_embeddings_is_torchs(make_ref, name, head):
+    """Where transformers' table is scaled it comes after the scale; each row's is of its own length."""
+    ref = make_ref(name, head, **dict.fromkeys(RATES.get(name, ()), 0.0))
+    net = hub.network(ref.net.config, head, noise=9.0)
+    batch, seeds = ref.batch(), token_seeds(5, 0, np.arange(4)[:, None], np.arange(9))
+    seeds = np.where(batch["attention_mask"] > 0, seeds, 0)
+    model = copy.deepcopy(ref.torch)
+    dropout = TokenDropout(model, noise=9.0)
+    found = {}
+    for training in (False, True):
+        model.train(training)
+        dropout.begin({"token_seeds": torch.from_numpy(seeds),
+                       "attention_mask": torch.from_numpy(batch["attention_mask"])})
+        with torch.no_grad():
+            found[training] = torch_loss(model, head, batch, labels_of(batch))[0].numpy()
+    seeded = batch | {"token_seeds": seeds}
+    ours = np.asarray(jax.jit(lambda p: net.scores(p, seeded, True))(ref.params)).reshape(found[True].shape)
+    scale = np.abs(found[True]).max()
+    near, far = (of_real(np.abs(ours - found[training]), batch, head).max() for training in (True, False))
+    assert near <= min(1e-4 * scale, 0.05 * far)
+
+
 @every_pair
 def test_decay_is_on_matrices_as_torch_sees_them(make_ref, name, head):
     ref = make_ref(name, head)
