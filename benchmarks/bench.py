@@ -14,6 +14,7 @@ beside this file has the last table.
 
 import argparse
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ import yaml
 from pair import Result, Side, compare, evict, ratio
 from plans import gibibytes, plan
 from table import Row, markdown
-from work import Work
+from work import ANSWER_LENGTH, CONFIGS, NUM_ANSWERS, Work
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE / ".environments"
@@ -63,6 +64,7 @@ PEERS = {
     # About as many tokens in a step: without FlashAttention, packed rows attend as one row with a mask.
     "TRL packing": Peer("torch", "torch_peers.py", "trl", {
         "packing": True, "max_length": 512, "per_device_train_batch_size": 2, **UNCHECKPOINTED}),
+    "TRL unchecked": Peer("torch", "torch_peers.py", "trl", UNCHECKPOINTED),
     "qlora.py-like loop": Peer("torch", "torch_peers.py", "loop"),
     "qlora.py-like loop tuned": Peer("torch", "torch_peers.py", "loop", {"group_by_length": True, **UNCHECKPOINTED}),
     "bare loop": Peer("torch", "torch_peers.py", "loop"),
@@ -130,6 +132,9 @@ class Comparison:
                 for peer, target in self.tuned.items()]
 
 
+TOY = {**dict.fromkeys(("hidden_size", "n_embd"), 64), **dict.fromkeys(("num_hidden_layers", "n_layer"), 2),
+       **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 2), "intermediate_size": 176,
+       "vocab_size": 1_000}
 EPOCH = 52  # steps of warm-up in which the JAX engine meets, and compiles, every length of row
 QLORA = Work("sft", "llama-b", 512, method="qlora")
 PAIRS, TAGS = Work("sequence_classification", "bert", 128), Work("token_classification", "bert", 128)
@@ -138,6 +143,7 @@ SHORT_QA = replace(QA, num_rows=8 * EPOCH)
 BLOCKS = (256, 512, 1024)
 BIG = Work("sft", "llama-1b", 512, method="qlora", dtype="bfloat16")
 FEW = replace(BIG, num_rows=16)  # two batches: the JAX engine compiles both lengths in its warm-up
+GRPO = Work("grpo", "llama-a", 256, batch_size=64)
 TUNED_TRL = {"TRL tuned": 2.5, "TRL packing": 2.5, "Unsloth": 2.5}
 COMPARISONS = [
     Comparison("qlora-trl", QLORA, "TRL", 3.5, TUNED_TRL, memory=0.45),
@@ -146,6 +152,12 @@ COMPARISONS = [
     Comparison("dpo-trl", Work("preference", "llama-b", 512, method="qlora"), "TRL", 3.0, {"TRL tuned": 1.5},
                memory=0.5, steps=4),
     Comparison("lora-trl", Work("sft", "llama-a", 512, method="lora"), "TRL", 2.5, {"TRL tuned": 1.5}),
+    # TRL at its best; its defaults checkpoint gradients.
+    Comparison("grpo-trl", GRPO, "TRL unchecked", 2.0, memory=0.5, steps=3, warm_up=2),
+    Comparison("grpo-lora-trl", replace(GRPO, method="lora"), "TRL unchecked", 2.0, memory=0.5, steps=3, warm_up=2),
+    Comparison("grpo-jax-trl", GRPO, "TRL unchecked", 2.0, engine="jax", memory=0.5, steps=3, warm_up=6),
+    Comparison("grpo-jax-lora-trl", replace(GRPO, method="lora"), "TRL unchecked", 2.0, engine="jax", memory=0.5,
+               steps=3, warm_up=6),
     Comparison("clm", CLM, "Trainer", 1.25, {"Trainer compiled": 1.4}, steps=4, lengths=BLOCKS),
     Comparison("clm-llama", replace(CLM, model="llama-a"), "Trainer", 1.25, {"Trainer compiled": 1.4}, steps=4,
                lengths=BLOCKS),
@@ -204,8 +216,10 @@ def measure(comparison: Comparison, folder: Path, rounds: int) -> list[Row]:
     cold = (weights,) if comparison.start else ()
     asked = {"folder": str(folder), "task": work.task, "method": work.method, "length": work.length,
              "batch_size": work.batch_size, "warm_up": comparison.warm_up, "steps": comparison.steps,
-             "command": comparison.command}
+             "command": comparison.command, "num_answers": NUM_ANSWERS, "answer_length": ANSWER_LENGTH}
     options = ["--trainer.precision", comparison.precision]
+    if work.task == "grpo":  # its reward is a function in workers/
+        options += ["--trust_recipe_code", "true"]
     if comparison.command == "validate":
         source = yaml.safe_load((folder / "recipe.yaml").read_text())["data"]["init_args"]["source"]
         options += ["--data.val_source", source]
@@ -253,11 +267,25 @@ def _rows(comparison: Comparison, mine: Result, other: Result) -> list[Row]:
     each = [a / b for a, b in zip(mine.speed, other.speed, strict=True)]
     note = (f"rounds {min(each):.2f} to {max(each):.2f}; wall {wall:.2f}; "
             f"memory {mine.peak:.2f} / {other.peak:.2f} GiB; loss {mine.loss:.5f} / {other.loss:.5f}")
+    if mine.spent or other.spent:
+        note += f"; seconds of a step {_step(mine)} / {_step(other)}"
     rows = [Row(comparison.title, comparison.against, speed, f">= {comparison.target:.2f}", note)]
     if comparison.memory:
         rows.append(Row(f"peak memory, {comparison.title}", comparison.against, peak, f"<= {comparison.memory}",
                         f"{mine.peak:.2f} / {other.peak:.2f} GiB"))
     return rows
+
+
+def _step(result: Result) -> str:
+    """Seconds of a step, and the shares of its parts; the rest trains."""
+    parts = {name: statistics.median(shares) for name, shares in result.spent.items()}
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in {**parts, "rest": 1 - sum(parts.values())}.items())
+    return f"{statistics.median(result.step):.2f} ({shares})"
+
+
+def shrunk(comparison: Comparison) -> Comparison:
+    """The comparison with few rows and steps."""
+    return replace(comparison, work=replace(comparison.work, num_rows=100), steps=4, warm_up=4, rounds=1)
 
 
 def main() -> None:
@@ -270,17 +298,24 @@ def main() -> None:
     parser.add_argument("--rows", help="instructions to train on instead of generated ones")
     parser.add_argument("--tokenizer", help="tokenizer of the instruction tasks, instead of one made for their text, "
                         "where the model has a row for each of its tokens")
+    parser.add_argument("--smoke", action="store_true",
+                        help="the same program at toy sizes, one round; its figures mean nothing")
     parser.add_argument("--roofline", action="store_true",
                         help="instead: which share of the machine's matrix products each step reaches, see roofline.py")
     args = parser.parse_args()
     if args.roofline:
         print(roofline.table(roofline.USUAL))
         return
+    if args.smoke:
+        for fields in CONFIGS.values():
+            fields |= {name: value for name, value in TOY.items() if name in fields}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         for number, comparison in enumerate(COMPARISONS):
             if not comparison.name.startswith(tuple(args.only)):
                 continue
+            if args.smoke:
+                comparison = shrunk(comparison)
             if comparison.work.task == "sft":
                 work = replace(comparison.work, rows=args.rows, tokenizer=args.tokenizer)
                 comparison = replace(comparison, work=work)

@@ -38,10 +38,12 @@ class Result:
     Args:
         speed: Real tokens per CPU-second of each round.
         wall: Real tokens per second of each round.
-        peak: GiB, of the whole process.
+        peak: GiB, of the whole process and those that it has started.
         loss: Per scored token, of the check batch before training.
         libraries: GiB of the process before it read anything.
         ready: Seconds from the start of the process to the first step.
+        step: Seconds of a step, of each round.
+        spent: By part of a step, its share of the time of each round; of the parts that a worker tells apart.
     """
 
     speed: list[float] = field(default_factory=list)
@@ -50,9 +52,14 @@ class Result:
     loss: float = 0.0
     libraries: float = 0.0
     ready: float = 0.0
+    step: list[float] = field(default_factory=list)
+    spent: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, said: dict[str, float]) -> None:
-        """Note a round as a worker reported it."""
+    def add(self, said: dict[str, Any], steps: int) -> None:
+        """Note a round of so many steps as a worker reported it."""
+        self.step.append(said["wall"] / steps)
+        for name, seconds in said["spent"].items():
+            self.spent.setdefault(name, []).append(seconds / said["wall"])
         self.speed.append(said["tokens"] / said["cpu"])
         self.wall.append(said["tokens"] / said["wall"])
         self.peak, self.loss, self.libraries, self.ready = (
@@ -85,9 +92,9 @@ def _run(sides: list[Side], rounds: int) -> list[Result]:
             workers.append(_Worker(side))
             workers[-1].read()  # its warm-up
         for _ in range(rounds):
-            for worker, result in zip(workers, results, strict=True):
+            for side, worker, result in zip(sides, workers, results, strict=True):
                 worker.go_on()
-                result.add(worker.read())
+                result.add(worker.read(), side.asked["steps"])
     finally:
         for worker in workers:
             worker.end()
@@ -119,7 +126,7 @@ class _Worker:
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
                  "OMP_WAIT_POLICY": "PASSIVE"})  # else waiting threads burn CPU seconds
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
             self._said.seek(0)

@@ -31,16 +31,18 @@ TEMPLATE = ("Below is an instruction that describes a task, paired with an input
             "Write a response that appropriately completes the request.\n\n### Instruction:\n\n### Input:\n\n"
             "### Response:\n")
 CLASSES = {"sft": "CausalLM", "clm": "CausalLM", "mlm": "MaskedLM", "qa": "QuestionAnswering",
-           "preference": "CausalLM", "sequence_classification": "SequenceClassification",
+           "preference": "CausalLM", "grpo": "CausalLM", "sequence_classification": "SequenceClassification",
            "token_classification": "TokenClassification"}
 TASKS = {"sft": ("SFT", "SFTData"), "clm": ("CLM", "CLMData"), "mlm": ("MLM", "MLMData"), "qa": ("QA", "QAData"),
-         "preference": ("Preference", "PreferenceData"),
+         "preference": ("Preference", "PreferenceData"), "grpo": ("GRPO", "PromptData"),
          "sequence_classification": ("SequenceClassification", "SequenceClassificationData"),
          "token_classification": ("TokenClassification", "TokenClassificationData")}
 LABELS = {  # of MNLI and of CoNLL-2003
     "sequence_classification": ["contradiction", "entailment", "neutral"],
     "token_classification": ["B-LOC", "B-MISC", "B-ORG", "B-PER", "I-LOC", "I-MISC", "I-ORG", "I-PER", "O"]}
 ENCODER_TASKS = ("mlm", "qa", *LABELS)
+NUM_ANSWERS, ANSWER_LENGTH = 8, 64  # of each prompt under GRPO
+REWARD = "rewarding.vowels"  # in workers/
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Work:
         task: Stem of the task.
         model: Key of CONFIGS.
         length: Longest row in tokens.
-        batch_size: Rows of a step.
+        batch_size: Rows of a step; under GRPO these are answers, and a step is a rollout.
         method: What trains.
         rows: Instructions to train on instead of generated ones (`--rows`).
         tokenizer: Tokenizer (`--tokenizer`); one is trained on the text where it is null or too large for the model.
@@ -59,7 +61,8 @@ class Work:
         dtype: Of the random weights.
     """
 
-    task: Literal["sft", "clm", "mlm", "qa", "preference", "sequence_classification", "token_classification"]
+    task: Literal["sft", "clm", "mlm", "qa", "preference", "grpo", "sequence_classification",
+                  "token_classification"]
     model: str
     length: int = 512
     batch_size: int = 8
@@ -76,15 +79,15 @@ class Work:
         self._write_model(folder / "model", source)
         recipe = self._recipe(folder, source)
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        self._write_rows(folder, recipe["data"]["init_args"])
+        (self._write_prompts if self.task == "grpo" else self._write_rows)(folder, recipe["data"]["init_args"])
 
     def _write_source(self, folder: Path) -> Path:
         if self.task == "sft" and self.rows:
             return Path(self.rows)
-        names = {"sft": "rows.source.jsonl", "preference": "pairs.source.jsonl", "qa": "squad.json",
-                 **dict.fromkeys(LABELS, "labelled.source.jsonl")}
+        names = {**dict.fromkeys(("sft", "grpo"), "rows.source.jsonl"), "preference": "pairs.source.jsonl",
+                 "qa": "squad.json", **dict.fromkeys(LABELS, "labelled.source.jsonl")}
         path = folder / names.get(self.task, "corpus.txt")
-        if self.task == "sft":
+        if self.task in ("sft", "grpo"):
             write_instructions(path, self.num_rows)
         elif self.task == "preference":
             write_pairs(path, self.num_rows)
@@ -115,7 +118,10 @@ class Work:
         config = transformers.CONFIG_MAPPING[fields.pop("model_type")](**fields, **special, **labels)
         torch.manual_seed(0)
         model_class = getattr(transformers, f"AutoModelFor{CLASSES[self.task]}")
-        model_class.from_config(config, dtype=getattr(torch, self.dtype)).save_pretrained(folder)
+        model = model_class.from_config(config, dtype=getattr(torch, self.dtype))
+        if self.task == "grpo":
+            forbid_end(model)
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         settings = folder / "tokenizer_config.json"  # names a class that older transformers do not have
         fields = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -126,15 +132,17 @@ class Work:
         lora = {} if self.method == "full" else {"lora": {"rank": 16, "alpha": 32}}
         data = {"sft": {"template": "alpaca", "group_by_length": True}, "clm": {"documents": "line"},
                 "mlm": {"documents": "line"}, "qa": {"stride": 128, "group_by_length": True},
-                "preference": {"template": "alpaca", "group_by_length": True},
+                "preference": {"template": "alpaca", "group_by_length": True}, "grpo": {"template": "alpaca"},
                 **dict.fromkeys(LABELS, {"group_by_length": True})}[self.task]
+        task = {"grpo": {"num_generations": NUM_ANSWERS, "max_new_tokens": ANSWER_LENGTH,
+                         "rewards": [{"function": REWARD}]}}.get(self.task, {})
         module, data_module = TASKS[self.task]
         return {
             "seed_everything": 1,
             "trainer": {"max_steps": 100_000, "accelerator": "cpu", "devices": 1, "gradient_clip_val": 1.0,
                         "num_sanity_val_steps": 0, "enable_checkpointing": False, "enable_progress_bar": False},
             "model": {"class_path": module, "init_args": {
-                "pretrained": str(folder / "model"), **method, **lora, "optimizer": {"lr": 1e-4}}},
+                "pretrained": str(folder / "model"), **method, **lora, **task, "optimizer": {"lr": 1e-4}}},
             "data": {"class_path": data_module, "init_args": {
                 "source": str(source), "max_length": self.length, "batch_size": self.batch_size,
                 "cache_dir": str(folder / "cache"), **data}},
@@ -166,6 +174,41 @@ class Work:
                                         for token, label in zip(row["input_ids"], row["labels"], strict=True)]
                 if len(row["input_ids"]) == self.length or self.task not in ("clm", "mlm"):  # whose blocks are full
                     file.write(json.dumps(row) + "\n")
+
+
+    def _write_prompts(self, folder: Path, fields: dict[str, Any]) -> None:
+        """All prompts as our data module makes them, and a batch of the first ones whose second halves are scored."""
+        import torch
+
+        from lmmods.data.grpo import PromptData
+
+        data = PromptData(**fields, tokenizer=str(folder / "model"), seed=1)
+        data.new_tokens = ANSWER_LENGTH
+        data.setup("fit")
+        prompts = [data.prompt("train", number).ids for number in range(data.num_prompts("train"))]
+        with (folder / "rows.jsonl").open("w") as file:
+            for ids in prompts:
+                file.write(json.dumps({"prompt": data.tokenizer.decode(ids), "prompt_ids": ids}) + "\n")
+        pad = torch.nn.utils.rnn.pad_sequence
+        rows = [torch.tensor(ids) for ids in prompts[:4]]
+        labels = [row.where(torch.arange(len(row)) >= len(row) // 2, -100) for row in rows]
+        check = {"input_ids": pad(rows, True), "attention_mask": pad([torch.ones_like(row) for row in rows], True),
+                 "labels": pad(labels, True, -100)}
+        (folder / "check.json").write_text(json.dumps({name: value.tolist() for name, value in check.items()}))
+
+
+def forbid_end(model: Any) -> None:
+    """Let a Llama never draw its end token, so that all answers are equally long: its first hidden feature is then the
+    same for every token, and the head's row of that token sees nothing else.
+    """
+    import torch
+
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0.05
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
+        model.lm_head.weight[:, 0] = model.lm_head.weight[model.config.eos_token_id] = 0
+        model.lm_head.weight[model.config.eos_token_id, 0] = -100
 
 
 def _pair(batch: dict[str, Any]) -> dict[str, list[int]]:

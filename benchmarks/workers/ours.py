@@ -12,11 +12,18 @@ def pace_torch(asked: dict) -> None:
 
     from lmmods.torch_engine.callbacks.run_events import RunEvents
 
-    rounds, check = Rounds(asked), read_check(asked["folder"])
+    rounds, check, draws = Rounds(asked), read_check(asked["folder"]), asked["task"] == "grpo"
+    drawn = watch_rollouts(rounds) if draws else []
     begin, end = RunEvents.on_train_start, RunEvents.on_train_batch_end
 
     def on_train_start(self, trainer, module):  # noqa: ANN001, ANN202
         rounds.ready()
+        if draws:
+            from lmmods.torch_engine.tasks.grpo import TorchPolicy
+
+            rounds.start_loss(nats_per_token(TorchPolicy(module), check))
+            begin(self, trainer, module)
+            return
         batch = {name: torch.tensor(value) for name, value in check.items()}
         with trainer.precision_plugin.forward_context():
             sums = module(module.batch_loss, module.complete(batch))
@@ -28,9 +35,36 @@ def pace_torch(asked: dict) -> None:
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # noqa: ANN001, ANN202
         end(self, trainer, module, outputs, batch, batch_idx)
-        rounds.step(int(batch["attention_mask"].sum()))
+        rounds.step(drawn.pop() if draws else int(batch["attention_mask"].sum()))
 
     RunEvents.on_train_start, RunEvents.on_train_batch_end = on_train_start, on_train_batch_end
+
+
+def watch_rollouts(rounds: Rounds) -> list[int]:
+    """Note the parts of each rollout's time; returns a list that gets the number of its new tokens."""
+    from lmmods.rollouts import maker
+
+    drawn, metrics = [], maker.metrics
+
+    def watched(rollout):  # noqa: ANN001, ANN202
+        for part in ("drawing", "rewards", "scoring"):
+            rounds.spend(part, rollout.seconds[part])
+        drawn.append(sum(len(answer.tokens) for group in rollout.groups for answer in group.answers))
+        return metrics(rollout)
+
+    maker.metrics = watched
+    return drawn
+
+
+def nats_per_token(policy, check: dict) -> float:  # noqa: ANN001
+    """Loss of the check batch's labelled tokens under the policy that rollouts ask."""
+    import numpy as np
+
+    from lmmods.rollouts.policy import Row
+
+    rows = [Row(*(np.array(check[name][place][:sum(mask)], np.int32) for name in ("input_ids", "labels")))
+            for place, mask in enumerate(check["attention_mask"])]
+    return -float(np.concatenate(policy.logps(rows, 1.0)).sum()) / sum(int((row.labels >= 0).sum()) for row in rows)
 
 
 def pace_validation(asked: dict) -> None:
@@ -72,11 +106,18 @@ def pace_jax(asked: dict) -> None:
 
     from jax_engine.trainer import Loop
 
-    rounds, check = Rounds(asked), read_check(asked["folder"])
+    rounds, check, draws = Rounds(asked), read_check(asked["folder"]), asked["task"] == "grpo"
+    drawn = watch_rollouts(rounds) if draws else []
     begin, train_batch = Loop.train, Loop.train_batch
 
     def train(self, loader, resumed):  # noqa: ANN001, ANN202
         rounds.ready()
+        if draws:
+            from jax_engine.tasks.grpo import JaxPolicy
+
+            rounds.start_loss(nats_per_token(JaxPolicy(self.run), check))
+            begin(self, loader, resumed)
+            return
         batch = {name: np.asarray(value, np.int32)[None] for name, value in check.items()}
         run = self.run
         batch = run.parallel.put_batch(batch)
@@ -88,7 +129,7 @@ def pace_jax(asked: dict) -> None:
         train_batch(self, group)
         if rounds.closing:
             jax.block_until_ready(self.run.state)
-        rounds.step(int(group.host["attention_mask"].sum()))
+        rounds.step(drawn.pop() if draws else int(group.host["attention_mask"].sum()))
 
     Loop.train, Loop.train_batch = train, counted
 

@@ -3,6 +3,7 @@
 Nothing but the standard library is imported here, as workers live in environments of their own.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ class Rounds:
             raise ValueError(f"{asked['warm_up']} and {asked['steps']} steps are not multiples of {stride}")
         self._left, self._steps, self._stride = asked["warm_up"], asked["steps"], stride
         self._tokens, self._launched, self._libraries = 0, asked["launched"], _peak()
+        self._spent: dict[str, float] = {}
         self._reports = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what libraries print must not reach the driver
         self._start()
@@ -39,13 +41,17 @@ class Rounds:
         """Note the loss per scored token of the check batch before training."""
         self._loss = loss
 
+    def spend(self, what: str, seconds: float) -> None:
+        """Note a part of the round's time."""
+        self._spent[what] = self._spent.get(what, 0.0) + seconds
+
     def step(self, tokens: int) -> None:
         """Note `stride` optimiser steps, together over so many real tokens."""
         self._tokens += tokens
         self._left -= self._stride
         if self._left == 0:
             self._report()
-            self._left, self._tokens = self._steps, 0
+            self._left, self._tokens, self._spent = self._steps, 0, {}
             self._start()
 
     @property
@@ -54,21 +60,44 @@ class Rounds:
         return self._left == self._stride
 
     def _start(self) -> None:
-        self._cpu, self._wall = time.process_time(), time.perf_counter()
+        self._cpu, self._wall = _cpu(), time.perf_counter()
 
     def _report(self) -> None:
-        cpu, wall = time.process_time() - self._cpu, time.perf_counter() - self._wall
+        cpu, wall = _cpu() - self._cpu, time.perf_counter() - self._wall
         print(json.dumps({"tokens": self._tokens, "cpu": cpu, "wall": wall, "peak": _peak(), "loss": self._loss,
-                          "libraries": self._libraries, "ready": self._ready}), file=self._reports, flush=True)
+                          "libraries": self._libraries, "ready": self._ready, "spent": self._spent}),
+              file=self._reports, flush=True)
         if not sys.stdin.readline():
             os._exit(0)  # in the midst of a library's loop
 
 
+def _cpu() -> float:
+    """CPU seconds of this program and of the processes that it has started."""
+    ticks = sum(sum(map(int, fields[11:15])) for fields in _children().values())
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _peak() -> float:
-    """Largest memory of this program so far, in GiB."""
+    """Largest memory of this program so far, with what the processes that it has started take now, in GiB."""
     # `ru_maxrss` begins with the memory of the driver that started this process.
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines["VmHWM"].split()[0]) / 2**20
+    kibibytes = _kibibytes(Path("/proc/self/status"), "VmHWM")
+    return (kibibytes + sum(_kibibytes(child / "smaps_rollup", "Pss") for child in _children())) / 2**20
+
+
+def _kibibytes(path: Path, name: str) -> int:
+    lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    return int(lines[name].split()[0]) if name in lines else 0  # a process that has just ended has none
+
+
+def _children() -> dict[Path, list[str]]:
+    """Folders in /proc of the living processes that this one has started, and their `stat` after the name."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ends meanwhile
+            fields = path.read_text().rsplit(")", 1)[1].split()
+            if int(fields[1]) == os.getpid():
+                found[path.parent] = fields
+    return found
 
 
 def settings() -> dict:

@@ -4,6 +4,8 @@ Each runs at its defaults, or as somebody who knows it would set it for a CPU: t
 for the trainer's configuration, or for the loop `group_by_length` and `gradient_checkpointing`.
 """
 
+import time
+
 import torch
 from rounds import Rounds, read_check, read_rows, settings
 from torch.nn.utils.rnn import pad_sequence
@@ -26,7 +28,7 @@ from transformers import (
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 MODELS = {"sft": AutoModelForCausalLM, "clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM,
-          "qa": AutoModelForQuestionAnswering, "preference": AutoModelForCausalLM,
+          "qa": AutoModelForQuestionAnswering, "preference": AutoModelForCausalLM, "grpo": AutoModelForCausalLM,
           "sequence_classification": AutoModelForSequenceClassification,
           "token_classification": AutoModelForTokenClassification}
 # As run_glue and run_ner set them where rows are padded to the longest of their batch.
@@ -228,6 +230,52 @@ def dpo_run(asked: dict, rounds: Rounds) -> None:
     trainer.train()
 
 
+def grpo_run(asked: dict, rounds: Rounds) -> None:
+    """TRL's GRPOTrainer on prompts that are tokens already; a step is a rollout."""
+    from datasets import Dataset
+    from rewarding import vowels
+    from trl import GRPOConfig, GRPOTrainer
+
+    def clocked(method, part: str):  # noqa: ANN001, ANN202
+        def call(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+            began = time.perf_counter()
+            found = method(*args, **kwargs)
+            rounds.spend(part, time.perf_counter() - began)
+            return found
+
+        return call
+
+    rows = read_rows(asked["folder"])
+    ids = {row["prompt"]: row["prompt_ids"] for row in rows}
+
+    class Clocked(counting(GRPOTrainer)):
+        def _tokenize_prompts(self, prompts):  # noqa: ANN001, ANN202
+            return [ids[prompt] for prompt in prompts], None, {}
+
+        def training_step(self, model, inputs, *args):  # noqa: ANN001, ANN002, ANN202
+            return GRPOTrainer.training_step(self, model, inputs, *args)
+
+        def _prepare_inputs(self, *args):  # noqa: ANN002, ANN202
+            found = super()._prepare_inputs(*args)
+            self.tokens = int(found["completion_mask"].sum())
+            return found
+
+        _generate = clocked(GRPOTrainer._generate, "drawing")
+        _calculate_rewards = clocked(GRPOTrainer._calculate_rewards, "rewards")
+
+    holder: dict = {}
+    adapter = {"peft_config": lora(asked)} if asked["method"] != "full" else {}
+    holder["trainer"] = trainer = Clocked(
+        model=load_model(asked), reward_funcs=vowels, **adapter,
+        args=GRPOConfig(**arguments(asked), num_generations=asked["num_answers"],
+                        max_completion_length=asked["answer_length"]),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        processing_class=AutoTokenizer.from_pretrained(f"{asked['folder']}/model"),
+        callbacks=[callback(rounds, holder)])
+    note_start(rounds, trainer.model, asked)
+    trainer.train()
+
+
 def pair_length(row: dict) -> int:
     """By which pairs are grouped: tokens of the prompt with the longer answer."""
     return len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
@@ -281,5 +329,6 @@ def loop_run(asked: dict, rounds: Rounds) -> None:
 
 if __name__ == "__main__":
     asked = settings()
-    runs = {"trainer": trainer_run, "trl": dpo_run if asked["task"] == "preference" else trl_run, "loop": loop_run}
+    trl = {"preference": dpo_run, "grpo": grpo_run}.get(asked["task"], trl_run)
+    runs = {"trainer": trainer_run, "trl": trl, "loop": loop_run}
     runs[asked["peer"]](asked, Rounds(asked))
