@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,6 +98,11 @@ class PromptData(PromptDataFields, ConversationData):
 
     # Prompts ---------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _encoders(self) -> dict[str, SFTEncoder]:
+        """Encoders of prompts by layout, of the layouts met so far."""
+        return {}
+
     def prompt(self, role: Role, place: int) -> Prompt:
         """Return a prompt of a role by its place among the rows."""
         rows = self._rows(role)
@@ -111,7 +117,9 @@ class PromptData(PromptDataFields, ConversationData):
         if find_format(layout).template is not None:
             return None, None
         given = read_conversation(layout, row, self.roles, self.turn_fields)
-        asked, last = self.prompt_encoder(layout).normalise(given), given.messages[-1]
+        if layout not in self._encoders:
+            self._encoders[layout] = self.prompt_encoder(layout)
+        asked, last = self._encoders[layout].normalise(given), given.messages[-1]
         if last["role"] != "assistant":
             return asked, None
         return replace(asked, messages=asked.messages[:-1]), last["content"]
