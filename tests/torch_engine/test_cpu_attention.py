@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaske
 
 from lmmods.torch_engine.nn import attention
 from lmmods.torch_engine.nn.attention import CPU, prefer_cpu_kernels
-from lmmods.torch_engine.nn.cpu_kernels import fast_products, stays_float32, uses_onednn
+from lmmods.torch_engine.nn.cpu_kernels import fast_products, stays_float32, thin_products, uses_onednn
 from tests.closeness import assert_as_close, in_both
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
@@ -120,3 +120,23 @@ def test_other_implementations_are_left_alone():
     model.set_attn_implementation("eager")
     prefer_cpu_kernels(model, "bf16-mixed")
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_single_query_attends_by_thin_products(monkeypatch):
+    if not stays_float32():
+        pytest.skip("this processor's fast products are not in float32")
+    seen, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *args: seen.append(uses_onednn()) or bmm(*args))
+    model = make("llama", {}).eval()
+    prefer_cpu_kernels(model, "32-true")
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad(), fast_products(torch.device("cpu")):
+        with thin_products():
+            assert not uses_onednn()
+        cache = model(ids[:, :-1]).past_key_values
+        assert seen and all(seen)
+        seen.clear()
+        found = model(ids[:, -1:], past_key_values=cache).logits
+        assert seen and not any(seen) and uses_onednn()
+    with torch.no_grad():
+        torch.testing.assert_close(found[:, 0], model(ids).logits[:, -1], rtol=0, atol=1e-6)

@@ -9,7 +9,7 @@ Short rows on CPUs: float32, and plain matrix products instead of torch's flash 
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from lmmods.core.console import say
 from lmmods.core.errors import UserError, first_line, one_line
 from lmmods.torch_engine.compat.transformers import attention_of, can_change_attention
-from lmmods.torch_engine.nn.cpu_kernels import uses_onednn
+from lmmods.torch_engine.nn.cpu_kernels import thin_products, uses_onednn
 
 VARLEN, CPU = "varlen", "sdpa_cpu"
 # Measured with torch 2.13, forward and backward, 6 heads of size 64, two Zen 4 cores: float32 takes 33-50 % of the time
@@ -122,7 +122,8 @@ def _attend_on_cpu(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
             if attention_mask is None and causal and query.shape[2] > 1:
                 attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            mixed = _Attention.apply(query, key, value, attention_mask, scale).transpose(1, 2)
+            with thin_products() if query.shape[2] == 1 else nullcontext():
+                mixed = _Attention.apply(query, key, value, attention_mask, scale).transpose(1, 2)
         else:
             mixed, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal,
                                               **options)

@@ -36,6 +36,21 @@ def fast_products(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+@contextmanager
+def thin_products() -> Iterator[None]:
+    """Compute float32 products by MKL, also inside `fast_products`.
+
+    It is several times as fast where rows attend from a single token each, as in generation. There the number of keys
+    grows with every token, and oneDNN compiles a product of its own for each.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def uses_onednn() -> bool:
     """True inside `fast_products`."""
     return torch.get_float32_matmul_precision() == "medium"
