@@ -239,6 +239,21 @@ def test_prompts_are_computed_once_and_ended_rows_leave(models):
     assert ended == [row[:2] + [0] * 4 if row == free[0] else row for row in free]
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"penalty_alpha": 0.6, "top_k": 4}])
+def test_cudnn_plans_no_attention_for_the_length_of_each_token(models, options):
+    """It is left out while tokens are drawn, by whatever method, and comes back after an error too."""
+    is_allowed, seen = torch.backends.cuda.cudnn_sdp_enabled, []
+    hook = models["llama"].register_forward_pre_hook(lambda *_: seen.append(is_allowed()))
+    answers(models["llama"], FULL, max_new_tokens=2, **options)
+    assert len(seen) >= 2 and not any(seen) and is_allowed()
+    hook.remove()
+    hook = models["llama"].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        answers(models["llama"], FULL, max_new_tokens=2, **options)
+    hook.remove()
+    assert is_allowed()
+
+
 def test_state_without_rows_is_reported_and_decodes_as_transformers(capsys):
     torch.manual_seed(0)
     model = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()

@@ -9,7 +9,8 @@ B: prompts, padded on the left. T: tokens. K: candidates. G: groups of S beams. 
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -100,8 +101,20 @@ def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, genera
     # Hidden from transformers, which would fetch code from the hub. Not None, which the model's own defaults replace.
     config.penalty_alpha, config.num_beam_groups, config.diversity_penalty = 0.0, 1, 0.0
     config.return_dict_in_generate = False
-    return model.generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config,
-                          synced_gpus=synced, **kwargs)
+    with _no_kernel_by_shape():
+        return model.generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config,
+                              synced_gpus=synced, **kwargs)
+
+
+@contextmanager
+def _no_kernel_by_shape() -> Iterator[None]:
+    """Keep torch's attention from cuDNN, which takes tens of milliseconds to plan a shape; each token has a new one."""
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
 
 
 def _refuse(wrong: bool | None, message: str) -> None:
