@@ -144,8 +144,8 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
     ("Preference", {"model__init_args__loss": "kto"}),
     ("QA", {}),
     ("QA", QLORA),
-], ids=["sft", "sft-nf4-packed", "sft-noise-packed", "sft-dora-grouped-sampled", "sft-fp4", "clm", "clm-rslora", "clm-nf4",
-        "clm-from-scratch", "mlm", "mlm-nf4", "mlm-streams-mixed", "dpo-nf4", "kto", "qa", "qa-nf4"])
+], ids=["sft", "sft-nf4-packed", "sft-noise-packed", "sft-dora-grouped-sampled", "sft-fp4", "clm", "clm-rslora",
+        "clm-nf4", "clm-from-scratch", "mlm", "mlm-nf4", "mlm-streams-mixed", "dpo-nf4", "kto", "qa", "qa-nf4"])
 def test_both_engines_say_the_same(both, name, changes):
     on_torch, on_jax = both(name, **changes)
     expected, found = rows(on_torch), rows(on_jax)
