@@ -32,9 +32,13 @@ def fields_of(name: str) -> list[keys.Key]:
         return [ALL["engine"], ALL["seed_everything"]]
     if name in CLASSES:
         block, kind = CLASSES[name]
-        # SFT adds generation and balance_loss, which have tables of their own on docs/fields.md.
-        shared = keys.keys_of(CLASSES["SFT"][1] if block == "model" else BASES[block])
-        return [key for own, key in keys.keys_of(kind, block).items() if own not in shared]
+        if block == "data":
+            shared = keys.keys_of(BASES[block])
+            return [key for own, key in keys.keys_of(kind, block).items() if own not in shared]
+        # SFT adds generation, balance_loss and what tokens lose, which have tables of their own on docs/fields.md.
+        # Preference has a label_smoothing of another meaning.
+        shared = keys.keys_of(CLASSES["SFT"][1], block)
+        return [key for own, key in keys.keys_of(kind, block).items() if shared.get(own) != key]
     if name in BASES:
         return list(keys.keys_of(BASES[name], name).values())
     if name.startswith("trainer"):

@@ -29,6 +29,7 @@ from jax_engine.distributed.mesh import partition
 from jax_engine.distributed.target import target
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
+from lmmods.core.settings import TokenLoss
 
 
 class LossSums(NamedTuple):
@@ -79,7 +80,7 @@ def scored_rows(batch: dict[str, Array]) -> Array:
 
 def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
                count_correct: bool = False, plain: bool = False, weights: Array | None = None,
-               on: Target | None = None) -> LossSums:
+               on: Target | None = None, form: TokenLoss = TokenLoss()) -> LossSums:
     """Return the float32 cross-entropy of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
     Run time is proportional to the number of labelled positions, which need not be known at compile time.
@@ -92,15 +93,17 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
         plain: Compute the logits of all positions at once.
         weights: [B, T] float32 weight of each position; None is 1.
         on: The `target` that chooses the chunk length.
+        form: What is changed in the cross-entropy.
     """
     scored = (targets != IGNORED).astype(jnp.float32)
     weights = scored if weights is None else scored * weights
     if plain:
         total, correct = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
-                                        targets.reshape(-1), weights.reshape(-1))
+                                        targets.reshape(-1), weights.reshape(-1), form=form)
         return LossSums(total, weights.sum(), correct if count_correct else None)
     # A custom derivative cannot close over traced arrays: the head's parameters must become arguments.
     pure_head, way, params = convert(head, hidden, vocab_size, on)
+    way = way._replace(form=form)
     found = lines(hidden, params, targets, weights, way)
     total, correct = _chunked_cross_entropy(pure_head, way, count_correct, *found)
     return LossSums(total, weights.sum(), correct if count_correct else None)
@@ -190,7 +193,8 @@ def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, we
     `hidden` is [R, M, D]; `targets`, `weights` and `order` are [R, M'], with M' a multiple of the chunk length.
     """
     def step(number, sums):
-        values = each_group(way, lambda h, t, w: _cross_entropy(head, count_correct, h, params, t, w, way.axes))(
+        values = each_group(way, lambda h, t, w: _cross_entropy(head, count_correct, h, params, t, w, way.axes,
+                                                                  way.form))(
             *chunk_of(way, number, hidden, order, targets, weights))
         return jax.tree.map(lambda summed, new: summed + new.sum(), sums, values)
 
@@ -212,7 +216,7 @@ def _forward(head, way, count_correct, hidden, params, targets, weights, order, 
         mixed = list(params)
         for i, p in zip(trained, chosen, strict=True):
             mixed[i] = p
-        return _cross_entropy(head, count_correct, h, mixed, t, w, way.axes)
+        return _cross_entropy(head, count_correct, h, mixed, t, w, way.axes, way.form)
 
     differentiate = each_group(way, jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), (0, None, 0, 0))
 
@@ -297,12 +301,12 @@ def _log_probs_backward(head, way, kept, cotangent):
 _chunked_log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)
 
 
-def _cross_entropy(head, count_correct, hidden, params, targets, weights, axes=()):
+def _cross_entropy(head, count_correct, hidden, params, targets, weights, axes=(), form=TokenLoss()):
     """Return the summed loss and argmax hits of positions [C, D], with targets and weights [C], 0 if not scored."""
     logits = _logits(head, hidden, params, axes)
     hits = ((logits.argmax(1) == targets) * weights).sum() if count_correct else jnp.zeros((), jnp.float32)
     # Select rather than only multiply: 0 times a loss that is not finite would be NaN.
-    return jnp.where(weights != 0, _losses_of(logits, targets, axes) * weights, 0.0).sum(), hits
+    return jnp.where(weights != 0, _losses_of(logits, targets, axes, form) * weights, 0.0).sum(), hits
 
 
 def _losses(head, hidden, params, targets, axes=()):
@@ -315,13 +319,16 @@ def _logits(head, hidden, params, axes):
     return constrain(logits, PartitionSpec(None, axes)) if axes else logits
 
 
-def _losses_of(logits: Array, targets: Array, axes: tuple[str, ...]) -> Array:
+def _losses_of(logits: Array, targets: Array, axes: tuple[str, ...], form: TokenLoss = TokenLoss()) -> Array:
     if axes:  # mask and sum over the sharded vocabulary: a gather by target would move logits between devices
         picked = jnp.where(jnp.arange(logits.shape[1]) == targets[:, None], logits, 0.0).sum(1)
     else:
         # IGNORED is negative; callers drop the value found in its place.
         picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=1) - picked
+    log_z, smoothing = jax.nn.logsumexp(logits, axis=1), form.label_smoothing
+    if smoothing:
+        picked = (1 - smoothing) * picked + smoothing * logits.mean(1)
+    return log_z - picked + (form.z_loss * jnp.square(log_z) if form.z_loss else 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -346,10 +353,12 @@ class Way(NamedTuple):
         axes: Mesh axes over which the vocabulary is sharded: each device holds rows of the head's table, takes the
             positions of all these devices, and keeps its part of the logits. Empty: each device holds the whole head
             and takes its own positions.
+        form: What is changed in the cross-entropy.
     """
 
     chunk: int
     axes: tuple[str, ...]
+    form: TokenLoss = TokenLoss()
 
 
 class Lines(NamedTuple):

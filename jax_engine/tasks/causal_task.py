@@ -17,6 +17,7 @@ from jax_engine.tasks.base import Task, Weights
 from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
+from lmmods.core.settings import TokenLoss
 from lmmods.recipe.tasks.base import CausalFields
 
 
@@ -51,7 +52,8 @@ class CausalTask(CausalFields, Task):
             hidden = self.network.hidden(params, rows, training)
         targets, weights = shift_labels(rows["labels"]), shift_weights(rows.get("loss_weights"))
         sums = token_loss(hidden, targets, lambda x: self.network.logits(params, x), self.network.config.vocab_size,
-                          count_correct, not self.fast_kernels, weights, self.built_for)
+                          count_correct, not self.fast_kernels, weights, self.built_for,
+                          self.token_loss if training else TokenLoss())
         if load is None:
             return sums
         counted = (targets != IGNORED) * (1.0 if weights is None else weights)

@@ -11,6 +11,7 @@ from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.tasks.base import Task, Weights
+from lmmods.core.settings import TokenLoss
 from lmmods.recipe.tasks.mlm import MLMFields
 
 
@@ -24,7 +25,7 @@ class MLM(MLMFields, Task):
         hidden = self.network.hidden(params, rows, training)
         return token_loss(hidden, rows["labels"], lambda x: self.network.logits(params, x),
                           self.network.config.vocab_size, count_correct, plain=not self.fast_kernels,
-                          on=self.built_for)
+                          on=self.built_for, form=self.token_loss if training else TokenLoss())
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
         """Return the top-k tokens [N, T, K] of every position, likeliest first, and their probabilities."""

@@ -6,7 +6,7 @@ Each field's line of documentation is what `--help` prints.
 import math
 import re
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from lmmods.core.errors import UserError, refuse_value
 
@@ -179,6 +179,20 @@ class LoRA:
             require(self.dropout == 0, "lora.dropout", self.dropout, "0 with lora.target_parameters: PEFT has none "
                     "there")
             require(not self.dora, "lora.dora", self.dora, "false with lora.target_parameters: PEFT has none there")
+
+
+class TokenLoss(NamedTuple):
+    """What training changes in the cross-entropy of tokens.
+
+    A token's loss is log Z - (1 - s) x_target - s mean(x) + z (log Z)^2, with logits x and Z = sum exp(x).
+
+    Args:
+        label_smoothing: s.
+        z_loss: z.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,7 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
     ("CLM", QLORA),
     ("CLM", {"model__init_args__pretrained": None, "model__init_args__config": GPT2, "data__init_args__seed": 3}),
     ("MLM", {}),
+    ("MLM", {"model__init_args__label_smoothing": 0.1, "model__init_args__z_loss": 1e-3}),
     ("MLM", QLORA),
     ("MLM", {"data__init_args__source": [{"path": f"{CORPUS}/val.txt", "weight": 3}, f"{CORPUS}/train.txt"],
              "data__init_args__val_size": 0, "data__init_args__val_source": {"path": f"{CORPUS}/val.txt", "limit": 9},
@@ -145,7 +146,8 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
     ("QA", {}),
     ("QA", QLORA),
 ], ids=["sft", "sft-nf4-packed", "sft-noise-packed", "sft-dora-grouped-sampled", "sft-fp4", "clm", "clm-rslora",
-        "clm-nf4", "clm-from-scratch", "mlm", "mlm-nf4", "mlm-streams-mixed", "dpo-nf4", "kto", "qa", "qa-nf4"])
+        "clm-nf4", "clm-from-scratch", "mlm", "mlm-smoothed", "mlm-nf4", "mlm-streams-mixed", "dpo-nf4", "kto", "qa",
+        "qa-nf4"])
 def test_both_engines_say_the_same(both, name, changes):
     on_torch, on_jax = both(name, **changes)
     expected, found = rows(on_torch), rows(on_jax)

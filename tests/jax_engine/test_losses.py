@@ -14,6 +14,7 @@ from jax_engine.distributed import loss as losses
 from jax_engine.distributed.interface import DATA_AXES
 from jax_engine.distributed.loss import IGNORED, span_loss, token_log_probs, token_loss
 from jax_engine.distributed.mesh import ShardedMesh
+from lmmods.core.settings import TokenLoss
 from lmmods.torch_engine.nn import loss as torch_loss
 from lmmods.torch_engine.tasks import qa
 from tests.closeness import Float64, assert_as_close
@@ -73,6 +74,32 @@ def test_token_loss_equals_torchs(labelled, form, monkeypatch):
     without_gradient = jax.jit(mine)(hidden, targets, params)[1]
     assert_as_close(without_gradient.total, wanted.total, exact.total)
     assert without_gradient.correct == sums.correct
+
+
+@pytest.mark.parametrize("form", [TokenLoss(0.1), TokenLoss(0.0, 0.01), TokenLoss(0.2, 0.01)], ids=str)
+@pytest.mark.parametrize("plain", [False, True])
+def test_smoothed_losses_are_torchs(form, plain, small_chunks):
+    hidden, targets, params = draw(0.4)
+    weights = np.random.default_rng(1).choice([0.25, 1, 3], (B, T)).astype(np.float32)
+
+    def mine(hidden, params):
+        return token_loss(hidden, targets, lambda h: h @ params["weight"].T + params["bias"], V, plain=plain,
+                          weights=weights, form=form).total
+
+    def of_torch():
+        leaves = [torch.tensor(x, dtype=torch.float32, requires_grad=True)
+                  for x in (hidden, params["weight"], params["bias"])]
+        x, weight, bias = leaves
+        total = torch_loss.token_loss(x, torch.tensor(targets), lambda h: h @ weight.T + bias, [weight, bias], V,
+                                      weights=torch.tensor(weights, dtype=torch.float32), form=form).total
+        return total, torch.autograd.grad(total, leaves)
+
+    wanted = of_torch()
+    with Float64():
+        exact = of_torch()
+    total, (by_hidden, by_params) = jax.jit(jax.value_and_grad(mine, argnums=(0, 1)))(hidden, params)
+    assert_as_close((total, (by_hidden, by_params["weight"], by_params["bias"])), wanted, exact)
+    assert_as_close(jax.jit(mine)(hidden, params), wanted[0], exact[0])
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.trainer_pt_utils import LabelSmoother
 
+from lmmods.core.settings import TokenLoss
 from lmmods.torch_engine.nn import loss as loss_module
 from lmmods.torch_engine.nn.building import compile_layers, fuse_activations
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache, fast_products, stays_float32
 from lmmods.torch_engine.nn.loss import IGNORED, token_loss
-from tests.closeness import assert_as_close, in_both
+from tests.closeness import Float64, assert_as_close, in_both
 
 CPU = torch.device("cpu")
 
@@ -123,6 +125,40 @@ def test_a_head_by_hand_is_the_head_by_autograd(  # noqa: PLR0913
     for ours, other, plain in zip(run(by_hand), run(whole), run(whole, plain=True), strict=True):
         for theirs in (other, plain):
             torch.testing.assert_close(ours, theirs, rtol=1e-5 if exact else 2e-2, atol=1e-6 if exact else 2e-2)
+
+
+@pytest.mark.parametrize("form", [TokenLoss(0.1), TokenLoss(0.0, 0.01), TokenLoss(0.2, 0.01)], ids=str)
+@pytest.mark.parametrize("head", ["by hand", "by autograd", "plain"])
+def test_smoothed_losses_are_transformers_and_their_formula(monkeypatch, form, head):
+    """LabelSmoother's mean over tokens; log Z squared from logsumexp."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 61 * 5)
+    monkeypatch.setattr(loss_module, "LEAST_CHUNK", 1)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, 61, bias=False)
+    hidden, targets = torch.randn(2, 9, 16), torch.randint(0, 61, (2, 9))
+    targets[0, :4] = IGNORED
+
+    def ours(model, x):
+        form_of_head = SimpleNamespace(linear=model) if head == "by hand" else model
+        sums = token_loss(x, targets, form_of_head, [model.weight], 61, plain=head == "plain", form=form)
+        return sums.total / sums.weight
+
+    def theirs(model, x):
+        logits = model(x)
+        loss = LabelSmoother(epsilon=form.label_smoothing)({"logits": logits}, targets)
+        log_z = logits.logsumexp(-1)[targets != IGNORED]
+        return loss + form.z_loss * log_z.square().mean()
+
+    def found(function, dtype=torch.float32):
+        model, x = copy.deepcopy(layer).to(dtype), hidden.to(dtype).requires_grad_()
+        loss = function(model, x)
+        return [loss, *torch.autograd.grad(loss, [x, model.weight])]
+
+    with Float64():
+        exact = found(theirs, torch.float64)
+    assert_as_close(found(ours), found(theirs), exact)
+    with torch.no_grad():
+        assert_as_close(ours(layer, hidden), theirs(layer, hidden), exact[0])
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it from 2.13 on")

@@ -49,6 +49,11 @@ def take_training(draft: Draft, names: Names) -> None:
     _take_saving(draft)
     _take_loggers(draft)
     _take_strategy(draft)
+    smoothing = draft.get("label_smoothing_factor")
+    if smoothing and draft.settings["model"][0] in ("SFT", "CLM"):
+        draft.put("model.label_smoothing", float(smoothing), "label_smoothing_factor")
+    elif smoothing:
+        draft.lose("label_smoothing_factor", "the loss is not that of tokens")
     clip = draft.get("max_grad_norm", 1.0)
     draft.put("trainer.gradient_clip_val", clip or None, "max_grad_norm")
     draft.put("trainer.log_every_n_steps", max(int(draft.get("logging_steps", 500)), 1), "logging_steps")

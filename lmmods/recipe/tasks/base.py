@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.experts import check_overrides
 from lmmods.core.hf_config import known_fields, load_config, position_limit
-from lmmods.core.settings import BestOf, Generation, LoRA, Optimizer, check_set, require
+from lmmods.core.settings import BestOf, Generation, LoRA, Optimizer, TokenLoss, check_set, require
 from lmmods.recipe.mixing import Mixing
 from lmmods.recipe.source import SourceLike, as_sources
 
@@ -225,6 +225,11 @@ class TaskFields:
         return None
 
     @property
+    def token_loss(self) -> TokenLoss:
+        """What training changes in the cross-entropy of tokens."""
+        return TokenLoss()
+
+    @property
     def trains_adapter(self) -> bool:
         """True if an adapter trains instead of the model itself."""
         return self.lora is not None or self.adapter is not None
@@ -260,6 +265,30 @@ class TaskFields:
         """`hf_config.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
         return known_fields(load_config(self.pretrained or self.config, self.config_overrides, self.revision,
                                         self.trust_remote_code))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TokenLossFields(TaskFields):
+    """What the tasks take whose loss is the cross-entropy of tokens.
+
+    Args:
+        label_smoothing: Share of each target that training spreads evenly over the vocabulary (Szegedy et al. 2016).
+        z_loss: Weight of the square of log Z, the logarithm of the softmax's denominator, which training adds to the
+            loss of each token so that logits stay near 0 (Chowdhery et al. 2022, with 1e-4).
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.label_smoothing < 1, "model.label_smoothing", self.label_smoothing,
+                "from 0 up to but not including 1")
+        require(0 <= self.z_loss < math.inf, "model.z_loss", self.z_loss, "zero or more")
+
+    @property
+    def token_loss(self) -> TokenLoss:
+        return TokenLoss(self.label_smoothing, self.z_loss)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

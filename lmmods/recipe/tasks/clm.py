@@ -4,14 +4,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.tasks.base import CausalFields, TextDataFields, Usual
+from lmmods.recipe.tasks.base import CausalFields, TextDataFields, TokenLossFields, Usual
 
 
-class CLMFields(CausalFields):
+@dataclass(kw_only=True, eq=False, repr=False)
+class CLMFields(TokenLossFields, CausalFields):
     """Train a causal LM on text; predict goes on with the text."""
 
-    takes = "CLMData"
-    usual = Usual(epochs=1, rows=32, prompt="Once upon a time")
+    takes: ClassVar[str] = "CLMData"
+    usual: ClassVar[Usual] = Usual(epochs=1, rows=32, prompt="Once upon a time")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.settings import require
-from lmmods.recipe.tasks.base import TaskFields, TextDataFields, Usual
+from lmmods.recipe.tasks.base import TextDataFields, TokenLossFields, Usual
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class MLMFields(TaskFields):
+class MLMFields(TokenLossFields):
     """Train a masked LM; predict fills the gaps.
 
     Args:

@@ -4,14 +4,15 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Usual
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields, TokenLossFields, Usual
 
 
-class SFTFields(CausalFields):
+@dataclass(kw_only=True, eq=False, repr=False)
+class SFTFields(TokenLossFields, CausalFields):
     """Fine-tune a causal LM on instructions or chats; predict generates answers."""
 
-    takes = "SFTData"
-    usual = Usual(prompt="Name three fruits.")
+    takes: ClassVar[str] = "SFTData"
+    usual: ClassVar[Usual] = Usual(prompt="Name three fruits.")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

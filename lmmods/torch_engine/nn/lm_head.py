@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lmmods.core.console import say
 from lmmods.core.experts import Mixture
+from lmmods.core.settings import TokenLoss
 from lmmods.torch_engine.compat.peft import trained_rows
 from lmmods.torch_engine.compat.torch import has_forward_hooks, is_plain
 from lmmods.torch_engine.nn.experts import with_load
@@ -121,8 +122,8 @@ class Tempered:
 
 
 def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], count_correct: bool = False,
-                mixture: Mixture | None = None, balance_loss: float = 0.0, device: torch.device | None = None
-                ) -> LossSums:
+                mixture: Mixture | None = None, balance_loss: float = 0.0, device: torch.device | None = None,
+                form: TokenLoss = TokenLoss()) -> LossSums:
     """Return the summed next-token loss of a batch.
 
     Args:
@@ -130,12 +131,12 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
         batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; with weighted
             labels, `loss_weights` [B, T]. Alternatively the result of `ContextParallel.cut`.
         mixture: The experts whose load is measured, if any; `balance_loss` is the weight of the load-balancing loss.
-        device: As in `token_loss`.
+        device: As in `token_loss`, like `form`.
     """
     targets, weights = _targets(batch)
     # `rest` is head, its parameters, V and plain.
     hidden, *rest, outputs = _before_head(model, head, batch, **({"output_router_logits": True} if mixture else {}))
-    sums = token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights, device)
+    sums = token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights, device, form)
     if mixture is None:
         return sums
     # [B, T]. Padding is routed to experts like any token, but must not count as load.

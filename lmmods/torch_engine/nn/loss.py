@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmmods.core.labels import IGNORED
+from lmmods.core.settings import TokenLoss
 from lmmods.torch_engine.compat.torch import add_to_all
 
 # Approximate bytes of a chunk's float32 logits. Each chunk reads the head's weights, and their gradient if they train,
@@ -50,7 +51,7 @@ def shift_weights(weights: Tensor | None) -> Tensor | None:
 
 def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor], vocab_size: int,
                count_correct: bool = False, plain: bool = False, weights: Tensor | None = None,
-               device: torch.device | None = None) -> LossSums:
+               device: torch.device | None = None, form: TokenLoss = TokenLoss()) -> LossSums:
     """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
     Args:
@@ -64,9 +65,10 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
         plain: Compute all logits at once and leave the gradient to autograd; `params` is then unused.
         weights: [B, T] float32, weight of each position; None for 1.
         device: Device whose chunk length is used; None for that of `hidden`.
+        form: What is changed in the cross-entropy.
     """
     if plain:
-        return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct, weights)
+        return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct, weights, form)
     # [B, T, H] -> [N, H], N labelled positions. `nonzero` synchronises with a GPU, once per micro-batch.
     scored = (targets != IGNORED).flatten().nonzero().squeeze(1)
     hidden = hidden.flatten(0, 1).index_select(0, scored)
@@ -75,7 +77,7 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
     chunk = _chunk_length(vocab_size, device or hidden.device)
     # Gradient mode is an argument, as it is always off inside `forward`. The head holds `params` already; passing them
     # makes autograd ask for their gradients.
-    total, correct = _ChunkedCrossEntropy.apply(hidden, targets, weights, head, chunk, count_correct,
+    total, correct = _ChunkedCrossEntropy.apply(hidden, targets, weights, head, chunk, count_correct, form,
                                                 torch.is_grad_enabled(), *params)
     weight = total.new_tensor(len(targets)) if weights is None else weights.sum()
     return LossSums(total, weight, correct if count_correct else None)
@@ -87,11 +89,16 @@ def _chunk_length(vocab_size: int, device: torch.device) -> int:
     return max((CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), LEAST_CHUNK)
 
 
-def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None) -> LossSums:
+def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None, form: TokenLoss
+                ) -> LossSums:
     scored = (targets != IGNORED).float()
     weights = scored if weights is None else scored * weights.flatten()
     # Per position, as weights differ; IGNORED ones have loss and weight 0.
-    total = (F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none") * weights).sum()
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none",
+                             label_smoothing=form.label_smoothing)
+    if form.z_loss:
+        losses = losses + form.z_loss * logits.logsumexp(-1).square()
+    total = (losses * weights).sum()
     correct = ((logits.argmax(-1) == targets) * weights).sum() if count_correct else None
     return LossSums(total, weights.sum(), correct)
 
@@ -160,7 +167,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, targets, weights, head, chunk, count_correct, is_training, *params):
+    def forward(ctx, hidden, targets, weights, head, chunk, count_correct, form, is_training, *params):
         # `needs_input_grad` is set under `no_grad` too, as when a model with trainable parameters is evaluated.
         wants_grad = is_training and any(ctx.needs_input_grad)
         products = _products(head, params)
@@ -169,9 +176,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            log_probs = F.log_softmax(products.forward(hidden[part], wants_grad).float(), dim=-1)  # [n, V]
+            logits = products.forward(hidden[part], wants_grad).float()
+            log_probs = F.log_softmax(logits, dim=-1)  # [n, V]
             picked = log_probs.gather(1, targets[part].unsqueeze(1)).squeeze(1)
-            total -= (picked if weights is None else picked * weights[part]).sum()
+            losses, smoothing = -picked, form.label_smoothing
+            if smoothing:
+                losses = (1 - smoothing) * losses - smoothing * log_probs.mean(-1)
+            if form.z_loss:
+                log_z = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - picked
+                losses = losses + form.z_loss * log_z.square()
+            del logits
+            total += (losses if weights is None else losses * weights[part]).sum()
             if count_correct:
                 hits = log_probs.argmax(-1) == targets[part]
                 correct += (hits if weights is None else hits * weights[part]).sum()
@@ -179,7 +194,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # Gradient of cross-entropy, softmax - one_hot, in place: autograd would make two more passes.
                 # Overwrites `log_probs`, so everything that reads them comes before.
                 grad_logits = log_probs.exp_()
-                grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1
+                if form.z_loss:
+                    grad_logits *= (1 + 2 * form.z_loss * log_z).unsqueeze(1)
+                if smoothing:
+                    grad_logits -= smoothing / grad_logits.shape[-1]
+                grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1 - smoothing
                 if weights is not None:
                     grad_logits *= weights[part].unsqueeze(1)
                 grad_hidden[part] = products.backward(grad_logits)  # [n, V] -> [n, H]
@@ -193,7 +212,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_total, _grad_correct):
         # In place is safe: only this node holds these tensors, and a second backward pass finds them freed.
         grad_hidden, *grads = (grad.mul_(grad_total.to(grad.dtype)) for grad in ctx.saved_tensors)
-        return grad_hidden, None, None, None, None, None, None, *grads
+        return grad_hidden, None, None, None, None, None, None, None, *grads
 
 
 class _AnyHead:

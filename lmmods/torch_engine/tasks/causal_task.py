@@ -61,7 +61,7 @@ class CausalModule(CausalFields, TaskModule):
         if count_correct:  # in evaluation
             return causal_loss(self.model, self.head, batch, count_correct, device=self.built_for)
         return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss,
-                           device=self.built_for)
+                           device=self.built_for, form=self.token_loss)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Generate tokens [B * A, T_new], right-padded, from left-padded prompts [B, T], with the A answers to a prompt

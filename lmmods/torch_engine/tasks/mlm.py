@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from lmmods.core.console import say
+from lmmods.core.settings import TokenLoss
 from lmmods.recipe.tasks.mlm import MLMFields
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.loss import LossSums, token_loss
@@ -27,7 +28,9 @@ class MLM(MLMFields, TaskModule):
         self.head = MLMHead(self.model, plain=not self.fast_kernels)
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
-        return masked_loss(self.head, batch, count_correct, self.built_for)
+        # Evaluation, which counts, is plain.
+        return masked_loss(self.head, batch, count_correct, self.built_for,
+                           TokenLoss() if count_correct else self.token_loss)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
         """Return candidates [G, K], likeliest first, and their probabilities [G, K], for the batch's gaps row by row.
@@ -88,17 +91,17 @@ class MLMHead:
 
 
 def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = False,
-                device: torch.device | None = None) -> LossSums:
+                device: torch.device | None = None, form: TokenLoss = TokenLoss()) -> LossSums:
     """Return the summed loss over the masked positions of a batch.
 
     Args:
         batch: `input_ids`, `attention_mask`, `labels` [B, T]; `token_type_ids` if the model has them.
-        device: As in `token_loss`.
+        device: As in `token_loss`, like `form`.
     """
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
     hidden = head.encoder(**inputs).last_hidden_state  # [B, T, H]; labels of masked positions are not shifted
     return token_loss(hidden, batch["labels"], head, head.params(), head.vocab_size, count_correct, head.plain,
-                      device=device)
+                      device=device, form=form)
 
 
 @contextmanager
