@@ -188,7 +188,7 @@ class TaskFields:
             model, other = (type(each).__name__.removesuffix("Fields") for each in (self, data))
             raise UserError(f"model.class_path is {model}, which trains on {self.takes}, but data.class_path is "
                             f"{other}: set it to {self.takes}, or model.class_path to "
-                            f"{data.kind.removesuffix('Data')}.")
+                            f"{data.trained_by or data.kind.removesuffix('Data')}.")
 
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
@@ -394,6 +394,7 @@ class DataFields:
     """
 
     kind: ClassVar[str | None] = None  # what a task names in `takes`; None goes with any task
+    trained_by: ClassVar[str | None] = None  # the task that takes it; None is `kind` without Data
     # How `new` chooses lengths: of conversations by the rows, of texts in full blocks, of questions in windows.
     rows_are: ClassVar[Literal["conversations", "texts", "questions"]] = "conversations"
     generality: ClassVar[int] = 0  # `new` asks the more special data first whether rows are theirs

@@ -220,6 +220,7 @@ class PromptDataFields(ConversationFields):
     """
 
     kind: ClassVar[str] = "PromptData"
+    trained_by: ClassVar[str] = "GRPO"
 
     def __post_init__(self) -> None:
         super().__post_init__()
