@@ -32,20 +32,23 @@ def test_a_row_of_the_table():
     assert last == "| clm | Trainer | 1.23 | >= 1.25 | why |"
 
 
-@pytest.mark.parametrize("task", ["sft", "clm", "mlm", "qa", "preference", "sequence_classification",
+@pytest.mark.parametrize("task", ["sft", "clm", "mlm", "qa", "preference", "grpo", "sequence_classification",
                                   "token_classification"])
 def test_peers_get_the_rows_that_we_train_on(tmp_path, monkeypatch, task):
-    from work import CONFIGS, ENCODER_TASKS, LABELS, NO_DROPOUT, Work
+    from work import ANSWER_LENGTH, CONFIGS, ENCODER_TASKS, LABELS, NO_DROPOUT, Work
 
     monkeypatch.setitem(CONFIGS, "small", {"model_type": "bert", **NO_DROPOUT, **SMALL} if task in ENCODER_TASKS else
                         {"model_type": "llama", **SMALL})
     folder = tmp_path / task
-    length = 256 if task == "qa" else 64
+    length = 256 if task in ("qa", "grpo") else 64
     Work(task, "small", length, num_rows=40).write(folder)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").open()]
     if task == "preference":
         assert rows and all(len(row["prompt_ids"] + row[name]) <= length for row in rows
                             for name in ("chosen_ids", "rejected_ids"))
+    elif task == "grpo":
+        assert len(rows) == len({row["prompt"] for row in rows}) and all(row["prompt_ids"] for row in rows)
+        assert all(len(row["prompt_ids"]) <= 256 - ANSWER_LENGTH for row in rows)
     else:
         assert rows and all(len(row["input_ids"]) <= length for row in rows)
     if task in ("clm", "mlm"):
@@ -68,6 +71,29 @@ def test_weights_are_written_in_their_dtype(tmp_path, monkeypatch):
     Work("sft", "small", 64, num_rows=20, dtype="bfloat16").write(tmp_path / "work")
     weights = load_file(tmp_path / "work" / "model" / "model.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+
+
+def test_an_answer_never_ends():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from work import forbid_end
+
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, eos_token_id=2)).eval()
+    forbid_end(model)
+    with torch.no_grad():
+        probabilities = model(torch.arange(SMALL["vocab_size"])[None]).logits[0].softmax(-1)
+    assert probabilities[:, 2].max() < 1e-9 and probabilities.max() < 0.05
+
+
+def test_a_step_is_divided_into_its_parts():
+    from bench import _step
+    from pair import Result
+
+    result = Result()
+    for seconds in (1.0, 2.0, 3.0):
+        result.add({"tokens": 8, "cpu": 4.0, "wall": 8.0, "peak": 1.0, "loss": 2.0, "libraries": 0.5, "ready": 1.0,
+                    "spent": {"drawing": seconds, "rewards": 0.4}}, steps=4)
+    assert _step(result) == "2.00 (drawing 25%, rewards 5%, rest 70%)"
 
 
 def test_every_peer_can_be_made_and_started():
