@@ -1,7 +1,9 @@
 """Rows of each role: its sources, their stores, and the division into training and validation rows."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -11,8 +13,10 @@ from lmmods.core.hardware import cache_folder
 from lmmods.core.redaction import redact
 from lmmods.data.batches.stream import StreamSource, first_usable_buffer
 from lmmods.data.encode.encoder import EXAMPLES_PER_REASON, Encoder
+from lmmods.data.encode.overlap import EvaluationNgrams
 from lmmods.data.encode.tokenizer import encoding_state
 from lmmods.data.hooks import TaskHooks
+from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.arrow_store import Store
@@ -44,19 +48,25 @@ class SourceStores:
         self._task, self._contents = task, contents
         self._cache = Cache(task.cache_dir, task.num_proc)
         self._readers: dict[str, SourceReader] = {}
+        # Without data.columns, which is of the task's own rows.
+        self.evaluation = [] if task.decontaminate is None else as_sources(task.decontaminate, "decontaminate")
 
-    def store(self, source: Source, prompts_only: bool, is_first: bool, prepares: bool = False) -> Store:
+    def store(self, source: Source, prompts_only: bool, is_first: bool, trains: bool, prepares: bool = False) -> Store:
         """Return the store of a source, built if the cache lacks it.
 
         Args:
             prompts_only: Encode rows only up to where a response begins.
             is_first: True in the first process of the run; the others read what it wrote or checked.
+            trains: True for rows to train on, which must not repeat those of `data.decontaminate`.
             prepares: True in `prepare_data`, which one process of each machine runs.
         """
         reader = self.reader(source)
         settings = {"task": type(self._task).__name__, "settings": self._task._encoding_settings(),
                     "prompts_only": prompts_only, **encoding_state(self._task.tokenizer)}
-        return self._cache.store(reader, settings, lambda: self._prepared(reader, prompts_only),
+        if trains and self.evaluation:
+            settings["decontaminate"] = [self._task.decontaminate_ngram,
+                                         *(self.reader(each).fingerprint() for each in self.evaluation)]
+        return self._cache.store(reader, settings, lambda: self._prepared(reader, prompts_only, trains),
                                  rebuild=self._task.rebuild_cache and is_first, contents=prepares or is_first)
 
     def reader(self, source: Source) -> SourceReader:
@@ -73,11 +83,12 @@ class SourceStores:
     def stream(self, source: Source) -> StreamSource:
         """Return a source that is read and encoded during training."""
         reader = self._task._reader(source, streaming=True)
-        _, encoder, info = self._prepared(reader, prompts_only=False)
+        _, encoder, info = self._prepared(reader, prompts_only=False, trains=True)
         info["notes"] = [*info.get("notes", []), STREAM_NOTE]
-        return StreamSource(lambda: self._regrouped(reader, info), encoder, source.times, info)
+        return StreamSource(lambda: self._regrouped(reader, info, trains=True), encoder, source.times, info)
 
-    def _prepared(self, reader: SourceReader, prompts_only: bool) -> tuple[Iterable[Row], Encoder, dict[str, Any]]:
+    def _prepared(self, reader: SourceReader, prompts_only: bool, trains: bool
+                  ) -> tuple[Iterable[Row], Encoder, dict[str, Any]]:
         """Rows of a source, their encoder, and facts from its first row. Raises UserError if there is none."""
         reader.check_adopted()
         first, left_out = None, None
@@ -93,9 +104,25 @@ class SourceStores:
             raise UserError(f"{reader.source.path}: the data set is empty, no row was found")
         encoder, found = self._task._encoder(reader.source, first, prompts_only)
         info = {"path": redact(reader.source.path), "replaced": reader.replaced, **found}
-        return self._regrouped(reader, found), encoder, info
+        if trains and self.evaluation:
+            info["notes"] = [*info.get("notes", []), *self._ngrams.notes]
+        return self._regrouped(reader, found, trains), encoder, info
 
-    def _regrouped(self, rows: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
+    @cached_property
+    def _ngrams(self) -> EvaluationNgrams:
+        """N-grams of `data.decontaminate`. Raises UserError: a source cannot be read."""
+        sources = ((redact(source.path), (row for row in self.reader(source) if row.problem is None))
+                   for source in self.evaluation)
+        return EvaluationNgrams(sources, self._task.decontaminate_ngram)
+
+    def _decontaminated(self, row: Row, info: dict[str, Any]) -> Row:
+        """Return a training row, without its values and with the reason if it repeats an evaluation row."""
+        with suppress(RowProblem):  # the encoder drops such a row, and says why
+            if (name := self._ngrams.source_of(self._task._texts(row.values, info))) is not None:
+                return row._replace(values={}, problem=f"{self._ngrams.size} words in a row are also in {name}")
+        return row
+
+    def _regrouped(self, rows: Iterable[Row], info: dict[str, Any], trains: bool) -> Iterator[Row]:
         """Yield rows of one example each; rows that were skipped during reading pass unchanged."""
         left_out: list[Row] = []
         # `append` returns None, so a row with a problem is set aside; the loop yields it before the next usable one.
@@ -103,7 +130,7 @@ class SourceStores:
         for row in self._task._regrouped(usable, info):
             while left_out:
                 yield left_out.pop(0)
-            yield row
+            yield self._decontaminated(row, info) if trains and self.evaluation else row
         yield from left_out
 
 
@@ -131,7 +158,7 @@ class Splits:
             origin = self._origin(role)
             # A stream is never stored.
             if not self._task.streaming or origin != "train":
-                stores = [self._stores.store(source, origin == "predict", is_first, prepares=True)
+                stores = [self._stores.store(source, origin == "predict", is_first, origin == "train", prepares=True)
                           for source in self.sources.get(origin, [])]
                 if origin == "train" and self._task.deduplicate is not None:
                     self._find_duplicates(RowSet(stores), is_first)
@@ -168,7 +195,8 @@ class Splits:
                 rule = self._task.mixing.rule if self._task.mixing else "concat"
                 self.sets["train"] = first_usable_buffer(self.streams(), size, self._task.seed, rule)
             return
-        rows = RowSet([self._stores.store(source, role == "predict", is_first) for source in self.sources[origin]])
+        rows = RowSet([self._stores.store(source, role == "predict", is_first, origin == "train")
+                       for source in self.sources[origin]])
         if origin == "train":
             # Duplicates before the split: a row and its repetition must not be in both sets.
             if self._task.deduplicate is not None:
@@ -251,11 +279,11 @@ class Splits:
         return self._streams
 
     def identity(self) -> dict[str, list[str | None]]:
-        """Content hashes of the training and validation sources, by key. Raises UserError."""
+        """Content hashes of the sources that decide on training and validation, by key. Raises UserError."""
         return {key: [content for _, content in readers] for key, readers in self._hashed().items()}
 
     def described(self) -> dict[str, list[dict[str, Any]]]:
-        """Manifest entries of the training and validation sources, by key. Raises UserError."""
+        """Manifest entries of the sources that decide on training and validation, by key. Raises UserError."""
         return {key: [reader.described() for reader, _ in readers] for key, readers in self._hashed().items()}
 
     def _hashed(self) -> dict[str, list[tuple[SourceReader, str | None]]]:
@@ -270,4 +298,7 @@ class Splits:
 
             self._hashed_readers = {key: [hashed(source, role) for source in self.sources.get(role, [])]
                                     for role, key in (("train", "source"), ("val", "val_source"))}
+            if self._stores.evaluation:
+                readers = [self._stores.reader(source) for source in self._stores.evaluation]
+                self._hashed_readers["decontaminate"] = [(reader, reader.content) for reader in readers]
         return self._hashed_readers

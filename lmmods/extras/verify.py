@@ -144,7 +144,7 @@ def _check_input(key: str, entry: dict[str, Any], findings: Findings) -> None:
 
 def _place(key: str, entry: dict[str, Any], name: str) -> Path | None:
     """Return the expected path of an input's file."""
-    if key in ("data.source", "data.val_source"):
+    if key in ("data.source", "data.val_source", "data.decontaminate"):
         return Path(name)
     path = Path(entry["path"]).expanduser()
     return path if path.is_file() else find_file(entry["path"], name, entry.get("commit"))

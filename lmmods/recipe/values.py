@@ -16,7 +16,7 @@ A_CHECKPOINT = "a folder step=N in checkpoints/ of a run folder"
 MAX_DEVICES = 256  # per machine; on a CPU each device is a process
 ACCELERATORS = {"torch": ("auto", "cpu", "gpu", "cuda", "mps", "tpu"), "jax": ("auto", "cpu", "gpu", "cuda", "tpu")}
 PATHS = ("pretrained", "adapter", "config", "tokenizer", "cache_dir", "source", "val_source", "test_source",
-         "predict_source", "path", "ckpt_path", "default_root_dir",
+         "predict_source", "decontaminate", "path", "ckpt_path", "default_root_dir",
          # options of commands without a recipe
          "run", "runs", "out", "file", "folder", "name", "model", "data", "show", "space", "task_folder", "plot",
          "result")

@@ -328,7 +328,8 @@ def checkpoint_position(name: str) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Check that a run does not overwrite its own inputs.
 
-KEYS = ("pretrained", "adapter", "tokenizer", "source", "val_source", "test_source", "predict_source")
+KEYS = ("pretrained", "adapter", "tokenizer", "source", "val_source", "test_source", "predict_source",
+        "decontaminate")
 
 
 def check_inputs(root: Path, names: Iterable[str], recipe: dict[str, Any]) -> None:

@@ -208,6 +208,8 @@ def _name_data(tree: dict[str, Any], facts: dict[str, Any]) -> None:
     for key in ("source", "val_source", "test_source", "predict_source"):
         if data.get(key) is not None:
             data[key] = _named_sources(data[key], columns, facts.get(key), weight)
+    if data.get("decontaminate") is not None:
+        data["decontaminate"] = _named_sources(data["decontaminate"], None, facts.get("decontaminate"), 1.0)
     path = data.get("tokenizer")
     # A tokenizer that comes with the model is named by the model, so renaming both is one change.
     data["tokenizer"] = {"path": None if path == tree["model"].get("pretrained") else path,

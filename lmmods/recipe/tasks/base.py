@@ -365,6 +365,9 @@ class DataFields:
         deduplicate: Leave out training rows that repeat an earlier one, of any source: `exact` those of the same text,
             `minhash` also those of nearly the same. The report counts them. See docs/data.md.
         minhash_threshold: With `minhash`, the share of common 5-grams of words from which a row is nearly the same.
+        decontaminate: Evaluation sets, in any layout, that training rows must not repeat: rows of `source` that share
+            an n-gram of words with them are left out and counted. See docs/data.md.
+        decontaminate_ngram: Words of these n-grams.
         tokenizer: Folder or hub id of the tokenizer; null takes the model's.
         pad_token: Token to pad with, from the vocabulary or new; null keeps the tokenizer's
             own; where it has none, causal models take another token it has, others add [PAD].
@@ -410,6 +413,8 @@ class DataFields:
     mixing: Mixing | None = None
     deduplicate: Literal["exact", "minhash"] | None = None
     minhash_threshold: float = 0.8
+    decontaminate: SourceLike | None = None
+    decontaminate_ngram: int = 13
     tokenizer: str | None = None
     pad_token: str | None = None
     bos_token: str | None = None
@@ -437,7 +442,8 @@ class DataFields:
         check_range(batch_size=(self.batch_size, 1), eval_batch_size=(self.eval_batch_size, 1),
                     max_length=(self.max_length, 2), pad_to_multiple_of=(self.pad_to_multiple_of, 1),
                     num_workers=(self.num_workers, 0, 1024), num_proc=(self.num_proc, 1, 1024),
-                    val_size=(self.val_size, 0), stream_window=(self.stream_window, 1))
+                    val_size=(self.val_size, 0), stream_window=(self.stream_window, 1),
+                    decontaminate_ngram=(self.decontaminate_ngram, 1, 1000))
         self.check_tokens()
         if unknown := set(self.tokenizer_options or {}).difference(TOKENIZER_OPTIONS):
             raise UserError(f"data.tokenizer_options has {', '.join(sorted(unknown))}, but takes only "
@@ -452,6 +458,8 @@ class DataFields:
                 "more than 0 and at most 1")
         require(self.deduplicate == "minhash" or self.minhash_threshold == 0.8, "data.minhash_threshold",
                 self.minhash_threshold, "0.8, its default, unless data.deduplicate is minhash")
+        require(self.decontaminate is not None or self.decontaminate_ngram == 13, "data.decontaminate_ngram",
+                self.decontaminate_ngram, "13, its default, unless data.decontaminate names evaluation sets")
         if self.deduplicate is not None and self.streaming:
             raise UserError("data.deduplicate compares all rows, which data.streaming does not hold; set one of them "
                             "to null or false")

@@ -1,0 +1,56 @@
+"""N-grams of evaluation texts, by which training rows are found that hold parts of them."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from lmmods.data.encode.words import ngram_hashes, texts_in, words_in
+from lmmods.data.sources.readers import Row
+
+
+class EvaluationNgrams:
+    """All n-grams of evaluation rows, in memory: 16 bytes for each.
+
+    Args:
+        sources: Name and rows of each source. All texts of a row count, each by itself.
+        size: Words of an n-gram.
+
+    Attributes:
+        notes: What was looked for, for the data report.
+    """
+
+    def __init__(self, sources: Iterable[tuple[str, Iterable[Row]]], size: int) -> None:
+        self.size = size
+        self.notes: list[str] = []
+        self._names: list[str] = []
+        found, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+        for name, rows in sources:
+            num_rows, num_short, hashes = 0, 0, np.empty(0, np.uint64)
+            parts: list[np.ndarray] = []
+            for row in rows:
+                own = self._hashes(texts_in(row.values))
+                num_rows += 1
+                num_short += not len(own)
+                parts.append(own)
+                if len(parts) == 1000:  # each once, before the next rows are read
+                    hashes, parts = np.unique(np.concatenate([hashes, *parts])), []
+            hashes = np.unique(np.concatenate([hashes, *parts]))
+            found.append(hashes)
+            owners.append(np.full(len(hashes), len(self._names)))
+            self._names.append(name)
+            self.notes.append(f"looked for {size} words in a row of {num_rows - num_short} rows of {name}"
+                              + (f"; {num_short} more have no text of so many words" if num_short else ""))
+        # Of an n-gram of several sources, the first one's.
+        self._found, places = np.unique(np.concatenate(found), return_index=True)
+        self._owners = np.concatenate(owners)[places]
+
+    def _hashes(self, texts: list[str]) -> np.ndarray:
+        return np.concatenate([np.empty(0, np.uint64), *(ngram_hashes(words_in(text), self.size) for text in texts)])
+
+    def source_of(self, texts: list[str]) -> str | None:
+        """Return the name of the source with which these texts share their first common n-gram; None without one."""
+        hashes = self._hashes(texts)
+        places = np.searchsorted(self._found, hashes)
+        places[places == len(self._found)] = 0  # larger than all
+        shared = np.flatnonzero(self._found[places] == hashes) if len(self._found) else []
+        return self._names[self._owners[places[shared[0]]]] if len(shared) else None
