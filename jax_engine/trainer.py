@@ -238,6 +238,7 @@ class Trainer(JaxTrainerFields):
             self.precision, self._precision_reason = machines.choose_precision()
             if self.recipe:
                 self.recipe["trainer"]["precision"] = self.precision
+        machines.keep_float32(self.precision, jax.local_devices()[0].platform)
 
     def _say_engine(self) -> None:
         device = jax.local_devices()[0]

@@ -133,6 +133,14 @@ def choose_precision(on: Target | None = None) -> tuple[str, str]:
     return "bf16-mixed", f"this {on.platform.upper()} multiplies bfloat16"
 
 
+def keep_float32(precision: str, platform: str) -> None:
+    """Compute products of float32 in float32 under `32-true`, as torch does; by default GPUs round their factors to 10
+    bits (TF32) and TPUs to bfloat16. A choice by JAX_DEFAULT_MATMUL_PRECISION stays. CPUs never round.
+    """
+    if precision == "32-true" and platform != "cpu" and jax.config.jax_default_matmul_precision is None:
+        jax.config.update("jax_default_matmul_precision", "highest")
+
+
 def describe(parallel: Parallel) -> dict[str, Any]:
     """Return manifest.json's entries for the devices and the settings that affect numerics; keys as on torch."""
     device = jax.devices()[0]

@@ -7,7 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import jax
 import pytest
+
+from jax_engine.distributed.devices import keep_float32
 
 STEPS = """
 import resource
@@ -34,3 +37,16 @@ def test_a_step_finds_its_memory_again(asked):
                           env={**plain, **asked}, capture_output=True, text=True, check=True)
     a_step = median(after - before for before, after in pairwise(map(int, done.stdout.split())))
     assert a_step > 3_000 if asked else a_step < 400, done.stdout
+
+
+@pytest.mark.parametrize(("precision", "platform", "chosen", "expected"), [
+    ("32-true", "gpu", None, "highest"), ("32-true", "tpu", None, "highest"), ("32-true", "cpu", None, None),
+    ("bf16-mixed", "gpu", None, None), ("32-true", "gpu", "tensorfloat32", "tensorfloat32")])
+def test_float32_is_multiplied_as_such(precision, platform, chosen, expected):
+    before = jax.config.jax_default_matmul_precision
+    try:
+        jax.config.update("jax_default_matmul_precision", chosen)
+        keep_float32(precision, platform)
+        assert jax.config.jax_default_matmul_precision == expected
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
