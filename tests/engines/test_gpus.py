@@ -31,6 +31,10 @@ def call(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# bitsandbytes rounds one in 500 scales of double quantisation otherwise on GPUs than on CPUs, and so than JAX.
+ALIKE = {"model__init_args__double_quant": False}
+
+
 @pytest.fixture
 def on_gpu(recipe, tmp_path):
     """A function that writes a recipe for the GPU into a run folder of its own; returns both."""
@@ -57,7 +61,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(on_gpu, engine, precision):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_answers_are_those_of_a_cpu(on_gpu, engine):
-    run, arguments = on_gpu("run", engine, "32-true")
+    run, arguments = on_gpu("run", engine, "32-true", **ALIKE)
     call("fit", *arguments)
     found = []
     for accelerator in ("gpu", "cpu"):
@@ -81,7 +85,7 @@ def test_both_engines_draw_the_same_answers(on_gpu, tmp_path):
     found = []
     for engine in ENGINES:
         run, arguments = on_gpu(
-            engine, engine, "32-true", model__class_path="GRPO", data__class_path="PromptData",
+            engine, engine, "32-true", **ALIKE, model__class_path="GRPO", data__class_path="PromptData",
             data__init_args__source=str(source), data__init_args__val_size=2, data__init_args__batch_size=8,
             data__init_args__max_length=128, model__init_args__lora={"rank": 4}, model__init_args__num_generations=4,
             model__init_args__max_new_tokens=12, trainer__max_steps=1, trainer__val_check_interval=1,
