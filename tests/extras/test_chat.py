@@ -348,7 +348,8 @@ def test_mistakes_are_told_before_anything_is_loaded(finished, llama_folder, tmp
 def test_runs_that_cannot_answer(finished, tmp_path, llama_folder, capsys):
     run = finished("copy")
     text = run.config.read_text()
-    for old, new, message in (("class_path: SFT\n", "class_path: QA\n", "chat takes runs of CLM, Preference and SFT"),
+    for old, new, message in (("class_path: SFT\n", "class_path: QA\n",
+                               "chat takes runs of CLM, GRPO, Preference and SFT"),
                               ("class_path: SFTData", "class_path: os.system", "os.system"),
                               ("trust_remote_code: false", "trust_remote_code: true", "merge, evaluate and chat: "),
                               ("rank: 4", "rank: four", "rank")):
