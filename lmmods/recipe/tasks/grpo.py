@@ -112,6 +112,8 @@ class GRPOFields(CausalFields):
         for key, least in (("prompts_per_step", 1), ("num_generations_eval", 0), ("keep_rollouts", 0)):
             value = getattr(self, key)
             require(value is None or value >= least, f"model.{key}", value, f"null, or {least} or more")
+        require(self.num_generations_eval != 1, "model.num_generations_eval", self.num_generations_eval,
+                "null, 0, or 2 or more: one answer is drawn greedily anyhow")
         require(self.temperature > 0, "model.temperature", self.temperature, "more than 0")
         require(self.reward_timeout > 0, "model.reward_timeout", self.reward_timeout, "more than 0")
         require(self.neftune_alpha is None, "model.neftune_alpha", self.neftune_alpha, "null for reinforcement "
