@@ -138,6 +138,11 @@ def _one(name: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]], 
     inner = [key for key in found.values() if key.name.startswith(f"{name}.")]
     lines += [_entry(key) for key in inner if key.name.count(".") == name.count(".") + 1]
     block = name.partition(".")[0]
+    if block in classes and name.count(".") == 1 and len(classes[block]) > 1:
+        variants = _variants(name.partition(".")[2], {kind: keys_of(kind, block) for kind in classes[block]})
+        if len(variants) > 1:
+            lines = [line for key, names in variants for line in (_entry(key), f"Of {', '.join(names)} alone.")]
+            return "\n".join([*lines, "More: docs/fields.md"])
     if block in classes and "." in name:
         has = [class_name(kind) for kind in task_classes(block) if name.split(".")[1] in keys_of(kind)]
         if len(has) < len(task_classes(block)):
@@ -176,18 +181,31 @@ def _by_task(name: str, kinds: tuple[type, ...]) -> list[str]:
     own = {kind: keys_of(kind, name) for kind in kinds}
     common = {each: key for each, key in own[kinds[0]].items() if all(each in keys for keys in own.values())}
     lines = [f"{name}, of every task ({', '.join(class_name(kind) for kind in kinds)}):", *_entries(common)]
-    told: dict[str, list[str]] = {}
-    for kind, keys in own.items():
-        for each in keys.keys() - common.keys():
-            told.setdefault(each, []).append(class_name(kind))
     groups: dict[str, dict[str, Key]] = {}
-    for keys in own.values():
+    for kind, keys in own.items():
         for each, key in keys.items():
-            if each in told:
-                groups.setdefault(", ".join(told[each]), {}).setdefault(each, key)
+            if each not in common:
+                names = next(names for _, names in _variants(each, own) if class_name(kind) in names)
+                groups.setdefault(", ".join(names), {}).setdefault(each, key)
     for names, keys in groups.items():
         lines += ["", f"{name}, of {names}:", *_entries(keys)]
     return lines
+
+
+def _variants(name: str, own: dict[type, dict[str, Key]]) -> list[tuple[Key, list[str]]]:
+    """Return the different declarations of a key, as `loss`, with the names of the classes that have each.
+
+    Args:
+        own: The keys of each class.
+    """
+    found: list[tuple[Key, list[str]]] = []
+    for kind, keys in own.items():
+        if name in keys:
+            names = next((names for key, names in found if key == keys[name]), None)
+            if names is None:
+                found.append((keys[name], names := []))
+            names.append(class_name(kind))
+    return found
 
 
 def _entries(keys: dict[str, Key]) -> list[str]:

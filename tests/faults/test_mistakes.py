@@ -89,7 +89,7 @@ IN_FILES = {
         "model.quantize is 4bit, but must be one of nf4, fp4, int8, or null. Other programs' 4bit is nf4 "
         "here.",
     "model: {init_args: {beta: 0.1}}":
-        "model.beta is no key of SFT: Preference has it.",
+        "model.beta is no key of SFT: GRPO and Preference have it.",
     "model: {init_args: {rank: 8}}":
         "model.rank is no key. Here: model.lora.rank (PEFT's LoraConfig).",
     "model: {init_args: {pretrained: [gpt2]}}":
@@ -129,7 +129,7 @@ IN_FILES = {
     "checkpoint: {keep: 3}":
         "checkpoint.keep is no key. Did you mean checkpoint.keep_last?",
     "checkpoint: {mode: less}":
-        "checkpoint.mode is less, but must be min or max.",
+        "checkpoint.mode is less, but must be min, max or null.",
     "checkpoint: {every_n_steps: 0}":
         "checkpoint.every_n_steps is 0, but must be 1 or more.",
     "samples: {prompts: Hello}":
@@ -301,7 +301,7 @@ def test_each_layer_is_held_to_the_class_that_counts_in_the_end(told):
     assert told(options=("--model.beta", "2", "--model", "Preference")) == (
         "model.class_path is Preference, which trains on PreferenceData, but data.class_path is SFTData: set it to "
         "PreferenceData, or model.class_path to SFT.")
-    assert told(options=("--model.beta", "2")) == "--model.beta is no key of SFT: Preference has it."
+    assert told(options=("--model.beta", "2")) == "--model.beta is no key of SFT: GRPO and Preference have it."
 
 
 
@@ -336,7 +336,8 @@ def test_help_has_every_key(capsys, tmp_path):
         assert main(["fit", "--engine", engine, "--help"]) == 0
         said = capsys.readouterr().out
         for key in walk(recipe_keys(options_of("fit")[0], engine), classes):
-            again = key.name.count(".") > 1 and key.name.split(".")[1].endswith("_source")  # the keys of data.source
+            # the keys of data.source
+            again = key.name.count(".") > 1 and key.name.split(".")[1].endswith(("_source", "decontaminate"))
             assert again or "." not in key.name or f"\n  --{key.name} " in said, key.name
             assert key.text, key.name
     assert "\nmodel, of Preference:\n  --model.loss " in said

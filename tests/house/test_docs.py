@@ -22,6 +22,7 @@ from lmmods.commands.registry import COMMANDS, parse_command
 from lmmods.core.settings import BestOf, LoRA
 from lmmods.recipe.classes import declared
 from lmmods.recipe.foreign_keys import NO_KEY
+from lmmods.recipe.mixing import Mixing
 from lmmods.recipe.source import Source
 from lmmods.recipe.tasks.base import CausalFields
 
@@ -161,7 +162,7 @@ def by_task() -> dict[str, dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def known(by_task) -> set[str]:
-    return {key for keys in by_task.values() for key in keys}
+    return {key for keys in by_task.values() for key in keys} | {f"data.mixing.{name}" for name in vars(Mixing())}
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:
