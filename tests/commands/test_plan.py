@@ -81,8 +81,8 @@ def test_reinforcement_learning_is_planned(engine, on, capsys, tmp_path):
     on_device = 8 if engine == "torch" else 16
     assert f"{on_device} on each device that draws, for 2 steps, {on_device} at once" in said
     if engine == "torch":
-        # 3000 prompts, 8 a step, each step twice; 24 GB at 936 GB/s
-        assert "750 steps" in said and "to draw answers" in said
+        # 2400 prompts, 8 a step, each step twice; 24 GB at 936 GB/s
+        assert "600 steps" in said and "to draw answers" in said
     else:
         assert "not bounded" in said
 
