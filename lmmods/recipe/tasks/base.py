@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.experts import check_overrides
-from lmmods.core.hf_config import known_fields, load_config, position_limit
+from lmmods.core.hf_config import dropout_rates, known_fields, load_config, position_limit
 from lmmods.core.settings import BestOf, Generation, LoRA, Optimizer, TokenLoss, check_set, require
 from lmmods.recipe.mixing import Mixing
 from lmmods.recipe.source import SourceLike, as_sources
@@ -248,6 +248,16 @@ class TaskFields:
     def overrides(self) -> dict[str, Any] | None:
         """Fields changed in the configuration, by the recipe or by the task."""
         return self.config_overrides
+
+    def _without_dropout(self) -> dict[str, Any]:
+        """Return `config_overrides`, and rates of 0 for the dropout that the recipe does not name.
+
+        Raises UserError for an unknown model.
+        """
+        given = self.config_overrides or {}
+        named = {*given, *(self.config if isinstance(self.config, dict) else {})}
+        config = load_config(self.pretrained or self.config, given, self.revision, self.trust_remote_code)
+        return {**{name: 0.0 for name in dropout_rates(config) if name not in named}, **given}
 
     def max_positions(self) -> int | None:
         """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lmmods.core.errors import UserError
-from lmmods.core.hf_config import dropout_rates, load_config
 from lmmods.core.markdown import code
 from lmmods.core.preference_losses import GAMMA, PreferenceLoss
 from lmmods.core.settings import require
@@ -72,10 +71,7 @@ class PreferenceFields(CausalFields):
 
         Of the recipe's own fields none is changed. Raises UserError for an unknown model.
         """
-        given = self.config_overrides or {}
-        named = {*given, *(self.config if isinstance(self.config, dict) else {})}
-        config = load_config(self.pretrained or self.config, given, self.revision, self.trust_remote_code)
-        return {**{name: 0.0 for name in dropout_rates(config) if name not in named}, **given}
+        return self._without_dropout()
 
     @property
     def preference_loss(self) -> PreferenceLoss:

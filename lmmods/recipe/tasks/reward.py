@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lmmods.core.errors import UserError
-from lmmods.core.hf_config import dropout_rates, load_config
 from lmmods.core.settings import require
 from lmmods.recipe.tasks.base import ConversationFields, TaskFields, Usual
 
@@ -52,10 +51,7 @@ class RewardFields(TaskFields):
         Both answers of a pair are compared, so noise that differs between them is noise in the loss. Raises UserError
         for an unknown model.
         """
-        given = self.config_overrides or {}
-        named = {*given, *(self.config if isinstance(self.config, dict) else {})}
-        config = load_config(self.pretrained or self.config, given, self.revision, self.trust_remote_code)
-        return {**{name: 0.0 for name in dropout_rates(config) if name not in named}, **given, "num_labels": 1}
+        return {**self._without_dropout(), "num_labels": 1}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
