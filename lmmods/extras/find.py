@@ -60,6 +60,10 @@ class Ramp:
         vars(self).update(vars(optimizer))
         self.low, self.lr = low, high
 
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of `Optimizer`, bound to this."""
+        return getattr(Optimizer, name).__get__(self)
+
     def lr_at(self, step: int, num_steps: int) -> float:
         """Return the rate at a step, as `Optimizer.lr_at` does."""
         return self.low * (self.lr / self.low) ** (min(step, num_steps - 1) / (num_steps - 1))
