@@ -12,7 +12,7 @@ def pace_torch(asked: dict) -> None:
 
     from lmmods.torch_engine.callbacks.run_events import RunEvents
 
-    rounds, check, draws = Rounds(asked), read_check(asked["folder"]), asked["task"] == "grpo"
+    rounds, check, draws = Rounds(asked), read_check(asked["folder"]), asked.get("task") == "grpo"
     drawn = watch_rollouts(rounds) if draws else []
     begin, end = RunEvents.on_train_start, RunEvents.on_train_batch_end
 
@@ -106,7 +106,7 @@ def pace_jax(asked: dict) -> None:
 
     from jax_engine.trainer import Loop
 
-    rounds, check, draws = Rounds(asked), read_check(asked["folder"]), asked["task"] == "grpo"
+    rounds, check, draws = Rounds(asked), read_check(asked["folder"]), asked.get("task") == "grpo"
     drawn = watch_rollouts(rounds) if draws else []
     begin, train_batch = Loop.train, Loop.train_batch
 

@@ -1,12 +1,16 @@
 """Worker processes exit with their parent, even if that is killed."""
 
-import fcntl
 import os
 import select
 import signal
 import threading
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 def end_with_parent(*_: object) -> None:

@@ -6,7 +6,6 @@ see only whether the process can be isolated. It imports nothing of this project
 
 import ctypes
 import os
-import resource
 import runpy
 import signal
 import sys
@@ -20,6 +19,8 @@ PARENT_DEATH_SIGNAL = 1  # of Linux's prctl.h
 
 def limit(memory: int, file_size: int, seconds: int) -> None:
     """Limit memory and sizes of files in bytes, and CPU time in seconds."""
+    import resource  # which Windows lacks
+
     for what, most in ((resource.RLIMIT_DATA, memory), (resource.RLIMIT_FSIZE, file_size), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(what, (most, most))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))

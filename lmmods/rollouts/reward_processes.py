@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import pickle
-import resource
 import secrets
 import signal
 import socket
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import psutil
 
-from lmmods.core.errors import first_line
+from lmmods.core.errors import UserError, first_line
 from lmmods.core.subprocesses import end_group_with
 from lmmods.rollouts.named_rewards import Unscorable
 from lmmods.rollouts.program_child import MARKS
@@ -124,6 +123,8 @@ def work(connection: int, lifeline: int) -> None:
 
 def begin(lifeline: int) -> None:
     """Limit this process's memory, and have it end with the trainer."""
+    import resource  # which Windows lacks
+
     end_group_with(lifeline)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -181,9 +182,14 @@ class Process:
         function: Import path of what it runs, `function(connection, lifeline)` with file descriptors: the end of a
             connection to the trainer, and that of a pipe whose other end the trainer holds as long as it lives.
         variables: Its environment, to which `MARKS` are added.
+
+    Raises:
+        UserError: The system is Windows, which has neither the limits nor groups of processes to kill.
     """
 
     def __init__(self, function: str, variables: dict[str, str]) -> None:
+        if sys.platform == "win32":
+            raise UserError("answers are scored in processes that Windows cannot limit and end; train in WSL 2 there")
         self._mark = secrets.token_hex(16)
         ours, theirs = (each.detach() for each in socket.socketpair())
         reader, self._lifeline = os.pipe()

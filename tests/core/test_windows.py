@@ -73,6 +73,17 @@ print("waiting", flush=True)
 lock_file(file, wait=True)
 print("free", flush=True)
 """
+SCORE = """
+import sys
+
+from lmmods.core.errors import UserError
+from lmmods.rollouts.reward_processes import RewardProcesses
+sys.platform = "win32"
+try:
+    RewardProcesses(1).load({"reward": None})
+except UserError as error:
+    sys.exit(str(error))
+"""
 
 
 @pytest.mark.slow
@@ -115,3 +126,8 @@ def test_a_lock_is_waited_for_without_fcntl(tmp_path):
             assert other.poll() is None
             holder.kill()
             assert other.stdout.readline() == "free\n"
+
+
+def test_windows_is_told_that_it_cannot_score_answers():
+    done = subprocess.run([sys.executable, "-c", SCORE], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.strip().endswith("train in WSL 2 there")
