@@ -141,7 +141,7 @@ def main() -> None:
 
     command = asked.get("command", "fit")
     (pace_validation if command == "validate" else {"torch": pace_torch, "jax": pace_jax}[asked["engine"]])(asked)
-    recipe, out = Path(asked["folder"]) / "recipe.yaml", Path(asked["folder"]) / asked["engine"]
+    recipe, out = (Path(asked["folder"]) / name for name in ("recipe.yaml", asked.get("out", asked["engine"])))
     overwrite = ["--overwrite", "true"] if command == "fit" else []
     sys.exit(run([command, "--config", str(recipe), "--engine", asked["engine"], *overwrite,
                   "--trainer.default_root_dir", str(out), *asked.get("options", [])]))

@@ -385,7 +385,7 @@ def take_grpo(draft: Draft, origin: str) -> None:
         if draft.get(key) is not None and draft.content[key] not in off:
             draft.lose(key, "answers are drawn from the whole distribution, whose probabilities the loss takes")
     if draft.get("use_vllm"):
-        draft.lose("use_vllm", "the network in training draws the answers")
+        draft.lose("use_vllm", "the network in training draws the answers, unless model.rollouts names a vLLM server")
     if draft.get("sync_ref_model"):
         draft.lose("sync_ref_model", "the reference stays as it was before the first step")
     draft.get("disable_dropout")
