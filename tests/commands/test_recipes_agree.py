@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "smoke")
 PROMPTS = {"CLM": "The capital of Norland is\n\nA hammer is\n", "MLM": "The capital of Norland is [MASK] .\n"}
 STEPS = 20
+FEWER = {"grpo": 5, "preference": 10}  # whose steps take longest
 
 
 def lines(path: Path) -> list[dict]:
@@ -34,7 +35,8 @@ def test_both_engines_run_the_recipe_alike(name, tmp_path, monkeypatch):
     task, model = recipe["model"]["class_path"], {}
     if task in ("CLM", "SFT", "Preference"):
         model["generation"] = {"max_new_tokens": 16}
-    changes = {"trainer": {"max_steps": STEPS, "log_every_n_steps": 1, "precision": "32-true", "logger": None,
+    steps = FEWER.get(name, STEPS)
+    changes = {"trainer": {"max_steps": steps, "log_every_n_steps": 1, "precision": "32-true", "logger": None,
                            "limit_val_batches": 2, "limit_predict_batches": 1, "num_sanity_val_steps": 0,
                            "enable_progress_bar": False}, "model": {"init_args": model}}
     if task in PROMPTS:
@@ -47,7 +49,7 @@ def test_both_engines_run_the_recipe_alike(name, tmp_path, monkeypatch):
                   run.root.name, "--trainer.default_root_dir", str(run.root)], program=fit_and_predict)
     # Rollouts are logged before their first step, at step 0 too.
     expected, found = ([row for row in rows(run) if "train/loss" in row] for run in runs)
-    assert len(expected) == len(found) == STEPS
+    assert len(expected) == len(found) == steps
     for row, wanted in zip(found, expected, strict=True):
         assert row["train/loss"] == pytest.approx(wanted["train/loss"], abs=1e-4), row["step"]
     final, wanted = found[-1], expected[-1]
