@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_engine.checkpoint import unpack_trainable
 from jax_engine.distributed import devices as machines
-from jax_engine.distributed.tree import merge, split
+from jax_engine.distributed.tree import merge
 from jax_engine.models.building import COMPUTE_DTYPES, build_network
 from jax_engine.models.generate import stream
 from jax_engine.tasks.base import check_supported
@@ -55,7 +55,7 @@ class TextModel:
             raise UserError(f"--precision {precision}: engine jax takes {', '.join(COMPUTE_DTYPES)}.")
         self._network, params, _ = build_network(fields, "causal", data, precision=precision, seed=seed, frozen=frozen)
         if checkpoint:
-            network, (trainable, rest) = self._network, split(params, self._network.trainable(params))
+            network, (trainable, rest) = self._network, self._network.split(params)
             like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable)
             check_manifest(checkpoint)
             params = merge(unpack_trainable(open_checkpoint(checkpoint), like, network.to_torch, network.from_torch),

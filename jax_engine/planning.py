@@ -20,7 +20,7 @@ from jax_engine.distributed import devices as machines
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.steps import Clipping, Steps
-from jax_engine.distributed.tree import Tree, flatten, merge, new_state
+from jax_engine.distributed.tree import AT, Tree, flatten, merge, new_state
 from jax_engine.memory import compile_step
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.base import Task
@@ -150,7 +150,7 @@ class Planner:
             mixture = mixture_of(task.network.config)
             step += 2 * sum(leaf.size * (mixture.share if "experts" in path else 1)
                             for tree in (trainable, frozen) for path, leaf in flatten(tree).items()
-                            if path[0] == "layers")
+                            if path[0].partition(AT)[0] == "layers")
         total = (trained * step + forward_alone * forward) * tokens.size
         if "segment_ids" not in rows:
             scores = score_flops(tokens.shape[-1], arch.windows, arch.num_heads * arch.head_dim, arch.causal)

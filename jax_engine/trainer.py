@@ -460,21 +460,21 @@ class Exporter:
             return say(f"The upload to {publish.repo} is still under way: step {step} is left out.")
         with run.stopwatch.paused():
             # In the foreground, because the next step reuses the buffers; only the upload itself runs beside training.
-            trainable = run.parallel.fetch_state(run.state["trainable"])
+            params = run.task.exported(run.weights, run.parallel)
             if run.is_first:
                 folder = run.folder.room_for_upload()
-                self._write(trainable, folder)
+                self._write(params, folder)
                 publish.upload_aside(folder, step)
 
     def finish(self) -> None:
         """Write model/ and loss.png and mark the run completed."""
         run, folder, step = self._run, self._run.folder, self._run.progress.step
         # On all processes, although only the first one writes: a collective call.
-        trainable = run.parallel.fetch_state(run.state["trainable"])
+        params = run.task.exported(run.weights, run.parallel)
         if run.is_first:
             folder.merge_metrics(run.metrics.final(step))
             exported = folder.room_for_model()
-            self._write(trainable, exported)
+            self._write(params, exported)
             # Written to another folder first, so that a failed export leaves the old model.
             folder.put_model(exported)
             log_checkpoint(run.loggers, folder.find("last"), ends=True)
@@ -491,9 +491,9 @@ class Exporter:
             self._publish.finish(self._run.folder.model, self._run.progress.step)
         machines.barrier("publish")
 
-    def _write(self, trainable: Tree, path: Path) -> None:
+    def _write(self, params: Tree, path: Path) -> None:
         run, task = self._run, self._run.task
-        task.export(trainable, path)
+        task.export(params, path)
         complete_model(path, run.folder, task, task.auto_class, run.data)
 
 

@@ -4,6 +4,9 @@
     frozen = params                                                          of the same network; never donated
     accumulation = {"gradients": float32 tree like trainable, "sums": {name: scalar}}    since the last optimiser step
 
+Where only some layers of a stacked leaf train, `trainable` has their rows, and `frozen` those of the others under a
+first key that names their places in the stack: layers@0,1 (see `Names.split`).
+
 A task's metric among the sums is a pair, [2] float32: sum and weight. If the loss depends on all rows of a step, an
 accumulation also has `statistics`, such pairs by name, which are complete before the first gradient is computed.
 
@@ -11,13 +14,17 @@ Slots are named as in torch's optimisers (`exp_avg`, ...); a slot holds only the
 """
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Tree = dict[str, Any]
 Path = tuple[str, ...]
+
+AT = "@"  # in a key, before the places of layers
 
 SUMS = {"total": jnp.float32, "weight": jnp.float32, "num_tokens": jnp.int32, "num_rows": jnp.int32}
 
@@ -49,8 +56,27 @@ def split(tree: Tree, chosen: Tree) -> tuple[Tree, Tree]:
 
 
 def merge(first: Tree, second: Tree) -> Tree:
-    """Return one tree with the leaves of both."""
-    return unflatten({**flatten(first), **flatten(second)})
+    """Return one tree with the leaves of both, and stacks of layers whose rows are in both."""
+    merged = flatten(first)
+    for path, leaf in flatten(second).items():
+        name, _, places = path[0].partition(AT)
+        own = (name, *path[1:])
+        merged[own] = _interleaved(merged[own], leaf, [int(place) for place in places.split(",")]) if places else leaf
+    return unflatten(merged)
+
+
+def _interleaved(first: Any, second: Any, places: list[int]) -> Any:
+    """Return a stack of layers in which the rows of `second` have these places, and those of `first` the others."""
+    total = first.shape[0] + second.shape[0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((total, *first.shape[1:]), first.dtype)
+    parts, taken = [], {True: 0, False: 0}
+    for of_second, run in groupby(range(total), set(places).__contains__):
+        source, start, length = second if of_second else first, taken[of_second], len(list(run))
+        parts.append(source[start:start + length])
+        taken[of_second] += length
+    # On the host and on the devices arrays stay where they are.
+    return (jnp if isinstance(first, jax.Array) else np).concatenate(parts)
 
 
 def new_state(trainable: Tree, init_optimizer: Callable[[Tree], Tree]) -> Tree:

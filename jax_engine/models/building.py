@@ -22,6 +22,7 @@ from lmmods.core.adapters import does_not_fit, quantised_in_full, tokens_to_trai
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.experts import note_quantized
+from lmmods.core.freezing import check_new_tokens, chosen
 from lmmods.core.hardware import Target
 from lmmods.core.initialization import mean_row
 from lmmods.recipe.tasks.base import Quantize, TaskFields
@@ -79,6 +80,9 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     kind = saved if in_files else fields.quantize
     codes = kind, fields.double_quant if saved is None else hf_config.is_double_quantized(config), in_files
     hf_config.set_special_ids(network.config, data.tokenizer, is_causal)
+    if fields.freezes:
+        network.choose(chosen(network.all_names(), fields.trainable_parameters, fields.frozen_parameters))
+        check_new_tokens(tokens_to_train(data, num_rows), network.trains(("embed", "tokens", "weight")))
     if not fields.trains_adapter:
         return network, outline(network, stored, precision, *codes) if abstract else params, {}
     if fields.lora:

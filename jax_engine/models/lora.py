@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jax_engine.distributed.tree import Tree, flatten, split, unflatten
+from jax_engine.distributed.tree import Tree, flatten, unflatten
 from jax_engine.models.experts import MATRICES
 from jax_engine.models.heads import HEADS
 from jax_engine.models.names import EXPERTS, TOKEN_ROWS
@@ -186,7 +186,7 @@ def save_adapter(network: Network, params: Tree, folder: str | Path, base: str |
     """
     folder, lora = Path(folder), network.lora
     folder.mkdir(parents=True, exist_ok=True)
-    trained, _ = split(params, network.trainable(params))
+    trained, _ = network.split(params)
     save_file({saved_name(name): value for name, value in network.to_torch(trained).items()}, folder / WEIGHTS,
               metadata={"format": "pt"})
     adapted = sorted(name for ours in network.build.adapted for name in network.torch_modules(ours))

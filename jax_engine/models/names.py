@@ -1,10 +1,12 @@
 """Mapping between the leaves of the parameter tree and torch's parameter names, per layer and in torch's order."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
-from jax_engine.distributed.tree import Path, Tree, flatten, unflatten
+from jax_engine.distributed.tree import AT, Path, Tree, flatten, unflatten
 from jax_engine.models.architecture import Architecture, Family, Head
 from lmmods.core import lazy_array
 from lmmods.core.adapters import saved_name
@@ -64,6 +66,7 @@ class Names:
         places += [(path, layers_of[path].index(layer)) for layer in range(arch.num_stored_layers) for path in inner
                    if layer in layers_of[path]]
         self._places: list[tuple[Path, int | None]] = places + [(path, None) for path in after]
+        self._trained: dict[Path, tuple[int | None, ...]] | None = None  # see `choose`
 
     def names(self, plain: bool = False) -> list[tuple[str, Path, int | None]]:
         """Return (torch name, path in the tree, index among the stacked layers) of every parameter, in torch's order.
@@ -157,23 +160,60 @@ class Names:
 
     def trains(self, path: Path) -> bool:
         """Return True if a leaf trains: without adapters all do, else adapters and the modules saved in full."""
+        if self._trained is not None:
+            return path in self._trained
         return not self._wrapped or path[-1] in ADAPTER_LEAVES or _module(path) in self._to_save
+
+    def choose(self, trained: Collection[str]) -> None:
+        """Let only the parameters of these names train, of a network without adapters."""
+        self._trained = {}
+        for name, path, layer in self.names():
+            if name in trained:
+                self._trained[path] = (*self._trained.get(path, ()), layer)
+
+    def split(self, params: Tree) -> tuple[Tree, Tree]:
+        """Return the parameters that train, and the others; `tree.merge` is the inverse."""
+        trainable: dict[Path, Any] = {}
+        frozen: dict[Path, Any] = {}
+        for path, leaf in flatten(params).items():
+            if not self.trains(path):
+                frozen[path] = leaf
+            elif (trained := self._partly(path)) is None:
+                trainable[path] = leaf
+            else:
+                others = [place for place in range(self.num_stacked(path)) if place not in trained]
+                trainable[path] = _rows(leaf, trained)
+                frozen[(f"{path[0]}{AT}{','.join(map(str, others))}", *path[1:])] = _rows(leaf, others)
+        return unflatten(trainable), unflatten(frozen)
+
+    def _partly(self, path: Path) -> tuple[int, ...] | None:
+        """Return the places of the layers that train of a stacked leaf; None if all of the leaf does."""
+        trained = (self._trained or {}).get(path)
+        return trained if trained and path[0] == "layers" and len(trained) < self.num_stacked(path) else None
 
     def to_torch(self, tree: Tree, plain: bool = False) -> dict[str, np.ndarray]:
         """Return the leaves of a tree like the parameters, or a part of them, by torch's names (`plain` as in `names`).
 
-        `Shards` (shards) are split by layer.
+        A stack may lack the layers that do not train. `Shards` (shards) are split by layer.
         """
         leaves = {path: leaf if isinstance(leaf, Shards) else np.asarray(leaf) for path, leaf in flatten(tree).items()}
-        named = {name: leaves[path] if layer is None else leaves[path][layer]
-                 for name, path, layer in self.names(plain) if path in leaves}
+        named = {}
+        for name, path, layer in self.names(plain):
+            if path not in leaves:
+                continue
+            trained = self._partly(path)
+            if trained is not None and leaves[path].shape[0] == len(trained):
+                if layer not in trained:
+                    continue
+                layer = trained.index(layer)
+            named[name] = leaves[path] if layer is None else leaves[path][layer]
         return {name: leaf if isinstance(leaf, Shards) else np.ascontiguousarray(leaf) for name, leaf in named.items()}
 
     def from_torch(self, named: dict[str, np.ndarray]) -> Tree:
         """Inverse of `to_torch`; the tree has only the named leaves, and lazy arrays stay lazy.
 
         Raises:
-            UserError: A name is unknown, or a stacked leaf lacks some layers.
+            UserError: A name is unknown, or a stacked leaf lacks layers that train.
         """
         known = {name: (path, layer) for name, path, layer in self.names()}
         if unknown := sorted(set(named) - set(known)):
@@ -184,11 +224,21 @@ class Names:
             pieces.setdefault(path, {})[layer] = value if isinstance(value, LazyArray) else np.asarray(value)
         # The network stacks layers, so a leaf is either in all of them or in none.
         missing = [self.name(path, layer) for path, parts in pieces.items() if path[0] == "layers"
-                   for layer in self.places(_module(path)) if layer not in parts]
+                   for layer in self._partly(path) or self.places(_module(path)) if layer not in parts]
         if missing:
             raise UserError(f"Some layers have parameters that others lack: {some(missing)}.")
         return unflatten({path: _stacked([parts[layer] for layer in sorted(parts)])
                           if path[0] == "layers" else parts[None] for path, parts in pieces.items()})
+
+
+def _rows(leaf: Any, places: Sequence[int]) -> Any:
+    """Return these layers of a stacked leaf: a lazy array, shape or array of the same kind."""
+    shape = (len(places), *leaf.shape[1:])
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    if isinstance(leaf, LazyArray):
+        return lazy_array.stack([lazy_array.row(leaf, place) for place in places])
+    return leaf[np.array(places)]
 
 
 def _stacked(layers: list[np.ndarray | LazyArray]) -> np.ndarray | LazyArray:

@@ -473,6 +473,19 @@ class Network(Names):
         """Return `trains` for each leaf."""
         return unflatten({path: self.trains(path) for path in flatten(params)})
 
+    def all_names(self) -> dict[str, list[str]]:
+        """Return all of torch's names of each parameter, by the first: of what embedding and head share, two."""
+        found, output = {name: [name] for name, *_ in self.names()}, self.torch_modules("head")[0]
+        # Most encoders have the output layer inside the module of the head, which holds the bias that the two share.
+        if HEADS[self.head].shares_table and self.torch_modules("head.dense")[0].startswith(f"{output}."):
+            found[f"{output}.bias"].append(f"{output}.decoder.bias")
+            output += ".decoder"
+        if HEADS[self.head].vocabulary and ("head", "weight") not in flatten(self.shapes):
+            # The first name is that of the module that comes first: of the head, in XLM-RoBERTa.
+            own = self.name(("embed", "tokens", "weight"), None)
+            found[own] = list({own, f"{self.torch_modules('embed.tokens')[0]}.weight", f"{output}.weight"})
+        return found
+
     def decays(self, params: Tree) -> Tree:
         """Return for each leaf True if weight decay applies: to matrices (per layer), not to biases and norms."""
         return unflatten({path: decays(path[-1], len(self.shape(path))) for path in flatten(params)})

@@ -16,7 +16,7 @@ from jax_engine.distributed.loss import LossSums
 from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps, Survey
 from jax_engine.distributed.target import target
-from jax_engine.distributed.tree import Tree, flatten, merge, split
+from jax_engine.distributed.tree import AT, Tree, flatten, merge
 from jax_engine.models import hub
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Head
@@ -100,7 +100,7 @@ class Task(TaskFields, ABC):
         self.built_for = on
         self.network, params, _ = build_network(self, self.head, datamodule, precision=precision, seed=seed,
                                                 abstract=abstract, on=on)
-        return split(params, self.network.trainable(params))
+        return self.network.split(params)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -172,18 +172,26 @@ class Task(TaskFields, ABC):
 
     # Export ----------------------------------------------------------------------------------------------------------
 
-    def export(self, trainable: Tree, folder: Path) -> None:
+    def exported(self, weights: Weights, parallel: Parallel) -> Tree:
+        """Return the parameters that `export` writes, on the host. A collective call."""
+        trainable = parallel.fetch_state(weights.trainable)
+        if self.trains_adapter:
+            return trainable
+        # Without those of a reference.
+        own = {name: part for name, part in weights.frozen.items() if name.partition(AT)[0] in self.network.shapes}
+        return merge(trainable, parallel.fetch_state(own))
+
+    def export(self, params: Tree, folder: Path) -> None:
         """Write the model, or its adapter, as a folder that from_pretrained / PeftModel reads.
 
         Args:
-            trainable: Trainable parameters, on the host; without an adapter, all parameters.
+            params: From `exported`.
         """
-        # Without an adapter all parameters train, so `trainable` is the whole model.
         if not self.trains_adapter:
-            return hub.save(self.network, trainable, folder, self.save_dtype)
+            return hub.save(self.network, params, folder, self.save_dtype)
         if self.save_dtype:
-            trainable = jax.tree.map(lambda x: x.astype(self.save_dtype), trainable)
-        adapters.save_adapter(self.network, trainable, folder, self.pretrained)
+            params = jax.tree.map(lambda x: x.astype(self.save_dtype), params)
+        adapters.save_adapter(self.network, params, folder, self.pretrained)
 
     def describe(self, trainable: Tree, frozen: Tree) -> str:
         """Return a one-line summary of parameter counts and dtypes."""

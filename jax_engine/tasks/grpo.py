@@ -220,9 +220,9 @@ class JaxPolicy:
     def export(self, folder: Path) -> None:
         run = self._run
         # On all processes, although only the first one writes: a collective call.
-        trainable = run.parallel.fetch_state(run.weights.trainable)
+        params = run.task.exported(run.weights, run.parallel)
         if run.is_first:
-            run.task.export(trainable, folder)
+            run.task.export(params, folder)
 
     def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
         return machines.gather(parts)

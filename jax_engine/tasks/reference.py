@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jax_engine.distributed.tree import Tree, flatten, split, unflatten
+from jax_engine.distributed.tree import Tree, flatten, unflatten
 from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
 from jax_engine.tasks.causal_task import CausalTask
@@ -40,7 +40,7 @@ class Reference:
         """Return the tree to add to the frozen parameters, on the host; empty if everything is shared.
 
         Args:
-            trainable: Initial trainable parameters.
+            trainable: Initial parameters that train, stacks of layers as a whole.
             base: Base weights of the modules that train in full alongside an adapter.
         """
         # Copy, because the first step is donated the buffers of the trainable parameters.
@@ -87,10 +87,11 @@ class ReferencedTask(CausalTask):
         """Adopt a network and create its reference model; arguments as `build_network` returns, result as of `build`.
         """
         self.network = network
-        trainable, frozen = split(params, network.trainable(params))
+        trainable, frozen = network.split(params)
         if self.reference_kind in ("base", "copy"):
             self._reference = Reference(network, self.reference_kind)
-            frozen |= self._reference.copies(trainable, base)
+            whole = unflatten({path: leaf for path, leaf in flatten(params).items() if network.trains(path)})
+            frozen |= self._reference.copies(whole, base)
         return trainable, frozen
 
     # The reference's copies do not count as parameters of the model.

@@ -73,7 +73,7 @@ def print_plan(target: Target, setup: "Setup", planner: Any) -> None:
         say(f"What is simulated here, `make {ENVIRONMENTS[planner.missing]}` compiles for the device itself.")
     if found.fits:
         return
-    tried = first_that_fits(planner, recipe, found, setup.model.pretrained is not None)
+    tried = first_that_fits(planner, recipe, found, setup.model.pretrained is not None and not setup.model.freezes)
     if tried is None:
         say("No change of rows, gradient checkpointing, sharding or quantisation makes it fit: take more devices, "
             "shorter rows or a smaller model.")

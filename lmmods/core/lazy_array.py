@@ -118,6 +118,11 @@ def joined(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray
     return LazyArray(shape, first.dtype, read, first.empty)
 
 
+def row(array: LazyArray, place: int) -> LazyArray:
+    """Return the values at one place of the first dimension, without that dimension."""
+    return LazyArray(array.shape[1:], array.dtype, lambda part: array[(slice(place, place + 1), *part)][0], array.empty)
+
+
 def stack(layers: Sequence[LazyArray]) -> LazyArray:
     """Stack arrays of one shape and dtype along a new first dimension; they are read one after the other."""
     def read(part: Part) -> np.ndarray:

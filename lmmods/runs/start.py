@@ -107,7 +107,8 @@ class RunSummary:
         if task.adapter:
             return f"the adapter {task.adapter}, over {base}"
         if task.lora is None:
-            return "all weights, from random ones" if task.pretrained is None else f"all weights of {base}"
+            part = "a part of the weights" if task.freezes else "all weights"
+            return f"{part}, from random ones" if task.pretrained is None else f"{part} of {base}"
         targets = task.lora.targets
         in_full = [*(task.lora.modules_to_save or []), *(["the head"] if task.head_in_full else [])]
         fully = f", and in full {', '.join(in_full)}" if in_full else ""

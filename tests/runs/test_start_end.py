@@ -36,6 +36,7 @@ def memory(needed: int) -> StepMemory:
 
 @pytest.mark.parametrize(("fields", "said"), [
     ({}, "all weights of base"),
+    ({"frozen_parameters": ["embed"]}, "a part of the weights of base"),
     ({"pretrained": None, "config": {"model_type": "llama"}}, "all weights, from random ones"),
     ({"lora": LoRA(rank=8), "quantize": "nf4"}, "a LoRA adapter of rank 8 on all-linear, over base in nf4"),
     ({"lora": LoRA(rank=8, dora=True, targets=["q_proj", "v_proj"], modules_to_save=["lm_head"])},

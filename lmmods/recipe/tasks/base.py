@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.experts import check_overrides
+from lmmods.core.freezing import check_patterns
 from lmmods.core.hf_config import dropout_rates, known_fields, load_config, position_limit
 from lmmods.core.settings import BestOf, Generation, LoRA, Optimizer, TokenLoss, check_set, require
 from lmmods.recipe.mixing import Mixing
@@ -92,6 +93,10 @@ class TaskFields:
             uint8.
         lora: Train an adapter instead of the model itself; null is full tuning.
         adapter: Folder of an adapter to go on from, with its own rank, alpha and targets; instead of `lora`.
+        trainable_parameters: Full tuning of the parameters alone whose names in the Hugging Face folder a regular
+            expression of this list matches, anywhere in the name: `['layers\\.(6|7)\\.', lm_head]`. null is all.
+        frozen_parameters: Parameters that do not train, by such a list: `[embed_tokens]`. Goes before
+            `trainable_parameters`.
         optimizer: Update rule and schedule.
         neftune_alpha: NEFTune (Jain et al. 2023): in training each number of a token's embedding gets uniform noise of
             up to this / sqrt(L d), with L tokens in its row, or in its document of a packed row, and d numbers. null
@@ -143,6 +148,8 @@ class TaskFields:
     quant_storage: Literal["uint8", "float32", "bfloat16", "float16"] | None = None
     lora: LoRA | None = None
     adapter: str | None = None
+    trainable_parameters: list[str] | None = None
+    frozen_parameters: list[str] | None = None
     optimizer: Optimizer = Optimizer()
     neftune_alpha: float | None = None
     gradient_checkpointing: bool | Literal["minimal"] = False
@@ -174,6 +181,12 @@ class TaskFields:
                 self.neftune_alpha, "null or more than 0")
         require(self.trains_adapter or self.optimizer.b_lr_ratio == 1, "model.optimizer.b_lr_ratio",
                 self.optimizer.b_lr_ratio, "1 without model.lora or model.adapter")
+        for key in ("trainable_parameters", "frozen_parameters"):
+            patterns = getattr(self, key)
+            check_patterns(f"model.{key}", patterns)
+            require(patterns is None or not self.trains_adapter, f"model.{key}", patterns,
+                    "null with model.lora and model.adapter, under which the adapter trains alone; lora.targets and "
+                    "lora.modules_to_save choose what it holds")
         if self.lora and self.adapter:
             raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
                             "targets. Keep one of them.")
@@ -233,6 +246,11 @@ class TaskFields:
     def trains_adapter(self) -> bool:
         """True if an adapter trains instead of the model itself."""
         return self.lora is not None or self.adapter is not None
+
+    @property
+    def freezes(self) -> bool:
+        """True if only a part of the parameters trains, without an adapter."""
+        return self.trainable_parameters is not None or self.frozen_parameters is not None
 
     @property
     def new_tokens(self) -> int:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lmmods.core.adapters import tokens_to_train
 from lmmods.core.errors import UserError, is_out_of_memory, one_line
+from lmmods.core.freezing import check_new_tokens, chosen
 from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_fields
 from lmmods.recipe.tasks.base import TaskFields
 from lmmods.torch_engine.compat.peft import adapts_parameters
@@ -70,6 +71,8 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
             model = continue_adapter(model, fields.adapter, dtype, fields.adapter_drops, abstract)
         if fields.fast_kernels and not fields.compile:  # the compiler fuses them itself
             fuse_adapters(model)
+    elif fields.freezes:
+        freeze(model, fields, tokens_to_train(data, num_rows))
     # After the adapters, whose Dropout modules it replaces too. Checkpointing needs its contexts. Compilation is last,
     # as it must see the network as it will run.
     dropout = TokenDropout(model, compiled=fields.compile, abstract=abstract,
@@ -114,6 +117,25 @@ def _sizes_checked() -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise UserError(f"model.config: no network can be made of these fields: {one_line(error)}") from error
+
+
+def freeze(model: nn.Module, fields: TaskFields, tokens: list[int]) -> None:
+    """Leave the parameters without gradient that `trainable_parameters` and `frozen_parameters` do not choose.
+
+    Args:
+        tokens: New to the model.
+
+    Raises:
+        UserError: A pattern matches nothing, nothing trains, or a new token's embedding does not.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    trained = chosen({own[0]: own for own in names.values()}, fields.trainable_parameters, fields.frozen_parameters)
+    for param, own in names.items():
+        if own[0] not in trained:
+            param.requires_grad_(False)
+    check_new_tokens(tokens, model.get_input_embeddings().weight.requires_grad)
 
 
 def fuse_activations(model: nn.Module) -> None:

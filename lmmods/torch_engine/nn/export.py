@@ -14,7 +14,7 @@ def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype 
 
     Args:
         adapter_only: Write the adapter without the base.
-        dtype: Dtype of trained weights in the file; None keeps their own.
+        dtype: Dtype of the weights in the file; None keeps their own.
         writes: True on the process that writes.
     """
     # New embedding rows need not be saved: they are the mean of the old ones, or, if they train, part of the adapter.
@@ -25,13 +25,15 @@ def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype 
     sharded = any(sharding.is_cut(param) for param in model.parameters())
     if sharded:
         options["state_dict"] = _whole_state(model, adapter_only, dtype)
-    trained = {} if sharded else {param: param.data for param in model.parameters() if param.requires_grad}
+    # Without an adapter those that are frozen too.
+    written = {} if sharded else {param: param.data for param in model.parameters()
+                                  if param.requires_grad or not adapter_only}
     if dtype:
-        for param in trained:
+        for param in written:
             param.data = param.data.to(dtype)
     if writes:
         model.save_pretrained(folder, **options)
-    for param, data in trained.items():  # restore the dtype, as training may continue
+    for param, data in written.items():  # restore the dtype, as training may continue
         param.data = data
 
 
