@@ -56,7 +56,8 @@ class Checkpointer:
         key = type(run.data).__qualname__
         # First: the steps below read the position from it.
         run.progress = read_progress(content, key, self._cut)
-        host = unpack(content, parallel.shapes(run.state), run.task.optimizer, network.to_torch, network.from_torch)
+        host = unpack(content, parallel.shapes(run.state), run.task.optimizer, network.to_torch, network.from_torch,
+                      network.num_named_layers)
         run.replace_state(parallel.put_state(host))
         if content["window"]:
             run.num_accumulated = run.progress.accumulated
@@ -132,7 +133,8 @@ class Checkpointer:
             "epoch": progress.epoch,
             "global_step": progress.step,
             "loops": progress.loops(run.ends_epoch, run.num_accumulated > 0),
-            **pack(state, run.task.optimizer, progress.step, run.schedule.num_steps, network.to_torch),
+            **pack(state, run.task.optimizer, progress.step, run.schedule.num_steps, network.to_torch,
+                   network.num_named_layers),
             "callbacks": {
                 "Metrics": run.metrics.state_dict(),
                 "Checkpoint": self._policy.state_dict(),
@@ -187,26 +189,28 @@ _COUNTERS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch) -> CheckpointContent:
+def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch, layers: int = 0
+         ) -> CheckpointContent:
     """Return the part of a checkpoint that holds parameters, optimiser and schedule.
 
     Args:
         state: On the host (`Parallel.fetch_state` or `Parallel.shards`).
         step: Optimiser steps taken, of `num_steps`.
         to_torch: `Network.to_torch`.
+        layers: `Network.num_named_layers`.
     """
     params = {PREFIX + name: array for name, array in to_torch(state["trainable"]).items()}
     # torch numbers parameters through all groups: slots are listed under these numbers, not under names.
-    ordered = _by_group(params, settings)
+    ordered = _by_group(params, settings, layers)
     # Muon counts no steps, unlike the AdamW of the other parameters.
     entries: dict[int, dict[str, Any]] = {
-        index: _COUNTERS[settings.name](step) if settings.group_of(name, params[name].ndim) > 1 else {}
-        for index, name in enumerate(ordered)}
+        index: {} if settings.is_of_muon(settings.group_of(name, params[name].ndim, layers), layers)
+        else _COUNTERS[settings.name](step) for index, name in enumerate(ordered)}
     index_of = {name: index for index, name in enumerate(ordered)}
     for slot, tree in state["optimizer"].items():
         for name, array in to_torch(tree).items():
             entries[index_of[PREFIX + name]][slot] = array
-    groups = _groups(params, settings, settings.lr_at(step, num_steps))
+    groups = _groups(params, settings, settings.lr_at(step, num_steps), layers)
     return {
         "state_dict": params,
         "param_names": list(params),
@@ -217,8 +221,8 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
     }
 
 
-def unpack(content: CheckpointContent, like: Tree, settings: Optimizer, to_torch: ToTorch, from_torch: FromTorch
-           ) -> Tree:
+def unpack(content: CheckpointContent, like: Tree, settings: Optimizer, to_torch: ToTorch, from_torch: FromTorch,
+           layers: int = 0) -> Tree:
     """Return the state of a checkpoint on the host; `Parallel.put_state` copies it to the devices.
 
     Args:
@@ -232,7 +236,7 @@ def unpack(content: CheckpointContent, like: Tree, settings: Optimizer, to_torch
     like = jax.tree.map(_stand_in, like)
     # The numbers follow from names and dimensions, as when the checkpoint was written.
     (optimizer,) = content["optimizer_states"]
-    names = _by_group({name: saved[name] for name in content["param_names"]}, settings)
+    names = _by_group({name: saved[name] for name in content["param_names"]}, settings, layers)
     by_name = {names[index]: {**entry, **entry.get(_BITSANDBYTES, {})} for index, entry in optimizer["state"].items()}
     slots = {slot: from_torch(_filled(by_name, slot, to_torch(tree))) for slot, tree in like["optimizer"].items()}
     return {"trainable": trainable, "optimizer": slots}
@@ -284,13 +288,13 @@ def _schedule_state(groups: list[dict[str, Any]], step: int) -> dict[str, Any]:
             "lr_lambdas": [None] * len(groups)}
 
 
-def _by_group(params: dict[str, np.ndarray], settings: Optimizer) -> list[str]:
+def _by_group(params: dict[str, np.ndarray], settings: Optimizer, layers: int) -> list[str]:
     """Return names in the order of torch's indices, which go through the groups of `Optimizer.group_of`."""
     # A stable sort: the order within a group is that of the names.
-    return sorted(params, key=lambda name: settings.group_of(name, params[name].ndim))
+    return sorted(params, key=lambda name: settings.group_of(name, params[name].ndim, layers))
 
 
-def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> list[dict[str, Any]]:
+def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float, layers: int) -> list[dict[str, Any]]:
     """Return torch's parameter groups; `lr` is the recipe's rate at this step."""
     adamw = {"betas": tuple(settings.betas), "eps": settings.eps, "amsgrad": False, "maximize": False,
              "foreach": None, "capturable": False, "differentiable": False, "fused": True,
@@ -304,12 +308,13 @@ def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float) -> li
                 "differentiable": False, "fused": None},
         "lion": {"betas": tuple(settings.betas), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
     }[settings.name]
-    places = [settings.group_of(name, params[name].ndim) for name in _by_group(params, settings)]
+    places = [settings.group_of(name, params[name].ndim, layers) for name in _by_group(params, settings, layers)]
     factor = lr / (settings.lr or 1.0)
     # A group without parameters is left out, as in the torch engine.
     return [{"params": [index for index, own in enumerate(places) if own == place], **group,
-             "lr": group["lr"] * factor, "initial_lr": group["lr"], **(muon if place < 2 else options)}
-            for place, group in enumerate(settings.groups()) if place in places]
+             "lr": group["lr"] * factor, "initial_lr": group["lr"],
+             **(muon if settings.is_of_muon(place, layers) else options)}
+            for place, group in enumerate(settings.groups(layers)) if place in places]
 
 
 def _stand_in(leaf: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -39,18 +39,19 @@ class Rule(NamedTuple):
     scalars: Callable[[int, float], dict[str, float]]
 
 
-def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtraArgs:
+def build(settings: Optimizer, decays: Tree, depths: Tree | None = None) -> optax.GradientTransformationExtraArgs:
     """Return the optimiser of `settings`; its `update` takes the scalars of the step as extra arguments.
 
     Args:
         decays: True for each parameter with weight decay, which are the matrices (Network.decays). A parameter with one
             more dimension is a stack of layers, whose layers are updated as separate parameters.
+        depths: Of each parameter (`settings.depth`), of a stack of layers one each; needed for `layer_decay`.
 
     Raises:
         UserError: The optimiser is one of bitsandbytes' (8-bit or paged).
     """
     rule, marks = rule_of(settings), flatten(decays)
-    hidden = _muon(settings)
+    hidden, places = _muon(settings), None if settings.layer_decay == 1 else flatten(depths)
 
     def rule_for(path: Path) -> Rule:
         return hidden if settings.name == "muon" and marks[path] and in_hidden_matrix(path) else rule
@@ -72,16 +73,19 @@ def build(settings: Optimizer, decays: Tree) -> optax.GradientTransformationExtr
 
             own = {name: scalars.get(f"{OF_B}{name}", value) for name, value in scalars.items()
                    } if path[-1] == "lora_B" else scalars
+            if places is not None:
+                own = {name: value[np.array(places[path])] for name, value in own.items()}
 
             # In float32; slots go back to the dtype that they are stored in. The defaults bind this iteration's values.
-            def one(gradient, param, state, decay=decay, rule=rule_for(path), scalars=own):
+            def one(gradient, param, state, scalars, decay=decay, rule=rule_for(path)):
                 wide = {name: value.astype(jnp.float32) for name, value in state.items()}
                 change, new = rule.update(gradient.astype(jnp.float32), param.astype(jnp.float32), wide, decay, scalars)
                 return change, {name: value.astype(state[name].dtype) for name, value in new.items()}
 
             # Layers apart, since Adafactor averages over a parameter: a stack would mix the statistics of its layers.
-            step = jax.vmap(one) if is_stack(path, param) else one
-            updates[path], slots[path] = step(flat_gradients[path], param, states.get(path, {}))
+            by_layer = (0, 0, 0, None if places is None else 0)
+            step = jax.vmap(one, in_axes=by_layer) if is_stack(path, param) else one
+            updates[path], slots[path] = step(flat_gradients[path], param, states.get(path, {}), own)
         return unflatten(updates), _by_slot(slots)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -92,16 +96,26 @@ def in_hidden_matrix(path: Path) -> bool:
     return path[0] == "layers" and not ("experts" in path and path[-1].startswith("lora_"))
 
 
-def step_scalars(settings: Optimizer, step: int, num_steps: int) -> dict[str, np.float32]:
+def step_scalars(settings: Optimizer, step: int, num_steps: int, layers: int = 0
+                 ) -> dict[str, np.float32 | np.ndarray]:
     """Return the scalars of optimiser step `step` (from 0) of `num_steps`, including `lr`.
 
-    Those of the matrices B of adapters, if their rate is another, have names that begin with `OF_B`.
+    Those of the matrices B of adapters, if their rate is another, have names that begin with `OF_B`. With `layer_decay`
+    there is one for each depth of the network's layers, [layers + 2].
     """
-    rates = {"": settings.lr_at(step, num_steps)}
+    rate, ratios = settings.lr_at(step, num_steps), {"": 1.0}
     if settings.b_lr_ratio != 1:
-        rates[OF_B] = settings.lr * settings.b_lr_ratio * (rates[""] / (settings.lr or 1.0))  # rounds as torch does
-    return {prefix + name: np.float32(value) for prefix, lr in rates.items()
-            for name, value in {"lr": lr, **rule_of(settings).scalars(step + 1, lr)}.items()}
+        ratios[OF_B] = settings.b_lr_ratio
+    found: dict[str, np.float32 | np.ndarray] = {}
+    for prefix, ratio in ratios.items():
+        # Rounds as torch does.
+        rates = [rate if ratio * scale == 1 else settings.lr * ratio * scale * (rate / (settings.lr or 1.0))
+                 for scale in settings.scales(layers)]
+        by_depth = [{"lr": lr, **rule_of(settings).scalars(step + 1, lr)} for lr in rates]
+        for name in by_depth[0]:
+            values = np.array([scalars[name] for scalars in by_depth], np.float32)
+            found[prefix + name] = values[0] if settings.layer_decay == 1 else values
+    return found
 
 
 def rule_of(settings: Optimizer) -> Rule:

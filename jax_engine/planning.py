@@ -89,13 +89,14 @@ class Planner:
         task.__post_init__()
         parallel = machines.spread(variant.strategy, self.devices, self.on)
         trainable, frozen = task.build(self.precision, self.data, 0, abstract=True, on=self.on)
-        optimizer = build(task.optimizer, task.network.decays(trainable))
+        optimizer = build(task.optimizer, task.network.decays(trainable), task.network.depths(trainable))
         clipping = Clipping(self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm or "norm")
         steps = Steps(parallel, task.batch_loss, optimizer, clipping, None, task.metric_names, task.survey,
                       task.statistic_names, task.chunk_tokens(parallel.num_devices))
         rows = outlined_batch(self.example, parallel.data_parallel_size, variant.rows, self.data.max_length)
         accumulates = variant.accumulated > 1 or task.survey is not None
-        lowered = steps.lowered(trainable, frozen, rows, step_scalars(task.optimizer, 0, 1), accumulates)
+        scalars = step_scalars(task.optimizer, 0, 1, task.network.num_named_layers)
+        lowered = steps.lowered(trainable, frozen, rows, scalars, accumulates)
         state = jax.eval_shape(lambda leaves: new_state(leaves, optimizer.init), trainable)
         memory = {"parameters": _held(parallel, trainable, "state") + _held(parallel, frozen, "state"),
                   "optimiser state": _held(parallel, state["optimizer"], "state"),

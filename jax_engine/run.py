@@ -126,7 +126,8 @@ class Training(Run):
 
     def scalars(self) -> Any:
         """Return the scalars of the next optimiser step (`optim.step_scalars`), on the devices."""
-        return self.parallel.put_scalars(step_scalars(self.task.optimizer, self.progress.step, self.schedule.num_steps))
+        return self.parallel.put_scalars(step_scalars(
+            self.task.optimizer, self.progress.step, self.schedule.num_steps, self.task.network.num_named_layers))
 
     @property
     def ends_epoch(self) -> bool:

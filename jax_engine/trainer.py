@@ -336,7 +336,8 @@ class Trainer(JaxTrainerFields):
             model.choice_ids = self.mmlu.choice_ids
         trainable, frozen = model.build(self.precision, datamodule, datamodule.run_seed)
         check_shared(self.parallel.expert_size, model.network.config.model_type, model.network.arch.experts)
-        optimizer = build(model.optimizer, model.network.decays(trainable)) if command == "fit" else None
+        optimizer = build(model.optimizer, model.network.decays(trainable), model.network.depths(trainable)
+                          ) if command == "fit" else None
         clipping = Clipping(self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
         chunk_tokens = model.chunk_tokens(self.parallel.num_devices)
         memory = model.step_memory(trainable, frozen, self.precision, datamodule, at_hand().memory, chunk_tokens)

@@ -41,7 +41,7 @@ from jax_engine.models.names import EXPERTS, Names
 from jax_engine.models.relative import Table
 from jax_engine.models.rope import Angles, text_lengths
 from lmmods.core.errors import UserError
-from lmmods.core.settings import decays
+from lmmods.core.settings import decays, depth, num_layers
 from lmmods.recipe.tasks.base import Quantize
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -489,6 +489,24 @@ class Network(Names):
     def decays(self, params: Tree) -> Tree:
         """Return for each leaf True if weight decay applies: to matrices (per layer), not to biases and norms."""
         return unflatten({path: decays(path[-1], len(self.shape(path))) for path in flatten(params)})
+
+    @property
+    def num_named_layers(self) -> int:
+        """Layers by torch's names; those that share their parameters count once."""
+        return num_layers(name for name, *_ in self.names())
+
+    def depths(self, params: Tree) -> Tree:
+        """Return `settings.depth` for each leaf that trains, of a stack of layers for each layer that does."""
+        found: dict[Path, int | tuple[int, ...]] = {}
+        layers, leaves = self.num_named_layers, flatten(params)
+        for name, path, layer in self.names():
+            if path not in leaves:
+                continue
+            if layer is None:
+                found[path] = depth(name, layers)
+            elif (trained := self._partly(path)) is None or layer in trained:
+                found[path] = (*found.get(path, ()), depth(name, layers))
+        return unflatten(found)
 
 
 def _block(routed: bool) -> str:

@@ -5,6 +5,7 @@ Each field's line of documentation is what `--help` prints.
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -35,6 +36,23 @@ def is_hidden_matrix(name: str, num_dims: int) -> bool:
     return (is_matrix or is_stack) and decays(name, num_dims) and re.search(r"\.\d+\.", name) is not None
 
 
+# What comes before the layers, by names of transformers: embeddings with all that is applied to them alone. GPT-NeoX
+# calls its head embed_out; the first name of RoBERTa's tied embedding is that of its head.
+_EMBEDDING = re.compile(r"embed(?!_out)|\.(wte|wpe|w)\.|encoder\.(conv|LayerNorm)\.|lm_head\.decoder\.weight")
+
+
+def num_layers(names: Iterable[str]) -> int:
+    """Number of layers of a network, by torch's names of all its parameters."""
+    return max((int(found[1]) + 1 for name in names if (found := re.search(r"\.(\d+)\.", name))), default=0)
+
+
+def depth(name: str, layers: int) -> int:
+    """Place of a parameter in a network of so many layers: 0 embeddings, 1 the first layer, layers + 1 what follows."""
+    if found := re.search(r"\.(\d+)\.", name):
+        return int(found[1]) + 1
+    return 0 if _EMBEDDING.search(name) else layers + 1
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """How the trained parameters move.
@@ -46,6 +64,9 @@ class Optimizer:
         weight_decay: Decoupled decay, on matrices only: never on biases and norms.
         b_lr_ratio: Learning rate of the matrices B of an adapter as a multiple of that of A, which is `lr`: LoRA+
             (Hayou et al. 2024).
+        layer_decay: Factor d on the learning rate from each layer to the one below it (Clark et al. 2020, Bao et al.
+            2022): of n layers the last has `lr` d, the first `lr` d^n, embeddings `lr` d^(n + 1), and what follows the
+            layers `lr`.
         betas: Decay rates of the running moments.
         eps: Added to the denominator of the Adam update.
         momentum: Momentum of sgd.
@@ -68,6 +89,7 @@ class Optimizer:
     lr: float = 2e-4
     weight_decay: float = 0.0
     b_lr_ratio: float = 1.0
+    layer_decay: float = 1.0
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
     momentum: float = 0.0
@@ -86,6 +108,7 @@ class Optimizer:
         require(self.lr >= 0, "optimizer.lr", self.lr, "zero or more")
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "zero or more")
         require(0 < self.b_lr_ratio < math.inf, "optimizer.b_lr_ratio", self.b_lr_ratio, "more than 0")
+        require(0 < self.layer_decay <= 1, "optimizer.layer_decay", self.layer_decay, "more than 0 and at most 1")
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas,
                 "two numbers from 0 up to but not including 1")
         require(self.eps > 0, "optimizer.eps", self.eps, "more than 0")
@@ -108,20 +131,35 @@ class Optimizer:
             return math.sqrt(max(1, num_rows / num_columns))
         return 0.2 * math.sqrt(max(num_rows, num_columns))
 
-    def group_of(self, name: str, num_dims: int) -> int:
-        """Place of a parameter's group among `groups`, by torch's name of the parameter."""
-        if not decays(name, num_dims):
-            return 4
-        is_b = self.b_lr_ratio != 1 and ".lora_B." in name
-        return is_b + (0 if self.name == "muon" and is_hidden_matrix(name, num_dims) else 2)
+    def scales(self, layers: int) -> list[float]:
+        """Factors on the learning rate by `depth` in a network of so many layers; a single one if all are alike."""
+        return [1.0] if self.layer_decay == 1 else [self.layer_decay**(layers + 1 - at) for at in range(layers + 2)]
 
-    def groups(self) -> list[dict[str, float]]:
-        """Settings of torch's groups of parameters, in their order: two of muon's matrices, then two of others.
+    def group_of(self, name: str, num_dims: int, layers: int = 0) -> int:
+        """Place of a parameter's group among `groups`, by torch's name of the parameter."""
+        kind = 4
+        if decays(name, num_dims):
+            is_b = self.b_lr_ratio != 1 and ".lora_B." in name
+            kind = is_b + (0 if self.name == "muon" and is_hidden_matrix(name, num_dims) else 2)
+        return kind if self.layer_decay == 1 else kind * (layers + 2) + depth(name, layers)
+
+    def groups(self, layers: int = 0) -> list[dict[str, float]]:
+        """Settings of torch's groups of parameters, in their order: two kinds of muon's matrices, then two of others,
+        then those without weight decay, each with a group for every rate of `scales`.
 
         torch leaves out those without parameters.
+
+        Args:
+            layers: Of the network; `layer_decay` needs them.
         """
-        decaying = [{"lr": self.lr * ratio, "weight_decay": self.weight_decay} for ratio in (1.0, self.b_lr_ratio)]
-        return [*decaying, *decaying, {"lr": self.lr, "weight_decay": 0.0}]
+        ratios = (1.0, self.b_lr_ratio)
+        kinds = [*((ratio, self.weight_decay) for ratio in (*ratios, *ratios)), (1.0, 0.0)]
+        return [{"lr": self.lr * ratio * scale, "weight_decay": decay} for ratio, decay in kinds
+                for scale in self.scales(layers)]
+
+    def is_of_muon(self, place: int, layers: int = 0) -> bool:
+        """True if the group at this place among `groups` holds muon's matrices."""
+        return place < 2 * len(self.scales(layers))
 
     def lr_at(self, step: int, num_steps: int) -> float:
         """Learning rate of optimiser step `step` (0 for the first) in a run of `num_steps` steps.

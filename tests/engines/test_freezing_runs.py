@@ -1,4 +1,4 @@
-"""Runs that train a part of the parameters: the same on both engines, which go on with each other's checkpoints."""
+"""Runs that train a part of the parameters, at rates of their layers, on both engines."""
 
 import csv
 import re
@@ -18,7 +18,7 @@ CHANGES = {"model__init_args__quantize": None, "model__init_args__lora": None, "
            "model__init_args__trainable_parameters": [r"layers\.[02]\.", "lm_head"],
            "model__init_args__frozen_parameters": ["norm"],
            "model__init_args__pretrained": None, "model__init_args__config": MODEL,
-           "model__init_args__optimizer": {"lr": 1e-3, "weight_decay": 0.1}}
+           "model__init_args__optimizer": {"lr": 1e-3, "weight_decay": 0.1, "layer_decay": 0.7}}
 
 
 def losses(folder):

@@ -1,13 +1,17 @@
 """Update rules against torch.optim, transformers and bitsandbytes, a stack of layers against layers one by one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from jax_engine.distributed.tree import flatten
+from jax_engine.models import hub
 from jax_engine.optim import build, orthogonalize, step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
@@ -234,3 +238,43 @@ def test_muon_keeps_one_moment_of_the_matrices_of_layers():
     assert {name: {".".join(path) for path in flatten(tree)} for name, tree in state.items()} == {
         "momentum_buffer": {"layers.up.weight", "layers.up.lora_A", "layers.experts.gate_up_proj"},
         "exp_avg": others, "exp_avg_sq": others}
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adafactor", "sgd_momentum", "muon"])
+@pytest.mark.parametrize("chosen", [None, {"model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"}])
+def test_rates_of_layers_are_torchs(rule, chosen):
+    """Of stacks of all layers or some, of embeddings and of the norm on top."""
+    config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=3, num_attention_heads=2)
+    network = hub.network(config, "causal")
+    if chosen:
+        network.choose(chosen)
+    base = Optimizer(name="muon", lr=1e-2, weight_decay=0.1) if rule == "muon" else RULES[rule]
+    settings = dataclasses.replace(base, layer_decay=0.6, schedule="linear", warmup=2)
+    start, _ = network.split(network.init(0))
+    random, layers = np.random.default_rng(0), network.num_named_layers
+    gradients = [jax.tree.map(lambda p: random.normal(size=p.shape).astype(np.float32), start) for _ in range(4)]
+
+    def of_torch():
+        values = network.to_torch(start)
+        named = {name: torch.nn.Parameter(torch.tensor(values.get(name, np.zeros(network.shape(path))),
+                                                       dtype=torch.float32), requires_grad=name in values)
+                 for name, path, _ in network.names()}
+        optimizer = build_optimizer(named.items(), settings)
+        schedule = build_schedule(optimizer, settings, 4)
+        for gradient in gradients:
+            for name, value in network.to_torch(gradient).items():
+                named[name].grad = torch.tensor(value, dtype=torch.float32)
+            optimizer.step()
+            schedule.step()
+        return {name: named[name].detach() for name in values}
+
+    optimizer, params = build(settings, network.decays(start), network.depths(start)), start
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for step, gradient in enumerate(gradients):
+        updates, state = update(gradient, state, params, **step_scalars(settings, step, 4, layers))
+        params = optax.apply_updates(params, updates)
+    moved, theirs = network.to_torch(params), of_torch()
+    with Float64():
+        exact = of_torch()
+    assert set(moved) == (chosen or {name for name, *_ in network.names()})
+    assert_as_close(moved, theirs, exact)

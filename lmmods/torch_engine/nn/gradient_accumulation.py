@@ -91,13 +91,14 @@ class GradientAccumulation:
         """
         return self._sums
 
-    def average(self, optimizer: torch.optim.Optimizer, strategy: Any, accumulated: int) -> Tensor:
+    def average(self, optimizer: torch.optim.Optimizer, strategy: Any, accumulated: int, lr: float) -> Tensor:
         """Rescale the gradient of the summed loss to that of the mean over the step, and end the step.
 
         Lightning would average means of micro-batches and of ranks, regardless of their numbers of tokens.
 
         Args:
             accumulated: As in `divisor`.
+            lr: Learning rate of the step.
 
         Returns:
             Norm of the averaged gradient.
@@ -112,7 +113,7 @@ class GradientAccumulation:
         for device in {grad.device for grad in grads}:  # several under model.max_memory
             scale_all([sharding.local(grad) for grad in grads if grad.device == device], factor.to(device))
         norm = total_norm(grads)  # before Lightning clips
-        self.finish(sums, norm, optimizer.param_groups[0]["lr"])
+        self.finish(sums, norm, lr)
         return norm
 
     def finish(self, sums: Tensor, grad_norm: Tensor, lr: float) -> None:

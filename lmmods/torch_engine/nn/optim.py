@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lmmods.core.console import say
-from lmmods.core.settings import NS_COEFFICIENTS, NS_EPS, Optimizer
+from lmmods.core.settings import NS_COEFFICIENTS, NS_EPS, Optimizer, num_layers
 from lmmods.torch_engine.compat.torch import is_plain
 from lmmods.torch_engine.nn import sharding
 
@@ -19,12 +19,16 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
 
     Weight decay applies to matrices, not to biases and norms; each parameter is in one group (`Optimizer.group_of`).
     """
-    named = [(name, p) for name, p in named_params if p.requires_grad]
-    params = [p for _, p in named]
-    groups = [{"params": [p for name, p in named if settings.group_of(name, p.ndim) == place], **own}
-              for place, own in enumerate(settings.groups())]
+    named_params = list(named_params)
+    layers = num_layers(name for name, _ in named_params)
+    params = [p for _, p in named_params if p.requires_grad]
+    groups = [{"params": [], **own} for own in settings.groups(layers)]
+    for name, param in named_params:
+        if param.requires_grad:
+            groups[settings.group_of(name, param.ndim, layers)]["params"].append(param)
     if settings.name == "muon":
-        return Muon(groups[:2], groups[2:], settings)
+        hidden = sum(settings.is_of_muon(place, layers) for place in range(len(groups)))
+        return Muon(groups[:hidden], groups[hidden:], settings)
     groups = [group for group in groups if group["params"]]
     # torch has none of these.
     if "8bit" in settings.name or settings.name.startswith("paged") or settings.name == "lion":
@@ -135,6 +139,12 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Optimizer, num_st
     """Return `Optimizer.lr_at` as a torch scheduler, stepped once per optimiser step."""
     peak = settings.lr or 1.0  # avoids division by 0; with lr 0 every factor is 0
     return LambdaLR(optimizer, lambda step: settings.lr_at(step, num_steps) / peak)
+
+
+def recipe_lr(optimizer: torch.optim.Optimizer, settings: Optimizer) -> float:
+    """Return the recipe's learning rate at this step, of which those of the groups are multiples."""
+    group = optimizer.param_groups[0]
+    return group["lr"] if group["initial_lr"] == settings.lr else group["lr"] / group["initial_lr"] * settings.lr
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

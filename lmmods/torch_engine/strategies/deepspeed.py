@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation
+from lmmods.torch_engine.nn.optim import recipe_lr
 from lmmods.torch_engine.nn.sharding import outside_blocks
 
 
@@ -134,7 +135,7 @@ class DeepSpeed(DDPStrategy):
         module, zero = self.lightning_module, self.model.optimizer
         sums = self.reduce(module.accumulation.sums(), reduce_op="sum")
         divided = GradientAccumulation.divisor(module.trainer.accumulate_grad_batches) * self.world_size
-        lr = zero.param_groups[0]["lr"]
+        lr = recipe_lr(zero, module.optimizer)
         # `GradientAccumulation.average` multiplies by divisor * world_size / weight; a loss scale divides, so it is the
         # inverse.
         divide_gradients(zero, max(sums[1].item(), 1) / divided)

@@ -27,7 +27,7 @@ from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, split_rows, tokens_per_piece
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
-from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule, follow_recipe, group_settings
+from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule, follow_recipe, group_settings, recipe_lr
 from lmmods.torch_engine.nn.stored import read_shards, waiting
 
 
@@ -166,7 +166,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         pass and before the optimiser.
         """
         accumulated, strategy = self.trainer.accumulate_grad_batches, self.trainer.strategy
-        norm = self.accumulation.average(optimizer, strategy, accumulated)
+        norm = self.accumulation.average(optimizer, strategy, accumulated, recipe_lr(optimizer, self.optimizer))
         # On a CPU the check waits for no device, so it comes before weights change. 16-mixed skips such steps itself.
         if self.device.type == "cpu" and self.trainer.precision != "16-mixed":
             self.accumulation.check_finite(self.trainer.global_step + 1, self.trainer.current_epoch)
