@@ -328,7 +328,10 @@ def _losses_of(logits: Array, targets: Array, axes: tuple[str, ...], form: Token
     log_z, smoothing = jax.nn.logsumexp(logits, axis=1), form.label_smoothing
     if smoothing:
         picked = (1 - smoothing) * picked + smoothing * logits.mean(1)
-    return log_z - picked + (form.z_loss * jnp.square(log_z) if form.z_loss else 0.0)
+    losses = log_z - picked
+    if form.dft:  # the cross-entropy is -log p
+        losses = losses * jax.lax.stop_gradient(jnp.exp(-losses))
+    return losses + (form.z_loss * jnp.square(log_z) if form.z_loss else 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -222,15 +222,18 @@ class LoRA:
 class TokenLoss(NamedTuple):
     """What training changes in the cross-entropy of tokens.
 
-    A token's loss is log Z - (1 - s) x_target - s mean(x) + z (log Z)^2, with logits x and Z = sum exp(x).
+    A token's loss is w (log Z - (1 - s) x_target - s mean(x)) + z (log Z)^2, with logits x and Z = sum exp(x). The
+    weight w is 1, or with `dft` the token's probability exp(x_target) / Z, which has no gradient.
 
     Args:
-        label_smoothing: s.
+        label_smoothing: s; 0 with `dft`.
         z_loss: z.
+        dft: Dynamic fine-tuning (Wu et al. 2025).
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    dft: bool = False
 
 
 @dataclass(frozen=True)

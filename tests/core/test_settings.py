@@ -5,7 +5,8 @@ import torch
 import transformers
 
 from lmmods.core.errors import UserError
-from lmmods.core.settings import Generation, LoRA, Optimizer
+from lmmods.core.settings import Generation, LoRA, Optimizer, TokenLoss
+from lmmods.recipe.tasks.sft import SFTFields
 
 
 def theirs(name: str, warmup: int, steps: int) -> list[float]:
@@ -58,3 +59,9 @@ def test_lr_zero_and_warmup_zero_are_honoured():
 def test_impossible_settings_are_refused_by_name(make, key):
     with pytest.raises(UserError, match=key):
         make()
+
+
+def test_dynamic_fine_tuning_takes_no_label_smoothing():
+    assert SFTFields(pretrained="x", dft=True, z_loss=1e-4).token_loss == TokenLoss(0.0, 1e-4, True)
+    with pytest.raises(UserError, match="model.label_smoothing is 0.1, but must be 0 with model.dft"):
+        SFTFields(pretrained="x", dft=True, label_smoothing=0.1)

@@ -127,7 +127,7 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
 @pytest.mark.parametrize(("name", "changes"), [
     ("SFT", {"data__init_args__pad_to_multiple_of": 48}),
     ("SFT", {**QLORA, "data__init_args__packing": True}),
-    ("SFT", {"model__init_args__neftune_alpha": 5.0, "data__init_args__packing": True}),
+    ("SFT", {"model__init_args__neftune_alpha": 5.0, "model__init_args__dft": True, "data__init_args__packing": True}),
     ("SFT", {"model__init_args__lora": {**LORA, "dora": True}, "data__init_args__group_by_length": True,
              "model__init_args__generation": {"max_new_tokens": 8, "do_sample": True, "top_p": 0.9}}),
     ("SFT", {**QLORA, "model__init_args__quantize": "fp4", "model__init_args__double_quant": False}),
@@ -145,7 +145,7 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
     ("Preference", {"model__init_args__loss": "kto"}),
     ("QA", {}),
     ("QA", QLORA),
-], ids=["sft", "sft-nf4-packed", "sft-noise-packed", "sft-dora-grouped-sampled", "sft-fp4", "clm", "clm-rslora",
+], ids=["sft", "sft-nf4-packed", "sft-noise-dft-packed", "sft-dora-grouped-sampled", "sft-fp4", "clm", "clm-rslora",
         "clm-nf4", "clm-from-scratch", "mlm", "mlm-smoothed", "mlm-nf4", "mlm-streams-mixed", "dpo-nf4", "kto", "qa",
         "qa-nf4"])
 def test_both_engines_say_the_same(both, name, changes):

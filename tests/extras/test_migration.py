@@ -352,6 +352,14 @@ def test_mixed_sets_of_llamafactory():
     assert "data.mixing" not in settings and "interleave_once has no counterpart" in draft.lost["mix_strategy"]
 
 
+def test_dynamic_fine_tuning_of_trl():
+    text = "{model_name_or_path: x, dataset_name: y, dataset_text_field: text, packing: false, loss_type: %s}"
+    settings, draft = settings_of(text % "dft")
+    assert settings["model.dft"] is True and "loss_type" not in draft.lost
+    settings, draft = settings_of(text % "nll")
+    assert "model.dft" not in settings and "loss_type" not in draft.lost
+
+
 @pytest.mark.parametrize(("text", "expected"), [
     ("{model_name_or_path: x, dataset_name: y, beta: 0.2}", {"loss": "sigmoid", "beta": 0.2, "optimizer.lr": 1e-6}),
     ("{model_name_or_path: x, dataset_name: y, loss_type: [apo_zero, sft], loss_weights: [0.5, 1.0]}",

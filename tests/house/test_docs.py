@@ -217,6 +217,8 @@ def test_tables_of_fields_are_complete_and_right(task, by_task):
         shared = {key: value for key, value in shared.items() if not key.startswith(of_decoders)}
     if not hasattr(kind, "z_loss"):  # its loss is none of tokens
         shared = {key: value for key, value in shared.items() if key not in ("model.label_smoothing", "model.z_loss")}
+    if not hasattr(kind, "dft"):
+        shared.pop("model.dft")
     assert not set(shared) & set(own)
     told_here = {key: default for key, default in {**shared, **own}.items() if default != "below"}
     wanted = {key for key, value in by_task[task].items() if not isinstance(value, dict)}

@@ -76,7 +76,8 @@ def test_token_loss_equals_torchs(labelled, form, monkeypatch):
     assert without_gradient.correct == sums.correct
 
 
-@pytest.mark.parametrize("form", [TokenLoss(0.1), TokenLoss(0.0, 0.01), TokenLoss(0.2, 0.01)], ids=str)
+@pytest.mark.parametrize("form", [TokenLoss(0.1), TokenLoss(0.0, 0.01), TokenLoss(0.2, 0.01), TokenLoss(dft=True),
+                                  TokenLoss(z_loss=0.01, dft=True)], ids=str)
 @pytest.mark.parametrize("plain", [False, True])
 def test_smoothed_losses_are_torchs(form, plain, small_chunks):
     hidden, targets, params = draw(0.4)

@@ -127,10 +127,11 @@ def test_a_head_by_hand_is_the_head_by_autograd(  # noqa: PLR0913
             torch.testing.assert_close(ours, theirs, rtol=1e-5 if exact else 2e-2, atol=1e-6 if exact else 2e-2)
 
 
-@pytest.mark.parametrize("form", [TokenLoss(0.1), TokenLoss(0.0, 0.01), TokenLoss(0.2, 0.01)], ids=str)
+@pytest.mark.parametrize("form", [TokenLoss(0.1), TokenLoss(0.0, 0.01), TokenLoss(0.2, 0.01), TokenLoss(dft=True),
+                                  TokenLoss(z_loss=0.01, dft=True)], ids=str)
 @pytest.mark.parametrize("head", ["by hand", "by autograd", "plain"])
 def test_smoothed_losses_are_transformers_and_their_formula(monkeypatch, form, head):
-    """LabelSmoother's mean over tokens; log Z squared from logsumexp."""
+    """LabelSmoother's mean over tokens; log Z squared from logsumexp; TRL's factor of `loss_type: dft`."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 61 * 5)
     monkeypatch.setattr(loss_module, "LEAST_CHUNK", 1)
     torch.manual_seed(0)
@@ -146,6 +147,10 @@ def test_smoothed_losses_are_transformers_and_their_formula(monkeypatch, form, h
     def theirs(model, x):
         logits = model(x)
         loss = LabelSmoother(epsilon=form.label_smoothing)({"logits": logits}, targets)
+        if form.dft:
+            losses = F.cross_entropy(logits[targets != IGNORED], targets[targets != IGNORED], reduction="none")
+            loss = (losses * torch.softmax(logits, -1).gather(2, targets.clamp(min=0)[..., None]).detach()[
+                targets != IGNORED].squeeze(-1)).mean()
         log_z = logits.logsumexp(-1)[targets != IGNORED]
         return loss + form.z_loss * log_z.square().mean()
 

@@ -210,5 +210,8 @@ def _take_scored(draft: Draft) -> None:
                        "rows, but all turns of conversations; here data.train_on is one choice: responses, or all.")
     else:
         draft.put("data.train_on", "responses", "assistant_only_loss" if assistant else "completion_only_loss")
-    if draft.get("loss_type", "nll") not in ("nll",):
+    kind = draft.get("loss_type", "nll")
+    if kind == "dft":
+        draft.put("model.dft", True, "loss_type")
+    elif kind not in ("nll", "chunked_nll"):
         draft.lose("loss_type", "nll: plain cross-entropy")

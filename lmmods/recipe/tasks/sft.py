@@ -4,15 +4,32 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lmmods.core.errors import UserError
+from lmmods.core.settings import TokenLoss, require
 from lmmods.recipe.tasks.base import CausalFields, ConversationFields, TokenLossFields, Usual
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SFTFields(TokenLossFields, CausalFields):
-    """Fine-tune a causal LM on instructions or chats; predict generates answers."""
+    """Fine-tune a causal LM on instructions or chats; predict generates answers.
+
+    Args:
+        dft: Dynamic fine-tuning (Wu et al. 2025): training weights the loss of each token with the token's probability,
+            so that a token has the smaller a share in the gradient the less the model expects it. See docs/tuning.md.
+    """
 
     takes: ClassVar[str] = "SFTData"
     usual: ClassVar[Usual] = Usual(prompt="Name three fruits.")
+
+    dft: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(not self.dft or self.label_smoothing == 0, "model.label_smoothing", self.label_smoothing,
+                "0 with model.dft, whose weights are of the target alone")
+
+    @property
+    def token_loss(self) -> TokenLoss:
+        return super().token_loss._replace(dft=self.dft)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -96,6 +96,8 @@ def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: T
     # Per position, as weights differ; IGNORED ones have loss and weight 0.
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none",
                              label_smoothing=form.label_smoothing)
+    if form.dft:  # the cross-entropy is -log p
+        losses = losses * torch.exp(-losses.detach())
     if form.z_loss:
         losses = losses + form.z_loss * logits.logsumexp(-1).square()
     total = (losses * weights).sum()
@@ -182,6 +184,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             losses, smoothing = -picked, form.label_smoothing
             if smoothing:
                 losses = (1 - smoothing) * losses - smoothing * log_probs.mean(-1)
+            if form.dft:
+                probabilities = picked.exp()
+                losses = losses * probabilities
             if form.z_loss:
                 log_z = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - picked
                 losses = losses + form.z_loss * log_z.square()
@@ -194,11 +199,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # Gradient of cross-entropy, softmax - one_hot, in place: autograd would make two more passes.
                 # Overwrites `log_probs`, so everything that reads them comes before.
                 grad_logits = log_probs.exp_()
-                if form.z_loss:
-                    grad_logits *= (1 + 2 * form.z_loss * log_z).unsqueeze(1)
+                # Factors of the softmax and, where `dft` weights it, of the one_hot.
+                of_target = probabilities if form.dft else 1 - smoothing
+                if form.dft or form.z_loss:
+                    grad_logits *= ((probabilities if form.dft else 1)
+                                    + (2 * form.z_loss * log_z if form.z_loss else 0)).unsqueeze(1)
                 if smoothing:
                     grad_logits -= smoothing / grad_logits.shape[-1]
-                grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= 1 - smoothing
+                grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= of_target
                 if weights is not None:
                     grad_logits *= weights[part].unsqueeze(1)
                 grad_hidden[part] = products.backward(grad_logits)  # [n, V] -> [n, H]
