@@ -53,6 +53,8 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
     overrides = {**(fields.overrides or {}), **data.network_fields}
     config = hf_config.load_config(fields.pretrained or fields.config, overrides, fields.revision,
                                    defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal))
+    if fields.pretrained and (left_out := hf_config.parts_left_out(fields.pretrained, fields.revision)):
+        say(hf_config.text_note(fields.pretrained, left_out, config.model_type))
     saved = hf_config.saved_quantization(config)
     hf_config.check_saved_quantization(saved, fields.pretrained, fields.quantize, frozen)
     in_files = saved not in (None, hf_config.MXFP4)

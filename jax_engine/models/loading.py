@@ -23,7 +23,7 @@ from lmmods.core import hub, lazy_array
 from lmmods.core.adapters import check_weights, reading_weights
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.core.hf_config import loading_notes, no_model, some
+from lmmods.core.hf_config import is_of_text_part, loading_notes, no_model, some, text_name
 from lmmods.core.lazy_array import LazyArray, Part
 
 PREFIXES = ("transformer.", "model.", "bert.", "roberta.", "albert.", "distilbert.", "electra.", "gpt_neox.",
@@ -69,7 +69,11 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
     saved: dict[Slot, dict[str, LazyArray]] = {}  # pieces of weights that are saved quantised
     copies: dict[str, tuple[Slot, LazyArray]] = {}
     problems, dropped = [], []
-    for key, value in _tensors(folder, revision):
+    tensors = list(_tensors(folder, revision))
+    has_parts = any(is_of_text_part(key) for key, _ in tensors)
+    for key, value in tensors:
+        if has_parts and (key := text_name(key)) is None:
+            continue  # of a part that is left out
         # A tensor may be a piece of a quantised weight (codes, scales), or one expert's part of a stacked matrix.
         owner, piece = mxfp4.piece_of(key) or piece_of(key)
         owner, part = expert_files.whole(network.family, owner)

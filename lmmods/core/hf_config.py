@@ -1,6 +1,7 @@
 """transformers' configurations, for both engines: loading, overriding and reading them."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ COUNT_FROM_PADDING = ("roberta", "camembert", "data2vec-text", "mpnet", "longfor
 
 def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None = None, revision: str | None = None,
                 trust_remote_code: bool = False, defaults: dict[str, Any] | None = None) -> Any:
-    """Load the configuration of a model and override fields.
+    """Load the configuration of a model and override fields; of a checkpoint with images or sound, that of its text.
 
     Args:
         source: Folder or hub id of a model or configuration, or `{model_type: llama, hidden_size: 256, ...}`.
@@ -29,6 +30,7 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
         # a copy, because transformers fills defaults into nested mappings
         return _new_config(copy.deepcopy({**(defaults or {}), **source, **(overrides or {})}))
     config = _read_config(source, revision, trust_remote_code)
+    config = text_part(config) or config
     _check_fields(config, overrides or {})
     from huggingface_hub.errors import StrictDataclassError
 
@@ -66,6 +68,62 @@ def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> An
             raise UserError(f"model.pretrained: {Path(name) / 'config.json'} cannot be used: {one_line(error)}"
                             ) from error
         raise no_model(name, error) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints of text and other inputs, such as images: the text network inside is loaded alone.
+
+# Names in their files (patterns), to those of the text network. Older files have the first two.
+TEXT_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^language_model\.model\.": "model.",
+              r"^model\.language_model\.": "model."}
+_HEADS_FOR_TEXT = ("ForConditionalGeneration", "ForCausalLM")
+
+
+def text_part(config: Any) -> Any | None:
+    """Return the configuration of the text network inside a checkpoint that takes other inputs too.
+
+    None if it takes only text, if transformers has no causal model of the text alone, or if the checkpoint has a head
+    for labels.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = getattr(config, "text_config", None)
+    if getattr(text, "model_type", None) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    if not all(name.endswith(_HEADS_FOR_TEXT) for name in config.architectures or ()):
+        return None
+    text = copy.deepcopy(text)
+    # transformers goes by the whole checkpoint's field, and text_config may have another default.
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    if (saved := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = saved
+    return text
+
+
+def parts_left_out(name: str, revision: str | None = None, trust_remote_code: bool = False) -> list[str]:
+    """Return the parts of a checkpoint that are not loaded, such as `vision`; [] if all of it is a text network."""
+    config = _read_config(name, revision, trust_remote_code)
+    if text_part(config) is None:
+        return []
+    return sorted(key.removesuffix("_config") for key in config.sub_configs
+                  if key != "text_config" and getattr(config, key, None) is not None)
+
+
+def text_note(name: str, parts: list[str], model_type: str) -> str:
+    """Message about the parts of a checkpoint that are left out."""
+    return (f"{name} has parts other than text ({', '.join(parts)}): they are left out, and its text network "
+            f"({model_type}) is loaded and saved alone.")
+
+
+def is_of_text_part(name: str) -> bool:
+    """True for the name of a weight of the text network in a checkpoint with other parts, except a plain `lm_head`."""
+    return any(re.match(old, name) for old in TEXT_NAMES)
+
+
+def text_name(name: str) -> str | None:
+    """Return the text network's name of a weight in a checkpoint with other parts; None if it belongs to those."""
+    found = next((re.sub(old, new, name) for old, new in TEXT_NAMES.items() if re.match(old, name)), name)
+    return found if is_of_text_part(name) or name.startswith("lm_head.") else None
 
 
 def no_model(name: str, error: Exception) -> UserError:

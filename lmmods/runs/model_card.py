@@ -13,6 +13,7 @@ from lmmods.core.console import warn
 from lmmods.core.errors import UserError, one_line
 from lmmods.core.files import read_text
 from lmmods.core.generation_config import GENERATION_CONFIG, exported_generation
+from lmmods.core.hf_config import TEXT_NAMES, parts_left_out
 from lmmods.core.markdown import code, escaped, fenced
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.hooks import TaskHooks
@@ -38,7 +39,7 @@ model.config.pad_token_id = None
 
 
 def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str, is_chat: bool = False,
-               labels: dict[str, Any] | None = None) -> str:
+               labels: dict[str, Any] | None = None, has_parts: bool = False) -> str:
     """Return Markdown with the metadata block that the Hugging Face hub reads: base, how to load, data, metrics,
     recipe.
 
@@ -50,6 +51,7 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
         auto_class: transformers' class that loads it.
         is_chat: True if its tokenizer has the chat template that it was trained with.
         labels: Fields of the configuration that say what the head's outputs are, if it is no vocabulary's.
+        has_parts: The base has parts other than text, which were left out.
     """
     text = folder.config.read_text(encoding="utf-8") if folder.config.exists() else ""
     recipe = yaml.load(text, Loader=Loader) or {}
@@ -60,7 +62,7 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
         f"---\n{_front_matter(folder.root.name, recipe, metrics, base, is_adapter, auto_class)}---",
         f"# {escaped(folder.root.name)}",
         " ".join(filter(None, [_origin(shown_base, is_adapter), _method(recipe)[1]])),
-        how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat, labels),
+        how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat, labels, has_parts),
     ]
     if any(source.get(ENDS_IN_PADDING) for source in report.get("sources", {}).values()):
         parts.append(POOLING)
@@ -142,8 +144,8 @@ def _paths(source: Any) -> list[str]:
     return [NAMED_SETS.get(path, path) for path in paths]
 
 
-def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, labels: dict[str, Any] | None = None
-                ) -> str:
+def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, labels: dict[str, Any] | None = None,
+                has_parts: bool = False) -> str:
     """Return the card's section with code that loads the model, and prompts it if it is a chat model.
 
     Args:
@@ -151,7 +153,7 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, 
         base: Base of an adapter, as a reader would name it; None if the folder holds a whole model.
         auto_class: transformers' class that loads it.
         is_chat: True if its tokenizer has a chat template.
-        labels: As in `model_card`.
+        labels: As in `model_card`. has_parts: The same.
     """
     repo = recipe.get("publish", {}).get("repo")
     generates = base is not None and _pipeline_tag(auto_class) == "text-generation"
@@ -166,6 +168,13 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, 
         given = {key: options[key] for key in ("revision", "trust_remote_code") if options.get(key)} | (labels or {})
         chosen = "".join(f", {key}={value!r}" for key, value in given.items())
         quoted = json.dumps(base, ensure_ascii=False)
+        if has_parts:
+            # The adapter's names are those of the text network alone.
+            source = "".join(f", {key}={given[key]!r}" for key in ("revision", "trust_remote_code") if key in given)
+            lines = ["from transformers import AutoConfig", *lines,
+                     f"whole = AutoConfig.from_pretrained({quoted}{source})", "text = whole.text_config",
+                     f"text.update({{'tie_word_embeddings': whole.tie_word_embeddings, **{labels or {}!r}}})"]
+            chosen = f"{source}, config=text, key_mapping={TEXT_NAMES!r}"
         lines = ["from peft import PeftModel", *lines, f"base = {auto_class}.from_pretrained({quoted}{chosen})",
                  "if len(tokenizer) > base.get_input_embeddings().num_embeddings:",
                  "    base.resize_token_embeddings(len(tokenizer))",
@@ -333,7 +342,8 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
             task.generation, base, data.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id))
     network = {**(task.overrides or {}), **data.network_fields}
     labels = {key: network[key] for key in ("num_labels", "id2label", "label2id") if key in network}
-    card = model_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None, labels)
+    card = model_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None, labels,
+                      bool(task.pretrained and parts_left_out(task.pretrained, task.revision, task.trust_remote_code)))
     (folder / "README.md").write_text(card, encoding="utf-8")
     draw_curves(run.metrics_csv, folder / "loss.png")
 

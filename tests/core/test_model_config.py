@@ -6,7 +6,8 @@ import pytest
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.core.hf_config import known_fields, load_config
+from lmmods.core.hf_config import known_fields, load_config, parts_left_out, saved_quantization, text_name
+from tests.image_models import KINDS
 
 
 @pytest.mark.parametrize(("fields", "told"), [
@@ -105,3 +106,38 @@ def test_impossible_network_sizes_are_errors(recipe, llama_folder, capfd):
 def test_null_where_a_value_is_needed_is_an_error(recipe, key, capfd):
     assert main(["fit", *recipe(**{key.replace(".", "__"): None})]) == 2
     assert f"{key} is " in (said := capfd.readouterr().err) and "but must be set" in said
+
+
+def whole_config(model_type, folder, **fields):
+    """The folder with the configuration of a model of images and text."""
+    from transformers import CONFIG_MAPPING
+
+    CONFIG_MAPPING[model_type](**KINDS[model_type] | fields).save_pretrained(folder)
+    return str(folder)
+
+
+def test_of_a_configuration_with_images_the_text_is_read(tmp_path):
+    codes = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    folder = whole_config("qwen3_5", tmp_path, quantization_config=codes, architectures=["Qwen3_5ForCausalLM"])
+    config = load_config(folder, {"num_hidden_layers": 3})
+    assert (config.model_type, config.num_hidden_layers) == ("qwen3_5_text", 3)
+    assert config.tie_word_embeddings and saved_quantization(config) == "nf4"
+    assert parts_left_out(folder) == ["vision"]
+
+
+@pytest.mark.parametrize(("model_type", "fields"), [
+    ("gemma3", {"architectures": ["Gemma3ForSequenceClassification"]}),  # with a head for labels
+    ("llama", {}), ("qwen3_vl", {})])  # without other parts; without a class for the text alone
+def test_other_configurations_are_read_whole(model_type, fields, tmp_path):
+    from transformers import CONFIG_MAPPING
+
+    CONFIG_MAPPING[model_type](**fields).save_pretrained(tmp_path)
+    assert load_config(str(tmp_path)).model_type == model_type and parts_left_out(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("name", "wanted"), [
+    ("language_model.model.norm.weight", "model.norm.weight"), ("language_model.lm_head.weight", "lm_head.weight"),
+    ("model.language_model.norm.weight", "model.norm.weight"), ("lm_head.weight", "lm_head.weight"),
+    ("model.visual.norm.weight", None), ("vision_tower.norm.weight", None), ("mtp.norm.weight", None)])
+def test_names_of_the_text(name, wanted):
+    assert text_name(name) == wanted

@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from transformers import BertConfig, BertModel
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, BertConfig, BertModel
 
 from lmmods.cli import main
 from lmmods.runs.folder import RunFolder, write_json, write_text
@@ -18,6 +19,7 @@ from lmmods.runs.model_card import model_card
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
+from tests.image_models import save_image_model
 
 PART = {"rows": 9, "tokens": 90, "length": {"median": 10.0, "max": 12},
         "padding_share": {"shuffled": 0.1, "group_by_length": 0.05}}
@@ -211,3 +213,22 @@ def test_the_card_says_how_to_load_the_model(task, lora, recipe, tmp_path, bert_
     if lora:
         adapter = json.loads((folder / "adapter_config.json").read_text())
         assert adapter["r"] == 2
+
+
+def test_the_card_loads_the_text_of_a_base_with_images(recipe, tmp_path, tokenizer_folder, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    save_image_model("gemma3", tmp_path / "base", len(tokenizer))
+    tokenizer.save_pretrained(tmp_path / "base")
+    assert main(["fit", *recipe(model__init_args__pretrained=str(tmp_path / "base"), trainer__max_steps=1,
+                                model__init_args__quantize=None, trainer__limit_val_batches=0)]) == 0
+    folder = tmp_path / "run" / "model"
+    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    (folder / "base").symlink_to(tmp_path / "base")
+    monkeypatch.chdir(folder)
+    found: dict = {}
+    exec(code, found)  # noqa: S102 - the point of the test
+    saved = load_file(folder / "adapter_model.safetensors")
+    loaded = {name: param for name, param in found["model"].named_parameters() if "lora_" in name}
+    assert {name.replace(".default", "") for name in loaded} == saved.keys()
+    assert all(torch.equal(param, saved[name.replace(".default", "")]) for name, param in loaded.items())
+    assert type(found["model"].get_base_model()).__name__ == "Gemma3ForCausalLM"

@@ -19,8 +19,8 @@ def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype 
     """
     # New embedding rows need not be saved: they are the mean of the old ones, or, if they train, part of the adapter.
     # By default transformers writes weights under the names they were read from. It could not read these back if
-    # `base_names` mapped them, or if they name MXFP4 codes (5.23).
-    keeps_names = _is_renamed(model) or getattr(model, "is_unpacked", False)
+    # `load_pretrained` mapped them, or if they name MXFP4 codes (5.23).
+    keeps_names = _is_renamed(model) or getattr(model, "maps_names", False)
     options = {"save_embedding_layers": False} if adapter_only else {"save_original_format": not keeps_names}
     sharded = any(sharding.is_cut(param) for param in model.parameters())
     if sharded:

@@ -16,11 +16,15 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import note_quantized
 from lmmods.core.hf_config import (
     MXFP4,
+    TEXT_NAMES,
     check_saved_quantization,
     load_config,
     loading_notes,
     new_rows_message,
+    parts_left_out,
     saved_quantization,
+    text_name,
+    text_note,
 )
 from lmmods.core.initialization import mean_row
 from lmmods.core.lazy_array import LazyArray
@@ -76,6 +80,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     if trust_remote_code:
         warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
     config = load_config(pretrained, overrides, revision, trust_remote_code)
+    if left_out := parts_left_out(pretrained, revision, trust_remote_code):
+        say(text_note(pretrained, left_out, config.model_type))
     answers, is_new = auto_class.__name__ == "AutoModelForQuestionAnswering", auto_class.__name__.endswith(NEW_HEADS)
     # A new head trains in full; transformers itself leaves only vocabulary heads unquantised.
     skip = list(ANSWER_HEADS) if answers else None
@@ -101,7 +107,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                             "that it was made of in model.pretrained, with model.quantize.")
         return _outlined(auto_class, config, stored, attention, trust_remote_code, options.get("quantization_config"),
                          frozen and precision != "bf16-true")
-    options |= {"key_mapping": base_names(config)} if answers else {}
+    names = (TEXT_NAMES if left_out else {}) | (base_names(config) if answers else {})
+    options |= {"key_mapping": names} if names else {}
     options |= {"ignore_mismatched_sizes": True} if is_new else {}
     if quantize in ("nf4", "fp4"):
         quantize_in_chunks()
@@ -128,7 +135,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         raise UserError(f"model.pretrained: {pretrained} lacks {len(missing)} weights of {type(model).__name__}, among "
                         f"them {', '.join(missing[:3])}: its config.json is of another architecture, or files are "
                         "missing. Fetch it again.")
-    for line in loading_notes(pretrained, list(found["missing_keys"]), list(found["unexpected_keys"])):
+    unneeded = [name for name in found["unexpected_keys"] if not left_out or text_name(name) is not None]
+    for line in loading_notes(pretrained, list(found["missing_keys"]), unneeded):
         say(line)
     note_quantized(config, saved if is_packed else quantize, in_files=is_packed)
     pack(model, states)
@@ -136,7 +144,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     multiply_by_matrices(model)
     if max_memory is not None:
         keep_in_place(model, max_memory)
-    model.is_unpacked = saved == MXFP4  # read by `export.save`
+    model.maps_names = bool(names) or saved == MXFP4  # read by `export.save`
     if is_packed:  # from_pretrained leaves the other weights of a quantised folder in the dtype they were saved in
         for param in model.parameters():
             if type(param) is nn.Parameter and param.is_floating_point():

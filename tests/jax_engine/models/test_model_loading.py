@@ -15,6 +15,7 @@ from jax_engine.distributed.tree import flatten
 from jax_engine.models import hub, loading
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
+from tests.image_models import save_image_model
 
 
 def rewritten(ref, folder, change):
@@ -155,3 +156,13 @@ def test_folders_without_weights_or_config(make_ref, tmp_path):
     next(tmp_path.glob("model-00002*")).unlink()
     with pytest.raises(UserError, match="model-00002"):
         loading.load(ref.net, str(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "mistral3"])
+def test_of_checkpoints_with_images_the_text_is_loaded(model_type, tmp_path, capsys):
+    text = save_image_model(model_type, tmp_path).model.language_model
+    network = hub.network(load_config(str(tmp_path)), "causal")
+    found = network.to_torch(loading.load(network, str(tmp_path)))
+    assert found.keys() == {f"model.{name}" for name, _ in text.named_parameters()}
+    assert all(np.array_equal(found[f"model.{name}"], param.detach()) for name, param in text.named_parameters())
+    assert capsys.readouterr().out == ""
