@@ -89,13 +89,21 @@ class FinishedRun:
         """Command-line option that named the run, for messages."""
         return f"--run {self.folder.root}"
 
+    def config(self):
+        """Return the configuration of the adapter's base, or of the whole model."""
+        from lmmods.core.hf_config import load_config
+
+        if not self.has_adapter:
+            return load_config(str(self.folder.model), trust_remote_code=self.trust_remote_code)
+        return load_config(self.pretrained, None, self.revision, self.trust_remote_code)
+
     def saved_quantization(self) -> str | None:
         """Return the quantisation method of the saved base; None if it loads as plain weights."""
-        from lmmods.core.hf_config import MXFP4, load_config, saved_quantization
+        from lmmods.core.hf_config import MXFP4, saved_quantization
 
         if not self.has_adapter:
             return None
-        saved = saved_quantization(load_config(self.pretrained, None, self.revision, self.trust_remote_code))
+        saved = saved_quantization(self.config())
         return None if saved == MXFP4 else saved
 
     def unpack(self):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmmods.commands.exported_model import FinishedRun, copy_dequantized
+from lmmods.commands.gguf_file import GGUFType, check_architecture, require_gguf, write_gguf
 from lmmods.core.adapters import fitting_adapter
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG
@@ -24,7 +25,7 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
 def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequantized", dtype: DTypeName = "float32",
-          threshold: float = 0.02, force: bool = False, overwrite: bool = False) -> None:
+          threshold: float = 0.02, force: bool = False, overwrite: bool = False, gguf: GGUFType | None = None) -> None:
     """Merge a run's adapter into freshly loaded base weights and write a plain Hugging Face folder.
 
     Args:
@@ -36,6 +37,7 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
         threshold: Refuse when the largest difference of a logit, as a share of the largest logit, is above this.
         force: Write although the difference is above `threshold`.
         overwrite: Replace what `out` holds.
+        gguf: Also write the model as `model.gguf`, for llama.cpp and Ollama, with matrices of this type.
     """
 
     out_folder = Path(out)
@@ -50,6 +52,9 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
     if saved and base == "original":
         raise UserError(f"--base original: {recipe.pretrained} is saved in {saved}, so there is no original here. "
                         "Leave --base out.")
+    if gguf:
+        require_gguf()
+        check_architecture(recipe.config().model_type)
     reference = _reference(recipe)
     chosen, report = None, []
     for kind in ("dequantized", "original") if recipe.quantize and not saved else (base,):
@@ -72,6 +77,12 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
         shutil.copyfile(recipe.folder.model / GENERATION_CONFIG, temporary / GENERATION_CONFIG)
     card = _card(recipe, base, report, reference.tokenizer.chat_template is not None)
     (temporary / "README.md").write_text(card, encoding="utf-8")
+    if gguf:
+        try:
+            write_gguf(temporary, temporary / GGUF_FILE, gguf, out_folder.resolve().name)
+        except UserError:
+            shutil.rmtree(temporary)
+            raise
     data = read_recipe(recipe.folder.config)["data"]["init_args"]
     if text := modelfile(temporary, reference.tokenizer, data.get("system_prompt"), data.get("chat_template_kwargs")):
         (temporary / MODELFILE).write_text(text, encoding="utf-8")
@@ -170,6 +181,7 @@ def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]], i
 # form the Go template. Otherwise no Modelfile is written, as a merely similar prompt would degrade answers silently.
 
 MODELFILE = "Modelfile"
+GGUF_FILE = "model.gguf"
 Render = Callable[[list[dict[str, str]]], str]
 
 # Architecture in config.json -> programs that support it, for every supported causal family. Sources, as registered
@@ -299,7 +311,8 @@ def modelfile(folder: Path, tokenizer: Any, system: str | None, template_kwargs:
     programs = _programs(folder)
     if not programs & {"llama.cpp", "Ollama"}:
         return None
-    lines = ["FROM ." if "Ollama" in programs else "FROM ./model.gguf"]
+    from_weights = "Ollama" in programs and not (folder / GGUF_FILE).is_file()
+    lines = ["FROM ." if from_weights else f"FROM ./{GGUF_FILE}"]
     if tokenizer.chat_template is None:
         lines.append("# This model continues texts: it has no chat template.")
     elif layout := _layout(folder, tokenizer, template_kwargs or {}):
@@ -360,16 +373,16 @@ def serving_lines(folder: Path) -> str:
     """Return the command lines to chat with, serve and convert a merged model in the programs that support it."""
     programs, path = _programs(folder), shlex.quote(str(folder))
     name = re.sub(r"[^a-z0-9._-]+", "-", folder.resolve().name.lower()).strip("-._") or "model"
-    gguf, file = shlex.quote(str(folder / "model.gguf")), shlex.quote(str(folder / MODELFILE))
+    gguf, file = shlex.quote(str(folder / GGUF_FILE)), shlex.quote(str(folder / MODELFILE))
     lines = [("chat", f"python train.py chat --model {path}"), ("transformers", f"transformers serve {path}")]
     if "vLLM" in programs:
         lines.append(("vLLM", f"vllm serve {path}"))
     if "SGLang" in programs:
         lines.append(("SGLang", f"sglang serve --model-path {path}"))
     if "llama.cpp" in programs:
-        lines += [("llama.cpp", f"python convert_hf_to_gguf.py {path} --outfile {gguf}"),
-                  ("", f"llama-server -m {gguf}")]
+        converts = [] if (folder / GGUF_FILE).is_file() else [f"python convert_hf_to_gguf.py {path} --outfile {gguf}"]
+        lines += zip(("llama.cpp", ""), [*converts, f"llama-server -m {gguf}"])
     if (folder / MODELFILE).is_file():
-        first = "" if "Ollama" in programs else "   (after llama.cpp's converter)"
+        first = "" if "Ollama" in programs or (folder / GGUF_FILE).is_file() else "   (after llama.cpp's converter)"
         lines.append(("Ollama", f"ollama create {name} -f {file}{first}"))
     return "\n".join(f"  {program:<13} {line}" for program, line in lines)

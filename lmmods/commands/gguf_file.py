@@ -1,0 +1,451 @@
+"""A model folder of transformers as one GGUF file, which llama.cpp and the programs on top of it read.
+
+Facts about the format: names of tensors and keys from the package `gguf`; what a reader computes for an architecture,
+and how it splits text into tokens, from llama.cpp (src/models, src/llama-vocab.cpp). A model for which they compute
+something else than transformers does is refused.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lmmods.core.errors import UserError
+from lmmods.core.generation_config import GENERATION_CONFIG
+
+GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
+BLOCK = 32  # weights of a row that share a scale in q8_0
+
+
+def _no_condition(config: Any) -> str | None:
+    return None
+
+
+def _rope_in_three_of_four_layers(config: Any) -> str | None:
+    expected = [int((layer + 1) % 4 != 0) for layer in range(config.num_hidden_layers)]
+    return None if list(config.no_rope_layers) == expected else "no_rope_layers other than every fourth"
+
+
+def _gemma_attention(period: int, largest: int) -> Callable[[Any], str | None]:
+    """Return the check of a Gemma whose every `period`-th layer sees all positions.
+
+    Args:
+        largest: Layers of the model in which the scale of the scores is derived from the hidden size.
+    """
+    def check(config: Any) -> str | None:
+        kinds = ["sliding_attention" if (layer + 1) % period else "full_attention"
+                 for layer in range(config.num_hidden_layers)]
+        if list(config.layer_types) != kinds:
+            return f"layer_types other than full attention in every layer of number {period}"
+        of_width = config.num_hidden_layers == largest
+        scale = config.hidden_size // config.num_attention_heads if of_width else config.head_dim
+        return None if config.query_pre_attn_scalar == scale else f"query_pre_attn_scalar other than {scale}"
+
+    return check
+
+
+@dataclass(frozen=True)
+class Family:
+    """How an architecture is stored, and what it must be.
+
+    Args:
+        name: llama.cpp's name of the architecture.
+        activation: Of the feed-forward network.
+        interleaved: True if the rows of queries and keys are stored in the order in which rotary pairs are adjacent.
+        all_biases: True if every matrix may have a bias; queries, keys and values alone otherwise.
+        one_plus: True if the network scales by 1 + the weight of a norm; the file has the sum.
+        llama3_rope: True if the frequencies of RoPE may be scaled one by one.
+        has_window: True if the reader knows sliding windows.
+        unsupported: Returns what the reader would compute differently, None if there is nothing.
+    """
+
+    name: str
+    activation: str = "silu"
+    interleaved: bool = False
+    all_biases: bool = False
+    one_plus: bool = False
+    llama3_rope: bool = False
+    has_window: bool = False
+    unsupported: Callable[[Any], str | None] = _no_condition
+
+
+LLAMA = Family("llama", interleaved=True, all_biases=True, llama3_rope=True)
+GELU = "gelu_pytorch_tanh"
+FAMILIES = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": Family("qwen2"),
+    "Qwen3ForCausalLM": Family("qwen3"),
+    "SmolLM3ForCausalLM": Family("smollm3", interleaved=True, unsupported=_rope_in_three_of_four_layers),
+    "GemmaForCausalLM": Family("gemma", GELU, one_plus=True),
+    "Gemma2ForCausalLM": Family("gemma2", GELU, one_plus=True, has_window=True, unsupported=_gemma_attention(2, 46)),
+    "Gemma3ForCausalLM": Family("gemma3", GELU, one_plus=True, has_window=True, unsupported=_gemma_attention(6, 62)),
+}
+
+
+def require_gguf() -> None:
+    """Raises UserError: the package `gguf` is missing."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"--gguf needs the package gguf ({error}). Install it: pip install -e '.[gguf]'") from error
+
+
+def check_architecture(model_type: str) -> None:
+    """Raises UserError: the causal models of this type are not written."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, model_type)
+    if architecture not in FAMILIES:
+        raise UserError(f"--gguf: {architecture} is not one of {', '.join(FAMILIES)}. {CONVERTER}")
+
+
+CONVERTER = ("Leave --gguf out, and convert the folder that merge writes with llama.cpp's "
+             "`python convert_hf_to_gguf.py FOLDER --outfile model.gguf`.")
+
+
+def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
+    """Write a model folder as a GGUF file, one tensor in memory at a time.
+
+    Args:
+        folder: Weights, configuration and tokenizer, as transformers saves them.
+        kind: Type of the matrices; vectors are float32. In q8_0, rows that are no multiple of 32 are f16.
+        name: Of the model, in the file.
+
+    Raises:
+        UserError: A reader of the file would compute or tokenize something else; or a weight is too large for f16.
+    """
+    import gguf
+    from transformers import AutoConfig, AutoTokenizer
+
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    family = FAMILIES[config.architectures[0]]
+    writer = gguf.GGUFWriter(path, family.name)
+    writer.add_name(name)
+    file_types = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+    writer.add_file_type(getattr(gguf.LlamaFileType, file_types[kind]))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    try:
+        _add_sizes(writer, family, config)
+        _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")), tokenizer,
+                       config.vocab_size)
+        _add_ends(writer, folder, tokenizer)
+        tensors = list(_tensors(folder, family, config, kind))
+    except _Unsupported as error:
+        raise UserError(f"--gguf: llama.cpp has no equal of this model's {error}. {CONVERTER}") from error
+    for stored in tensors:
+        in_bytes = gguf.quant_shape_to_byte_shape(stored.shape, stored.kind)
+        writer.add_tensor_info(stored.name, in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), stored.kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for stored in tensors:
+        writer.write_tensor_data(gguf.quants.quantize(stored.read(), stored.kind))
+    writer.close()
+
+
+class _Unsupported(Exception):
+    """Holds what the reader of the file has no equal of."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sizes and constants
+
+
+def _add_sizes(writer: Any, family: Family, config: Any) -> None:
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation != family.activation:
+        raise _Unsupported(f"activation {activation}")
+    if reason := family.unsupported(config):
+        raise _Unsupported(reason)
+    head_dim = _head_dim(config)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(_context(family, config))
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(head_dim)
+    if family.has_window:
+        writer.add_sliding_window(config.sliding_window)
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if (cap := getattr(config, key, None)) is not None:
+                if family.name == "gemma3" and key == "attn_logit_softcapping":
+                    raise _Unsupported(key)
+                getattr(writer, f"add_{key}")(cap)
+            elif family.name == "gemma2":
+                raise _Unsupported(f"missing {key}")
+    _add_rope(writer, family, config)
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _context(family: Family, config: Any) -> int:
+    """Positions within which reader and transformers compute the same: those of a window that the reader lacks."""
+    window = None if family.has_window else getattr(config, "sliding_window", None)
+    return min(config.max_position_embeddings, window or config.max_position_embeddings)
+
+
+def _add_rope(writer: Any, family: Family, config: Any) -> None:
+    import gguf
+
+    ropes = config.rope_parameters
+    rope = ropes.get("full_attention", ropes)
+    kind = rope.get("rope_type", "default")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _Unsupported("partial_rotary_factor")
+    if kind not in ("default", "linear", *(["llama3"] if family.llama3_rope else [])):
+        raise _Unsupported(f"rope_type {kind}")
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if local := ropes.get("sliding_attention"):
+        if local.get("rope_type", "default") != "default":
+            raise _Unsupported("scaled rope of sliding layers")
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+
+
+def _rope_divisors(config: Any) -> Any:
+    """Divisors of the frequencies of RoPE scaled as in Llama 3, float32 [head_dim / 2]."""
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, _head_dim(config), 2).double()
+                                                      / _head_dim(config))
+    return (plain / scaled.double()).float().numpy()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+@dataclass
+class _Stored:
+    """A tensor of the file.
+
+    Args:
+        kind: gguf's type.
+        read: Returns the values, float32.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Any
+    read: Callable[[], Any]
+
+
+def _tensors(folder: Path, family: Family, config: Any, kind: GGUFType) -> Iterator[_Stored]:
+    import gguf
+    from safetensors import safe_open
+
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    if config.rope_parameters.get("rope_type") == "llama3":
+        divisors = _rope_divisors(config)
+        yield _Stored("rope_freqs.weight", divisors.shape, gguf.GGMLQuantizationType.F32, lambda: divisors)
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            for source in sorted(weights.keys()):
+                if source == "lm_head.weight" and config.tie_word_embeddings:
+                    continue
+                target = names.get_name(source, (".weight", ".bias"))
+                if target is None or target.endswith(".bias") and not _has_bias(family, target):
+                    raise _Unsupported(f"weight {source}")
+                shape = tuple(weights.get_slice(source).get_shape())
+                yield _Stored(target, shape, _kind(kind, shape), _reader(file, source, family, config, kind))
+
+
+def _has_bias(family: Family, target: str) -> bool:
+    return family.all_biases or target.split(".")[-2] in ("attn_q", "attn_k", "attn_v")
+
+
+def _kind(kind: GGUFType, shape: tuple[int, ...]) -> Any:
+    """Return gguf's type of a tensor."""
+    from gguf import GGMLQuantizationType
+
+    if len(shape) == 1:
+        return GGMLQuantizationType.F32
+    return GGMLQuantizationType["F16" if kind == "q8_0" and shape[-1] % BLOCK else kind.upper()]
+
+
+def _reader(file: Path, source: str, family: Family, config: Any, kind: GGUFType) -> Callable[[], Any]:
+    """Return a function that reads a tensor as the file has it."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+
+    def read() -> Any:
+        from safetensors import safe_open
+
+        with safe_open(file, "pt") as weights:
+            tensor = weights.get_tensor(source).float()
+        if family.one_plus and source.endswith("norm.weight"):
+            tensor = tensor + 1
+        count = heads.get(source.split(".")[-2])
+        if family.interleaved and count is not None:
+            # rows of a head: (halves, pairs) -> (pairs, halves)
+            tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if kind in ("f16", "q8_0") and tensor.ndim > 1 and tensor.abs().max() > 65504:
+            raise UserError(f"--gguf {kind}: {source} has weights beyond 65504, the largest number of float16. Choose "
+                            "bf16 or f32.")
+        return tensor.contiguous().numpy()
+
+    return read
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+#
+# llama.cpp knows two ways of merging: byte-level BPE by the rank of merges, with a named regular expression that
+# splits text into words; and SentencePiece's, which merges neighbours whose union has the highest score.
+
+LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Name in llama.cpp -> regular expression, and whether a word of the vocabulary is taken without merging.
+WORDS = {
+    "llama-bpe": (LETTERS + r"\p{N}{1,3}" + OTHERS, True),
+    "smaug-bpe": (LETTERS + r"\p{N}{1,3}" + OTHERS, False),
+    "qwen2": (LETTERS + r"\p{N}" + OTHERS, False),
+}
+SPACE = "\u2581"  # SentencePiece's space
+
+
+def _add_tokenizer(writer: Any, saved: dict[str, Any], tokenizer: Any, size: int) -> None:
+    """Add vocabulary, merges, special tokens and chat template.
+
+    Args:
+        saved: Content of tokenizer.json.
+        size: Rows of the embedding.
+    """
+    from gguf import TokenType
+
+    model = saved["model"]
+    if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        raise _Unsupported(f"tokenizer ({model['type']})")
+    tokens = [f"[PAD{index}]" for index in range(size)]
+    types = [TokenType.UNUSED] * size
+    by_bytes = bool(model.get("byte_fallback"))
+    for token, index in model["vocab"].items():
+        tokens[index], types[index] = token, TokenType.NORMAL
+        if by_bytes and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            types[index] = TokenType.BYTE
+    for added in saved["added_tokens"]:
+        if added["lstrip"] or added["rstrip"] or added["single_word"]:
+            raise _Unsupported(f"token {added['content']}, which takes spaces with it or stands for whole words alone")
+        index, text = added["id"], added["content"]
+        # Such tokens are found in the text itself, before spaces are escaped.
+        tokens[index] = text if added["special"] or not by_bytes else text.replace(SPACE, " ")
+        types[index] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+        if by_bytes and text == model.get("unk_token"):
+            types[index] = TokenType.UNKNOWN
+    merges = [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"]]
+    if by_bytes:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores(_scores(tokens, types, model["vocab"], merges))
+        writer.add_add_space_prefix(_begins_with_space(saved))
+    else:
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        if not model["vocab"].keys() >= set(ByteLevel.alphabet()):
+            raise _Unsupported("tokenizer: it has no token for some bytes")
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_words(saved))
+        writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for role in ("bos", "unk", "pad"):
+        if (index := getattr(tokenizer, f"{role}_token_id")) is not None:
+            getattr(writer, f"add_{role}_token_id")(index)
+    plain, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    begins, ends = whole == [tokenizer.bos_token_id, *plain], whole == [*plain, tokenizer.eos_token_id]
+    both = whole == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]
+    if not (begins or ends or both or whole == plain):
+        raise _Unsupported("tokens around a text")
+    writer.add_add_bos_token(begins or both)
+    writer.add_add_eos_token(ends or both)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.get_chat_template())
+
+
+def _words(saved: dict[str, Any]) -> str:
+    """Return llama.cpp's name of a byte-level tokenizer's way of splitting text into words."""
+    step = saved["pre_tokenizer"] or {}
+    first, last = (step["pretokenizers"] if step.get("type") == "Sequence" and len(step["pretokenizers"]) == 2
+                   else [None, step])
+    # Text in Unicode's form NFC, which nearly all text is in, is not changed by the normaliser of that name.
+    if (saved["normalizer"] or {"type": "NFC"})["type"] != "NFC" or last.get("type") != "ByteLevel" or (
+            last["add_prefix_space"]):
+        raise _Unsupported("tokenizer: its normalizer or pre_tokenizer")
+    whole_words, by_regex = bool(saved["model"].get("ignore_merges")), last.get("use_regex", True)
+    if by_regex and not whole_words:
+        if first is None:
+            return "gpt-2"
+        if first == {"type": "Digits", "individual_digits": True}:
+            return "smollm"
+    if not by_regex and first is not None and first["type"] == "Split":
+        found = first["pattern"].get("Regex"), whole_words
+        for name, known in WORDS.items():
+            if found == known and first["behavior"] == "Isolated" and not first["invert"]:
+                return name
+    raise _Unsupported("tokenizer: its pre_tokenizer")
+
+
+def _begins_with_space(saved: dict[str, Any]) -> bool:
+    """Return True if a tokenizer of SentencePiece's kind puts a space in front of text, and after special tokens."""
+    normalizer, step = saved["normalizer"] or {}, saved["pre_tokenizer"]
+    steps = normalizer.get("normalizers", [normalizer])
+    prepends = {"type": "Prepend", "prepend": SPACE} in steps
+    if step is not None and step["type"] == "Metaspace" and not normalizer:
+        if step.get("split") is False and step["prepend_scheme"] in ("always", "never"):
+            return step["prepend_scheme"] == "always"
+    elif step is None or step["type"] == "Split" and step["pattern"] == {"String": " "}:  # no spaces are left to split
+        escape = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+        if [each for each in steps if each.get("type") != "Prepend"] == [escape] and len(steps) == 1 + prepends:
+            return prepends
+    raise _Unsupported("tokenizer: its normalizer or pre_tokenizer")
+
+
+def _scores(tokens: list[str], types: list[Any], vocabulary: dict[str, int], merges: list[tuple[str, str]]
+            ) -> list[float]:
+    """Return a score for each token from which SentencePiece merges as the merges say, in float32.
+
+    Tokens get the place of their merges in the list: pairs are merged by it in both ways if all merges of a token
+    follow each other, and if every pair of tokens whose union is a token has a merge.
+    """
+    from gguf import TokenType
+
+    groups = [token for token, _ in groupby(left + right for left, right in merges)]
+    known = set(merges)
+    normal = {tokens[index] for index, kind in enumerate(types) if kind == TokenType.NORMAL}
+    every = all((token[:end], token[end:]) in known for token in normal for end in range(1, len(token))
+                if token[:end] in vocabulary and token[end:] in vocabulary)
+    byte_tokens = sum(kind == TokenType.BYTE for kind in types)
+    if len(groups) != len(set(groups)) or not every or byte_tokens != 256:
+        raise _Unsupported("tokenizer: its merges do not follow from scores of tokens")
+    place = {token: float(-rank) for rank, token in enumerate(groups)}
+    return [place.get(token, float(-len(groups))) for token in tokens]
+
+
+def _add_ends(writer: Any, folder: Path, tokenizer: Any) -> None:
+    """Add the tokens that end an answer: of the tokenizer, then others of the generation configuration."""
+    path = folder / GENERATION_CONFIG
+    ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    ends = ends or [tokenizer.eos_token_id]
+    ends = sorted(dict.fromkeys(ends), key=lambda index: index != tokenizer.eos_token_id)
+    keys = ("eos", "eot", "eom")
+    if len(ends) > len(keys):
+        raise _Unsupported(f"{len(ends)} tokens that end an answer (eos_token_id in {GENERATION_CONFIG})")
+    for key, index in zip(keys, ends):
+        getattr(writer, f"add_{key}_token_id")(index)

@@ -1,0 +1,257 @@
+"""GGUF files, read by transformers' reader and, where it is installed, by llama.cpp."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from lmmods.cli import main
+from lmmods.commands.gguf_file import LETTERS, OTHERS, SPACE, check_architecture, write_gguf
+from lmmods.core.errors import UserError
+from tests.closeness import assert_as_close
+from tests.conftest import TEXTS
+
+gguf = pytest.importorskip("gguf")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 32}
+GEMMA = SIZES | {"sliding_window": 16, "query_pre_attn_scalar": 32}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}
+FAMILIES = {
+    "llama": SIZES,
+    "qwen2": {key: size for key, size in SIZES.items() if key != "head_dim"} | {"tie_word_embeddings": True},
+    "qwen3": SIZES | {"head_dim": 128},
+    "mistral": SIZES | {"sliding_window": 64, "rope_parameters": {"rope_type": "linear", "factor": 2.0,
+                                                                  "rope_theta": 50.0}},
+    "smollm3": SIZES | {"no_rope_layer_interval": 4},
+    "gemma": SIZES,
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA | {"num_hidden_layers": 7},
+}
+STRICT = {"llama": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}}  # not of transformers' reader
+PROMPTS = [*TEXTS, " lead", "  two\n\n\nthree\t\ttabs   end ", "I'LL pay 12345 a1b2", "naïve 🚀 中文"]
+
+
+def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
+    """Train a tokenizer on TEXTS: `bytes` of ByteLevel's own words, others with the words that a name stands for."""
+    if kind == "scores":
+        return scored_tokenizer()
+    tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "llama-bpe"))
+    byte_level = ByteLevel(add_prefix_space=False, use_regex=kind in ("bytes", "digits"))
+    first = {"digits": pre_tokenizers.Digits(individual_digits=True)}
+    for name, digits in (("llama-bpe", r"\p{N}{1,3}"), ("smaug-bpe", r"\p{N}{1,3}"), ("qwen2", r"\p{N}")):
+        first[name] = pre_tokenizers.Split(Regex(LETTERS + digits + OTHERS), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first[kind], byte_level]) if kind in first else byte_level
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>", "<|end|>"],
+                                  initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def scored_tokenizer(leave_out: int = 0) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with the merges that follow from tokens in this order, as of Llama 2.
+
+    Args:
+        leave_out: Merges to leave out.
+    """
+    special = ["<unk>", "<s>", "</s>"]
+    pieces = [f"{SPACE}t", "er", "in", f"{SPACE}a", "th", f"{SPACE}th", "e ", f"{SPACE}the", "ther", "on", "io", "ion"]
+    letters = sorted(set("".join(TEXTS).replace(" ", SPACE)) - {"\n"})
+    names = [*special, *(f"<0x{value:02X}>" for value in range(256)), *letters, *pieces]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    merges = [(piece[:end], piece[end:]) for piece in pieces for end in range(1, len(piece))
+              if {piece[:end], piece[end:]} <= vocabulary.keys()]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges[leave_out:], unk_token="<unk>", byte_fallback=True,
+                                     fuse_unk=True))
+    saved = json.loads(tokenizer.to_str())
+    saved["normalizer"] = {"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": SPACE}, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(saved)), bos_token="<s>",
+                                   eos_token="</s>", unk_token="<unk>")
+
+
+def saved_model(folder, family: str = "llama", kind: str = "digits", tokenizer=None, **changes):
+    """Save a random model with a few rows more than tokens, and its tokenizer."""
+    tokenizer = tokenizer or tokenizer_of(kind)
+    tokens = {"vocab_size": len(tokenizer) + 5, "bos_token_id": tokenizer.bos_token_id,
+              "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    config = CONFIG_MAPPING[family](**tokens | FAMILIES[family] | changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter) * (0.1 if parameter.ndim > 1 else 0.3)
+            parameter.copy_(noise + ("norm" in name and "gemma" not in family))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_transformers_reads_the_same_model(family, tmp_path):
+    model, tokenizer = saved_model(tmp_path, family)
+    ids = torch.randint(len(tokenizer), (2, 40))
+    write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    assert torch.equal(logits_of(read, ids), logits_of(model, ids))
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("f16", torch.float16), ("bf16", torch.bfloat16), ("q8_0", None)])
+def test_matrices_are_rounded_and_vectors_are_not(kind, rounds, tmp_path):
+    model, tokenizer = saved_model(tmp_path, "qwen2", hidden_size=48, num_attention_heads=4)
+    write_gguf(tmp_path, tmp_path / "model.gguf", kind, "a model")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    assert found["blk.0.attn_norm.weight"].tensor_type == found["blk.0.attn_q.bias"].tensor_type == 0  # float32
+    for name, own in (("ffn_down", model.model.layers[1].mlp.down_proj), ("ffn_up", model.model.layers[1].mlp.up_proj)):
+        tensor, weight = found[f"blk.1.{name}.weight"], own.weight.detach()
+        read = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        if rounds is None and name == "ffn_down":  # 96 columns: blocks of 32, to 1/127 of their largest
+            scale = weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+            rounding = 0.5 + 127 * 2**-11  # of the number, and of the scale, which is float16
+            assert ((read - weight).unflatten(1, (-1, 32)).abs() <= scale * rounding).all()
+            assert tensor.tensor_type.name == "Q8_0"
+        else:
+            assert torch.equal(read, weight.to(rounds or torch.float16).float())  # 48 columns are no blocks
+
+
+def test_tokens_ends_and_template_are_kept(tmp_path):
+    _, tokenizer = saved_model(tmp_path)
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "model.gguf").fields.items()}
+    assert fields["tokenizer.chat_template"] == tokenizer.chat_template
+    assert fields["tokenizer.ggml.eos_token_id"] == 1 and fields["tokenizer.ggml.eot_token_id"] == 2
+    assert fields["tokenizer.ggml.pre"] == "smollm" and fields["tokenizer.ggml.add_bos_token"] is False
+    assert fields["tokenizer.ggml.tokens"][-5:] == [f"[PAD{len(tokenizer) + index}]" for index in range(5)]
+    assert fields["tokenizer.ggml.token_type"][:4] == [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("bytes", "gpt-2"), ("digits", "smollm"), ("llama-bpe", "llama-bpe"),
+                                            ("smaug-bpe", "smaug-bpe"), ("qwen2", "qwen2")])
+def test_transformers_reads_the_same_tokenizer(kind, name, tmp_path):
+    _, tokenizer = saved_model(tmp_path, "qwen2", kind)
+    write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    assert reader.fields["tokenizer.ggml.pre"].contents() == name
+    tokens, merges = (reader.fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "merges"))
+    rebuilt = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)},
+                                   [tuple(merge.split(" ")) for merge in merges], ignore_merges=name == "llama-bpe"))
+    rebuilt.pre_tokenizer = tokenizer.backend_tokenizer.pre_tokenizer
+    for text in PROMPTS:
+        assert rebuilt.encode(text).ids == tokenizer(text)["input_ids"]
+
+
+def test_scores_are_of_the_merges(tmp_path):
+    _, tokenizer = saved_model(tmp_path, kind="scores")
+    write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    tokens, scores = (reader.fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "scores"))
+    score = dict(zip(tokens, scores))
+
+    def encode(text: str) -> list[str]:
+        """SentencePiece's way: the neighbours whose union has the highest score, the first of equals."""
+        parts = list(SPACE + text.replace(" ", SPACE))
+        while pairs := [(-score[a + b], place) for place, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in score]:
+            place = min(pairs)[1]
+            parts[place:place + 2] = [parts[place] + parts[place + 1]]
+        return parts
+
+    for text in TEXTS[3:]:
+        assert encode(text) == tokenizer.tokenize(text)
+    assert reader.fields["tokenizer.ggml.add_space_prefix"].contents() is True
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"hidden_act": "gelu"}, "activation gelu"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10.0}}, "rope_type dynamic"),
+    ({"family": "smollm3", "no_rope_layer_interval": 2}, "no_rope_layers"),
+    ({"family": "gemma2", "query_pre_attn_scalar": 9}, "query_pre_attn_scalar other than 32"),
+    ({"family": "gemma3_text", "layer_types": ["full_attention"] * 7}, "layer_types"),
+    ({"family": "qwen3", "attention_bias": True}, "weight model.layers.0.self_attn.o_proj.bias")])
+def test_a_model_that_llama_cpp_computes_otherwise_is_refused(changes, reason, tmp_path):
+    saved_model(tmp_path, **{"family": "llama"} | changes)
+    with pytest.raises(UserError, match=f"no equal of this model's {reason}.*convert_hf_to_gguf.py"):
+        write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
+
+
+def test_a_tokenizer_that_llama_cpp_splits_otherwise_is_refused(tmp_path):
+    def refused(tokenizer, reason):
+        saved_model(tmp_path, tokenizer=tokenizer)
+        with pytest.raises(UserError, match=reason):
+            write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
+
+    refused(scored_tokenizer(leave_out=1), "merges do not follow from scores")
+    words = tokenizer_of("bytes")
+    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), ByteLevel(False)])
+    refused(words, "pre_tokenizer")
+    strips = tokenizer_of("bytes")
+    saved = json.loads(strips.backend_tokenizer.to_str())
+    saved["added_tokens"][2]["rstrip"] = True
+    refused(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(saved))), r"token <\|end\|>")
+
+
+def test_weights_beyond_float16_are_refused(tmp_path):
+    model, _ = saved_model(tmp_path)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = 7e4
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="up_proj.weight has weights beyond 65504"):
+        write_gguf(tmp_path, tmp_path / "model.gguf", "f16", "a model")
+
+
+def test_other_architectures_are_refused_by_name():
+    with pytest.raises(UserError, match="GPT2LMHeadModel is not one of LlamaForCausalLM, .*convert_hf_to_gguf.py"):
+        check_architecture("gpt2")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_computes_the_same(family, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    model, tokenizer = saved_model(tmp_path, family, **STRICT.get(family, {}))
+    ids = torch.randint(len(tokenizer), (1, 40))
+    write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
+    reader = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=64, logits_all=True, verbose=False, n_threads=1,
+                             type_k=0, type_v=0)  # float32
+    reader.eval(ids[0].tolist())
+    exact = logits_of(model.double(), ids).numpy()
+    if "gemma" in family:  # llama.cpp looks GELU up in a table of float16
+        for layer in model.model.layers:
+            layer.mlp.act_fn.register_forward_pre_hook(lambda _, inputs: (inputs[0].half().float(),))
+            layer.mlp.act_fn.register_forward_hook(lambda _, inputs, output: output.half().float())
+    assert_as_close(np.array(reader.scores[:40])[None], logits_of(model.float(), ids).numpy(), exact)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "digits", "llama-bpe", "smaug-bpe", "qwen2", "scores"])
+def test_llama_cpp_finds_the_same_tokens(kind, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    _, tokenizer = saved_model(tmp_path, kind=kind)
+    write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
+    reader = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
+    for text in [*PROMPTS, "</s>Hi </s> there"]:
+        assert reader.tokenize(text.encode(), add_bos=True, special=True) == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.slow
+def test_merge_writes_the_file(finished, tmp_path, capsys):
+    run = finished(model__init_args__quantize=None, model__init_args__lora={"rank": 4})
+    out = tmp_path / "out"
+    assert main(["merge", "--run", str(run.root), "--out", str(out), "--gguf", "f32"]) == 0
+    assert f"llama.cpp     llama-server -m {out}/model.gguf" in capsys.readouterr().out
+    assert (out / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
+    ids = torch.randint(len(AutoTokenizer.from_pretrained(out)), (2, 20))
+    read = AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf", dtype=torch.float32)
+    assert torch.equal(logits_of(read, ids), logits_of(AutoModelForCausalLM.from_pretrained(out), ids))
