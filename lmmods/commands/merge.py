@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lmmods.commands.combined_adapter import Combination, Method, combine, read_runs
 from lmmods.commands.exported_model import FinishedRun, copy_dequantized
 from lmmods.commands.gguf_file import GGUFType, check_architecture, require_gguf, write_gguf
-from lmmods.core.adapters import fitting_adapter
+from lmmods.core.adapters import SETTINGS, WEIGHTS, fitting_adapter
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG
 from lmmods.core.markdown import code, escaped, fenced
@@ -19,17 +20,20 @@ from lmmods.data.encode.chat_template import ChatTemplate
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.recipe.files import as_yaml, read_recipe
 from lmmods.runs.folder import commit_folder
-from lmmods.runs.inside import fresh_folder, hub_id
+from lmmods.runs.inside import delete, fresh_folder, hub_id
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
-def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequantized", dtype: DTypeName = "float32",
-          threshold: float = 0.02, force: bool = False, overwrite: bool = False, gguf: GGUFType | None = None) -> None:
+def merge(run: str | list[str], out: str, base: Literal["dequantized", "original"] = "dequantized",
+          dtype: DTypeName = "float32", threshold: float = 0.02, force: bool = False, overwrite: bool = False,
+          gguf: GGUFType | None = None, combination: Method | None = None, weights: list[float] | None = None,
+          density: float | None = None, seed: int | None = None) -> None:
     """Merge a run's adapter into freshly loaded base weights and write a plain Hugging Face folder.
 
     Args:
-        run: The run folder.
+        run: The run folder; or a list of them, `[runs/a, runs/b]`, whose adapters are combined first. The combined one
+            is written to `adapter/` in `out`, too.
         out: Folder to write.
         base: Weights to merge into. `dequantized` are the 4- or 8-bit ones the adapter was trained on, unpacked;
             `original` the full ones. Without quantisation they are the same.
@@ -38,6 +42,12 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
         force: Write although the difference is above `threshold`.
         overwrite: Replace what `out` holds.
         gguf: Also write the model as `model.gguf`, for llama.cpp and Ollama, with matrices of this type.
+        combination: How adapters are combined, see PEFT's `add_weighted_adapter`: `cat` (the default, exact: its rank
+            is the sum of theirs), `svd` (of the largest of their ranks), `linear`, `ties`, `dare_linear` or
+            `dare_ties`.
+        weights: Weight of each adapter; by default they are averaged.
+        density: Share of the numbers of each adapter that `ties` and `dare` keep.
+        seed: Of the numbers that `dare` drops; 0 by default.
     """
 
     out_folder = Path(out)
@@ -45,9 +55,40 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
         raise UserError(f"--out {out} is a link to {out_folder.resolve()}. Name that folder itself.")
     if out_folder.exists() and any(out_folder.iterdir()) and not overwrite:
         raise UserError(f"--out {out} is not empty. Choose another folder, or add --overwrite true.")
-    recipe = FinishedRun.read(run, "merge")
-    if not recipe.has_adapter:
-        raise UserError(f"--run {run}: {recipe.folder.model} is a plain model already.")
+    combined = out_folder.with_name(f".{out_folder.name}.combined")
+    try:
+        recipe, origin = _run_to_merge(run if isinstance(run, list) else [run], combined,
+                                       Combination(combination or "cat", weights, density, seed), combination)
+        _merge(recipe, origin, out_folder, base, dtype, threshold, force, gguf, has_combined=combined.exists())
+    finally:
+        delete(combined)
+
+
+def _run_to_merge(names: list[str], combined: Path, combination: Combination, given: Method | None
+                  ) -> tuple[FinishedRun, str]:
+    """Return the run, or the first with the combined adapter of several, and what the card says of the adapter.
+
+    Args:
+        combined: Folder to make for the combined adapter.
+        given: The method on the command line.
+    """
+    if len(names) == 1:
+        if given or combination.weights is not None or combination.density is not None or combination.seed is not None:
+            raise UserError("--combination, --weights, --density and --seed combine the adapters of several runs: "
+                            "--run '[runs/a, runs/b]'. Leave them out.")
+        recipe = FinishedRun.read(names[0], "merge")
+        if not recipe.has_adapter:
+            raise UserError(f"--run {names[0]}: {recipe.folder.model} is a plain model already.")
+        return recipe, "The adapter of this run"
+    runs = read_runs(names)
+    combination.check(len(runs))
+    parts = ", ".join(f"{code(run.folder.root.name)} ({weight:g})" for run, weight in zip(
+        runs, combination.weights or [1 / len(runs)] * len(runs)))
+    return combine(runs, combination, combined), f"The adapters of {parts}, combined by {code(combination.method)},"
+
+
+def _merge(recipe: FinishedRun, origin: str, out_folder: Path, base: str, dtype: DTypeName, threshold: float,
+           force: bool, gguf: GGUFType | None, has_combined: bool) -> None:
     saved = recipe.saved_quantization()
     if saved and base == "original":
         raise UserError(f"--base original: {recipe.pretrained} is saved in {saved}, so there is no original here. "
@@ -75,7 +116,12 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
     reference.tokenizer.save_pretrained(temporary)
     if (recipe.folder.model / GENERATION_CONFIG).is_file():
         shutil.copyfile(recipe.folder.model / GENERATION_CONFIG, temporary / GENERATION_CONFIG)
-    card = _card(recipe, base, report, reference.tokenizer.chat_template is not None)
+    if has_combined:
+        (temporary / "adapter").mkdir()
+        for name in (SETTINGS, WEIGHTS):
+            shutil.copyfile(recipe.folder.model / name, temporary / "adapter" / name)
+    name = out_folder.resolve().name if has_combined else recipe.folder.root.name
+    card = _card(recipe, name, origin, base, report, reference.tokenizer.chat_template is not None)
     (temporary / "README.md").write_text(card, encoding="utf-8")
     if gguf:
         try:
@@ -87,7 +133,7 @@ def merge(run: str, out: str, base: Literal["dequantized", "original"] = "dequan
     if text := modelfile(temporary, reference.tokenizer, data.get("system_prompt"), data.get("chat_template_kwargs")):
         (temporary / MODELFILE).write_text(text, encoding="utf-8")
     commit_folder(temporary, out_folder)
-    print(f"Wrote {out}. To use it:\n{serving_lines(out_folder)}")
+    print(f"Wrote {out_folder}. To use it:\n{serving_lines(out_folder)}")
 
 
 @dataclass
@@ -162,12 +208,13 @@ def _table(report: list[tuple[str, _Distance]], chosen: str) -> str:
                               "largest logit; * is written)"])
 
 
-def _card(recipe: FinishedRun, base: str, report: list[tuple[str, _Distance]], is_chat: bool) -> str:
+def _card(recipe: FinishedRun, name: str, origin: str, base: str, report: list[tuple[str, _Distance]], is_chat: bool
+          ) -> str:
     from lmmods.runs.model_card import how_to_load  # imports torch, not needed for help
 
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
     header = as_yaml({"library_name": "transformers", **base_model})
-    return (f"---\n{header}---\n\n# {escaped(recipe.folder.root.name)}, merged\n\nThe adapter of this run merged into "
+    return (f"---\n{header}---\n\n# {escaped(name)}, merged\n\n{origin} merged into "
             f"{code(recipe.pretrained)} ({base} weights).\n\n{fenced(_table(report, base))}\n\n"
             + how_to_load({"data": read_recipe(recipe.folder.config)["data"]}, None, "AutoModelForCausalLM", is_chat)
             + "\n")

@@ -1,0 +1,127 @@
+"""Adapters of several runs combined, against PEFT by hand and numpy."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from lmmods.cli import main
+from lmmods.commands.combined_adapter import Combination, combine, read_runs
+from lmmods.core.errors import UserError
+
+WEIGHTS = [0.75, -0.5]
+
+
+@pytest.fixture
+def pair(finished, tmp_path):
+    """Two runs of one base, their adapters random, with settings changed in the second."""
+    def make(both: dict | None = None, **changes):
+        one = finished("one", model__init_args__quantize=None, model__init_args__lora={"rank": 4})
+        two = type(one)(str(shutil.copytree(one.root, tmp_path / "two")))
+        random = np.random.default_rng(0)
+        for run, more in ((one, both or {}), (two, {**(both or {}), **changes})):
+            path = run.model / "adapter_config.json"
+            settings = json.loads(path.read_text()) | more
+            path.write_text(json.dumps(settings))
+            values = load_file(run.model / "adapter_model.safetensors")
+            for name, value in sorted(values.items()):
+                shape = (settings["r"], value.shape[1]) if "lora_A" in name else (value.shape[0], settings["r"])
+                values[name] = random.normal(0, 0.1, shape).astype(np.float32)
+            save_file(values, run.model / "adapter_model.safetensors")
+        return str(one.root), str(two.root)
+
+    return make
+
+
+def updates(folder, settings=None) -> dict[str, np.ndarray]:
+    """Updates of an adapter's layers in float64."""
+    settings = settings or json.loads((folder / "adapter_config.json").read_text())
+    values = load_file(folder / "adapter_model.safetensors")
+    scale = settings["lora_alpha"] / settings["r"] ** (0.5 if settings["use_rslora"] else 1)
+    return {name: scale * values[name.replace("lora_A", "lora_B")].astype(np.float64) @ value
+            for name, value in values.items() if "lora_A" in name}
+
+
+@pytest.mark.parametrize(("method", "density", "seed"), [
+    ("cat", None, None), ("svd", None, None), ("linear", None, None), ("ties", 0.4, None), ("dare_linear", 0.5, 3),
+    ("dare_ties", 0.5, 4)])
+def test_adapters_are_combined_as_peft_does(method, density, seed, pair, tmp_path):
+    runs = read_runs(list(pair()))
+    made = combine(runs, Combination(method, WEIGHTS, density, seed), tmp_path / "combined")
+    model = PeftModel.from_pretrained(runs[0].load(None), runs[0].folder.model)
+    model.load_adapter(str(runs[1].folder.model), "other")
+    if seed is not None:
+        torch.manual_seed(seed)
+    model.add_weighted_adapter(["default", "other"], WEIGHTS, "both", method, density=density)
+    model.save_pretrained(tmp_path / "peft", selected_adapters=["both"])
+    found, wanted = (load_file(path / "adapter_model.safetensors")
+                     for path in (made.folder.model, tmp_path / "peft" / "both"))
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], wanted[name]) for name in found)
+
+
+def test_cat_is_the_weighted_sum_of_updates(pair, tmp_path):
+    """Of other ranks, too, and where one of them is scaled by the root of its rank."""
+    runs = read_runs(list(pair(r=2, use_rslora=True, lora_alpha=3)))
+    for names in (runs, runs[::-1]):  # PEFT takes the settings of the first
+        made = combine(names, Combination("cat", WEIGHTS, None, None), tmp_path / "combined")
+        found, *parts = (updates(run.folder.model) for run in (made, *names))
+        assert json.loads((made.folder.model / "adapter_config.json").read_text())["r"] == 6
+        for name, value in found.items():
+            np.testing.assert_allclose(value, sum(weight * part[name] for weight, part in zip(WEIGHTS, parts)),
+                                       rtol=0, atol=1e-7)
+
+
+def test_merge_writes_the_combined_adapter_and_the_model(pair, tmp_path, capsys):
+    names, out = pair(), tmp_path / "out"
+    assert main(["merge", "--run", f"[{', '.join(names)}]", "--out", str(out), "--weights", "[0.75, -0.5]"]) == 0
+    base = read_runs([names[0]])[0].load(None)
+    by_hand = PeftModel.from_pretrained(base, out / "adapter").merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(torch.equal(value, by_hand[name]) for name, value in merged.items())
+    card = (out / "README.md").read_text()
+    assert "The adapters of `one` (0.75), `two` (-0.5), combined by `cat`, merged into" in card
+    assert not (tmp_path / ".out.combined").exists()
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"weights": [1.0]}, r"--weights \[1.0\] must be 2 numbers"),
+    ({"weights": [1.0, float("nan")]}, "must be 2 numbers"),
+    ({"method": "ties"}, "--combination ties needs --density"),
+    ({"method": "dare_ties", "density": 0.0}, "needs --density"),
+    ({"density": 0.5}, "--density is of ties and dare alone"),
+    ({"method": "ties", "density": 0.5, "seed": 1}, "--seed is of dare alone")])
+def test_options_of_no_use_are_refused(options, reason):
+    options = {"method": "cat", "weights": None, "density": None, "seed": None} | options
+    with pytest.raises(UserError, match=reason):
+        Combination(**options).check(2)
+
+
+def test_one_run_takes_no_options_of_several(pair, tmp_path, capsys):
+    assert main(["merge", "--run", pair()[0], "--out", str(tmp_path / "out"), "--weights", "[1]"]) == 2
+    assert "combine the adapters of several runs" in capsys.readouterr().err
+
+
+def test_other_bases_and_adapters_are_refused(pair, tmp_path):
+    one, two = pair()
+    config = tmp_path / "two" / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("revision: null", "revision: other", 1))
+    with pytest.raises(UserError, match="two: model.revision is other, and of .*one it is None"):
+        read_runs([one, two])
+    config.write_text(text)
+    settings = tmp_path / "two" / "model" / "adapter_config.json"
+    kept = json.loads(settings.read_text())
+    for changes, reason in (({"use_dora": True}, "use_dora, which PEFT does not combine"),
+                            ({"modules_to_save": ["lm_head"]}, "modules_to_save, which"), ({"bias": "all"}, "biases")):
+        settings.write_text(json.dumps(kept | changes))
+        with pytest.raises(UserError, match=f"two: its adapter .*{reason}"):
+            read_runs([one, two])
+    settings.write_text(json.dumps(kept | {"r": 8}))
+    with pytest.raises(UserError, match="--combination linear takes adapters of one rank, and these have 4, 8"):
+        combine(read_runs([one, two]), Combination("linear", None, None, None), tmp_path / "combined")
