@@ -25,6 +25,7 @@ from jax_engine.memory import compile_step
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.base import Task
 from jax_engine.tasks.reference import without_copies
+from jax_engine.tasks.teacher import without_teacher
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
@@ -144,7 +145,8 @@ class Planner:
         if drawn := task.drawn_answers(1, 1):
             forward_alone -= drawn.answers / drawn.steps  # drawing has a bound of its own
         # Counted without trained parameters, FLOPs are 4 per weight: half of them are the forward pass.
-        step, forward = task.flops_per_token(trainable, frozen), task.flops_per_token({}, merge(trainable, frozen)) / 2
+        own = merge(trainable, without_teacher(frozen))
+        step, forward = task.flops_per_token(trainable, frozen), task.flops_per_token({}, own) / 2
         again = task.network.remat == "full"
         # Full remat repeats the forward pass of the layers: 2 FLOPs per weight.
         if again:

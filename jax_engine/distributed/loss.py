@@ -6,6 +6,7 @@ computed in the forward pass, together with the loss. If it is a function of log
 backward pass, from recomputed logits.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from jax_engine.distributed.mesh import partition
 from jax_engine.distributed.target import target
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
-from lmmods.core.settings import TokenLoss
+from lmmods.core.settings import Divergence, TokenLoss
 
 
 class LossSums(NamedTuple):
@@ -88,7 +89,8 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
     Args:
         hidden: [B, T, D] hidden states, already aligned with `targets`.
         targets: [B, T] token ids or IGNORED.
-        head: Maps [..., D] to float32 logits [..., V]; arrays it closes over receive gradients.
+        head: Maps [..., D] to float32 logits [..., V]; arrays it closes over receive gradients. With a divergence in
+            `form`, to a pair of these and a teacher's: see `beside_teacher`.
         vocab_size: V, which determines the chunk length.
         plain: Compute the logits of all positions at once.
         weights: [B, T] float32 weight of each position; None is 1.
@@ -98,15 +100,33 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
     scored = (targets != IGNORED).astype(jnp.float32)
     weights = scored if weights is None else scored * weights
     if plain:
-        total, correct = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
+        total, counted = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
                                         targets.reshape(-1), weights.reshape(-1), form=form)
-        return LossSums(total, weights.sum(), correct if count_correct else None)
+        return _loss_sums(total, counted, weights.sum(), count_correct, form)
     # A custom derivative cannot close over traced arrays: the head's parameters must become arguments.
     pure_head, way, params = convert(head, hidden, vocab_size, on)
     way = way._replace(form=form)
     found = lines(hidden, params, targets, weights, way)
-    total, correct = _chunked_cross_entropy(pure_head, way, count_correct, *found)
-    return LossSums(total, weights.sum(), correct if count_correct else None)
+    total, counted = _chunked_cross_entropy(pure_head, way, count_correct, *found)
+    return _loss_sums(total, counted, weights.sum(), count_correct, form)
+
+
+def _loss_sums(total: Array, counted: tuple[Array, ...], weight: Array, count_correct: bool, form: TokenLoss
+               ) -> LossSums:
+    correct, *parts = counted
+    metrics = {name: jnp.stack([part, weight]) for name, part in zip(form.metric_names, parts, strict=True)}
+    return LossSums(total, weight, correct if count_correct else None, metrics or None)
+
+
+def beside_teacher(hidden: Array, head: Callable[[Array], Array], taught: Array, teacher_head: Callable[[Array], Array]
+                   ) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
+    """Join a student's hidden states and head with its teacher's, [B, T, D] and [B, T, D'], for `token_loss`."""
+    size = hidden.shape[-1]
+
+    def both(x: Array) -> tuple[Array, Array]:
+        return head(x[..., :size]), jax.lax.stop_gradient(teacher_head(jax.lax.stop_gradient(x[..., size:])))
+
+    return jnp.concatenate([hidden, jax.lax.stop_gradient(taught).astype(hidden.dtype)], -1), both
 
 
 def token_log_probs(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
@@ -188,7 +208,7 @@ def pair_loss(scores: Array, margins: Array, centering: float = 0.0) -> LossSums
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, weights, order, num_chunks):
-    """Return (total, correct) summed over R ranks.
+    """Return (total, counted) summed over R ranks; counted as of `_cross_entropy`.
 
     `hidden` is [R, M, D]; `targets`, `weights` and `order` are [R, M'], with M' a multiple of the chunk length.
     """
@@ -201,7 +221,7 @@ def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, we
     # The number of chunks is only known at run time. JAX cannot differentiate such a loop in reverse, hence the custom
     # rule.
     params = laid_out(params, way)
-    return jax.lax.fori_loop(0, num_chunks, step, (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)))
+    return jax.lax.fori_loop(0, num_chunks, step, (jnp.zeros((), jnp.float32), _nothing_counted(way.form)))
 
 
 def _forward(head, way, count_correct, hidden, params, targets, weights, order, num_chunks):
@@ -221,33 +241,34 @@ def _forward(head, way, count_correct, hidden, params, targets, weights, order, 
     differentiate = each_group(way, jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), (0, None, 0, 0))
 
     def step(number, carry):
-        total, correct, by_position, by_param = carry
+        total, counted, by_position, by_param = carry
         h, t, w = chunk_of(way, number, hidden, order, targets, weights)
-        (new_total, new_correct), (g_hidden, g_params) = differentiate(h, [params[i] for i in trained], t, w)
+        (new_total, new_counted), (g_hidden, g_params) = differentiate(h, [params[i] for i in trained], t, w)
         # [groups, lines of a group * C, D] -> [R, C, D]
         g_hidden = split_over_ranks(g_hidden.reshape(ranks, way.chunk, -1))
         # Each position is in one chunk only, so its gradient is complete; those of parameters add up over chunks.
         by_position = jax.lax.dynamic_update_slice_in_dim(by_position, g_hidden, number * way.chunk, 1)
         by_param = [summed + new for summed, new in zip(by_param, g_params, strict=True)]
-        return total + new_total.sum(), correct + new_correct.sum(), by_position, by_param
+        counted = jax.tree.map(lambda summed, new: summed + new.sum(), counted, new_counted)
+        return total + new_total.sum(), counted, by_position, by_param
 
     groups = num_groups(way.axes, ranks)
-    start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32),
+    start = (jnp.zeros((), jnp.float32), _nothing_counted(way.form),
              split_over_ranks(jnp.zeros((ranks, targets.shape[1], hidden.shape[-1]), hidden.dtype)),
              # one sum per group of lines, so that they are reduced over devices once after the loop, not per iteration
              [sums_laid_out(jnp.zeros((groups, *params[i].shape), jnp.float32), way) for i in trained])
-    total, correct, by_position, by_param = jax.lax.fori_loop(0, num_chunks, step, start)
+    total, counted, by_position, by_param = jax.lax.fori_loop(0, num_chunks, step, start)
     # Undo the sort and drop the padding, [R, M', D] -> [R, M, D]. Positions in no chunk have no label: their gradient
     # is 0.
     g_hidden = jnp.take_along_axis(by_position, places(order, hidden)[..., None], axis=1)
     g_params: list[Array | None] = [None] * len(params)
     for i, summed in zip(trained, by_param, strict=True):
         g_params[i] = summed.sum(0).astype(params[i].dtype)
-    return (total, correct), (g_hidden, g_params)
+    return (total, counted), (g_hidden, g_params)
 
 
 def _backward(head, way, count_correct, gradients, cotangents):
-    # The loss is a sum, so the gradients from the forward pass are only scaled. argmax hits have no gradient.
+    # The loss is a sum, so the gradients from the forward pass are only scaled. What is counted has no gradient.
     factor = cotangents[0]
     if isinstance(factor, SymbolicZero):
         return None, None, None, None, None, None
@@ -302,11 +323,45 @@ _chunked_log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zero
 
 
 def _cross_entropy(head, count_correct, hidden, params, targets, weights, axes=(), form=TokenLoss()):
-    """Return the summed loss and argmax hits of positions [C, D], with targets and weights [C], 0 if not scored."""
-    logits = _logits(head, hidden, params, axes)
+    """Return the summed loss of positions [C, D], with targets and weights [C], 0 if not scored, and what is counted.
+
+    That are argmax hits and, with a teacher, the parts of the loss: divergence and cross-entropy.
+    """
+    def summed(losses: Array) -> Array:
+        # Select rather than only multiply: 0 times a loss that is not finite would be NaN.
+        return jnp.where(weights != 0, losses * weights, 0.0).sum()
+
+    logits, taught = _logits(head, hidden, params, axes), None
+    if form.divergence is not None:
+        logits, taught = logits
     hits = ((logits.argmax(1) == targets) * weights).sum() if count_correct else jnp.zeros((), jnp.float32)
-    # Select rather than only multiply: 0 times a loss that is not finite would be NaN.
-    return jnp.where(weights != 0, _losses_of(logits, targets, axes, form) * weights, 0.0).sum(), hits
+    total = summed(_losses_of(logits, targets, axes, form))
+    if taught is None:
+        return total, (hits,)
+    diverging, ratio = summed(divergences(logits, taught, form.divergence)), form.divergence.ratio
+    return ratio * diverging + (1 - ratio) * total, (hits, diverging, total)
+
+
+def _nothing_counted(form: TokenLoss) -> tuple[Array, ...]:
+    """Return the zeros from which the second result of `_cross_entropy` is summed up."""
+    return tuple(jnp.zeros((), jnp.float32) for _ in range(1 + len(form.metric_names)))
+
+
+def divergences(logits: Array, taught: Array, form: Divergence) -> Array:
+    """Return the divergence [C] of a student's logits [C, V] from a teacher's [C, V'].
+
+    Columns that only one of the two has are padding of its vocabulary, and left out.
+    """
+    size = min(logits.shape[-1], taught.shape[-1])
+    student, teacher = (jax.nn.log_softmax(x[:, :size] / form.temperature) for x in (logits, taught))
+    beta = form.beta
+    if beta == 0:
+        return (jnp.exp(teacher) * (teacher - student)).sum(-1)
+    if beta == 1:
+        return (jnp.exp(student) * (student - teacher)).sum(-1)
+    mixture = jnp.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+    return (beta * jnp.exp(teacher) * (teacher - mixture)
+            + (1 - beta) * jnp.exp(student) * (student - mixture)).sum(-1)
 
 
 def _losses(head, hidden, params, targets, axes=()):
@@ -316,7 +371,7 @@ def _losses(head, hidden, params, targets, axes=()):
 
 def _logits(head, hidden, params, axes):
     logits = head(hidden, *params)
-    return constrain(logits, PartitionSpec(None, axes)) if axes else logits
+    return jax.tree.map(lambda x: constrain(x, PartitionSpec(None, axes)), logits) if axes else logits
 
 
 def _losses_of(logits: Array, targets: Array, axes: tuple[str, ...], form: TokenLoss = TokenLoss()) -> Array:

@@ -23,10 +23,11 @@ from jax_engine.models.architecture import Head
 from jax_engine.models.building import build_network
 from jax_engine.models.heads import HEADS
 from jax_engine.models.network import Network
+from jax_engine.tasks.teacher import TEACHER, Guide, without_teacher
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
-from lmmods.core.memory import StepMemory, describe_sizes, estimate_step, flops_per_token, widths_of
+from lmmods.core.memory import StepMemory, describe_sizes, describe_teacher, estimate_step, flops_per_token, widths_of
 from lmmods.core.text_metrics import perplexity
 from lmmods.recipe.tasks.base import TaskFields
 
@@ -84,6 +85,7 @@ class Task(TaskFields, ABC):
         check_supported(self)
         super().__post_init__()
         self.network: Network | None = None
+        self.guide: Guide | None = None  # of `model.teacher`
         self.built_for: Target | None = None  # None: the devices that are present
         self._sums: list[dict[str, Array]] = []
 
@@ -100,7 +102,20 @@ class Task(TaskFields, ABC):
         self.built_for = on
         self.network, params, _ = build_network(self, self.head, datamodule, precision=precision, seed=seed,
                                                 abstract=abstract, on=on)
-        return self.network.split(params)
+        trainable, frozen = self.network.split(params)
+        if self.token_loss.divergence is not None:
+            self.metric_names = self.token_loss.metric_names
+            self.guide, taught = Guide.build(self, self.head, datamodule, precision, seed, abstract, on)
+            frozen |= taught
+        return trainable, frozen
+
+    def with_teacher(self, params: Tree, rows: dict[str, Array], hidden: Array
+                     ) -> tuple[Array, Callable[[Array], Any]]:
+        """Return the arguments `hidden` and `head` of `token_loss`: the network's own, or joined with its teacher's."""
+        def head(x: Array) -> Array:
+            return self.network.logits(params, x)
+
+        return (hidden, head) if self.guide is None else self.guide.beside(params, rows, hidden, head)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -164,7 +179,11 @@ class Task(TaskFields, ABC):
         sums, self._sums = jax.device_get(self._sums), []
         total, weight, correct = (sum(float(part[name]) for part in sums) for name in ("total", "weight", "correct"))
         loss = total / weight if weight else math.nan
-        return {"loss": loss, "accuracy": correct / weight if weight else math.nan, "perplexity": perplexity(loss)}, {}
+        found = {"loss": loss, "accuracy": correct / weight if weight else math.nan, "perplexity": perplexity(loss)}
+        if self.guide is not None:
+            diverging = sum(float(part["metrics"]["divergence"][0]) for part in sums)
+            found["divergence"] = diverging / weight if weight else math.nan
+        return found, {}
 
     @abstractmethod
     def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: Any, seed: int) -> dict[int, Any]:
@@ -194,11 +213,13 @@ class Task(TaskFields, ABC):
         adapters.save_adapter(self.network, params, folder, self.pretrained)
 
     def describe(self, trainable: Tree, frozen: Tree) -> str:
-        """Return a one-line summary of parameter counts and dtypes."""
-        by_type: dict[str, int] = {}
-        for leaf in [*flatten(trainable).values(), *flatten(frozen).values()]:
-            by_type[str(leaf.dtype)] = by_type.get(str(leaf.dtype), 0) + leaf.size
-        return describe_sizes(sum(by_type.values()), _size(trainable), by_type)
+        """Return a summary of parameter counts and dtypes, of a teacher in a second line."""
+        by_type = _sizes_by_type(trainable, without_teacher(frozen))
+        found = describe_sizes(sum(by_type.values()), _size(trainable), by_type)
+        if self.guide is None:
+            return found
+        by_type = _sizes_by_type(frozen[TEACHER])
+        return found + describe_teacher(self.teacher.pretrained, sum(by_type.values()), by_type)
 
     def step_memory(self, trainable: Tree, frozen: Tree, precision: str, datamodule: Any, available: float,
                     chunk_tokens: int) -> StepMemory:
@@ -214,14 +235,27 @@ class Task(TaskFields, ABC):
 
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
         """Return the FLOPs per training token."""
-        is_head_too = HEADS[self.head].vocabulary and self.network.config.tie_word_embeddings
+        trained, kept = (self._active(self.network, tree) for tree in (trainable, without_teacher(frozen)))
+        # Of a frozen network half of the FLOPs are those of the backward pass.
+        taught = 0 if self.guide is None or TEACHER not in frozen else flops_per_token(
+            self._active(self.guide.network, frozen[TEACHER]), 0) // 2
+        return flops_per_token(trained + kept, trained) + taught
+
+    def _active(self, network: Network, tree: Tree) -> int:
+        """Return how many weights of a network's tree a token is multiplied with."""
+        is_head_too = HEADS[self.head].vocabulary and network.config.tie_word_embeddings
         # A table that is only looked up costs no product.
         looked_up = None if is_head_too else ("embed", "tokens", "weight")
-        mixture = mixture_of(self.network.config)
-        trained, kept = (sum(round(leaf.size * mixture.share) if "experts" in path else leaf.size
-                             for path, leaf in flatten(tree).items() if path != looked_up)
-                         for tree in (trainable, frozen))
-        return flops_per_token(trained + kept, trained)
+        mixture = mixture_of(network.config)
+        return sum(round(leaf.size * mixture.share) if "experts" in path else leaf.size
+                   for path, leaf in flatten(tree).items() if path != looked_up)
+
+
+def _sizes_by_type(*trees: Tree) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for leaf in (leaf for tree in trees for leaf in flatten(tree).values()):
+        found[str(leaf.dtype)] = found.get(str(leaf.dtype), 0) + leaf.size
+    return found
 
 
 def _size(tree: Tree) -> int:

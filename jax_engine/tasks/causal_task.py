@@ -17,7 +17,6 @@ from jax_engine.tasks.base import Task, Weights
 from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
-from lmmods.core.settings import TokenLoss
 from lmmods.recipe.tasks.base import CausalFields
 
 
@@ -36,7 +35,7 @@ class CausalTask(CausalFields, Task):
               ) -> tuple[Tree, Tree]:
         built = super().build(precision, datamodule, seed, abstract, on)
         check_balance(self.network.config, self.balance_loss, self._routes)
-        self.metric_names = METRICS if self._routes else ()
+        self.metric_names = (*self.token_loss.metric_names, *(METRICS if self._routes else ()))
         return built
 
     @property
@@ -51,9 +50,9 @@ class CausalTask(CausalFields, Task):
         else:
             hidden = self.network.hidden(params, rows, training)
         targets, weights = shift_labels(rows["labels"]), shift_weights(rows.get("loss_weights"))
-        sums = token_loss(hidden, targets, lambda x: self.network.logits(params, x), self.network.config.vocab_size,
-                          count_correct, not self.fast_kernels, weights, self.built_for,
-                          self.token_loss if training else TokenLoss())
+        hidden, head = self.with_teacher(params, rows, hidden)
+        sums = token_loss(hidden, targets, head, self.network.config.vocab_size, count_correct, not self.fast_kernels,
+                          weights, self.built_for, self.token_loss if training else self.token_loss.evaluated)
         if load is None:
             return sums
         counted = (targets != IGNORED) * (1.0 if weights is None else weights)
@@ -117,4 +116,5 @@ def with_load(sums: LossSums, load: Load, row_weights: Array, coefficient: float
     by_row = (balance, even.max(-1).mean(0), even.min(-1).mean(0))
     metrics = {name: jnp.stack([(row_weights * value).sum(), row_weights.sum()])
                for name, value in zip(METRICS, by_row, strict=True)}
-    return sums._replace(total=sums.total + coefficient * (row_weights * balance).sum(), metrics=metrics)
+    return sums._replace(total=sums.total + coefficient * (row_weights * balance).sum(),
+                         metrics=(sums.metrics or {}) | metrics)

@@ -11,7 +11,6 @@ from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.tasks.base import Task, Weights
-from lmmods.core.settings import TokenLoss
 from lmmods.recipe.tasks.mlm import MLMFields
 
 
@@ -23,9 +22,10 @@ class MLM(MLMFields, Task):
 
     def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, training)
-        return token_loss(hidden, rows["labels"], lambda x: self.network.logits(params, x),
-                          self.network.config.vocab_size, count_correct, plain=not self.fast_kernels,
-                          on=self.built_for, form=self.token_loss if training else TokenLoss())
+        hidden, head = self.with_teacher(params, rows, hidden)
+        return token_loss(hidden, rows["labels"], head, self.network.config.vocab_size, count_correct,
+                          plain=not self.fast_kernels, on=self.built_for,
+                          form=self.token_loss if training else self.token_loss.evaluated)
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
         """Return the top-k tokens [N, T, K] of every position, likeliest first, and their probabilities."""

@@ -24,7 +24,7 @@ from lmmods.recipe.keys import BLOCKS
 from lmmods.recipe.library_classes import LibraryClasses, whole
 from lmmods.recipe.reader import Recipe, filled, objects
 from lmmods.recipe.rewards import read_rewards
-from lmmods.recipe.tasks.base import ConversationFields
+from lmmods.recipe.tasks.base import ConversationFields, TokenLossFields
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
 from lmmods.runs.folder import RunFolder
@@ -58,6 +58,8 @@ class Setup:
                        for name, fields in BLOCKS.items()}
         self.datamodule, self.model = (self._made(block, made) for block in ("data", "model"))
         self.model.check_data(self.datamodule)
+        if recipe.command == "predict" and isinstance(self.model, TokenLossFields):
+            self.model.teacher = None  # answers need none
         self.trainer = self._trainer(made, trainer)
         self._describe()
 

@@ -71,6 +71,12 @@ def describe_sizes(num_params: int, num_trainable: int, by_type: dict[str, int])
             f"Stored as: {share}.")
 
 
+def describe_teacher(name: str, num_params: int, by_type: dict[str, int]) -> str:
+    """The frozen network that a run learns from, in a line of its own."""
+    share = ", ".join(f"{kind} {count / num_params:.1%}" for kind, count in by_type.items())
+    return f"\nTeacher: {name}, {num_params:,} parameters, frozen. Stored as: {share}."
+
+
 def flops_per_token(num_params: int, num_trainable: int) -> int:
     """FLOP of one training token: 2 per weight forward, 2 backward, 2 more per trained weight.
 

@@ -219,6 +219,23 @@ class LoRA:
             require(not self.dora, "lora.dora", self.dora, "false with lora.target_parameters: PEFT has none there")
 
 
+class Divergence(NamedTuple):
+    """Generalised Jensen-Shannon divergence of a student's distribution S from a teacher's T (Agarwal et al. 2024).
+
+    With the mixture M = beta T + (1 - beta) S it is beta KL(T || M) + (1 - beta) KL(S || M); KL(T || S) for beta 0, and
+    KL(S || T) for beta 1.
+
+    Args:
+        beta: beta.
+        temperature: Divides the logits of both.
+        ratio: Share of the divergence in the loss; the rest is that of the cross-entropy.
+    """
+
+    beta: float = 0.0
+    temperature: float = 1.0
+    ratio: float = 0.5
+
+
 class TokenLoss(NamedTuple):
     """What training changes in the cross-entropy of tokens.
 
@@ -229,11 +246,58 @@ class TokenLoss(NamedTuple):
         label_smoothing: s; 0 with `dft`.
         z_loss: z.
         dft: Dynamic fine-tuning (Wu et al. 2025).
+        divergence: Mixed into this loss, by its `ratio`; None is none.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     dft: bool = False
+    divergence: Divergence | None = None
+
+    @property
+    def evaluated(self) -> "TokenLoss":
+        """Loss of evaluation: the plain cross-entropy. A divergence is measured, and no part of it."""
+        return TokenLoss(divergence=self.divergence and self.divergence._replace(ratio=0.0))
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the parts of the loss, which are metrics of training."""
+        return ("divergence", "cross_entropy") if self.divergence else ()
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Knowledge distillation (Hinton et al. 2015): learn the distributions of a frozen teacher as well as the labels.
+
+    Args:
+        pretrained: The teacher: a folder or hub id of a model with the student's vocabulary.
+        adapter: Folder of an adapter on it.
+        quantize: Store it in 4 bits (nf4, fp4) or 8 (int8).
+        beta: 0 is the forward divergence KL(teacher || student), 1 the reverse one; between them lies the
+            Jensen-Shannon divergence from their mixture, of which this is the teacher's share (GKD, Agarwal et al.
+            2024).
+        temperature: Divides the logits of both in the divergence, which is not multiplied by its square.
+        ratio: The loss is ratio * divergence + (1 - ratio) * cross-entropy.
+    """
+
+    pretrained: str | None = None
+    adapter: str | None = None
+    quantize: Literal["nf4", "fp4", "int8"] | None = None
+    beta: float = 0.0
+    temperature: float = 1.0
+    ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_set(self, "teacher")
+        require(bool(self.pretrained), "teacher.pretrained", self.pretrained, "a folder or hub id of a model")
+        require(0 <= self.beta <= 1, "teacher.beta", self.beta, "from 0 to 1")
+        require(0 < self.temperature < math.inf, "teacher.temperature", self.temperature, "more than 0")
+        require(0 < self.ratio <= 1, "teacher.ratio", self.ratio, "more than 0 and at most 1")
+
+    @property
+    def divergence(self) -> Divergence:
+        """The divergence and its share in the loss."""
+        return Divergence(self.beta, self.temperature, self.ratio)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader
 
 from lmmods.core.errors import readable
 from lmmods.core.redaction import redact
-from lmmods.core.settings import BestOf, Generation, LoRA, Optimizer
+from lmmods.core.settings import BestOf, Generation, LoRA, Optimizer, Teacher
 from lmmods.recipe.classes import BASES, CLASSES, class_name
 from lmmods.recipe.engines import EngineTypes, load_engine
 from lmmods.recipe.files import Loader, as_yaml, guarded, plain, shortened
@@ -198,7 +198,7 @@ def known_names(parser: Parser) -> set[str]:
     """Return the last parts of all keys and the short names of all classes that a recipe may hold."""
     options = options_of(parser)
     names = {string.rsplit(".", 1)[-1].lstrip("-") for option in options for string in option.option_strings}
-    classes = {Optimizer, LoRA, Generation, BestOf}
+    classes = {Optimizer, LoRA, Generation, BestOf, Teacher}
     for option in options:
         for kind in get_args(type_of(option)):
             classes |= {kind, *kind.__subclasses__()} if isinstance(kind, type) else set()

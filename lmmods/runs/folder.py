@@ -358,6 +358,8 @@ def _paths(recipe: dict[str, Any]) -> Iterator[tuple[str, Path]]:
         for key in KEYS:
             for text in _texts(options.get(key)):
                 yield f"{block}.{key}", _before_pattern(text)
+            for text in _texts((options.get("teacher") or {}).get(key)):
+                yield f"{block}.teacher.{key}", _before_pattern(text)
     for text in _texts((recipe.get("mmlu") or {}).get("source")):
         yield "mmlu.source", _before_pattern(text)
 

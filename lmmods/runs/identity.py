@@ -190,6 +190,12 @@ def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) 
             model[key] = {"path": name, "revision": None if key == "adapter" else revision}
             if facts or reads_model:
                 model[key] |= model_facts(name, model[key]["revision"], key == "adapter", key != "config")
+    if model.get("teacher") is not None:
+        for key in ("pretrained", "adapter"):
+            if isinstance(name := model["teacher"].get(key), str):
+                model["teacher"][key] = {"path": name}
+                if facts or reads_model:
+                    model["teacher"][key] |= model_facts(name, None, key == "adapter", True)
     if model.get("environment") is not None:
         model["environment"] = {"class": model["environment"], "content": facts.get("environment")}
     limit = tree["trainer"].get("limit_train_batches")

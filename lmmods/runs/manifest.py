@@ -120,10 +120,12 @@ def end_manifest(folder: RunFolder, step: int) -> None:
 def _models(recipe: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Describe the models, adapters and tokenizers that a recipe names, by key."""
     model, data = ((recipe.get(block) or {}).get("init_args") or {} for block in ("model", "data"))
-    revision = model.get("revision")
+    revision, teacher = model.get("revision"), model.get("teacher") or {}
     named = [("model.pretrained", model.get("pretrained"), revision, "config.json"),
              ("model.config", model.get("config"), revision, "config.json"),
              ("model.adapter", model.get("adapter"), None, "adapter_config.json"),
+             ("model.teacher.pretrained", teacher.get("pretrained"), None, "config.json"),
+             ("model.teacher.adapter", teacher.get("adapter"), None, "adapter_config.json"),
              ("data.tokenizer", data.get("tokenizer"), None, "tokenizer_config.json")]
     return {key: [described_model(name, revision, file)] for key, name, revision, file in named
             if isinstance(name, str) and (key != "data.tokenizer" or name != model.get("pretrained"))}

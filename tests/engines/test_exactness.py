@@ -38,11 +38,13 @@ def run(recipe, root, **changes) -> tuple[list[dict[str, float]], dict[str, torc
 
 @pytest.mark.parametrize(("engine", "sizes"), [
     ("torch", (12, 4, 3, 1)), pytest.param("jax", (12, 3), marks=pytest.mark.slow)], ids=["torch", "jax"])
-def test_any_cut_of_a_batch_gives_the_same_steps(recipe, tmp_path, engine, sizes):
-    """Dropout of attention and adapters included, noise on embeddings, and what is added to the loss of tokens."""
+def test_any_cut_of_a_batch_gives_the_same_steps(recipe, llama_of, tmp_path, engine, sizes):
+    """Dropout of attention and adapters included, noise on embeddings, what is added to the loss of tokens, a teacher.
+    """
     changes = {"model__init_args__lora": {"rank": 4, "dropout": 0.2}, "engine": engine,
                "model__init_args__neftune_alpha": 5.0, "model__init_args__label_smoothing": 0.1,
-               "model__init_args__z_loss": 1e-3}
+               "model__init_args__z_loss": 1e-3,
+               "model__init_args__teacher": {"pretrained": str(llama_of(2)), "beta": 0.1, "temperature": 2.0}}
     results = [run(recipe, tmp_path / f"cut{size}", **changes, data__init_args__batch_size=size,
                    trainer__accumulate_grad_batches=12 // size) for size in sizes]
     for rows, weights in results[1:]:

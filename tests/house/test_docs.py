@@ -19,7 +19,7 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.commands.registry import COMMANDS, parse_command
-from lmmods.core.settings import BestOf, LoRA
+from lmmods.core.settings import BestOf, LoRA, Teacher
 from lmmods.recipe.classes import declared
 from lmmods.recipe.foreign_keys import NO_KEY
 from lmmods.recipe.mixing import Mixing
@@ -154,6 +154,8 @@ def by_task() -> dict[str, dict[str, object]]:
         content["model"]["pretrained"] = None
         if "best_of" in content["model"]:  # null, too, but without a place in the table of `model`
             content["model"]["best_of"] = {each.name: each.default for each in dataclasses.fields(BestOf)}
+        if "teacher" in content["model"]:
+            content["model"]["teacher"] = {each.name: each.default for each in dataclasses.fields(Teacher)}
         found[task] = flat(content) | {f"model.lora.{name}": value for name, value in vars(LoRA()).items()}
         found[task] |= {f"data.source.{name}": value for name, value in vars(Source("required")).items()}
         found[task]["data.source"] = "required"
@@ -216,7 +218,8 @@ def test_tables_of_fields_are_complete_and_right(task, by_task):
         of_decoders = ("model.generation", "model.best_of", "model.balance_loss")
         shared = {key: value for key, value in shared.items() if not key.startswith(of_decoders)}
     if not hasattr(kind, "z_loss"):  # its loss is none of tokens
-        shared = {key: value for key, value in shared.items() if key not in ("model.label_smoothing", "model.z_loss")}
+        of_tokens = ("model.label_smoothing", "model.z_loss", "model.teacher")
+        shared = {key: value for key, value in shared.items() if not key.startswith(of_tokens)}
     if not hasattr(kind, "dft"):
         shared.pop("model.dft")
     assert not set(shared) & set(own)

@@ -12,7 +12,8 @@ from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.experts import check_overrides
 from lmmods.core.freezing import check_patterns
 from lmmods.core.hf_config import dropout_rates, known_fields, load_config, position_limit
-from lmmods.core.settings import BestOf, Generation, LoRA, Optimizer, TokenLoss, check_set, require
+from lmmods.core.markdown import code
+from lmmods.core.settings import BestOf, Generation, LoRA, Optimizer, Teacher, TokenLoss, check_set, require
 from lmmods.recipe.mixing import Mixing
 from lmmods.recipe.source import SourceLike, as_sources
 
@@ -303,20 +304,40 @@ class TokenLossFields(TaskFields):
         label_smoothing: Share of each target that training spreads evenly over the vocabulary (Szegedy et al. 2016).
         z_loss: Weight of the square of log Z, the logarithm of the softmax's denominator, which training adds to the
             loss of each token so that logits stay near 0 (Chowdhery et al. 2022, with 1e-4).
+        teacher: Learn from a frozen model of the same vocabulary, too; null learns from the data alone.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 <= self.label_smoothing < 1, "model.label_smoothing", self.label_smoothing,
                 "from 0 up to but not including 1")
         require(0 <= self.z_loss < math.inf, "model.z_loss", self.z_loss, "zero or more")
+        require(self.teacher is None or self.max_memory is None, "model.max_memory", self.max_memory,
+                "null with model.teacher")
+        require(self.teacher is None or self.teacher.ratio < 1 or not (self.label_smoothing or self.z_loss),
+                "model.teacher.ratio", 1, "less than 1 with model.label_smoothing or model.z_loss, which are of the "
+                "cross-entropy")
+
+    @classmethod
+    def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
+        teacher = settings.get("teacher")
+        return (["distillation"], f"Distilled from {code(str(teacher.get('pretrained')))}.") if teacher else ([], "")
 
     @property
     def token_loss(self) -> TokenLoss:
-        return TokenLoss(self.label_smoothing, self.z_loss)
+        return TokenLoss(self.label_smoothing, self.z_loss, self.teacher and self.teacher.divergence)
+
+    @property
+    def teacher_fields(self) -> TaskFields:
+        """Fields of the teacher's network, which is only run forwards."""
+        found = TaskFields(pretrained=self.teacher.pretrained, adapter=self.teacher.adapter, attention=self.attention,
+                           trust_remote_code=self.trust_remote_code, fast_kernels=self.fast_kernels)
+        found.quantize = self.teacher.quantize  # of what is frozen, so it needs no adapter
+        return found
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -27,7 +27,7 @@ def routed_mixture(model: nn.Module) -> Mixture | None:
 
 def with_load(sums: LossSums, router_logits: tuple[Tensor, ...], mixture: Mixture, real: Tensor, row_weights: Tensor,
               coefficient: float) -> LossSums:
-    """Add the load-balancing loss of each row (DeepSeek-V3's sequence-wise form), and `core.experts.METRICS`.
+    """Add the load-balancing loss of each row (DeepSeek-V3's sequence-wise form), and `core.experts.METRICS` as last.
 
     For a row and layer the loss is E sum_e f_e P_e, with f_e the number of choices of expert e per token and P_e its
     mean probability; its mean over layers is weighted by the row's scored tokens.
@@ -53,6 +53,8 @@ def with_load(sums: LossSums, router_logits: tuple[Tensor, ...], mixture: Mixtur
     by_row = torch.stack(layers).mean(0)  # [3, B]
     summed = by_row @ row_weights.to(by_row)  # [3, B] [B] -> [3]
     metrics = torch.stack([summed.detach(), row_weights.sum().to(summed).expand(3)], 1)
+    if sums.metrics is not None:
+        metrics = torch.cat([sums.metrics, metrics])
     return sums._replace(total=sums.total + coefficient * summed[0], metrics=metrics)
 
 

@@ -14,7 +14,15 @@ from lmmods.core.settings import TokenLoss
 from lmmods.torch_engine.compat.peft import trained_rows
 from lmmods.torch_engine.compat.torch import has_forward_hooks, is_plain
 from lmmods.torch_engine.nn.experts import with_load
-from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights, token_log_probs, token_loss
+from lmmods.torch_engine.nn.loss import (
+    IGNORED,
+    Guide,
+    LossSums,
+    shift_labels,
+    shift_weights,
+    token_log_probs,
+    token_loss,
+)
 
 
 class LMHead:
@@ -123,7 +131,7 @@ class Tempered:
 
 def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], count_correct: bool = False,
                 mixture: Mixture | None = None, balance_loss: float = 0.0, device: torch.device | None = None,
-                form: TokenLoss = TokenLoss()) -> LossSums:
+                form: TokenLoss = TokenLoss(), guide: Guide | None = None) -> LossSums:
     """Return the summed next-token loss of a batch.
 
     Args:
@@ -131,12 +139,12 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
         batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; with weighted
             labels, `loss_weights` [B, T]. Alternatively the result of `ContextParallel.cut`.
         mixture: The experts whose load is measured, if any; `balance_loss` is the weight of the load-balancing loss.
-        device: As in `token_loss`, like `form`.
+        device: As in `token_loss`, like `form` and `guide`.
     """
     targets, weights = _targets(batch)
     # `rest` is head, its parameters, V and plain.
     hidden, *rest, outputs = _before_head(model, head, batch, **({"output_router_logits": True} if mixture else {}))
-    sums = token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights, device, form)
+    sums = token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights, device, form, guide)
     if mixture is None:
         return sums
     # [B, T]. Padding is routed to experts like any token, but must not count as load.
@@ -144,6 +152,12 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
     # [B, T]. Its row sums weight the rows' balance losses as their tokens weight the loss.
     counted = (targets != IGNORED) * (1.0 if weights is None else weights)
     return with_load(sums, outputs.router_logits, mixture, real, counted.sum(1), balance_loss)
+
+
+def causal_guide(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]) -> Guide:
+    """Return what a frozen teacher says of a batch; arguments as of `causal_loss`."""
+    hidden, head, *_ = _before_head(model, head, batch)
+    return Guide(hidden, head)
 
 
 def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], device: torch.device | None = None

@@ -5,6 +5,7 @@ So the head is applied to labelled positions only, in chunks, and its gradient i
 [B, T, V] nor [N, V] logits are ever materialised, and nothing is computed twice.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmmods.core.labels import IGNORED
-from lmmods.core.settings import TokenLoss
+from lmmods.core.settings import Divergence, TokenLoss
 from lmmods.torch_engine.compat.torch import add_to_all
 
 # Approximate bytes of a chunk's float32 logits. Each chunk reads the head's weights, and their gradient if they train,
@@ -39,6 +40,18 @@ class LossSums(NamedTuple):
     metrics: Tensor | None = None
 
 
+class Guide(NamedTuple):
+    """What a teacher says of the same positions; nothing of it is differentiated.
+
+    Args:
+        hidden: [B, T, H'] its hidden states, or [N, H'] of the scored positions.
+        head: Maps [N, H'] to logits [N, V'], as in `token_loss`.
+    """
+
+    hidden: Tensor
+    head: Callable[[Tensor], Tensor]
+
+
 def shift_labels(labels: Tensor) -> Tensor:
     """Shift labels [B, T] so that position t holds the token to predict there; the last one is IGNORED."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -51,8 +64,11 @@ def shift_weights(weights: Tensor | None) -> Tensor | None:
 
 def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor], vocab_size: int,
                count_correct: bool = False, plain: bool = False, weights: Tensor | None = None,
-               device: torch.device | None = None, form: TokenLoss = TokenLoss()) -> LossSums:
+               device: torch.device | None = None, form: TokenLoss = TokenLoss(), guide: Guide | None = None
+               ) -> LossSums:
     """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
+
+    With a teacher it is mixed with the divergence from it, and `metrics` are the sums of the two, `form.metric_names`.
 
     Args:
         hidden: [B, T, H] hidden states, already aligned with `targets`.
@@ -66,9 +82,10 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
         weights: [B, T] float32, weight of each position; None for 1.
         device: Device whose chunk length is used; None for that of `hidden`.
         form: What is changed in the cross-entropy.
+        guide: The teacher, where `form` has a divergence.
     """
     if plain:
-        return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct, weights, form)
+        return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct, weights, form, guide)
     # [B, T, H] -> [N, H], N labelled positions. `nonzero` synchronises with a GPU, once per micro-batch.
     scored = (targets != IGNORED).flatten().nonzero().squeeze(1)
     hidden = hidden.flatten(0, 1).index_select(0, scored)
@@ -77,10 +94,18 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
     chunk = _chunk_length(vocab_size, device or hidden.device)
     # Gradient mode is an argument, as it is always off inside `forward`. The head holds `params` already; passing them
     # makes autograd ask for their gradients.
-    total, correct = _ChunkedCrossEntropy.apply(hidden, targets, weights, head, chunk, count_correct, form,
-                                                torch.is_grad_enabled(), *params)
+    if guide is not None:
+        guide = Guide(guide.hidden.flatten(0, 1).index_select(0, scored), guide.head)
+    total, correct, parts = _ChunkedCrossEntropy.apply(hidden, targets, weights, head, chunk, count_correct, form,
+                                                       guide, torch.is_grad_enabled(), *params)
     weight = total.new_tensor(len(targets)) if weights is None else weights.sum()
-    return LossSums(total, weight, correct if count_correct else None)
+    return LossSums(total, weight, correct if count_correct else None, _metrics(parts, weight, guide))
+
+
+def _metrics(parts: Tensor, weight: Tensor, guide: Guide | None) -> Tensor | None:
+    """Return the parts [2] of a loss, divergence and cross-entropy, with their weight, [2, 2]; None without a teacher.
+    """
+    return None if guide is None else torch.stack([parts.detach(), weight.expand(2)], 1)
 
 
 def _chunk_length(vocab_size: int, device: torch.device) -> int:
@@ -89,8 +114,8 @@ def _chunk_length(vocab_size: int, device: torch.device) -> int:
     return max((CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), LEAST_CHUNK)
 
 
-def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None, form: TokenLoss
-                ) -> LossSums:
+def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None, form: TokenLoss,
+                guide: Guide | None) -> LossSums:
     scored = (targets != IGNORED).float()
     weights = scored if weights is None else scored * weights.flatten()
     # Per position, as weights differ; IGNORED ones have loss and weight 0.
@@ -100,9 +125,46 @@ def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: T
         losses = losses * torch.exp(-losses.detach())
     if form.z_loss:
         losses = losses + form.z_loss * logits.logsumexp(-1).square()
-    total = (losses * weights).sum()
+    total, weight, parts = (losses * weights).sum(), weights.sum(), None
+    if guide is not None:
+        with torch.no_grad():
+            taught = guide.head(guide.hidden.flatten(0, 1)).float()
+        # Positions that are not scored have finite logits, too.
+        divergence = (divergences(logits, taught, form.divergence)[0] * weights).sum()
+        parts = torch.stack([divergence, total])
+        total = form.divergence.ratio * divergence + (1 - form.divergence.ratio) * total
     correct = ((logits.argmax(-1) == targets) * weights).sum() if count_correct else None
-    return LossSums(total, weights.sum(), correct)
+    return LossSums(total, weight, correct, _metrics(parts, weight, guide))
+
+
+def divergences(logits: Tensor, taught: Tensor, form: Divergence) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Return the divergence [n] of a student's logits [n, V] from a teacher's [n, V'], and what computes its gradient.
+
+    Columns that only one of the two has are padding of its vocabulary, and left out. The gradient [n, V] is that by
+    `logits`, of each position's divergence.
+    """
+    size = min(logits.shape[-1], taught.shape[-1])
+    student, teacher = (F.log_softmax(x[:, :size] / form.temperature, dim=-1) for x in (logits, taught))
+    beta = form.beta
+    if beta == 0:
+        found = (teacher.exp() * (teacher - student)).sum(-1)
+    elif beta == 1:
+        found = (student.exp() * (student - teacher)).sum(-1)
+    else:
+        mixture = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+        found = (beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)).sum(-1)
+
+    def gradient() -> Tensor:
+        # Through the softmax: p (g - sum p g), with g the derivative by p: -T / S, log(S / T) or (1 - beta) log(S / M).
+        if beta == 0:
+            by_logits = student.exp() - teacher.exp()
+        else:
+            p = student.exp()
+            g = student - teacher if beta == 1 else (1 - beta) * (student - mixture)
+            by_logits = p * (g - (p * g).sum(-1, keepdim=True))
+        return F.pad(by_logits / form.temperature, (0, logits.shape[-1] - size))
+
+    return found, gradient
 
 
 def token_log_probs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor],
@@ -169,12 +231,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, targets, weights, head, chunk, count_correct, form, is_training, *params):
+    def forward(ctx, hidden, targets, weights, head, chunk, count_correct, form, guide, is_training, *params):
         # `needs_input_grad` is set under `no_grad` too, as when a model with trainable parameters is evaluated.
         wants_grad = is_training and any(ctx.needs_input_grad)
         products = _products(head, params)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        correct = torch.zeros_like(total)
+        correct, parts = torch.zeros_like(total), total.new_zeros(2)  # of the loss: divergence and cross-entropy
+        share = form.divergence.ratio if guide is not None else 0.0
+        teacher = None if guide is None else _products(guide.head, ())
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
@@ -190,8 +254,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if form.z_loss:
                 log_z = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - picked
                 losses = losses + form.z_loss * log_z.square()
+            if guide is not None:
+                taught = teacher.forward(guide.hidden[part], False).float()
+                diverging, gradient = divergences(logits, taught, form.divergence)
+                parts += _summed(torch.stack([diverging, losses]), part, weights)
+                losses = share * diverging + (1 - share) * losses
+                by_divergence = gradient().mul_(share) if wants_grad and share else None
+                del taught, gradient
             del logits
-            total += (losses if weights is None else losses * weights[part]).sum()
+            total += _summed(losses, part, weights)
             if count_correct:
                 hits = log_probs.argmax(-1) == targets[part]
                 correct += (hits if weights is None else hits * weights[part]).sum()
@@ -207,20 +278,27 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if smoothing:
                     grad_logits -= smoothing / grad_logits.shape[-1]
                 grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= of_target
+                if share:
+                    grad_logits = grad_logits.mul_(1 - share).add_(by_divergence)
                 if weights is not None:
                     grad_logits *= weights[part].unsqueeze(1)
                 grad_hidden[part] = products.backward(grad_logits)  # [n, V] -> [n, H]
         if wants_grad:
             # Gradients of `total` itself; `backward` multiplies them by its incoming gradient.
             ctx.save_for_backward(grad_hidden, *products.param_grads(params))
-        ctx.mark_non_differentiable(correct)
-        return total, correct
+        ctx.mark_non_differentiable(correct, parts)
+        return total, correct, parts
 
     @staticmethod
-    def backward(ctx, grad_total, _grad_correct):
+    def backward(ctx, grad_total, _grad_correct, _grad_parts):
         # In place is safe: only this node holds these tensors, and a second backward pass finds them freed.
         grad_hidden, *grads = (grad.mul_(grad_total.to(grad.dtype)) for grad in ctx.saved_tensors)
-        return grad_hidden, None, None, None, None, None, None, None, *grads
+        return grad_hidden, None, None, None, None, None, None, None, None, *grads
+
+
+def _summed(values: Tensor, part: slice, weights: Tensor | None) -> Tensor:
+    """Return the weighted sum of values [..., n] of a chunk's positions."""
+    return (values if weights is None else values * weights[part]).sum(-1)
 
 
 class _AnyHead:

@@ -14,12 +14,15 @@ from lmmods.core.lazy_array import LazyArray
 from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear
 
 
-def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh) -> None:
+def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh, teacher: nn.Module | None = None) -> None:
     """Shard the parameters of `module` over the processes of Lightning's two-dimensional mesh, in place.
 
     Each block of `network` is gathered when it runs, the rest of `module` (embeddings, head) during its forward. Blocks
     that run several times per pass (ALBERT) belong to the rest. Under tensor parallelism, a block is gathered only
     among processes with the same part of its matrices.
+
+    Args:
+        teacher: Another network of `module`, sharded likewise.
 
     Raises:
         UserError: See `tensor_parallel`.
@@ -31,7 +34,7 @@ def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh) -> None:
         cut_matrices(network, mesh["tensor_parallel"])
         everyone = init_device_mesh(mesh.device_type, (mesh.size(),))
     # Inner modules first: each call shards the parameters below it that are not sharded yet.
-    for block in _blocks(network):
+    for block in [*_blocks(network), *([] if teacher is None else _blocks(teacher))]:
         fully_shard(block, mesh=data)
     # By default the root module stays gathered after a forward pass, and a checkpoint would not hold its shards.
     fully_shard(module, mesh=everyone, reshard_after_forward=True)

@@ -57,6 +57,9 @@ class DeepSpeed(DDPStrategy):
                             "Set trainer.strategy to fsdp, or the stage to 2.")
         if module.quantize == "int8":
             raise UserError("model.quantize int8 does not go with DeepSpeed: use nf4, or strategy ddp.")
+        if getattr(module, "teacher", None) is not None:
+            raise UserError("model.teacher does not go with DeepSpeed, which takes all networks of a task for the one "
+                            "in training. Use strategy fsdp or ddp.")
         if name not in ("adamw", "sgd"):
             raise UserError(f"optimizer.name {name} does not go with DeepSpeed, which hands the optimiser one flat "
                             "vector instead of the parameters. Use adamw or sgd, or strategy ddp.")

@@ -45,6 +45,10 @@ class FSDP2(ModelParallelStrategy):
         if module.quantize == "int8":
             raise UserError("model.quantize int8 does not go with strategy fsdp, which cannot shard its scales: use "
                             "nf4 or fp4, or strategy ddp.")
+        teacher = getattr(module, "teacher", None)
+        if teacher is not None and teacher.quantize == "int8":
+            raise UserError("model.teacher.quantize int8 does not go with strategy fsdp, which cannot shard its "
+                            "scales: use nf4 or fp4, or strategy ddp.")
         if module.optimizer.name not in ("adamw", "sgd"):
             raise UserError(f"optimizer.name {module.optimizer.name} does not go with strategy fsdp, whose "
                             "parameters are sharded over processes: use adamw or sgd, or strategy ddp.")
@@ -57,12 +61,13 @@ class FSDP2(ModelParallelStrategy):
         if self.tensor_parallel_size != 1:
             self._refuse(f"tensor_parallel_size {self.tensor_parallel_size}", {
                 f"model.quantize {module.quantize}": module.quantize, "model.compile": module.compile,
+                "model.teacher": teacher,
                 "sharded_checkpoints": self.sharded_checkpoints,
                 "trainer.gradient_clip_algorithm value": module.trainer.gradient_clip_algorithm == "value"})
         if self.context_parallel_size != 1:
             self._refuse(f"context_parallel_size {self.context_parallel_size}", {
                 f"model.class_path {type(module).__name__}": module.auto_class != "AutoModelForCausalLM",
-                "model.compile": module.compile,
+                "model.compile": module.compile, "model.teacher": teacher,
                 f"model.attention {module.attention}": module.attention not in (None, "sdpa")})
 
     @staticmethod

@@ -15,9 +15,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
-from lmmods.core.memory import StepMemory, describe_sizes
+from lmmods.core.memory import StepMemory, describe_sizes, describe_teacher
 from lmmods.core.settings import require
 from lmmods.core.text_metrics import perplexity
+from lmmods.data.teacher import check_teacher
 from lmmods.recipe.tasks.base import TaskFields
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine.nn import sharding, summary
@@ -44,6 +45,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         require(self.gradient_checkpointing != "minimal", "model.gradient_checkpointing", "minimal",
                 "true or false in the torch engine")
         self.model: nn.Module | None = None
+        self.teacher_model: nn.Module | None = None  # frozen, of `model.teacher`
         self.built_for: torch.device | None = None  # its kind chooses block sizes; None for that of the tensors
         # Checkpoints hold trainable parameters only; `on_load_checkpoint` checks their names and shapes strictly.
         self.strict_loading = False
@@ -81,6 +83,19 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
                                    precision=self.trainer.precision, device=self.built_for, seed=base_seed(),
                                    by_parts=by_parts, abstract=abstract)
         self._dropout = TokenDropout.from_model(self.model)
+        if self.token_loss.divergence is not None:
+            self._build_teacher(abstract)
+
+    def _build_teacher(self, abstract: bool) -> None:
+        data = self.trainer.datamodule
+        check_teacher(self.teacher, data.tokenizer, self.trust_remote_code)
+        network = build_network(self.teacher_fields, self.auto_class, self.task_type, data,
+                                precision=self.trainer.precision, device=self.built_for, seed=base_seed(), frozen=True,
+                                abstract=abstract)
+        self.teacher_model = network.requires_grad_(False)  # an adapter on it, too
+        self.metric_names = self.token_loss.metric_names
+        self.accumulation = GradientAccumulation(self.metric_names)
+        self.eval_metrics["divergence"] = WeightedMean()
 
     def shard_model(self, one_document: bool = False) -> None:
         """Shard the network over the device mesh, if there is one.
@@ -95,7 +110,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
                                                          one_document)
         # Sharded without values, then filled: each process reads only its own rows.
         stored = waiting(self.model)
-        sharding.shard(self, self.model, self.device_mesh)
+        sharding.shard(self, self.model, self.device_mesh, self.teacher_model)
         read_shards(self.model, stored)
 
     def prepare_model(self) -> None:
@@ -217,6 +232,8 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         sums = self(self.batch_loss, batch, True)
         self.eval_metrics["loss"].update(sums.total, sums.weight)
         self.eval_metrics["accuracy"].update(sums.correct, sums.weight)
+        if self.teacher_model is not None:
+            self.eval_metrics["divergence"].update(*sums.metrics[0])
 
     test_step = validation_step
 
@@ -251,11 +268,18 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         sizes = summary.summarize(self.model)
         chunk = self.chunk_tokens()
         return (describe_sizes(sizes.num_params, sizes.num_trainable, sizes.dtypes)
-                + (f" On this CPU a micro-batch is computed {chunk} tokens at a time." if chunk else ""))
+                + (f" On this CPU a micro-batch is computed {chunk} tokens at a time." if chunk else "")
+                + self._describe_teacher())
+
+    def _describe_teacher(self) -> str:
+        if self.teacher_model is None:
+            return ""
+        sizes = summary.summarize(self.teacher_model)
+        return describe_teacher(self.teacher.pretrained, sizes.num_params, sizes.dtypes)
 
     def copied_bytes(self) -> int:
         """Return the bytes of weights that the task holds outside of the network."""
-        return 0
+        return 0 if self.teacher_model is None else summary.summarize(self.teacher_model).weight_bytes
 
     def step_memory(self) -> StepMemory:
         """Return the memory of a training step on this device."""
@@ -271,7 +295,9 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
 
     def flops_per_token(self) -> int:
         """Return the FLOPs per training token."""
-        return summary.training_flops(self.model)
+        teacher = self.teacher_model
+        # Of a frozen network half of the FLOPs are those of the backward pass.
+        return summary.training_flops(self.model) + (0 if teacher is None else summary.training_flops(teacher) // 2)
 
     # Export ----------------------------------------------------------------------------------------------------------
 

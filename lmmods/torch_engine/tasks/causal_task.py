@@ -15,8 +15,9 @@ from lmmods.recipe.tasks.base import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen
 from lmmods.torch_engine.nn.experts import routed_mixture
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation
-from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss, keeps_packed_apart
+from lmmods.torch_engine.nn.lm_head import LMHead, causal_guide, causal_loss, keeps_packed_apart
 from lmmods.torch_engine.nn.loss import LossSums
+from lmmods.torch_engine.nn.reference import evaluating
 from lmmods.torch_engine.tasks.base import TaskModule, base_seed, seed_step
 
 
@@ -30,18 +31,24 @@ class CausalModule(CausalFields, TaskModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.head: LMHead | None = None
+        self.teacher_head: LMHead | None = None
         self._mixture: Mixture | None = None
 
     def on_model_ready(self) -> None:
         # With model.max_memory, hidden states stay on the model's last device, while its logits are moved back to the
         # labels' device: so the full logits are used there.
         self.head = LMHead.from_model(self.model, plain=not self.fast_kernels) if self.max_memory is None else None
+        if self.teacher_model is not None:
+            self.teacher_head = LMHead.from_model(self.teacher_model, plain=not self.fast_kernels)
         if self.measures_experts:
             self._measure_experts()
         # Before the check below, which runs the kernel that training will use.
         if self.trainer.datamodule.packing and self.attention is None and self.fast_kernels:
             prefer_varlen(self.model)
-        if self.trainer.datamodule.packing and not keeps_packed_apart(self.model):
+            if self.teacher_model is not None:
+                prefer_varlen(self.teacher_model)
+        if self.trainer.datamodule.packing and not all(map(keeps_packed_apart, filter(None, (
+                self.model, self.teacher_model)))):
             raise UserError("data.packing: in this architecture documents packed into one row see each other. Set "
                             "data.packing to false; data.group_by_length saves most of the padding too.")
 
@@ -53,15 +60,20 @@ class CausalModule(CausalFields, TaskModule):
         if mixture is not None and self.compile:
             say("Experts: their load is not measured, as model.compile cannot see the routers.")
         elif mixture is not None:
-            self._mixture, self.metric_names = mixture, METRICS
-            self.accumulation = GradientAccumulation(METRICS)
+            self._mixture, self.metric_names = mixture, (*self.metric_names, *METRICS)
+            self.accumulation = GradientAccumulation(self.metric_names)
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
         batch = batch if self.context_parallel is None else self.context_parallel.cut(batch)
+        guide = None
+        if self.teacher_model is not None:  # first, while there are no activations of the student
+            with evaluating(self.teacher_model):
+                guide = causal_guide(self.teacher_model, self.teacher_head, batch)
         if count_correct:  # in evaluation
-            return causal_loss(self.model, self.head, batch, count_correct, device=self.built_for)
+            return causal_loss(self.model, self.head, batch, count_correct, device=self.built_for,
+                               form=self.token_loss.evaluated, guide=guide)
         return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss,
-                           device=self.built_for, form=self.token_loss)
+                           device=self.built_for, form=self.token_loss, guide=guide)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Generate tokens [B * A, T_new], right-padded, from left-padded prompts [B, T], with the A answers to a prompt

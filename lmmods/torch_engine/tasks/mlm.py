@@ -11,7 +11,8 @@ from lmmods.core.console import say
 from lmmods.core.settings import TokenLoss
 from lmmods.recipe.tasks.mlm import MLMFields
 from lmmods.torch_engine.nn.dropout import TokenDropout
-from lmmods.torch_engine.nn.loss import LossSums, token_loss
+from lmmods.torch_engine.nn.loss import Guide, LossSums, token_loss
+from lmmods.torch_engine.nn.reference import evaluating
 from lmmods.torch_engine.tasks.base import TaskModule
 
 
@@ -23,14 +24,21 @@ class MLM(MLMFields, TaskModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.head: MLMHead | None = None
+        self.teacher_head: MLMHead | None = None
 
     def on_model_ready(self) -> None:
         self.head = MLMHead(self.model, plain=not self.fast_kernels)
+        if self.teacher_model is not None:
+            self.teacher_head = MLMHead(self.teacher_model, plain=not self.fast_kernels)
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
+        guide = None
+        if self.teacher_head is not None:  # first, while there are no activations of the student
+            with evaluating(self.teacher_model):
+                guide = Guide(self.teacher_head.hidden(batch), self.teacher_head)
         # Evaluation, which counts, is plain.
         return masked_loss(self.head, batch, count_correct, self.built_for,
-                           TokenLoss() if count_correct else self.token_loss)
+                           self.token_loss.evaluated if count_correct else self.token_loss, guide)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
         """Return candidates [G, K], likeliest first, and their probabilities [G, K], for the batch's gaps row by row.
@@ -76,6 +84,11 @@ class MLMHead:
         if any(isinstance(part, nn.Dropout) and part.p and part not in in_encoder for part in network.modules()):
             say("Dropout acts inside the encoder: the head, which sees masked positions of many rows, has none.")
 
+    def hidden(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the encoder's hidden states [B, T, H]; `batch` as of `masked_loss`."""
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
+        return self.encoder(**inputs).last_hidden_state
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, H]."""
         dropout = TokenDropout.from_model(self.model)
@@ -91,17 +104,17 @@ class MLMHead:
 
 
 def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = False,
-                device: torch.device | None = None, form: TokenLoss = TokenLoss()) -> LossSums:
+                device: torch.device | None = None, form: TokenLoss = TokenLoss(), guide: Guide | None = None
+                ) -> LossSums:
     """Return the summed loss over the masked positions of a batch.
 
     Args:
         batch: `input_ids`, `attention_mask`, `labels` [B, T]; `token_type_ids` if the model has them.
-        device: As in `token_loss`, like `form`.
+        device: As in `token_loss`, like `form` and `guide`.
     """
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
-    hidden = head.encoder(**inputs).last_hidden_state  # [B, T, H]; labels of masked positions are not shifted
-    return token_loss(hidden, batch["labels"], head, head.params(), head.vocab_size, count_correct, head.plain,
-                      device=device, form=form)
+    # Labels of masked positions are not shifted.
+    return token_loss(head.hidden(batch), batch["labels"], head, head.params(), head.vocab_size, count_correct,
+                      head.plain, device=device, form=form, guide=guide)
 
 
 @contextmanager

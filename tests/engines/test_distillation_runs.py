@@ -1,0 +1,81 @@
+"""Runs with a teacher: both engines, resumed, refused with another teacher; the engines' gradients of a masked LM."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lmmods.cli import main
+from lmmods.runs.folder import RunFolder
+from tests.finished_runs import assert_same_run, rows
+
+BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
+
+
+@pytest.fixture
+def taught(recipe, llama_of, tmp_path):
+    """A function that gives the arguments of a packed QLoRA run with a teacher in four bits, and its folder."""
+    def write(name: str, **changes) -> tuple[list[str], RunFolder]:
+        run = RunFolder(tmp_path / name)
+        model = {"teacher": {"pretrained": str(llama_of(2)), "quantize": "nf4", "beta": 0.3, "temperature": 1.5}}
+        changes = {"engine": "torch", "data__init_args__packing": True, "data__init_args__max_length": 192,
+                   "trainer__accumulate_grad_batches": 2, "data__init_args__batch_size": 1, **changes}
+        return recipe(f"{name}.yaml", **{f"model__init_args__{key}": value for key, value in model.items()}, **changes,
+                      trainer__default_root_dir=str(run.root)), run
+
+    return write
+
+
+@pytest.mark.slow
+def test_both_engines_learn_the_same_from_a_teacher_and_go_on(taught, llama_of, tmp_path, stop_at, capsys):
+    runs = []
+    for engine in ("torch", "jax"):
+        arguments, run = taught(engine, engine=engine)
+        assert main(["fit", *arguments]) == 0
+        runs.append(run)
+    wanted, found = map(rows, runs)
+    assert len(wanted) == len(found) == 6
+    for row, expected in zip(found, wanted, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
+        assert row["train/loss"] == pytest.approx((row["train/divergence"] + row["train/cross_entropy"]) / 2)
+    metrics = json.loads(runs[0].metrics_json.read_text())
+    assert metrics["val/divergence"] > 0
+    names = {*load_file(runs[0].model / "adapter_model.safetensors")}
+    assert names == {*load_file(runs[1].model / "adapter_model.safetensors")}
+    assert not any("teacher" in name for name in {*names, *load_file(runs[0].resolve("last") / "model.safetensors")})
+    # In the middle of a step.
+    arguments, broken = taught("broken")
+    stop_at(5)
+    assert main(["fit", *arguments]) == 130
+    stop_at(0)
+    other = shutil.copytree(llama_of(2), tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    assert main(["fit", *arguments, "--ckpt_path", "last", "--model.teacher.pretrained", str(other)]) == 2
+    assert "model.teacher.pretrained" in capsys.readouterr().err
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert_same_run(runs[0], broken)
+
+
+def test_engines_agree_on_a_masked_lm_with_a_teacher(recipe, tmp_path, capsys):
+    from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
+
+    text = tmp_path / "texts.txt"
+    text.write_text("\n\n".join(f"the quick brown fox jumps over {n} lazy dogs" for n in range(12)))
+    tokenizer, folder = AutoTokenizer.from_pretrained("demo/bert"), tmp_path / "teacher"
+    torch.manual_seed(0)
+    # Rows beside the tokens, which the student has not.
+    BertForMaskedLM(BertConfig(**{**BERT, "hidden_size": 24}, vocab_size=len(tokenizer) + 3)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert main(["inspect", *recipe(
+        model={"class_path": "MLM", "init_args": {"config": BERT, "label_smoothing": 0.1, "teacher": {
+            "pretrained": str(folder), "beta": 1.0}}},
+        data={"class_path": "MLMData", "init_args": {"source": str(text), "documents": "paragraph", "max_length": 48,
+                                                     "tokenizer": "demo/bert"}}), "--parity", "true"]) == 0
+    said = capsys.readouterr().out
+    assert "Parity: pass" in said and said.count(": pass, tolerance") == 3

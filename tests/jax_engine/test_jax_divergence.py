@@ -1,0 +1,85 @@
+"""The divergence from a teacher on JAX: torch's values, gradients and sums, on one device and on a mesh."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_engine.distributed import loss
+from jax_engine.distributed.interface import DATA_AXES
+from jax_engine.distributed.loss import IGNORED, beside_teacher, token_loss
+from jax_engine.distributed.mesh import ShardedMesh
+from lmmods.core.settings import Divergence, TokenLoss
+from lmmods.torch_engine.nn import loss as torch_loss
+from tests.closeness import Float64, assert_as_close
+
+B, T, D, TAUGHT, V = 8, 9, 12, 20, 50
+FORMS = [TokenLoss(divergence=Divergence(0.0)), TokenLoss(0.1, 0.01, Divergence(0.3, 1.5, 0.25)),
+         TokenLoss(divergence=Divergence(1.0, 0.7, 1.0))]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 5)
+    monkeypatch.setattr(loss, "LEAST_CHUNK", 1)
+
+
+def draw(rows: int = V):
+    """Hidden states of student and teacher, targets, weights, and both heads; `rows` are the teacher's."""
+    random = np.random.default_rng(0)
+    targets = np.where(random.random((B, T)) < 0.4, random.integers(0, V, (B, T)), IGNORED)
+    hidden, taught, head, teacher = (random.normal(size=shape).astype(np.float32)
+                                     for shape in ((B, T, D), (B, T, TAUGHT), (V, D), (rows, TAUGHT)))
+    return hidden, taught, targets, random.choice([0.25, 1, 3], (B, T)).astype(np.float32), head, teacher
+
+
+def ours(form, plain=False, count=False):
+    def found(hidden, head, taught, targets, weights, teacher):
+        joined, both = beside_teacher(hidden, lambda x: x @ head.T, taught, lambda x: x @ teacher.T)
+        sums = token_loss(joined, targets, both, V, count, plain, weights, form=form)
+        return sums.total, sums
+
+    return jax.jit(jax.value_and_grad(found, argnums=(0, 1), has_aux=True))
+
+
+def of_torch(form, hidden, taught, targets, weights, head, teacher):
+    x, own, other, guide, by_position = (torch.tensor(each, dtype=torch.float32)
+                                         for each in (hidden, head, teacher, taught, weights))
+    x.requires_grad_(), own.requires_grad_()
+    sums = torch_loss.token_loss(x, torch.tensor(targets), lambda h: h @ own.T, [own], V, weights=by_position,
+                                 form=form, guide=torch_loss.Guide(guide, lambda h: h @ other.T))
+    return [sums.total, sums.metrics, *torch.autograd.grad(sums.total, [x, own])]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("plain", "rows"), [(False, V), (False, V + 6), (True, V + 6)])
+def test_a_loss_with_a_teacher_is_torchs(form, plain, rows, small_chunks):
+    hidden, taught, targets, weights, head, teacher = draw(rows)
+    (total, sums), gradients = ours(form, plain)(hidden, head, taught, targets, weights, teacher)
+    found = [total, np.stack([sums.metrics[name] for name in form.metric_names]), *gradients]
+    with Float64():
+        exact = of_torch(form, hidden, taught, targets, weights, head, teacher)
+    assert_as_close(found, of_torch(form, hidden, taught, targets, weights, head, teacher), exact)
+
+
+@pytest.mark.parametrize("rows", [V, V + 6])
+def test_the_same_on_a_mesh(rows, small_chunks):
+    hidden, taught, targets, weights, head, teacher = draw(rows)
+    wanted = ours(FORMS[1], count=True)(hidden, head, taught, targets, weights, teacher)
+    mesh = ShardedMesh(data=2, fsdp=2, tensor=2).mesh
+    by_rows, table = NamedSharding(mesh, PartitionSpec(DATA_AXES)), NamedSharding(mesh, PartitionSpec("fsdp"))
+    put = [jax.device_put(x, where) for x, where in ((hidden, by_rows), (head, table), (taught, by_rows), (
+        targets, by_rows), (weights, by_rows), (teacher, table))]
+    with jax.set_mesh(mesh):
+        found = ours(FORMS[1], count=True)(*put)
+    for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert_as_close(mine, theirs, theirs, magnitude=1)
+
+
+@pytest.mark.parametrize("form", [Divergence(beta, 1.5, 1.0) for beta in (0.0, 0.5, 1.0)], ids=str)
+def test_a_network_that_is_its_own_teacher_learns_nothing(form, small_chunks):
+    hidden, _, targets, weights, head, _ = draw()
+    (total, _), gradients = ours(TokenLoss(divergence=form))(hidden, head, hidden, targets, weights, head)
+    for found in (total, *gradients):
+        assert_as_close(found, np.zeros_like(found), np.zeros_like(found), magnitude=1)

@@ -1,0 +1,139 @@
+"""The divergence from a teacher: TRL's value and gradient, in every form of the head; what is no teacher."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmmods.core.errors import UserError
+from lmmods.core.settings import Divergence, Teacher, TokenLoss
+from lmmods.data.teacher import check_teacher
+from lmmods.torch_engine.nn import loss as loss_module
+from lmmods.torch_engine.nn.loss import IGNORED, Guide, divergences, token_loss
+from tests.closeness import Float64, assert_as_close
+
+V, PADDED = 61, 64  # tokens, and rows of the teacher's table
+FORMS = [Divergence(beta, temperature) for beta in (0.0, 0.1, 0.5, 1.0) for temperature in (0.7, 1.0, 2.0)]
+
+
+def of_trl(form, logits, taught, targets):
+    """The sum over scored positions."""
+    pytest.importorskip("trl", reason="an extra of developers (dev)")
+    from trl.experimental.gkd import GKDTrainer
+
+    return GKDTrainer.generalized_jsd_loss(logits, taught, targets, form.beta, form.temperature, reduction="sum")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * V * 5)
+    monkeypatch.setattr(loss_module, "LEAST_CHUNK", 1)
+
+
+@pytest.fixture
+def drawn():
+    """Student, teacher, hidden states of both, targets."""
+    torch.manual_seed(0)
+    student, teacher = torch.nn.Linear(16, V, bias=False), torch.nn.Linear(24, PADDED, bias=False)
+    targets = torch.randint(0, V, (2, 9))
+    targets[0, :4] = IGNORED
+    return student, teacher.requires_grad_(False), 4 * torch.randn(2, 9, 16), 4 * torch.randn(2, 9, 24), targets
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_divergence_and_gradient_are_trls(form, dtype):
+    torch.manual_seed(1)
+    logits, taught = 3 * torch.randn(7, V, dtype=dtype), 3 * torch.randn(7, PADDED, dtype=dtype)
+
+    def theirs(x, taught):
+        x.requires_grad_()
+        value = of_trl(form, x[None], taught[None, :, :V], torch.zeros(1, 7, dtype=torch.long))
+        return [value, *torch.autograd.grad(value, x)]
+
+    value, gradient = divergences(logits, taught, form)
+    assert (value >= 0).all()
+    exact = theirs(logits.double(), taught.double())
+    assert_as_close([value.sum(), gradient()], theirs(logits.clone(), taught), exact)
+
+
+@pytest.mark.parametrize("form", [TokenLoss(divergence=each) for each in FORMS[1::3]] + [
+    TokenLoss(0.1, 0.01, Divergence(0.5, 1.5, 0.25)), TokenLoss(divergence=Divergence(0.0, 1.0, 1.0))], ids=str)
+@pytest.mark.parametrize("head", ["by hand", "by autograd", "plain"])
+def test_a_mixed_loss_is_cross_entropy_and_trls_divergence(small_chunks, drawn, form, head):
+    """The sums of both parts are metrics; positions count by their weight."""
+    student, teacher, hidden, taught, targets = drawn
+    weights, ratio = torch.rand(2, 9), form.divergence.ratio
+
+    def ours(model, other, x, guide, weights):
+        own = SimpleNamespace(linear=model) if head == "by hand" else model
+        sums = token_loss(x, targets, own, [model.weight], V, plain=head == "plain", weights=weights, form=form,
+                          guide=Guide(guide, other))
+        return sums.total, sums.metrics
+
+    def theirs(model, other, x, guide, weights):
+        logits = model(x)
+        log_probs, log_z = logits.log_softmax(-1), logits.logsumexp(-1)
+        picked = log_probs.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        smoothing = form.label_smoothing
+        plain = -(1 - smoothing) * picked - smoothing * log_probs.mean(-1) + form.z_loss * log_z.square()
+        scored = (targets != IGNORED) * weights
+        # TRL has no weights: a row of one position at a time.
+        diverging = torch.stack([of_trl(form.divergence, one[None, None], two[None, None, :V], torch.zeros(1, 1))
+                                 for one, two in zip(logits.flatten(0, 1), other(guide).flatten(0, 1), strict=True)])
+        parts = torch.stack([(diverging.view(2, 9) * scored).sum(), (plain * scored).sum()])
+        metrics = torch.stack([parts, scored.sum().expand(2)], 1)
+        return ratio * parts[0] + (1 - ratio) * parts[1], metrics
+
+    def found(function, dtype=torch.float32):
+        model, other = (copy.deepcopy(each).to(dtype) for each in (student, teacher))
+        x = hidden.to(dtype).requires_grad_()
+        total, metrics = function(model, other, x, taught.to(dtype), weights.to(dtype))
+        return [total, metrics, *torch.autograd.grad(total, [x, model.weight])]
+
+    with Float64():
+        exact = found(theirs, torch.float64)
+    assert_as_close(found(ours), found(theirs), exact)
+    with torch.no_grad():
+        assert_as_close(ours(student, teacher, hidden, taught, weights)[0], theirs(
+            student, teacher, hidden, taught, weights)[0], exact[0])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_network_that_is_its_own_teacher_learns_nothing(small_chunks, drawn, form):
+    student, _, hidden, _, targets = drawn
+    hidden.requires_grad_()
+    sums = token_loss(hidden, targets, student, [student.weight], V,
+                      form=TokenLoss(divergence=form._replace(ratio=1.0)), guide=Guide(hidden.detach(), student))
+    gradients = torch.autograd.grad(sums.total, [hidden, student.weight])
+    assert_as_close([sums.total, *gradients], *[[torch.zeros_like(x) for x in (sums.total, *gradients)]] * 2,
+                    magnitude=1.0)
+
+
+def test_evaluation_measures_the_divergence_and_has_the_plain_loss(small_chunks, drawn):
+    student, teacher, hidden, taught, targets = drawn
+    form = TokenLoss(0.1, 0.01, Divergence(0.5)).evaluated
+    sums = token_loss(hidden, targets, student, [student.weight], V, form=form, guide=Guide(taught, teacher))
+    assert sums.total == token_loss(hidden, targets, student, [student.weight], V).total == sums.metrics[1, 0]
+    assert sums.metrics[0, 0] > 0
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tokenizer_folder, llama_folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    check_teacher(Teacher(pretrained=str(llama_folder)), tokenizer)
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(UserError, match=r"model\.teacher\.pretrained .* 1 tokens differ, such as '<new>'"):
+        check_teacher(Teacher(pretrained=str(llama_folder)), tokenizer)
+    with pytest.raises(UserError, match=r"is not that of data\.tokenizer"):
+        check_teacher(Teacher(pretrained="demo/bert"), tokenizer)
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"pretrained": None}, "teacher.pretrained is null"), ({"beta": 1.5}, "teacher.beta is 1.5"),
+    ({"temperature": 0.0}, "teacher.temperature is 0.0"), ({"ratio": 0.0}, "teacher.ratio is 0.0")])
+def test_settings_of_a_teacher(given, words):
+    with pytest.raises(UserError, match=words):
+        Teacher(**{"pretrained": "demo/llama", **given})
