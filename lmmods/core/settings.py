@@ -245,14 +245,14 @@ class TokenLoss(NamedTuple):
     Args:
         label_smoothing: s; 0 with `dft`.
         z_loss: z.
-        dft: Dynamic fine-tuning (Wu et al. 2025).
         divergence: Mixed into this loss, by its `ratio`; None is none.
+        dft: Dynamic fine-tuning (Wu et al. 2025).
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    dft: bool = False
     divergence: Divergence | None = None
+    dft: bool = False
 
     @property
     def evaluated(self) -> "TokenLoss":

@@ -62,6 +62,6 @@ def test_impossible_settings_are_refused_by_name(make, key):
 
 
 def test_dynamic_fine_tuning_takes_no_label_smoothing():
-    assert SFTFields(pretrained="x", dft=True, z_loss=1e-4).token_loss == TokenLoss(0.0, 1e-4, True)
+    assert SFTFields(pretrained="x", dft=True, z_loss=1e-4).token_loss == TokenLoss(0.0, 1e-4, dft=True)
     with pytest.raises(UserError, match="model.label_smoothing is 0.1, but must be 0 with model.dft"):
         SFTFields(pretrained="x", dft=True, label_smoothing=0.1)

@@ -26,6 +26,8 @@ class SFTFields(TokenLossFields, CausalFields):
         super().__post_init__()
         require(not self.dft or self.label_smoothing == 0, "model.label_smoothing", self.label_smoothing,
                 "0 with model.dft, whose weights are of the target alone")
+        require(not self.dft or self.teacher is None or self.teacher.ratio < 1, "model.teacher.ratio", 1,
+                "less than 1 with model.dft, which is of the cross-entropy")
 
     @property
     def token_loss(self) -> TokenLoss:
