@@ -156,7 +156,9 @@ class Planner:
                             if path[0].partition(AT)[0] == "layers")
         total = (trained * step + forward_alone * forward) * tokens.size
         if "segment_ids" not in rows:
-            scores = score_flops(tokens.shape[-1], arch.windows, arch.num_heads * arch.head_dim, arch.causal)
+            scores = sum(score_flops(tokens.shape[-1], [window], arch.num_heads * arch.head_sizes(
+                arch.kinds[stored].attention)[1], arch.causal) for window, stored in zip(arch.windows, arch.passes,
+                                                                                         strict=True))
             # Scores: one product forward, two backward, and with remat one forward again.
             total += (trained * (3 + again) + forward_alone) * scores * (tokens.size // tokens.shape[-1])
         return total * accumulated / self.on.num_devices

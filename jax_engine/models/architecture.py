@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 from jax_engine.models.relative import Relative
 from jax_engine.models.rope import Rope
@@ -74,6 +75,49 @@ class Classifier:
 
 
 @dataclass(frozen=True)
+class WideHeads:
+    """Heads of the layers whose attention is called `full_attn`, if they differ in size from those of `attn`.
+
+    Args:
+        layers: These layers.
+        keys_as_values: Keys, before their norm and rotation, are the values.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    keys_as_values: bool = False
+
+
+class LayerKind(NamedTuple):
+    """What a layer has; layers of one kind have the same parameters, in the same shapes.
+
+    Args:
+        routed: A mixture of experts is the MLP.
+        attention: Name of its attention: `attn`, or `full_attn` with `WideHeads`.
+        keys: Keys and values are its `own`; or its own, and those of later layers (`lent`); or `borrowed` from the
+            last layer with an attention of that name that lends them.
+        mlp: Name of its MLP: `mlp`, or `wide_mlp`.
+    """
+
+    routed: bool = False
+    attention: Literal["attn", "full_attn"] = "attn"
+    keys: Literal["own", "lent", "borrowed"] = "own"
+    mlp: Literal["mlp", "wide_mlp"] = "mlp"
+
+    def has(self, module: str) -> bool:
+        """Return True if a layer of this kind has a module, by our path inside the layers: `attn.q`."""
+        part, _, inner = module.partition(".")
+        if not inner or module == "attn.weights":  # dropout sites of any attention and MLP
+            return True
+        if part in ("attn", "full_attn"):
+            return part == self.attention and not (self.keys == "borrowed" and inner in ("k", "v", "k_norm"))
+        if part in ("mlp", "wide_mlp"):
+            return part == self.mlp and inner.startswith(("router", "experts")) == self.routed
+        return True
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Sizes and options of a transformer, decoder (`causal`) or encoder. Sizes are numbers of features.
 
@@ -106,6 +150,12 @@ class Architecture:
         sinks: Attention sinks: a learned logit per head, without a value (Xiao et al. 2023).
         qkv_limit: Queries, keys and values are clipped to this absolute value.
         experts: Mixture of experts that replaces the MLP, except in `dense_layers`, to which `mlp_size` then applies.
+        wide_heads: Layers with heads of another size.
+        num_borrowing: Last layers, which have no keys and values but take those of an earlier layer (see `LayerKind`).
+        wide_mlp_size: Inner features of the MLPs in these last layers, if they differ.
+        value_norm: Values are divided by their root mean square, per head.
+        layer_inputs: Features of each token's own input to each layer (per-layer embeddings); 0 is none.
+        layer_scalar: A constant of each layer, read from files, multiplies the residual stream after it.
         layers_per_group: Set if torch's names number stored layers by group and index in the group.
         head_bias: The output layer of the vocabulary has a bias; `head_dense_bias`: the dense layer of a masked head.
         classifier: The head, of a network that scores labels or answer spans.
@@ -165,6 +215,12 @@ class Architecture:
     qkv_limit: float | None = None
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
+    wide_heads: WideHeads | None = None
+    num_borrowing: int = 0
+    wide_mlp_size: int | None = None
+    value_norm: bool = False
+    layer_inputs: int = 0
+    layer_scalar: bool = False
     layers_per_group: int | None = None
     tied: bool = True
     head_bias: bool = False
@@ -191,10 +247,27 @@ class Architecture:
         layers = tuple(range(self.num_stored_layers))
         if module == "layers.attn_norm" and not self.first_norm:
             return layers[1:]
-        if self.dense_layers and module.startswith("layers.mlp."):
-            routed = module.startswith(("layers.mlp.router", "layers.mlp.experts"))
-            return tuple(layer for layer in layers if (layer in self.dense_layers) != routed)
-        return layers
+        if not module.startswith("layers.") or len(set(self.kinds)) == 1:
+            return layers
+        inside = module.removeprefix("layers.")
+        return tuple(layer for layer in layers if self.kinds[layer].has(inside))
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each stored layer."""
+        wide = () if self.wide_heads is None else self.wide_heads.layers
+        names = ["full_attn" if layer in wide else "attn" for layer in range(self.num_stored_layers)]
+        first = self.num_stored_layers - self.num_borrowing
+        lenders = {name: layer for layer, name in enumerate(names[:first])} if self.num_borrowing else {}
+        return tuple(LayerKind(
+            self.experts is not None and layer not in self.dense_layers, name,
+            "borrowed" if layer >= first else "lent" if lenders.get(name) == layer else "own",
+            "wide_mlp" if layer >= first and self.wide_mlp_size else "mlp") for layer, name in enumerate(names))
+
+    def head_sizes(self, attention: str) -> tuple[int, int]:
+        """Return the number of key-value heads, and the features of a head, of the layers with this attention."""
+        wide = self.wide_heads if attention == "full_attn" else self
+        return wide.num_kv_heads, wide.head_dim
 
 
 @dataclass(frozen=True)

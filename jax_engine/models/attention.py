@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jax_engine.models.architecture import Architecture
+from jax_engine.models.architecture import Architecture, LayerKind
 from jax_engine.models.dropout import Seeds, dropped_weights
-from jax_engine.models.linear import Build, Linear, Norm, capped, parameter
+from jax_engine.models.linear import Build, Linear, Norm, capped, divided_by_rms, parameter
 from jax_engine.models.relative import Table, content_to_position, position_to_content
 from jax_engine.models.rope import Angles, rotate
 from lmmods.core.initialization import Normal
@@ -102,44 +102,56 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float 
     return mixed.reshape(batch, length, heads * size)
 
 
+KeysValues = tuple[Array, Array]  # each [B, S, kv_heads, head_dim]
+
+
 class Attention(nnx.Module):
     """Self-attention of one layer with its projections."""
 
-    def __init__(self, arch: Architecture, build: Build):
-        self.arch, self.blocked = arch, build.blocked
-        inner, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    def __init__(self, arch: Architecture, build: Build, kind: LayerKind):
+        self.arch, self.blocked, self.keys = arch, build.blocked, kind.keys
+        self.num_kv_heads, self.head_dim = arch.head_sizes(kind.attention)
+        path, borrows = f"layers.{kind.attention}", kind.keys == "borrowed"
+        inner, kv = arch.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         kwargs = {"build": build, "conv1d": arch.conv1d}
         kwargs |= {"std": arch.layer_std, "bias": arch.qkv_bias}
         if arch.qkv == "apart":
-            self.q = Linear(arch.hidden_size, inner, "layers.attn.q", **kwargs)
-            self.k = Linear(arch.hidden_size, kv, "layers.attn.k", **kwargs)
-            self.v = Linear(arch.hidden_size, kv, "layers.attn.v", **kwargs)
+            self.q = Linear(arch.hidden_size, inner, f"{path}.q", **kwargs)
+            self.k = None if borrows else Linear(arch.hidden_size, kv, f"{path}.k", **kwargs)
+            as_values = kind.attention == "full_attn" and arch.wide_heads.keys_as_values
+            self.v = None if borrows or as_values else Linear(arch.hidden_size, kv, f"{path}.v", **kwargs)
         else:
-            self.qkv = Linear(arch.hidden_size, inner + 2 * kv, "layers.attn.qkv", **kwargs)
+            self.qkv = Linear(arch.hidden_size, inner + 2 * kv, f"{path}.qkv", **kwargs)
         own_places = arch.relative is not None and not arch.relative.shared
         # Projections of the relative-position table, if it does not share those of the content.
         self.place_k, self.place_q = (
             Linear(arch.hidden_size, inner, f"layers.attn.{name}", **kwargs) if own_places and score in
             arch.relative.scores else None for name, score in (("place_k", "c2p"), ("place_q", "p2c")))
         kwargs |= {"std": arch.residual_std, "bias": arch.out_bias}
-        self.o = Linear(inner, arch.hidden_size, "layers.attn.o", **kwargs)
+        self.o = Linear(inner, arch.hidden_size, f"{path}.o", **kwargs)
         self.sinks = parameter((arch.num_heads,), Normal(arch.layer_std)) if arch.sinks else None
         if arch.qk_norm:
             # A norm per head has one weight for all heads.
-            sizes = (arch.head_dim, arch.head_dim) if arch.qk_norm == "head" else (inner, kv)
+            sizes = (self.head_dim, self.head_dim) if arch.qk_norm == "head" else (inner, kv)
             self.q_norm, self.k_norm = (Norm(size, arch.norm, arch.norm_eps) for size in sizes)
+            self.k_norm = None if borrows else self.k_norm
 
     def __call__(self, x: Array, mask: Array | Callable[[Array, Array, Array], Array], scale: Array,
                  angles: Angles | Table | None, seeds: Seeds | None, cache: dict[str, Array] | None = None,
-                 start: Array | None = None, key_angles: Angles | None = None
-                 ) -> tuple[Array, dict[str, Array] | None]:
-        """Return the attention output [B, T, D], and the cache with the new keys and values written from `start` on.
+                 start: Array | None = None, key_angles: Angles | None = None, borrowed: KeysValues | None = None
+                 ) -> tuple[Array, dict[str, Array] | None, KeysValues | None]:
+        """Return the attention output [B, T, D], the cache with the new keys and values written from `start` on, and
+        the keys and values if they are lent to later layers.
 
         Args:
             mask: [B, 1, T, S] booleans, or a fused kernel that applies its own mask.
             angles: Rope angles of these tokens, or a table of relative positions.
             key_angles: Rope angles of all cache slots; the cache then holds unrotated keys. None: as `angles`.
+            borrowed: Keys and values of an earlier layer, with those in its cache, for a layer without its own.
         """
+        if self.keys == "borrowed":
+            q = self._turn(self.q_norm(self._heads(self.q(x, seeds))), angles)
+            return self.o(self._mix(q, *borrowed, mask, scale, seeds, start is None, None), seeds), None, None
         q, k, v = self._project(x, seeds)
         more = self._scores_of_places(q, k, angles) if isinstance(angles, Table) else None
         if angles is not None and more is None:
@@ -155,7 +167,8 @@ class Attention(nnx.Module):
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         # Frequencies that depend on the length change as the text grows, so cached keys are rotated anew in each step.
         k = k if key_angles is None else self._turn(k, key_angles)
-        return self.o(self._mix(q, k, v, mask, scale, seeds, cache is None, more), seeds), cache
+        lent = (k, v) if self.keys == "lent" else None
+        return self.o(self._mix(q, k, v, mask, scale, seeds, cache is None, more), seeds), cache, lent
 
     def _turn(self, x: Array, angles: Angles) -> Array:
         return rotate(x, angles, self.arch.ropes[0].interleaved)
@@ -193,14 +206,20 @@ class Attention(nnx.Module):
             inner, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
             q, k, v = jnp.split(self.qkv(x, seeds), [inner, inner + kv], axis=-1)
         else:
-            q, k, v = self.q(x, seeds), self.k(x, seeds), self.v(x, seeds)
+            q, k = self.q(x, seeds), self.k(x, seeds)
+            v = k if self.v is None else self.v(x, seeds)
         if arch.qk_norm == "projection":
             # Before the heads are separated, so that the norm spans all of them.
             q, k = self.q_norm(q), self.k_norm(k)
         if arch.qkv_limit is not None:
             q, k, v = (jnp.clip(part, -arch.qkv_limit, arch.qkv_limit) for part in (q, k, v))
-        q, k, v = (part.reshape(*part.shape[:2], -1, arch.head_dim) for part in (q, k, v))
+        q, k, v = (self._heads(part) for part in (q, k, v))
+        v = divided_by_rms(v, arch.norm_eps) if arch.value_norm else v
         return [self.q_norm(q), self.k_norm(k), v] if arch.qk_norm == "head" else [q, k, v]
+
+    def _heads(self, x: Array) -> Array:
+        """Reshape [B, T, heads * head_dim] to [B, T, heads, head_dim]."""
+        return x.reshape(*x.shape[:2], -1, self.head_dim)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

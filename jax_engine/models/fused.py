@@ -196,6 +196,8 @@ def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | 
         return f"the fused kernel has no attention dropout ({arch.attention_dropout} here)"
     if arch.relative is not None:
         return "the fused kernel has no relative positions"
+    if arch.wide_heads is not None or arch.num_borrowing:
+        return "the layers of this network differ in their heads"
     if len(set(arch.windows)) > 1 or len(set(arch.attention_scales)) > 1:
         return "the layers of this network differ in window or scale"
     if not arch.causal and arch.windows[0] is not None:

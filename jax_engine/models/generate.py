@@ -386,8 +386,8 @@ class Forward:
         if not self._use_cache:
             return kept
         cache = kept["cache"]
-        # Keys and values are [layers, N, K, total, D].
-        picked = {"k": cache["k"][:, rows], "v": cache["v"][:, rows], "valid": cache["valid"][rows]}
+        # Leaves are [layers, N, ...].
+        picked = {"layers": jax.tree.map(lambda leaf: leaf[:, rows], cache["layers"]), "valid": cache["valid"][rows]}
         return {"cache": {**cache, **picked}, "position": kept["position"][rows]}
 
     def _whole(self, params: Tree, tokens: Array, real: Array, end: Array | int) -> Array:

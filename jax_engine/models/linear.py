@@ -329,6 +329,11 @@ def _normed(kind: NormKind, eps: float, x: Array, weight: Array, bias: Array | N
     return (wide if bias is None else wide + bias.astype(jnp.float32)).astype(x.dtype)
 
 
+def divided_by_rms(x: Array, eps: float) -> Array:
+    """Return x over the root mean square of its last axis, computed in float32: an RMSNorm without a weight."""
+    return _normed("rms", eps, x, jnp.ones(x.shape[-1]), None)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters of modules: in the description of a network they have a shape and an initialiser, but no values.
 

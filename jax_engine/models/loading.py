@@ -68,7 +68,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
     wanted = _wanted(network)
     saved: dict[Slot, dict[str, LazyArray]] = {}  # pieces of weights that are saved quantised
     copies: dict[str, tuple[Slot, LazyArray]] = {}
-    problems, dropped = [], []
+    problems, dropped, unused = [], [], _borrowed(network)
     tensors = list(_tensors(folder, revision))
     has_parts = any(is_of_text_part(key) for key, _ in tensors)
     for key, value in tensors:
@@ -79,7 +79,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
         owner, part = expert_files.whole(network.family, owner)
         slot = _match(owner, wanted, network)
         if slot is None:
-            (dropped if _needless(key) else problems).append(key)
+            (dropped if _needless(key) or owner.rpartition(".")[0] in unused else problems).append(key)
             continue
         *place, tied = slot
         place = tuple(place)
@@ -241,6 +241,13 @@ def _match(key: str, wanted: dict[str, tuple], network: Network) -> tuple[LeafPa
     bare = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
     base = network.family.prefix(network.head)
     return next((wanted[name] for name in (key, f"{base}.{bare}", f"{base}.{key}") if name in wanted), None)
+
+
+def _borrowed(network: Network) -> set[str]:
+    """Return torch's names of the keys and values that some files have in layers that take those of earlier layers."""
+    parts = (network.family.modules.get(f"layers.attn.{part}") for part in ("k", "v", "k_norm"))
+    return {network.filled_in(part, layer, inside=True) for part in parts if part
+            for layer, kind in enumerate(network.arch.kinds) if kind.keys == "borrowed"}
 
 
 def _needless(key: str) -> bool:

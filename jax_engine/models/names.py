@@ -20,6 +20,7 @@ TOKEN_ROWS = "trainable_tokens_delta"  # rows of new tokens that train alongside
 ADAPTER_LEAVES = (*LORA_LEAVES, TOKEN_ROWS)
 PEFT_PREFIX = "base_model.model."
 EXPERTS = "layers.mlp.experts"
+CONSTANTS = ("layer_scalar",)  # leaves that are buffers in torch: read and saved, but never trained
 
 
 class Names:
@@ -72,10 +73,10 @@ class Names:
         """Return (torch name, path in the tree, index among the stacked layers) of every parameter, in torch's order.
 
         Args:
-            plain: Return names without PEFT's wrapping, and leave out adapters.
+            plain: Return the names in files: without PEFT's wrapping and adapters, and with `CONSTANTS`.
         """
         return [(self._plain(path, layer) if plain else self.name(path, layer), path, layer)
-                for path, layer in self._places if not (plain and path[-1] in ADAPTER_LEAVES)]
+                for path, layer in self._places if path[-1] not in (ADAPTER_LEAVES if plain else CONSTANTS)]
 
     def shape(self, path: Path) -> tuple[int, ...]:
         """Return the shape of a leaf; of a single layer, if it is stacked."""
@@ -160,6 +161,8 @@ class Names:
 
     def trains(self, path: Path) -> bool:
         """Return True if a leaf trains: without adapters all do, else adapters and the modules saved in full."""
+        if path[-1] in CONSTANTS:
+            return False
         if self._trained is not None:
             return path in self._trained
         return not self._wrapped or path[-1] in ADAPTER_LEAVES or _module(path) in self._to_save
@@ -254,4 +257,4 @@ def _module(path: Path) -> str:
 def _leaf_rank(leaf: str) -> int:
     # torch's order of a module's own parameters, then the adapters.
     return ("weight", "bias", "sinks", "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias",
-            *ADAPTER_LEAVES).index(leaf)
+            *CONSTANTS, *ADAPTER_LEAVES).index(leaf)

@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig
 from jax_engine.distributed.interface import cut, num_sequence_parts, on_mesh
 from jax_engine.distributed.tree import Path, Tree, flatten, merge, unflatten
 from jax_engine.models import fused
-from jax_engine.models.architecture import Architecture, Family, Head
-from jax_engine.models.attention import Attention, attention_mask, cached_mask, real_tokens
+from jax_engine.models.architecture import Architecture, Family, Head, LayerKind
+from jax_engine.models.attention import Attention, KeysValues, attention_mask, cached_mask, real_tokens
 from jax_engine.models.context_parallel import ContextParallel
 from jax_engine.models.dropout import Seeds, dropout, noisy, site_seeds, token_words
 from jax_engine.models.experts import MATRICES, Load, SparseMLP
@@ -41,6 +41,7 @@ from jax_engine.models.names import EXPERTS, Names
 from jax_engine.models.relative import Table
 from jax_engine.models.rope import Angles, text_lengths
 from lmmods.core.errors import UserError
+from lmmods.core.hf_config import PER_LAYER_VOCABULARY
 from lmmods.core.settings import decays, depth, num_layers
 from lmmods.recipe.tasks.base import Quantize
 
@@ -57,6 +58,12 @@ class DecoderEmbedding(nnx.Module):
                                 tokens=build.rows.get("embed.tokens", ()))
         self.positions = Embedding(arch.max_positions, arch.hidden_size, std=arch.init_std
                                    ) if arch.positions == "learned" else None
+        if arch.layer_inputs:
+            size = arch.num_layers * arch.layer_inputs
+            self.layer_tokens = Embedding(arch.vocab_size, size, std=arch.init_std, padding_id=arch.padding_id)
+            self.layer_project = Linear(arch.hidden_size, size, "embed.layer_project", build, std=arch.init_std,
+                                        bias=False)
+            self.layer_norm = Norm(arch.layer_inputs, arch.norm, arch.norm_eps)
 
     def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
         """Return the residual stream [B, T, D] that enters the first layer."""
@@ -72,6 +79,15 @@ class DecoderEmbedding(nnx.Module):
         if self.arch.positions == "sinusoid":
             x = x + jnp.asarray(sinusoids(self.arch), x.dtype)[position_ids]
         return dropout(x, self.arch.embedding_dropout, seeds, "embed")
+
+    def inputs_of_layers(self, batch: dict[str, Array], x: Array, seeds: Seeds | None) -> Array:
+        """Return each layer's own input [layers, B, T, F], from tokens and the stream that enters the first layer."""
+        arch = self.arch
+        shape = (*x.shape[:2], arch.num_layers, arch.layer_inputs)
+        own = self.layer_tokens(batch["input_ids"]).astype(x.dtype)
+        own = (own * jnp.asarray(arch.layer_inputs**0.5, x.dtype)).reshape(shape)
+        projected = self.layer_norm((self.layer_project(x, seeds) * arch.hidden_size**-0.5).reshape(shape))
+        return jnp.moveaxis((projected.astype(x.dtype) + own) * 2**-0.5, 2, 0)
 
 
 def sinusoids(arch: Architecture) -> np.ndarray:
@@ -165,7 +181,6 @@ def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
     return np.where(np.arange(size) % 2 == 0, np.sin(angles), np.cos(angles)).astype(np.float32)
 
 
-ROUTED = "_with_experts"
 # Stacks of up to this many layers are unrolled on CPUs if all weights train: in a scan XLA copies residuals and
 # gradients between iterations. The cost is not measurable in deeper networks, which compile faster as a scan.
 UNROLL_CPU = 4
@@ -198,6 +213,8 @@ class Network(Names):
     def resize(self, num_tokens: int) -> None:
         """Change the number of rows of the vocabulary in place, as transformers' `resize_token_embeddings`."""
         self.config.vocab_size = num_tokens
+        if self.arch.layer_inputs:
+            setattr(self.config, PER_LAYER_VOCABULARY, num_tokens)
         self._define(dataclasses.replace(self.arch, vocab_size=num_tokens), self.build, self.to_save)
 
     def adapt(self, arch: Architecture, build: Build, to_save: frozenset[str]) -> None:
@@ -219,18 +236,18 @@ class Network(Names):
         self._ropes = list(dict.fromkeys(arch.ropes))
         self.fused = fused.choose(arch, build.dtype, self.head, build.attention, build.on)
         self._stacks = layer_stacks(arch)
-        self._graphs: dict[str, nnx.GraphDef] = {}
+        self._graphs: dict[str | LayerKind, nnx.GraphDef] = {}
         self._linears: list[str] = []
         self._starts: dict[Path, Start] = {}
         shapes: Tree = {}
         # Only shapes are traced: the parameters are put into the modules anew in every call (`nnx.merge`).
         for name, part in self._parts().items():
             module = nnx.eval_shape(part)
-            own = name.removesuffix(ROUTED)
+            own = "layers" if isinstance(name, LayerKind) else name
             self._starts |= {(own, *path): start for path, start in starts(module).items()}
             self._linears += [node.path for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
             self._graphs[name], state = nnx.split(module)
-            # Blocks with and without experts are both `layers`; leaves that they share are stacked together.
+            # Blocks of all kinds are `layers`; leaves that they share are stacked together.
             shapes[own] = merge(shapes.get(own, {}), nnx.to_pure_dict(state))
         # Stack each leaf of a layer over the layers that have it.
         numbers = {path: len(arch.layers_with(".".join(("layers", *path[:-1])))) for path in flatten(shapes["layers"])}
@@ -247,13 +264,12 @@ class Network(Names):
             arch.mlp_inner_dropout, *of_head))
         self._sites = site_seeds(self, self.family, self.head, arch, build.adapted if lora_drops else frozenset())
 
-    def _parts(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str | LayerKind, Any]:
         """Return the constructor of each part of the network."""
         arch, build = self.arch, self.build
         embedding = DecoderEmbedding if arch.causal else EncoderEmbedding
         parts = {"embed": lambda: embedding(arch, build)}
-        kinds = {kind for stack in self._stacks for kind in stack.kinds}
-        parts |= {_block(routed): partial(Block, arch, build, routed) for routed in sorted(kinds)}
+        parts |= {kind: partial(Block, arch, build, kind) for kind in dict.fromkeys(arch.kinds)}
         if arch.final_norm_eps is not None:
             parts["norm"] = lambda: Norm(arch.hidden_size, arch.norm, arch.final_norm_eps)
         return parts | {"head": lambda: HEADS[self.head](arch, build)}
@@ -325,17 +341,18 @@ class Network(Names):
             valid = jax.lax.dynamic_update_slice_in_dim(cache["valid"], batch["attention_mask"] > 0, start, axis=1)
             masks = [cached_mask(valid, start, length, window) for window in windows]
         real = real_tokens(batch) if measures else None
-        x, kv, load = self._layers(params["layers"], x, masks, windows, angles, key_angles, seeds, cache, real,
-                                   after_first)
+        inputs = embedding.inputs_of_layers(batch, x, seeds) if self.arch.layer_inputs else None
+        x, kept, load = self._layers(params["layers"], x, masks, windows, angles, key_angles, seeds, cache, real,
+                                     after_first, inputs)
         if "norm" in self._graphs:
             x = self._part("norm", params)(x)
         # The part of the head that pools and has dropout runs here, where masks and seeds are.
         x = self._part("head", params).features(x, batch, seeds)
-        return x, cache if cache is None else {**kv, "valid": valid, "length": start + length}, load
+        return x, cache if cache is None else {"layers": kept, "valid": valid, "length": start + length}, load
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
                 angles: list[Angles], key_angles: list[Angles], seeds: Seeds | None, cache: Tree | None,
-                real: Array | None, after_first: Callable[[Array], Array] | None
+                real: Array | None, after_first: Callable[[Array], Array] | None, inputs: Array | None
                 ) -> tuple[Array, Tree | None, Load | None]:
         arch = self.arch
         # Layers that share weights are chosen by index from the stored ones; others are inputs of the scan.
@@ -354,17 +371,22 @@ class Network(Names):
         steps |= {} if shared else {"params": layers}
         inside = {site: words for site, words in self._sites.items() if site.startswith("layers.")}
         steps |= {} if seeds is None else {"sites": inside}
-        steps |= {} if cache is None else {"cache": {"k": cache["k"], "v": cache["v"]}}
+        steps |= {} if cache is None else {"cache": cache["layers"]}
+        steps |= {} if inputs is None else {"input": inputs}
+        lent: dict[str, KeysValues] = {}  # keys and values of the layers that lend them, by name of the attention
 
-        def layer(routed: bool, x: Array, step: Tree) -> tuple[Array, tuple[Tree | None, Load | None]]:
+        def layer(kind: LayerKind, rope: int | None, x: Array, step: Tree, borrowed: KeysValues | None
+                  ) -> tuple[Array, tuple[Tree | None, Load | None, KeysValues | None]]:
             params = jax.tree.map(lambda leaf: jnp.asarray(leaf)[step["stored"]], layers) if shared else step["params"]
             # The leaves of this layer, without the layer axis.
-            block = nnx.merge(self._graphs[_block(routed)], params)
+            block = nnx.merge(self._graphs[kind], params)
             mask = _chosen(masks, step["mask"])
-            turns, key_turns = (_chosen(kinds, step.get("rope")) for kinds in (angles, key_angles))
+            turns, key_turns = (_chosen(kinds, step.get("rope")) if rope is None else kinds and kinds[rope]
+                                for kinds in (angles, key_angles))
             here = None if seeds is None else Seeds(seeds.tokens, step["sites"])
-            x, *kept = block(x, mask, step["scale"], turns, here, step.get("cache"),
-                             None if cache is None else cache["length"], key_turns, step.get("has_norm"), real)
+            x, *kept = block(x, mask, step["scale"], turns, here, step.get("cache", {}).get(kind.attention),
+                             None if cache is None else cache["length"], key_turns or None, step.get("has_norm"), real,
+                             step.get("input"), borrowed)
             if after_first is not None:
                 # Inside the scan, so that the first layer needs no program of its own.
                 x = jax.lax.cond(step["is_first"], after_first, lambda x: x, x)
@@ -373,12 +395,16 @@ class Network(Names):
         # On a mesh always, so that gathered weights are not saved (see `_KEPT`). Inside a scan XLA cannot undo the
         # recomputation by CSE, so the barriers of `prevent_cse` are not needed.
         if self.remat != "none" or on_mesh():
-            layer = jax.checkpoint(layer, policy=_KEPT[self.remat], prevent_cse=False, static_argnums=0)
+            layer = jax.checkpoint(layer, policy=_KEPT[self.remat], prevent_cse=False, static_argnums=(0, 1))
 
         def body(stack: LayerStack, x: Array, step: Tree) -> tuple[Array, tuple[list, list]]:
             kept = []
-            for number, routed in enumerate(stack.kinds):
-                x, of_layer = layer(routed, x, stack.of_layer(step, arch, number))
+            for number, kind in enumerate(stack.kinds):
+                # Ropes of heads of several sizes cannot be chosen by a traced index.
+                ropes = set(arch.ropes[stack.first + number:stack.end:len(stack.kinds)])
+                rope = self._ropes.index(ropes.pop()) if len(self._ropes) > 1 and len(ropes) == 1 else None
+                borrowed = lent[kind.attention] if kind.keys == "borrowed" else None
+                x, of_layer = layer(kind, rope, x, stack.of_layer(step, arch, number), borrowed)
                 kept.append(of_layer)
             return x, tuple(map(list, zip(*kept, strict=True)))
 
@@ -387,9 +413,16 @@ class Network(Names):
         for stack in self._stacks:
             x, of_stack = jax.lax.scan(partial(body, stack), x, stack.cut(steps, arch),
                                        unroll=self.unroll if cache is None else self._unroll_cached)
-            kept.append(of_stack)
-        kv, load = (joined(list(parts)) for parts in zip(*kept, strict=True))
-        return x, kv, load
+            # A layer that lends is one of its kind, so its stack has one iteration.
+            lent |= {kind.attention: jax.tree.map(lambda leaf: leaf[0], found)
+                     for kind, found in zip(stack.kinds, of_stack[2], strict=True) if found is not None}
+            kept.append([[None if found is None else {kind.attention: found}
+                          for kind, found in zip(stack.kinds, of_stack[0], strict=True)], of_stack[1]])
+        caches, loads = zip(*kept, strict=True)
+        names = dict.fromkeys(kind.attention for kind in arch.kinds)
+        by_name = {name: joined([[found and found.get(name) for found in of_stack] for of_stack in caches])
+                   for name in names}
+        return x, None if cache is None else by_name, joined(list(loads))
 
     def _angles(self, batch: dict[str, Array], position_ids: Array, cache: Tree | None
                 ) -> tuple[list[Angles], list[Angles]]:
@@ -422,10 +455,13 @@ class Network(Names):
         return self.arch.classifier is not None and self.arch.classifier.pooling is not None
 
     def init_cache(self, batch_size: int, length: int) -> Tree:
-        """Return an empty key-value cache for `length` tokens per row."""
-        shape = (self.arch.num_layers, batch_size, self.arch.num_kv_heads, length, self.arch.head_dim)
-        return {"k": jnp.zeros(shape, self.build.dtype), "v": jnp.zeros(shape, self.build.dtype),
-                "valid": jnp.zeros((batch_size, length), bool), "length": jnp.zeros((), jnp.int32)}
+        """Return an empty key-value cache for `length` tokens per row; leaves of `layers` are [layers, B, ...]."""
+        arch, layers = self.arch, {}
+        for name in dict.fromkeys(kind.attention for kind in arch.kinds):
+            num_kv_heads, head_dim = arch.head_sizes(name)
+            shape = (len(arch.layers_with(f"layers.{name}.k")), batch_size, num_kv_heads, length, head_dim)
+            layers[name] = {part: jnp.zeros(shape, self.build.dtype) for part in ("k", "v")}
+        return {"layers": layers, "valid": jnp.zeros((batch_size, length), bool), "length": jnp.zeros((), jnp.int32)}
 
     def _part(self, name: str, params: Tree) -> nnx.Module:
         return nnx.merge(self._graphs[name], params.get(name, {}))
@@ -509,11 +545,6 @@ class Network(Names):
         return unflatten(found)
 
 
-def _block(routed: bool) -> str:
-    """Return the part name of the block with, or without, experts."""
-    return "layers" + ROUTED * routed
-
-
 def _chosen(kinds: list[Any], number: Array | None) -> Any:
     """Return the arrays or trees of `kinds` at index `number`, which may be traced; None if there are none."""
     if len(kinds) < 2:
@@ -528,16 +559,17 @@ def _chosen(kinds: list[Any], number: Array | None) -> Any:
 class MLP(nnx.Module):
     """down(act(up(x))); if gated (Shazeer 2020), down(act(gate(x)) * up(x))."""
 
-    def __init__(self, arch: Architecture, build: Build):
+    def __init__(self, arch: Architecture, build: Build, kind: LayerKind):
         self.activation, self.gated, self.fused = arch.activation, arch.gated, arch.fused_gate_up
         self.inner_dropout = arch.mlp_inner_dropout
         kwargs = {"build": build, "bias": arch.mlp_bias, "conv1d": arch.conv1d, "std": arch.layer_std}
+        path, size = f"layers.{kind.mlp}", arch.wide_mlp_size if kind.mlp == "wide_mlp" else arch.mlp_size
         if self.fused:
-            self.gate_up = Linear(arch.hidden_size, 2 * arch.mlp_size, "layers.mlp.gate_up", **kwargs)
+            self.gate_up = Linear(arch.hidden_size, 2 * size, f"{path}.gate_up", **kwargs)
         else:
-            self.gate = Linear(arch.hidden_size, arch.mlp_size, "layers.mlp.gate", **kwargs) if arch.gated else None
-            self.up = Linear(arch.hidden_size, arch.mlp_size, "layers.mlp.up", **kwargs)
-        self.down = Linear(arch.mlp_size, arch.hidden_size, "layers.mlp.down", **kwargs | {"std": arch.residual_std})
+            self.gate = Linear(arch.hidden_size, size, f"{path}.gate", **kwargs) if arch.gated else None
+            self.up = Linear(arch.hidden_size, size, f"{path}.up", **kwargs)
+        self.down = Linear(size, arch.hidden_size, f"{path}.down", **kwargs | {"std": arch.residual_std})
 
     def __call__(self, x: Array, seeds: Seeds | None) -> Array:
         return self.down(dropout(self._inner(x, seeds), self.inner_dropout, seeds, "layers.mlp.inner"), seeds)
@@ -554,15 +586,18 @@ class Block(nnx.Module):
 
     `attn_norm` and `mlp_norm` are on a sublayer's input (pre-norm) or on the residual sum after it (post-norm),
     `..._out_norm` on its output.
-
-    Args:
-        routed: Use a mixture of experts as the MLP.
     """
 
-    def __init__(self, arch: Architecture, build: Build, routed: bool):
-        self.arch, self.routed = arch, routed
-        self.attn = Attention(arch, build)
-        self.mlp = SparseMLP(arch, build) if routed else MLP(arch, build)
+    def __init__(self, arch: Architecture, build: Build, kind: LayerKind):
+        self.arch, self.kind = arch, kind
+        setattr(self, kind.attention, Attention(arch, build, kind))
+        setattr(self, kind.mlp, SparseMLP(arch, build) if kind.routed else MLP(arch, build, kind))
+        if arch.layer_inputs:
+            kwargs = {"build": build, "bias": False, "std": arch.layer_std}
+            self.input_gate = Linear(arch.hidden_size, arch.layer_inputs, "layers.input_gate", **kwargs)
+            self.input_project = Linear(arch.layer_inputs, arch.hidden_size, "layers.input_project", **kwargs)
+            self.input_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps)
+        self.out = Scalar() if arch.layer_scalar else None
         for name in ("attn", "mlp"):
             # Norms that no layer has are not created, as in OLMo2, which norms outputs only.
             own = {"input", "sum"} & set(arch.norms) and not (name == "mlp" and arch.shared_norm)
@@ -572,28 +607,36 @@ class Block(nnx.Module):
 
     def __call__(self, x: Array, mask: Array, scale: Array, angles: Angles | Table | None, seeds: Seeds | None,
                  cache: dict[str, Array] | None = None, start: Array | None = None, key_angles: Angles | None = None,
-                 has_norm: Array | None = None, real: Array | None = None
-                 ) -> tuple[Array, dict[str, Array] | None, Load | None]:
-        """Return the residual stream [B, T, D] after this layer, the layer's cache, and the load of its experts.
+                 has_norm: Array | None = None, real: Array | None = None, own_input: Array | None = None,
+                 borrowed: KeysValues | None = None
+                 ) -> tuple[Array, dict[str, Array] | None, Load | None, KeysValues | None]:
+        """Return the residual stream [B, T, D] after this layer, its cache, its experts' load, the keys and values it
+        lends.
 
         Args:
             has_norm: True if this layer's attention has an input norm; None if all layers are alike.
             real: [B, T] bool, the tokens that the load counts; None counts none.
+            own_input: This layer's own input [B, T, F], if the architecture has `layer_inputs`.
+            borrowed: Keys and values, for a layer without its own.
         """
         arch = self.arch
+        attend, mlp = getattr(self, self.kind.attention), getattr(self, self.kind.mlp)
         normed = self._input(x, self.attn_norm)
         # The scan applies a norm in all layers; where there is none, its result is not used.
         normed = normed if has_norm is None else jnp.where(has_norm, normed, x)
-        mixed, cache = self.attn(normed, mask, scale, angles, seeds, cache, start, key_angles)
+        mixed, cache, lent = attend(normed, mask, scale, angles, seeds, cache, start, key_angles, borrowed)
         after = self._added(x, mixed, self.attn_norm, self.attn_out_norm, arch.residual_dropout, seeds, "layers.attn")
         # The MLP reads the stream before attention (parallel) or after it.
         if arch.parallel:
             normed = normed if arch.shared_norm else self._input(x, self.mlp_norm)
         else:
             normed = self._input(after, self.mlp_norm)
-        update, load = self.mlp(normed, real) if self.routed else (self.mlp(normed, seeds), None)
-        return self._added(after, update, self.mlp_norm, self.mlp_out_norm, arch.mlp_dropout, seeds,
-                           "layers.mlp"), cache, load
+        update, load = mlp(normed, real) if self.kind.routed else (mlp(normed, seeds), None)
+        x = self._added(after, update, self.mlp_norm, self.mlp_out_norm, arch.mlp_dropout, seeds, "layers.mlp")
+        if own_input is not None:
+            update = gated(arch.activation, self.input_gate(x, seeds), own_input)
+            x = x + self.input_norm(self.input_project(update, seeds)).astype(x.dtype)
+        return x if self.out is None else self.out(x), cache, load, lent
 
     def _input(self, x: Array, norm: Norm | None) -> Array:
         return norm(x) if norm is not None and "input" in self.arch.norms else x
@@ -607,6 +650,16 @@ class Block(nnx.Module):
         return norm(x) if "sum" in self.arch.norms else x
 
 
+class Scalar(nnx.Module):
+    """Multiply by a constant, which is read from files and never trained."""
+
+    def __init__(self):
+        self.layer_scalar = parameter((1,), 1.0)
+
+    def __call__(self, x: Array) -> Array:
+        return x * jax.lax.stop_gradient(self.layer_scalar[...]).astype(x.dtype)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Layer stacks, each one scan: consecutive layers of one kind, or of kinds that alternate periodically.
 
@@ -615,13 +668,18 @@ class LayerStack(NamedTuple):
 
     Args:
         first: Index of the first layer.
-        kinds: For each layer of an iteration, True if it has experts.
+        kinds: Kind of each layer of an iteration.
         num_steps: Number of iterations.
     """
 
     first: int
-    kinds: tuple[bool, ...]
+    kinds: tuple[LayerKind, ...]
     num_steps: int
+
+    @property
+    def end(self) -> int:
+        """Index of the first layer after the stack."""
+        return self.first + len(self.kinds) * self.num_steps
 
     def cut(self, steps: Tree, arch: Architecture) -> Tree:
         """Return the scan's inputs [num_steps, ...], or [num_steps, n, ...] if n > 1 layers per iteration have a leaf.
@@ -660,14 +718,15 @@ class LayerStack(NamedTuple):
 
 def _layers_with(path: tuple[str, ...], arch: Architecture) -> Sequence[int]:
     """Return the layers that have a leaf of the scan's inputs. A norm that the first layer lacks is padded by then."""
-    if path[0] != "params" or not arch.dense_layers:
+    if path[0] not in ("params", "cache") or len(set(arch.kinds)) == 1:
         return range(arch.num_layers)
-    return arch.layers_with(".".join(("layers", *path[1:-1])))
+    # Leaves of the cache are named as the matrices that fill them: attn.k.
+    return arch.layers_with(".".join(("layers", *(path[1:-1] if path[0] == "params" else path[1:]))))
 
 
 def layer_stacks(arch: Architecture) -> list[LayerStack]:
     """Divide the layers into stacks, greedily taking the one that covers most layers."""
-    kinds = [arch.experts is not None and layer not in arch.dense_layers for layer in range(arch.num_layers)]
+    kinds = [arch.kinds[stored] for stored in arch.passes]
     stacks, first = [], 0
     while first < len(kinds):
         found = []

@@ -10,6 +10,8 @@ from lmmods.core.errors import UserError, first_line, one_line
 
 # Fields of a configuration that the data modules need, see the functions below.
 FIELDS = ("model_type", "max_position_embeddings", "pad_token_id", "type_vocab_size")
+# Rows of the table of per-layer embeddings (Gemma 4), which tokens index as they do the embedding's.
+PER_LAYER_VOCABULARY = "vocab_size_per_layer_input"
 # In RoBERTa and its relatives positions start at the padding token's id + 1.
 COUNT_FROM_PADDING = ("roberta", "camembert", "data2vec-text", "mpnet", "longformer")
 
@@ -141,6 +143,8 @@ def _new_config(fields: dict[str, Any]) -> Any:
         raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not know. "
                         "Examples: gpt2, llama, bert.")
     kind = CONFIG_MAPPING[model_type]
+    if "vocab_size" in fields and hasattr(kind, PER_LAYER_VOCABULARY):
+        fields.setdefault(PER_LAYER_VOCABULARY, fields["vocab_size"])
     # transformers accepts unknown fields without a word, so a typing error would have no effect.
     _check_fields(kind(), fields)
     try:
@@ -162,6 +166,11 @@ def known_fields(config: Any) -> dict[str, Any]:
     # Configurations of several parts (text and images) nest these fields.
     text = config.get_text_config()
     return {field: getattr(text, field) for field in FIELDS if hasattr(text, field)}
+
+
+def layer_config(config: Any, layer: int) -> Any:
+    """Return the configuration that holds for a layer, where layers may differ in the sizes of their heads."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def position_limit(fields: dict[str, Any]) -> int | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lmmods.core.experts import mixture_of
+from lmmods.core.hf_config import layer_config
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Size of a network, and the arithmetic of training it, the same on both engines.
@@ -110,24 +111,27 @@ def score_flops(length: int, windows: Iterable[int | None], features: int, causa
     return sum(4 * features * pairs(window) for window in windows)
 
 
-def cache_tokens(config: Any, length: int) -> int:
-    """Return the tokens, summed over the layers, whose keys and values a text of `length` tokens has in memory.
+def cache_bytes(config: Any, length: int, itemsize: int) -> int:
+    """Return the bytes of the keys and values in all layers of a text of `length` tokens, in architectures that neither
+    compress them nor keep a state of fixed size instead.
 
     Args:
         config: transformers configuration.
+        itemsize: Bytes of an element.
     """
     text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    num = text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * num
     window = min(length, getattr(text, "sliding_window", None) or length)
-    known = {"full_attention": length, "sliding_attention": window}
-    return sum(known.get(kind, 0) for kind in kinds)  # others keep a state of fixed size
-
-
-def cache_bytes(config: Any, itemsize: int) -> int:
-    """Return the bytes of the key and value of a token in a layer; architectures that compress them take less."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 2 * itemsize * heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    known = {"full_attention": length, "sliding_attention": window}  # others keep a state of fixed size
+    has_own = num - (getattr(text, "num_kv_shared_layers", None) or 0)  # later layers take those of earlier ones
+    total = 0
+    for layer, kind in enumerate(kinds[:has_own]):
+        own = layer_config(text, layer)
+        heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+        size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        total += 2 * itemsize * heads * size * known.get(kind, 0)
+    return total
 
 
 # ---------------------------------------------------------------------------------------------------------------------

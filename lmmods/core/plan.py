@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
-from lmmods.core.memory import GIB, Method, StepMemory, cache_bytes, cache_tokens
+from lmmods.core.memory import GIB, Method, StepMemory, cache_bytes
 from lmmods.core.settings import LoRA
 
 # compiled: from the target's own compiler. simulated: counted in the program of simulated devices of this machine, or
@@ -131,13 +131,13 @@ class Drawing:
             weights: Names and bytes of all weights that are read, of which experts have `experts` in their names.
             over: Devices that share the work on each answer.
         """
-        at_once, (length, new_tokens), size = min(at_once, answers), lengths, cache_bytes(config, itemsize)
+        at_once, (length, new_tokens) = min(at_once, answers), lengths
         mixture = mixture_of(config)
         share = 1.0 if mixture is None else min(at_once * mixture.per_token / mixture.num, 1.0)
         read = sum(num_bytes * (share if "experts" in name else 1) for name, num_bytes in weights)
-        tokens = sum(cache_tokens(config, number) for number in range(length - new_tokens, length))
-        return Drawing(answers, at_once, steps, new_tokens, read / over, size * tokens / over,
-                       size * cache_tokens(config, length) / over)
+        cached = sum(cache_bytes(config, number, itemsize) for number in range(length - new_tokens, length))
+        return Drawing(answers, at_once, steps, new_tokens, read / over, cached / over,
+                       cache_bytes(config, length, itemsize) / over)
 
     def seconds(self, target: Target) -> float | None:
         """Return the least time of it for an optimiser step; None if the target's figures are unknown."""

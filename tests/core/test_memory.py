@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lmmods.core.memory import GIB, StepMemory, Widths, estimate_step
+from lmmods.core.memory import GIB, StepMemory, Widths, cache_bytes, estimate_step
 
 
 def memory(needed: float, available: float = 2 * GIB, **others) -> StepMemory:
@@ -30,3 +30,16 @@ def test_the_estimate_by_hand(checkpointing, kept):
     found = estimate_step(Widths(2, 16, 48), 1000, 250, "adamw", 10, checkpointing, 2, available=GIB)
     assert found.needed == 1000 + 250 * (4 + 8) + 10 * (kept + 4 * 16) * 2
     assert found.fits and found.method == "counted from the configuration"
+
+
+def test_keys_and_values_of_layers_that_differ():
+    """A window of 5 tokens, a wide layer whose one head serves all queries, and layers that have none of their own."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING["gemma4_text"](
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
+        head_dim=6, num_key_value_heads=2, global_head_dim=8, num_global_key_value_heads=1, attention_k_eq_v=True,
+        sliding_window=5)
+    assert cache_bytes(config, 9, 2) == 2 * 2 * (5 * 2 * 6 + 9 * 1 * 8)
+    linear = CONFIG_MAPPING["qwen3_5_text"](num_hidden_layers=4, head_dim=6, num_key_value_heads=2)
+    assert cache_bytes(linear, 9, 2) == 2 * 2 * 9 * 2 * 6  # the last layer alone

@@ -52,6 +52,11 @@ FAMILIES = {
                      "final_logit_softcapping": 2.5},
     "gemma3_text": NEW | {"sliding_window": 3, "query_pre_attn_scalar": 9, "layer_types": [
         "sliding_attention", "full_attention"]},
+    "gemma4_text": NEW | {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "global_head_dim": 8, "hidden_size_per_layer_input": 5,
+        "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 2.5},
     "glm4": NEW | {"num_hidden_layers": 1, "head_dim": 8},
     "cohere2": NEW | {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],
                       "logit_scale": 0.5, "hidden_size": 16},
@@ -145,6 +150,9 @@ class HFReference:
         with torch.no_grad():
             for parameter in self.torch.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
+            for name, buffer in self.torch.named_buffers():
+                if name.endswith("layer_scalar"):
+                    buffer.uniform_(0.5, 1.5)
         self.torch.save_pretrained(folder)
         self.folder, self.head, self.config = folder, head, config
         self.net = hub.network(load_config(str(folder)), head)

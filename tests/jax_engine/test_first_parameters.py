@@ -29,7 +29,8 @@ SIZES = {"vocab_size": 300, "initializer_range": 0.05}
 
 
 def configuration(name: str, head: str = "causal", **changes):
-    return transformers.CONFIG_MAPPING[name](**fields_of(name, head) | SIZES | changes)
+    per_layer = {"vocab_size_per_layer_input": 300} if name == "gemma4_text" else {}
+    return transformers.CONFIG_MAPPING[name](**fields_of(name, head) | SIZES | per_layer | changes)
 
 
 def scratch(name: str, head: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):

@@ -19,7 +19,7 @@ from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.experts import packed_names
 from lmmods.torch_engine.nn.initialization import from_config
-from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
+from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings, vocabulary_layers
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter, fuse_adapters
 from lmmods.torch_engine.nn.stored import fill
 
@@ -58,7 +58,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     num_rows = model.get_input_embeddings().weight.shape[0]
     # Resizing reads the old rows, so deferred values must be there.
     if num_rows < len(data.tokenizer):
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for layer in vocabulary_layers(model):
             fill(layer)
     resize_embeddings(model, len(data.tokenizer), abstract)
     set_special_ids(model.config, data.tokenizer, is_causal)

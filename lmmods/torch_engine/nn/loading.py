@@ -244,10 +244,17 @@ def resize_embeddings(model: nn.Module, num_tokens: int, abstract: bool = False)
     say(new_rows_message(num_tokens, old))
     model.resize_token_embeddings(num_tokens, mean_resizing=False)
     # A matrix that embedding and head share is filled twice, with equal values: only old rows are read.
-    for layer in {model.get_input_embeddings(), model.get_output_embeddings()} - {None} if not abstract else ():
+    for layer in () if abstract else vocabulary_layers(model):
         for param in {layer.weight, getattr(layer, "bias", None)} - {None}:
             param.data[old:] = torch.from_numpy(mean_row(param.data[:old].float().cpu().numpy()))
     return list(range(old, num_tokens))
+
+
+def vocabulary_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers whose first dimension is the vocabulary: embeddings, and an output layer if there is one."""
+    per_layer = getattr(model.base_model, "embed_tokens_per_layer", None)  # of Gemma 4
+    layers = dict.fromkeys((model.get_input_embeddings(), model.get_output_embeddings(), per_layer))
+    return [layer for layer in layers if layer is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

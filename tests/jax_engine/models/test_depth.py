@@ -6,9 +6,10 @@ import pytest
 import torch
 from hf_reference import labels_of
 
+from jax_engine.models.architecture import LayerKind
 from jax_engine.models.network import LayerStack, layer_stacks
 
-D, S = False, True
+D, S = LayerKind(routed=False), LayerKind(routed=True)
 
 
 @pytest.mark.parametrize(("kinds", "stacks"), [
@@ -19,8 +20,9 @@ D, S = False, True
 ])
 def test_layers_that_are_alike_or_take_turns_share_a_loop(kinds, stacks):
     class Depth:
-        experts, num_layers, dense_layers = True, len(kinds), [n for n, routed in enumerate(kinds) if not routed]
+        passes = tuple(range(len(kinds)))
 
+    Depth.kinds = tuple(kinds)
     assert layer_stacks(Depth) == stacks
 
 

@@ -158,11 +158,22 @@ def test_folders_without_weights_or_config(make_ref, tmp_path):
         loading.load(ref.net, str(tmp_path))
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "mistral3"])
+def test_keys_and_values_of_layers_that_borrow_them_are_not_needed(make_ref, tmp_path, capsys):
+    """Checkpoints of Gemma 4 have them, and transformers ignores them."""
+    ref = make_ref("gemma4_text", "causal")
+    more = {f"model.layers.{layer}.self_attn.{part}.weight": torch.ones(12, 16) for layer in (2, 3)
+            for part in ("k_proj", "v_proj", "k_norm")}
+    assert same(rewritten(ref, tmp_path, lambda tensors: tensors | more), ref.params)
+    assert "Not needed" in capsys.readouterr().out
+    with pytest.raises(UserError, match="Not expected: model.layers.1.self_attn.v_proj.weight"):
+        rewritten(ref, tmp_path, lambda tensors: tensors | {"model.layers.1.self_attn.v_proj.weight": torch.ones(1)})
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "mistral3"])
 def test_of_checkpoints_with_images_the_text_is_loaded(model_type, tmp_path, capsys):
     text = save_image_model(model_type, tmp_path).model.language_model
     network = hub.network(load_config(str(tmp_path)), "causal")
     found = network.to_torch(loading.load(network, str(tmp_path)))
-    assert found.keys() == {f"model.{name}" for name, _ in text.named_parameters()}
+    assert found.keys() == {f"model.{name}" for name, _ in text.named_parameters()}  # without constants
     assert all(np.array_equal(found[f"model.{name}"], param.detach()) for name, param in text.named_parameters())
     assert capsys.readouterr().out == ""
