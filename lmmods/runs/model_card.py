@@ -153,7 +153,8 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, 
         base: Base of an adapter, as a reader would name it; None if the folder holds a whole model.
         auto_class: transformers' class that loads it.
         is_chat: True if its tokenizer has a chat template.
-        labels: As in `model_card`. has_parts: The same.
+        labels: As in `model_card`.
+        has_parts: The same.
     """
     repo = recipe.get("publish", {}).get("repo")
     generates = base is not None and _pipeline_tag(auto_class) == "text-generation"
