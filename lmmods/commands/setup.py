@@ -30,6 +30,7 @@ from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inside import way_out
+from lmmods.runs.trackio import configure_trackio
 from lmmods.runs.wandb import configure_wandb, known_wandb_id, wandb_loggers
 
 
@@ -86,6 +87,9 @@ class Setup:
         resumes = recipe.command == "predict" or bool(recipe.options.get("ckpt_path"))
         for logger in wandb_loggers(trainer.get("logger")):
             configure_wandb(logger.init_args, folder, resumes)
+        for logger in _as_list(trainer.get("logger")):
+            if str(getattr(logger, "class_path", "")).endswith("TrackioLogger"):
+                configure_trackio(logger.init_args, folder, resumes)
         check_outputs(trainer, folder)
 
     def whole(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def reason_against(class_path: str) -> str | None:
     return REFUSED.get(name, "It is not supported: a resumed run could differ.")
 
 
-LOGGERS = ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
+LOGGERS = ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "TrackioLogger", "WandbLogger")
 # Keys whose values are library classes, with the tested classes that may be given by short name; any other class needs
 # its import path. Their settings are validated by the engine.
 CLASSES = {

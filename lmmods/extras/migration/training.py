@@ -16,7 +16,8 @@ from lmmods.extras.migration.draft import Draft
 from lmmods.recipe.classes import declared
 from lmmods.recipe.foreign_keys import OPTIMIZERS, PROGRAMS, SCHEDULES
 
-LOGGERS = {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger", "mlflow": "MLFlowLogger"}
+LOGGERS = {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger", "mlflow": "MLFlowLogger",
+           "trackio": "TrackioLogger"}
 SHARDED = ("adamw", "sgd")  # optimisers that strategy fsdp supports
 
 
