@@ -122,6 +122,8 @@ def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
     import gguf
     from transformers import AutoConfig, AutoTokenizer
 
+    if not (folder / "tokenizer.json").is_file():
+        raise _refusal("tokenizer, which is not saved as tokenizer.json")
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     family = FAMILIES[config.architectures[0]]
     writer = gguf.GGUFWriter(path, family.name)
@@ -136,7 +138,7 @@ def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
         _add_ends(writer, folder, tokenizer)
         tensors = list(_tensors(folder, family, config, kind))
     except _Unsupported as error:
-        raise UserError(f"--gguf: llama.cpp has no equal of this model's {error}. {CONVERTER}") from error
+        raise _refusal(error) from error
     for stored in tensors:
         in_bytes = gguf.quant_shape_to_byte_shape(stored.shape, stored.kind)
         writer.add_tensor_info(stored.name, in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), stored.kind)
@@ -146,6 +148,10 @@ def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
     for stored in tensors:
         writer.write_tensor_data(gguf.quants.quantize(stored.read(), stored.kind))
     writer.close()
+
+
+def _refusal(what: object) -> UserError:
+    return UserError(f"--gguf: llama.cpp has no equal of this model's {what}. {CONVERTER}")
 
 
 class _Unsupported(Exception):

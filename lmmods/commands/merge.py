@@ -41,7 +41,8 @@ def merge(run: str | list[str], out: str, base: Literal["dequantized", "original
         threshold: Refuse when the largest difference of a logit, as a share of the largest logit, is above this.
         force: Write although the difference is above `threshold`.
         overwrite: Replace what `out` holds.
-        gguf: Also write the model as `model.gguf`, for llama.cpp and Ollama, with matrices of this type.
+        gguf: Also write the model as `model.gguf`, for llama.cpp and Ollama, with matrices of this type. Of a fully
+            tuned run, `out` is a copy of its model with that file.
         combination: How adapters are combined, see PEFT's `add_weighted_adapter`: `cat` (the default, exact: its rank
             is the sum of theirs), `svd` (of the largest of their ranks), `linear`, `ties`, `dare_linear` or
             `dare_ties`.
@@ -59,7 +60,20 @@ def merge(run: str | list[str], out: str, base: Literal["dequantized", "original
     try:
         recipe, origin = _run_to_merge(run if isinstance(run, list) else [run], combined,
                                        Combination(combination or "cat", weights, density, seed), combination)
-        _merge(recipe, origin, out_folder, base, dtype, threshold, force, gguf, has_combined=combined.exists())
+        if gguf:
+            require_gguf()
+            check_architecture(recipe.config().model_type)
+        if recipe.has_adapter:
+            _merge(recipe, origin, out_folder, base, dtype, threshold, force, gguf, has_combined=combined.exists())
+        elif gguf is None:
+            raise UserError(f"{recipe.option}: {recipe.folder.model} is a plain model already. --gguf converts it.")
+        elif (base, dtype, threshold, force) != ("dequantized", "float32", 0.02, False):
+            raise UserError(f"{recipe.option}: {recipe.folder.model} is a plain model already, so --base, --dtype, "
+                            "--threshold and --force are of no use. Leave them out.")
+        else:
+            temporary = fresh_folder(out_folder.with_name(f".{out_folder.name}"))
+            shutil.copytree(recipe.folder.model, temporary, dirs_exist_ok=True)
+            _hand_over(recipe, recipe.tokenizer(), temporary, out_folder, gguf)
     finally:
         delete(combined)
 
@@ -77,8 +91,6 @@ def _run_to_merge(names: list[str], combined: Path, combination: Combination, gi
             raise UserError("--combination, --weights, --density and --seed combine the adapters of several runs: "
                             "--run '[runs/a, runs/b]'. Leave them out.")
         recipe = FinishedRun.read(names[0], "merge")
-        if not recipe.has_adapter:
-            raise UserError(f"--run {names[0]}: {recipe.folder.model} is a plain model already.")
         return recipe, "The adapter of this run"
     runs = read_runs(names)
     combination.check(len(runs))
@@ -93,9 +105,6 @@ def _merge(recipe: FinishedRun, origin: str, out_folder: Path, base: str, dtype:
     if saved and base == "original":
         raise UserError(f"--base original: {recipe.pretrained} is saved in {saved}, so there is no original here. "
                         "Leave --base out.")
-    if gguf:
-        require_gguf()
-        check_architecture(recipe.config().model_type)
     reference = _reference(recipe)
     chosen, report = None, []
     for kind in ("dequantized", "original") if recipe.quantize and not saved else (base,):
@@ -123,6 +132,11 @@ def _merge(recipe: FinishedRun, origin: str, out_folder: Path, base: str, dtype:
     name = out_folder.resolve().name if has_combined else recipe.folder.root.name
     card = _card(recipe, name, origin, base, report, reference.tokenizer.chat_template is not None)
     (temporary / "README.md").write_text(card, encoding="utf-8")
+    _hand_over(recipe, reference.tokenizer, temporary, out_folder, gguf)
+
+
+def _hand_over(recipe: FinishedRun, tokenizer: Any, temporary: Path, out_folder: Path, gguf: GGUFType | None) -> None:
+    """Add what other programs need to a written model, put it in its place, and print how to use it."""
     if gguf:
         try:
             write_gguf(temporary, temporary / GGUF_FILE, gguf, out_folder.resolve().name)
@@ -130,7 +144,7 @@ def _merge(recipe: FinishedRun, origin: str, out_folder: Path, base: str, dtype:
             shutil.rmtree(temporary)
             raise
     data = read_recipe(recipe.folder.config)["data"]["init_args"]
-    if text := modelfile(temporary, reference.tokenizer, data.get("system_prompt"), data.get("chat_template_kwargs")):
+    if text := modelfile(temporary, tokenizer, data.get("system_prompt"), data.get("chat_template_kwargs")):
         (temporary / MODELFILE).write_text(text, encoding="utf-8")
     commit_folder(temporary, out_folder)
     print(f"Wrote {out_folder}. To use it:\n{serving_lines(out_folder)}")
@@ -213,7 +227,7 @@ def _card(recipe: FinishedRun, name: str, origin: str, base: str, report: list[t
     from lmmods.runs.model_card import how_to_load  # imports torch, not needed for help
 
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
-    header = as_yaml({"library_name": "transformers", **base_model})
+    header = as_yaml({"library_name": "transformers", "pipeline_tag": "text-generation", **base_model})
     return (f"---\n{header}---\n\n# {escaped(name)}, merged\n\n{origin} merged into "
             f"{code(recipe.pretrained)} ({base} weights).\n\n{fenced(_table(report, base))}\n\n"
             + how_to_load({"data": read_recipe(recipe.folder.config)["data"]}, None, "AutoModelForCausalLM", is_chat)

@@ -204,6 +204,13 @@ def test_a_tokenizer_that_llama_cpp_splits_otherwise_is_refused(tmp_path):
     refused(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(saved))), r"token <\|end\|>")
 
 
+def test_a_tokenizer_without_tokenizer_json_is_refused(tmp_path):
+    saved_model(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="no equal of this model's tokenizer, which is not saved as tokenizer.json"):
+        write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
+
+
 def test_weights_beyond_float16_are_refused(tmp_path):
     model, _ = saved_model(tmp_path)
     with torch.no_grad():
@@ -255,3 +262,19 @@ def test_merge_writes_the_file(finished, tmp_path, capsys):
     ids = torch.randint(len(AutoTokenizer.from_pretrained(out)), (2, 20))
     read = AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf", dtype=torch.float32)
     assert torch.equal(logits_of(read, ids), logits_of(AutoModelForCausalLM.from_pretrained(out), ids))
+
+
+@pytest.mark.slow
+def test_a_fully_tuned_run_is_converted(finished, tmp_path, capsys):
+    run = finished(model__init_args__quantize=None, model__init_args__lora=None)
+    out = tmp_path / "out"
+    assert main(["merge", "--run", str(run.root), "--out", str(out)]) == 2
+    assert main(["merge", "--run", str(run.root), "--out", str(out), "--gguf", "f32", "--dtype", "bfloat16"]) == 2
+    said = capsys.readouterr().err
+    assert "--gguf converts it" in said and "--threshold and --force are of no use" in said and not out.exists()
+    assert main(["merge", "--run", str(run.root), "--out", str(out), "--gguf", "f32"]) == 0
+    ids = torch.randint(len(AutoTokenizer.from_pretrained(out)), (2, 20))
+    read = AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf", dtype=torch.float32)
+    wanted = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+    assert torch.equal(logits_of(read, ids), logits_of(wanted, ids))
+    assert (out / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
