@@ -16,6 +16,7 @@ from jax_engine.tasks.base import check_supported
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Generation
 from lmmods.recipe.tasks.base import CausalFields
+from lmmods.runs.averaging import averaged_parameters
 from lmmods.runs.checkpoint import check_manifest, open_checkpoint
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "tpu")
@@ -58,7 +59,9 @@ class TextModel:
             network, (trainable, rest) = self._network, self._network.split(params)
             like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable)
             check_manifest(checkpoint)
-            params = merge(unpack_trainable(open_checkpoint(checkpoint), like, network.to_torch, network.from_torch),
+            content = open_checkpoint(checkpoint)
+            content["state_dict"] = averaged_parameters(content, network.num_named_layers)
+            params = merge(unpack_trainable(content, like, network.to_torch, network.from_torch),
                            rest)
         self._params = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf)), params)
         self._pad = data.tokenizer.pad_token_id

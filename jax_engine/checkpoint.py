@@ -10,11 +10,13 @@ import numpy as np
 from jax_engine.callbacks import EarlyStopping
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.tree import SUMS, Tree
+from jax_engine.optim import AVERAGE
 from jax_engine.run import Run, Training
 from jax_engine.tasks.base import Weights
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
+from lmmods.runs.averaging import averaged_parameters
 from lmmods.runs.checkpoint import (
     AccumulatedGradients,
     BackgroundWriter,
@@ -163,6 +165,7 @@ def load_weights(run: Run, checkpoint: Path) -> None:
     """Replace the run's initial parameters by those of a checkpoint."""
     content, network, weights = _opened(checkpoint), run.task.network, run.weights
     like = run.parallel.shapes(weights.trainable)
+    content = {**content, "state_dict": averaged_parameters(content, network.num_named_layers)}
     trainable = unpack_trainable(content, like, network.to_torch, network.from_torch)
     run.weights = Weights(run.parallel, run.parallel.put_state(trainable), weights.frozen)
 
@@ -239,6 +242,8 @@ def unpack(content: CheckpointContent, like: Tree, settings: Optimizer, to_torch
     names = _by_group({name: saved[name] for name in content["param_names"]}, settings, layers)
     by_name = {names[index]: {**entry, **entry.get(_BITSANDBYTES, {})} for index, entry in optimizer["state"].items()}
     slots = {slot: from_torch(_filled(by_name, slot, to_torch(tree))) for slot, tree in like["optimizer"].items()}
+    if AVERAGE in slots and not by_name:  # before the first step
+        slots[AVERAGE] = jax.tree.map(lambda leaf: leaf.astype(np.float32), trainable)
     return {"trainable": trainable, "optimizer": slots}
 
 

@@ -22,6 +22,7 @@ from lmmods.core.settings import NS_COEFFICIENTS, NS_EPS, Optimizer
 
 Slots = dict[str, Array]
 OF_B = "lora_B/"
+AVERAGE = "ema"  # slot of the average of a parameter
 
 
 class Rule(NamedTuple):
@@ -61,8 +62,11 @@ def build(settings: Optimizer, decays: Tree, depths: Tree | None = None) -> opta
         return param.ndim > (2 if marks[path] else 1)
 
     def init(params: Tree) -> Tree:
+        params_of = flatten(params)
         slots = {path: (jax.vmap(rule_for(path).slots) if is_stack(path, p) else rule_for(path).slots)(p)
-                 for path, p in flatten(params).items()}
+                 for path, p in params_of.items()}
+        if settings.ema_decay is not None:
+            slots = {path: {**own, AVERAGE: params_of[path].astype(jnp.float32)} for path, own in slots.items()}
         return _by_slot(slots)
 
     def update(gradients: Tree, state: Tree, params: Tree, **scalars: Array) -> tuple[Tree, Tree]:
@@ -79,7 +83,10 @@ def build(settings: Optimizer, decays: Tree, depths: Tree | None = None) -> opta
             # In float32; slots go back to the dtype that they are stored in. The defaults bind this iteration's values.
             def one(gradient, param, state, scalars, decay=decay, rule=rule_for(path)):
                 wide = {name: value.astype(jnp.float32) for name, value in state.items()}
+                average = wide.pop(AVERAGE, None)
                 change, new = rule.update(gradient.astype(jnp.float32), param.astype(jnp.float32), wide, decay, scalars)
+                if average is not None:
+                    new = {**new, AVERAGE: _lerp(average, optax.apply_updates(param, change), scalars["ema_weight"])}
                 return change, {name: value.astype(state[name].dtype) for name, value in new.items()}
 
             # Layers apart, since Adafactor averages over a parameter: a stack would mix the statistics of its layers.
@@ -89,6 +96,13 @@ def build(settings: Optimizer, decays: Tree, depths: Tree | None = None) -> opta
         return unflatten(updates), _by_slot(slots)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _lerp(average: Array, param: Array, weight: Array) -> Array:
+    """Return the average moved towards a parameter by a share, as torch.lerp computes it."""
+    param = param.astype(jnp.float32)
+    distance = param - average
+    return jnp.where(weight < 0.5, average + weight * distance, param - distance * (1 - weight))
 
 
 def in_hidden_matrix(path: Path) -> bool:
@@ -112,6 +126,8 @@ def step_scalars(settings: Optimizer, step: int, num_steps: int, layers: int = 0
         rates = [rate if ratio * scale == 1 else settings.lr * ratio * scale * (rate / (settings.lr or 1.0))
                  for scale in settings.scales(layers)]
         by_depth = [{"lr": lr, **rule_of(settings).scalars(step + 1, lr)} for lr in rates]
+        if settings.ema_decay is not None:  # the average starts with the result of the first step
+            by_depth = [{**scalars, "ema_weight": 1 - settings.ema_decay if step else 1.0} for scalars in by_depth]
         for name in by_depth[0]:
             values = np.array([scalars[name] for scalars in by_depth], np.float32)
             found[prefix + name] = values[0] if settings.layer_decay == 1 else values

@@ -10,7 +10,7 @@ from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.prefetch import GlobalBatch, Prefetcher
 from jax_engine.distributed.steps import Steps, fetch_step_metrics
 from jax_engine.distributed.tree import Tree
-from jax_engine.optim import step_scalars
+from jax_engine.optim import AVERAGE, step_scalars
 from jax_engine.tasks.base import Task, Weights
 from lmmods.core.memory import StepMemory
 from lmmods.core.progress_bar import Bar
@@ -57,6 +57,11 @@ class Run:
     def is_first(self) -> bool:
         """True on the process that writes files."""
         return jax.process_index() == 0
+
+    @property
+    def eval_weights(self) -> Weights:
+        """Parameters to evaluate and export."""
+        return self.weights
 
     def num_batches(self, loader: Any, role: str) -> int:
         """Return the number of global batches in one pass over a loader, after `limits`."""
@@ -128,6 +133,15 @@ class Training(Run):
         """Return the scalars of the next optimiser step (`optim.step_scalars`), on the devices."""
         return self.parallel.put_scalars(step_scalars(
             self.task.optimizer, self.progress.step, self.schedule.num_steps, self.task.network.num_named_layers))
+
+    @property
+    def eval_weights(self) -> Weights:
+        """The average of the parameters, if the run keeps one; otherwise those in training."""
+        if self.task.optimizer.ema_decay is None:
+            return self.weights
+        averages = jax.tree.map(lambda average, param: average.astype(param.dtype),
+                                self.state["optimizer"][AVERAGE], self.weights.trainable)
+        return Weights(self.parallel, averages, self.weights.frozen)
 
     @property
     def ends_epoch(self) -> bool:

@@ -413,8 +413,9 @@ class Evaluation:
         num_batches = num_batches if limit in (None, -1) else min(num_batches, limit)
         if not num_batches:
             return {}
+        weights = run.eval_weights
         for batch in run.batches(loader, data.eval_batch_size, num_batches):
-            run.task.evaluate(run.steps, run.weights, batch)
+            run.task.evaluate(run.steps, weights, batch)
         found, files = run.task.eval_results(role, data)
         if keep and run.is_first:
             run.folder.write_files(files)
@@ -428,7 +429,7 @@ class Evaluation:
             batches = self.mmlu.batches(data, rank=0, world_size=1)  # every process reads all, see `Prefetcher`
             global_batches = run.batches(batches, data.eval_batch_size, math.inf, max_length=self.mmlu.max_length)
             # Each process has the logits of its own rows.
-            logits = machines.gather(run.task.choice_logits(run.steps, run.weights, global_batches))
+            logits = machines.gather(run.task.choice_logits(run.steps, run.eval_weights, global_batches))
         return self.mmlu.score(run.progress.step, logits)
 
     def sample(self) -> None:
@@ -436,7 +437,7 @@ class Evaluation:
         run, tokenizer, step = self._run, self._run.data.tokenizer, self._run.progress.step
         with run.stopwatch.paused():
             # A new Weights object, so that its cached replica is freed afterwards.
-            weights = Weights(run.parallel, run.weights.trainable, run.weights.frozen)
+            weights = Weights(run.parallel, run.eval_weights.trainable, run.weights.frozen)
             tokens = generate(run.task.network, weights.replica, self.samples.prompt_ids, self.samples.generation,
                               run.data.stop_token_ids, tokenizer.pad_token_id)
             if run.is_first:
@@ -461,7 +462,7 @@ class Exporter:
             return say(f"The upload to {publish.repo} is still under way: step {step} is left out.")
         with run.stopwatch.paused():
             # In the foreground, because the next step reuses the buffers; only the upload itself runs beside training.
-            params = run.task.exported(run.weights, run.parallel)
+            params = run.task.exported(run.eval_weights, run.parallel)
             if run.is_first:
                 folder = run.folder.room_for_upload()
                 self._write(params, folder)
@@ -471,7 +472,7 @@ class Exporter:
         """Write model/ and loss.png and mark the run completed."""
         run, folder, step = self._run, self._run.folder, self._run.progress.step
         # On all processes, although only the first one writes: a collective call.
-        params = run.task.exported(run.weights, run.parallel)
+        params = run.task.exported(run.eval_weights, run.parallel)
         if run.is_first:
             folder.merge_metrics(run.metrics.final(step))
             exported = folder.room_for_model()

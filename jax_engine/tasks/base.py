@@ -231,7 +231,8 @@ class Task(TaskFields, ABC):
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen)))
         return estimate_step(
             widths_of(self.network.config), weights, _size(trainable), self.optimizer.name,
-            tokens, bool(self.gradient_checkpointing), 4 if precision == "32-true" else 2, available)
+            tokens, bool(self.gradient_checkpointing), 4 if precision == "32-true" else 2, available,
+            self.optimizer.ema_decay is not None)
 
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
         """Return the FLOPs per training token."""

@@ -184,7 +184,7 @@ def gibibytes(num_bytes: float) -> str:
 
 
 def estimate_step(widths: Widths, weight_bytes: float, num_trainable: int, optimizer: str, num_tokens: int,
-                  checkpointing: bool, compute_bytes: int, available: float) -> StepMemory:
+                  checkpointing: bool, compute_bytes: int, available: float, averages: bool = False) -> StepMemory:
     """Count the memory of a step from the dimensions of its network, accurate to some tens of percent.
 
     Args:
@@ -194,11 +194,13 @@ def estimate_step(widths: Widths, weight_bytes: float, num_trainable: int, optim
         checkpointing: True if only the blocks' inputs are kept.
         compute_bytes: Bytes of an activation.
         available: As in `StepMemory`.
+        averages: True if parameters are averaged over steps, in float32.
     """
     # A block keeps roughly its normed inputs, q, k, v, the attention output and the MLP's gate, up and product.
     per_layer = widths.hidden if checkpointing else 8 * widths.hidden + 3 * widths.wide
     activations = num_tokens * (per_layer * widths.num_layers + 4 * widths.hidden) * compute_bytes
     # Gradients are counted in float32.
     return StepMemory({"parameters": weight_bytes, "gradients": 4 * num_trainable,
-                       "optimiser state": num_trainable * STATE_BYTES[optimizer], "activations": activations},
+                       "optimiser state": num_trainable * (STATE_BYTES[optimizer] + 4 * averages),
+                       "activations": activations},
                       available, "counted from the configuration")

@@ -67,6 +67,8 @@ class Optimizer:
         layer_decay: Factor d on the learning rate from each layer to the one below it (Clark et al. 2020, Bao et al.
             2022): of n layers the last has `lr` d, the first `lr` d^n, embeddings `lr` d^(n + 1), and what follows the
             layers `lr`.
+        ema_decay: Decay d of an exponential average of what trains, in float32: after each step average = d average +
+            (1 - d) parameters. Evaluation, samples and the exported model have the average. null keeps none.
         betas: Decay rates of the running moments.
         eps: Added to the denominator of the Adam update.
         momentum: Momentum of sgd.
@@ -90,6 +92,7 @@ class Optimizer:
     weight_decay: float = 0.0
     b_lr_ratio: float = 1.0
     layer_decay: float = 1.0
+    ema_decay: float | None = None
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
     momentum: float = 0.0
@@ -109,6 +112,10 @@ class Optimizer:
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "zero or more")
         require(0 < self.b_lr_ratio < math.inf, "optimizer.b_lr_ratio", self.b_lr_ratio, "more than 0")
         require(0 < self.layer_decay <= 1, "optimizer.layer_decay", self.layer_decay, "more than 0 and at most 1")
+        require(self.ema_decay is None or 0 < self.ema_decay < 1, "optimizer.ema_decay", self.ema_decay,
+                "null, or more than 0 and less than 1")
+        require(self.ema_decay is None or self.name in ("adamw", "adafactor", "sgd", "muon"), "optimizer.ema_decay",
+                self.ema_decay, f"null with optimizer.name {self.name}: adamw, adafactor, sgd and muon keep averages")
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas,
                 "two numbers from 0 up to but not including 1")
         require(self.eps > 0, "optimizer.eps", self.eps, "more than 0")

@@ -11,8 +11,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
-from lmmods.core.settings import Generation
+from lmmods.core.settings import Generation, num_layers
 from lmmods.recipe.tasks.base import CausalFields
+from lmmods.runs.averaging import averaged_parameters
 from lmmods.runs.checkpoint import read_checkpoint
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine import precision as precisions
@@ -63,7 +64,8 @@ class TextModel:
         network = build_network(fields, "AutoModelForCausalLM", "CAUSAL_LM", data, precision=precision, device=device,
                                 seed=seed, frozen=frozen)
         if checkpoint:
-            _load(network, read_checkpoint(checkpoint, TORCH)["state_dict"])
+            _load(network, averaged_parameters(read_checkpoint(checkpoint, TORCH),
+                                               num_layers(name for name, _ in network.named_parameters())))
         if fields.max_memory is None:
             nn.Module.to(network, device)  # transformers' own `to` rejects quantised models
         self._network, self._device, self._precision, self._tokenizer = (network.eval(), device, precision,

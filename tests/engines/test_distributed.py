@@ -285,7 +285,8 @@ SHARDED = {"class_path": "lmmods.strategies.FSDP2", "init_args": {"sharded_check
 def test_a_run_goes_on_with_another_number_of_processes(task, first, then):
     """Stopped at step 4 of 8 and taken up by others, in the second epoch: the numbers of a straight run."""
     common = {"trainer__max_steps": 8, "trainer__val_check_interval": 1.0, "checkpoint": {"every_n_steps": 4,
-              "keep_last": 9, "monitor": "val/loss"}}
+              "keep_last": 9, "monitor": "val/loss"}, "model__init_args__frozen_parameters": ["ln_"],
+              "model__init_args__optimizer": {"lr": 0.003, "ema_decay": 0.8, "layer_decay": 0.9}}
     straight, arguments = task("clm", "straight", **common)
     assert main(["fit", *arguments]) == 0
     run, arguments = task("clm", "run", *first, **common)
@@ -296,6 +297,7 @@ def test_a_run_goes_on_with_another_number_of_processes(task, first, then):
     arguments += ["--ckpt_path", "4", "--overwrite", "true"]
     with_two(arguments) if then[0] == 2 else main(["fit", *arguments])
     same_figures(run, straight, rel=1e-4)
+    same_weights(run.model / "model.safetensors", straight.model / "model.safetensors")  # averages
     assert json.loads(run.metrics_json.read_text())["trainer/global_step"] == 8
 
 

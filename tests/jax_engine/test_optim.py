@@ -242,14 +242,14 @@ def test_muon_keeps_one_moment_of_the_matrices_of_layers():
 
 @pytest.mark.parametrize("rule", ["adamw", "adafactor", "sgd_momentum", "muon"])
 @pytest.mark.parametrize("chosen", [None, {"model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"}])
-def test_rates_of_layers_are_torchs(rule, chosen):
+def test_rates_of_layers_and_averages_are_torchs(rule, chosen):
     """Of stacks of all layers or some, of embeddings and of the norm on top."""
     config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=3, num_attention_heads=2)
     network = hub.network(config, "causal")
     if chosen:
         network.choose(chosen)
     base = Optimizer(name="muon", lr=1e-2, weight_decay=0.1) if rule == "muon" else RULES[rule]
-    settings = dataclasses.replace(base, layer_decay=0.6, schedule="linear", warmup=2)
+    settings = dataclasses.replace(base, layer_decay=0.6, ema_decay=0.8, schedule="linear", warmup=2)
     start, _ = network.split(network.init(0))
     random, layers = np.random.default_rng(0), network.num_named_layers
     gradients = [jax.tree.map(lambda p: random.normal(size=p.shape).astype(np.float32), start) for _ in range(4)]
@@ -266,15 +266,16 @@ def test_rates_of_layers_are_torchs(rule, chosen):
                 named[name].grad = torch.tensor(value, dtype=torch.float32)
             optimizer.step()
             schedule.step()
-        return {name: named[name].detach() for name in values}
+        return [{name: named[name].detach() for name in values},
+                {name: optimizer.state[named[name]]["ema"] for name in values}]
 
     optimizer, params = build(settings, network.decays(start), network.depths(start)), start
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for step, gradient in enumerate(gradients):
         updates, state = update(gradient, state, params, **step_scalars(settings, step, 4, layers))
         params = optax.apply_updates(params, updates)
-    moved, theirs = network.to_torch(params), of_torch()
+    moved, theirs = [network.to_torch(params), network.to_torch(state["ema"])], of_torch()
     with Float64():
         exact = of_torch()
-    assert set(moved) == (chosen or {name for name, *_ in network.names()})
+    assert set(moved[0]) == set(moved[1]) == (chosen or {name for name, *_ in network.names()})
     assert_as_close(moved, theirs, exact)

@@ -33,7 +33,8 @@ EVERYWHERE = {"trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val
     pytest.param({**EVERYWHERE, "data__init_args__packing": True, "trainer__limit_val_batches": 0}, id="packing",
                  marks=pytest.mark.slow),
     pytest.param({**EVERYWHERE, "data__init_args__packing": True, "trainer__limit_val_batches": 0,
-                  "model__init_args__optimizer": {"name": "muon", "lr": 1e-3, "b_lr_ratio": 4.0},
+                  "model__init_args__optimizer": {"name": "muon", "lr": 1e-3, "b_lr_ratio": 4.0, "layer_decay": 0.8,
+                                                  "ema_decay": 0.9},
                   "model__init_args__neftune_alpha": 5.0, "model__init_args__label_smoothing": 0.1,
                   "model__init_args__z_loss": 1e-3}, id="muon_noise_packing", marks=pytest.mark.slow),
 ])

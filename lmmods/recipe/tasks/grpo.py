@@ -117,6 +117,8 @@ class GRPOFields(CausalFields):
         require(self.reward_timeout > 0, "model.reward_timeout", self.reward_timeout, "more than 0")
         require(self.neftune_alpha is None, "model.neftune_alpha", self.neftune_alpha, "null for reinforcement "
                 "learning: noise would change probabilities between drawing an answer and training on it")
+        require(self.optimizer.ema_decay is None, "model.optimizer.ema_decay", self.optimizer.ema_decay,
+                "null for reinforcement learning, whose answers are drawn by the network in training")
         require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for reinforcement learning")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for reinforcement learning")
         require(self.beta > 0 or self.reference is None, "model.reference", self.reference, "null with model.beta 0")

@@ -108,12 +108,13 @@ class Samples(SampleWriter, L.Callback):
 
 @contextmanager
 def undisturbed(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
-    """Disable dropout and gradients, pause the stopwatch, and restore module modes and random states afterwards."""
+    """Disable dropout and gradients, take averaged parameters and pause the stopwatch; undo all of it afterwards."""
     # Also synchronises with the device before the stopwatch is paused.
     module.accumulation.check_finite(trainer.global_step, trainer.current_epoch)
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
-    with (trainer.stopwatch.paused(), isolate_rng(), torch.no_grad(), trainer.precision_plugin.forward_context()):
+    with (trainer.stopwatch.paused(), isolate_rng(), torch.no_grad(), module.averaged(),
+          trainer.precision_plugin.forward_context()):
         yield
     for part, training in modes:
         part.training = training

@@ -34,9 +34,10 @@ def write_model(trainer: L.Trainer, module: L.LightningModule, make_room: Callab
     """
     folder = trainer.strategy.broadcast(make_room() if trainer.is_global_zero else None)
     trained = [(param, param.data) for param in module.trainable().values()]
-    module.export(folder)  # sharded parameters are gathered by all processes
-    for param, data in trained:  # export has cast them to model.save_dtype, and training may continue
-        param.data = data
+    with module.averaged():
+        module.export(folder)  # sharded parameters are gathered by all processes
+        for param, data in trained:  # export has cast them to model.save_dtype, and training may continue
+            param.data = data
     if trainer.is_global_zero:
         complete_model(folder, trainer.run_folder, module, module.auto_class, trainer.datamodule)
     return folder

@@ -1,6 +1,7 @@
 """Optimisers and learning-rate schedules, by the names in `lmmods.core.settings`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
     Weight decay applies to matrices, not to biases and norms; each parameter is in one group (`Optimizer.group_of`).
     """
     named_params = list(named_params)
+    optimizer = _build(named_params, settings)
+    return optimizer if settings.ema_decay is None else keeping_average(optimizer, settings.ema_decay)
+
+
+def _build(named_params: list[tuple[str, nn.Parameter]], settings: Optimizer) -> torch.optim.Optimizer:
     layers = num_layers(name for name, _ in named_params)
     params = [p for _, p in named_params if p.requires_grad]
     groups = [{"params": [], **own} for own in settings.groups(layers)]
@@ -42,6 +48,46 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
         # As in transformers' Trainer: use the recipe's learning rate, not Adafactor's relative one.
         return _keeping_dtypes(Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False))
     return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+
+
+AVERAGE = "ema"  # key in the state of a parameter
+
+
+def keeping_average(optimizer: torch.optim.Optimizer, decay: float) -> torch.optim.Optimizer:
+    """Make an optimiser keep the exponential average of each parameter, in float32, in its state.
+
+    As torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn: the average starts with the first step's result.
+    """
+    @torch.no_grad()
+    def update(*_: Any) -> None:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            # A parameter without gradient has not moved, and its optimiser counts an empty state as a new one.
+            if param.grad is None:
+                continue
+            state = optimizer.state[param]
+            if AVERAGE in state:
+                state[AVERAGE].lerp_(param.float(), 1 - decay)
+            else:
+                state[AVERAGE] = param.detach().to(torch.float32, copy=True)
+
+    optimizer.register_step_post_hook(update)
+    return _keeping_dtypes(optimizer, AVERAGE)
+
+
+@contextmanager
+def averages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Give parameters the values of their averages, as far as there are some."""
+    # Outside of inference mode, in which changes of tensors are not counted and copies of them would be kept.
+    with torch.inference_mode(False), torch.no_grad():
+        kept = {param: param.detach().clone() for param, state in optimizer.state.items() if AVERAGE in state}
+        for param in kept:
+            param.copy_(optimizer.state[param][AVERAGE])
+    try:
+        yield
+    finally:
+        with torch.inference_mode(False), torch.no_grad():
+            for param, value in kept.items():
+                param.copy_(value)
 
 
 class Muon(torch.optim.Optimizer):
@@ -171,8 +217,8 @@ def _can_fuse(params: list[nn.Parameter]) -> bool:
                for p in params)
 
 
-def _keeping_dtypes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Make `load_state_dict` keep the saved dtypes.
+def _keeping_dtypes(optimizer: torch.optim.Optimizer, *keys: str) -> torch.optim.Optimizer:
+    """Make `load_state_dict` keep the saved dtypes, of all tensors of the state or of these keys.
 
     torch casts the state to the parameters' dtypes, but that of bfloat16 parameters may be float32.
     """
@@ -182,7 +228,8 @@ def _keeping_dtypes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for index, values in loaded.pop("state").items():
             optimizer.state[params[index]] |= {key: value.to(params[index].device, copy=True)
-                                               for key, value in values.items() if torch.is_tensor(value)}
+                                               for key, value in values.items()
+                                               if torch.is_tensor(value) and (not keys or key in keys)}
 
     optimizer.register_load_state_dict_pre_hook(lambda _, saved: loaded.update(state=saved["state"]))
     optimizer.register_load_state_dict_post_hook(put_back)

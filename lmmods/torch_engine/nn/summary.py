@@ -80,15 +80,16 @@ def training_flops(model: nn.Module) -> int:
 
 
 def step_memory(model: nn.Module, optimizer: str, num_tokens: int, checkpointing: bool, compute_bytes: int,
-                device: torch.device, copied: int = 0) -> StepMemory:
+                device: torch.device, copied: int = 0, averages: bool = False) -> StepMemory:
     """Return the estimated memory of a training step on a device.
 
     Args:
         copied: Bytes of weights that the task holds outside of the network.
+        averages: As in `estimate_step`.
     """
     sizes = summarize(model)
     return estimate_step(widths_of(model.config), sizes.weight_bytes + copied, sizes.num_trainable, optimizer,
-                         num_tokens, checkpointing, compute_bytes, available_bytes(device))
+                         num_tokens, checkpointing, compute_bytes, available_bytes(device), averages)
 
 
 def planned_shape(config: Any, auto_class: str) -> NetworkShape:

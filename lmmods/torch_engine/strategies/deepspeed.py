@@ -63,6 +63,9 @@ class DeepSpeed(DDPStrategy):
         if name not in ("adamw", "sgd"):
             raise UserError(f"optimizer.name {name} does not go with DeepSpeed, which hands the optimiser one flat "
                             "vector instead of the parameters. Use adamw or sgd, or strategy ddp.")
+        if module.optimizer.ema_decay is not None:
+            raise UserError("optimizer.ema_decay does not go with DeepSpeed, which hands the optimiser one flat vector "
+                            "instead of the parameters. Set it to null, or use strategy ddp or fsdp.")
         if trainer.precision == "16-mixed":
             raise UserError("trainer.precision 16-mixed does not go with DeepSpeed: use bf16-mixed, or strategy ddp.")
         if trainer.gradient_clip_algorithm == "value":

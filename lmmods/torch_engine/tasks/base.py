@@ -3,7 +3,8 @@
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
 from lmmods.core.memory import StepMemory, describe_sizes, describe_teacher
-from lmmods.core.settings import require
+from lmmods.core.settings import num_layers, require
 from lmmods.core.text_metrics import perplexity
 from lmmods.data.teacher import check_teacher
 from lmmods.recipe.tasks.base import TaskFields
+from lmmods.runs.averaging import averaged_parameters
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine.nn import sharding, summary
 from lmmods.torch_engine.nn.building import build_network
@@ -28,7 +30,14 @@ from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, split_rows, tokens_per_piece
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
-from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule, follow_recipe, group_settings, recipe_lr
+from lmmods.torch_engine.nn.optim import (
+    averages,
+    build_optimizer,
+    build_schedule,
+    follow_recipe,
+    group_settings,
+    recipe_lr,
+)
 from lmmods.torch_engine.nn.stored import read_shards, waiting
 
 
@@ -50,6 +59,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         # Checkpoints hold trainable parameters only; `on_load_checkpoint` checks their names and shapes strictly.
         self.strict_loading = False
         self._chunks: list[dict[str, Tensor]] = []
+        self._is_averaged = False  # see `averaged`
         self._dropout: TokenDropout | None = None
         self.context_parallel: ContextParallel | None = None  # set where rows are cut over processes
         self.accumulation = GradientAccumulation(self.metric_names)
@@ -226,6 +236,30 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         strategy = self.trainer.strategy
         self.accumulation.put_gradients(self.trainable(), sharding.num_losses(strategy), sharding.is_first(strategy))
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give the network the average of its parameters, if the run keeps one; may be nested."""
+        if self.optimizer.ema_decay is None or self._is_averaged or not self.trainer.optimizers:
+            yield
+            return
+        self._is_averaged = True
+        try:
+            with averages(self.trainer.optimizers[0]):
+                yield
+        finally:
+            self._is_averaged = False
+
+    # Lightning calls these after and before the hooks of callbacks, of which the last saves a checkpoint.
+
+    def on_validation_epoch_start(self) -> None:
+        if self.trainer.state.fn == "fit":
+            self._validation = ExitStack()
+            self._validation.enter_context(self.averaged())
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.state.fn == "fit":
+            self._validation.close()
+
     # Validation and test; prediction is each task's own --------------------------------------------------------------
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -256,6 +290,9 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         checkpoint["window"] = self.accumulation.pack(trainable, self.trainer.accumulate_grad_batches)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
+        if self.trainer.state.fn != "fit":
+            checkpoint["state_dict"] = averaged_parameters(
+                checkpoint, num_layers(name for name, _ in self.named_parameters()))
         check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()}
                            for tensors in (checkpoint["state_dict"], self.trainable())))
         self.accumulation.unpack(checkpoint["window"], self.trainer.accumulate_grad_batches,
@@ -291,7 +328,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             tokens = min(tokens, max(chunk, per_row))  # a row is never split
         tokens = -(-tokens // sharding.num_pieces(self.trainer.strategy))
         return summary.step_memory(self.model, self.optimizer.name, tokens, self.gradient_checkpointing, compute_bytes,
-                                   self.device, self.copied_bytes())
+                                   self.device, self.copied_bytes(), self.optimizer.ema_decay is not None)
 
     def flops_per_token(self) -> int:
         """Return the FLOPs per training token."""
