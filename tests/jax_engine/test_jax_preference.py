@@ -78,10 +78,14 @@ class Bigram:
     def logits(self, params, hidden):
         return hidden @ params["head"]["tokens"]["weight"].T
 
-    def trainable(self, params):
-        return jax.tree.map(lambda _: True, params)
+    def split(self, params):
+        return params, {}
 
-    decays = trainable
+    def trains(self, path):
+        return True
+
+    def decays(self, params):
+        return jax.tree.map(lambda _: True, params)
 
     def to_torch(self, tree):
         return {".".join(path): np.asarray(leaf) for path, leaf in flatten(tree).items()}

@@ -190,7 +190,8 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Optimizer, num_st
 def recipe_lr(optimizer: torch.optim.Optimizer, settings: Optimizer) -> float:
     """Return the recipe's learning rate at this step, of which those of the groups are multiples."""
     group = optimizer.param_groups[0]
-    return group["lr"] if group["initial_lr"] == settings.lr else group["lr"] / group["initial_lr"] * settings.lr
+    peak = group.get("initial_lr", settings.lr)  # set by a schedule
+    return group["lr"] if peak == settings.lr else group["lr"] / peak * settings.lr
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
