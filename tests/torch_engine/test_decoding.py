@@ -23,6 +23,7 @@ from transformers import (
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import UNIT
 from lmmods.torch_engine.nn.decoding import CARRIED, _forward, contrastive_search, drawn, generate, group_beam_search
+from tests.torch_engine.test_families import make
 
 SEED = 70_000_000
 PADDED = torch.tensor([[0, 0, 0, 5, 17, 33, 8], [0, 41, 7, 9, 90, 12, 64], [3, 14, 15, 92, 65, 35, 89]])
@@ -263,6 +264,21 @@ def test_state_without_rows_is_reported_and_decodes_as_transformers(capsys):
     for _ in range(2):
         assert generate(model, prompts, torch.ones_like(prompts), config).tolist() == theirs.tolist()
     assert capsys.readouterr().out.count("Generation: slower") == 1
+
+
+@pytest.mark.parametrize(("name", "separable"), [("gemma4_text", True), ("qwen3_5_text", False)])
+def test_layers_with_other_states_decode_as_transformers(name, separable, capsys):
+    """Keys and values that later layers borrow, and states of linear attention, with padding and rows that end."""
+    model = make(name).eval()
+    prompts = torch.tensor([[0, 0, 5, 17, 33, 8], [0, 0, 5, 17, 33, 8], [3, 14, 15, 9, 26, 5], [0, 7, 7, 2, 9, 4]])
+    mask = (prompts > 0).long()
+    config = GenerationConfig(max_new_tokens=8, pad_token_id=0, eos_token_id=[])
+    free = model.generate(prompts, attention_mask=mask, generation_config=config)
+    config.eos_token_id = [int(free[2, 8])]
+    for settings in (GenerationConfig(max_new_tokens=8, pad_token_id=0, eos_token_id=[]), config):
+        theirs = model.generate(prompts, attention_mask=mask, generation_config=settings)
+        assert generate(model, prompts, mask, settings).tolist() == theirs.tolist()
+    assert capsys.readouterr().out.count("Generation: slower") == (not separable)
 
 
 @pytest.mark.parametrize("size", [5, 256, 1000])

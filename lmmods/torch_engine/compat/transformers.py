@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.logging import set_tqdm_hook
 
@@ -274,7 +274,8 @@ class RoomyLayer(DynamicLayer):
 
 def has_separable_rows(cache: Any) -> bool:
     """True if `reorder_cache` can drop and repeat rows: each layer keeps keys and values by row, and nothing else."""
-    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    # A layer that borrows keys and values has a placeholder, in versions that know such layers.
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
     return type(cache) is DynamicCache and bool(cache.layers) and all(type(layer) in kinds for layer in cache.layers)
 
 
