@@ -56,3 +56,29 @@ def test_kinds_that_take_turns_are_transformers_network(make_ref):
         hidden, cache = step(token, cache)
         found.append(hidden)
     assert np.abs(np.concatenate(found, 1) - whole)[real].max() <= 1e-5 * np.abs(whole).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rounds", "changes"), [
+    (4, {"num_kv_shared_layers": 4}),  # of four layers of their own the last two lend to two rounds that borrow
+    (2, {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_bias": True}),
+])
+def test_heads_of_two_sizes_in_a_loop(make_ref, num_rounds, changes):
+    """A layer with a window and one without in each round, against transformers."""
+    ref = make_ref("gemma4_text", num_hidden_layers=2 * num_rounds,
+                   layer_types=["sliding_attention", "full_attention"] * num_rounds, **changes)
+    assert [stack.num_steps for stack in layer_stacks(ref.net.arch)][-1] == 2
+    batch = ref.batch()
+    labels, inputs = labels_of(batch), {name: torch.tensor(value) for name, value in batch.items()}
+    output = ref.torch(**inputs)
+    scored = output.logits[:, :-1].flatten(0, 1), torch.tensor(labels[:, 1:]).flatten()
+    torch.nn.functional.cross_entropy(*scored, reduction="sum").backward()
+    theirs, real = output.logits.detach().numpy(), batch["attention_mask"] > 0
+    logits, _, gradients = ref.found
+    assert np.abs(logits - theirs)[real].max() <= 1e-4 * np.abs(theirs).max()
+    named, expected = ref.net.to_torch(gradients), dict(ref.torch.named_parameters())
+    assert list(named) == list(expected)
+    largest = max(parameter.grad.abs().max().item() for parameter in expected.values())
+    for name, parameter in expected.items():
+        scale = max(parameter.grad.abs().max().item(), 1e-3 * largest)
+        assert np.abs(named[name] - parameter.grad.numpy()).max() <= 1e-4 * scale, name
