@@ -61,7 +61,7 @@ class Planner:
         data.setup("fit")
         task.link(data)
         self._loader = data.train_dataloader()
-        self.example = next(iter(self._loader))
+        self.example = task.complete({name: np.asarray(x) for name, x in next(iter(self._loader)).items()})
         self.precision = machines.choose_precision(self.on)[0] if trainer.precision == "auto" else trainer.precision
 
     @property

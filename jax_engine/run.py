@@ -77,7 +77,7 @@ class Run:
         """
         # One prefetcher per pass; leaving the loop early closes it, which drops the batches read ahead.
         prefetcher = Prefetcher(loader, self.parallel, batch_size, self.data.tokenizer.pad_token_id,
-                                max_length or self.data.max_length, lengths)
+                                max_length or self.data.max_length, lengths, complete=self.task.complete)
         with prefetcher:
             for number, batch in enumerate(prefetcher, start=1):
                 yield batch

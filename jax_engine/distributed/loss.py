@@ -30,7 +30,9 @@ from jax_engine.distributed.mesh import partition
 from jax_engine.distributed.target import target
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
-from lmmods.core.settings import Divergence, TokenLoss
+from lmmods.core.settings import LEAST, Divergence, TokenLoss
+
+Taught = tuple[()] | tuple[Array, Array]
 
 
 class LossSums(NamedTuple):
@@ -81,7 +83,7 @@ def scored_rows(batch: dict[str, Array]) -> Array:
 
 def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
                count_correct: bool = False, plain: bool = False, weights: Array | None = None,
-               on: Target | None = None, form: TokenLoss = TokenLoss()) -> LossSums:
+               on: Target | None = None, form: TokenLoss = TokenLoss(), taught: Taught = ()) -> LossSums:
     """Return the float32 cross-entropy of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
     Run time is proportional to the number of labelled positions, which need not be known at compile time.
@@ -90,24 +92,28 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
         hidden: [B, T, D] hidden states, already aligned with `targets`.
         targets: [B, T] token ids or IGNORED.
         head: Maps [..., D] to float32 logits [..., V]; arrays it closes over receive gradients. With a divergence in
-            `form`, to a pair of these and a teacher's: see `beside_teacher`.
+            `form` and nothing in `taught`, to a pair of these and a teacher's: see `beside_teacher`.
         vocab_size: V, which determines the chunk length.
         plain: Compute the logits of all positions at once.
         weights: [B, T] float32 weight of each position; None is 1.
         on: The `target` that chooses the chunk length.
         form: What is changed in the cross-entropy.
+        taught: A teacher's likeliest tokens [B, T, k], and log-probabilities [B, T, k + 1] of each and of all others
+            together, aligned with `targets`.
     """
     scored = (targets != IGNORED).astype(jnp.float32)
     weights = scored if weights is None else scored * weights
     if plain:
         total, counted = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
-                                        targets.reshape(-1), weights.reshape(-1), form=form)
+                                        targets.reshape(-1), weights.reshape(-1), form=form,
+                                        taught=tuple(x.reshape(-1, x.shape[-1]) for x in taught))
         return _loss_sums(total, counted, weights.sum(), count_correct, form)
     # A custom derivative cannot close over traced arrays: the head's parameters must become arguments.
     pure_head, way, params = convert(head, hidden, vocab_size, on)
     way = way._replace(form=form)
     found = lines(hidden, params, targets, weights, way)
-    total, counted = _chunked_cross_entropy(pure_head, way, count_correct, *found)
+    total, counted = _chunked_cross_entropy(pure_head, way, count_correct, *found,
+                                            tuple(split_over_ranks(_in_lines(x)) for x in taught))
     return _loss_sums(total, counted, weights.sum(), count_correct, form)
 
 
@@ -207,15 +213,16 @@ def pair_loss(scores: Array, margins: Array, centering: float = 0.0) -> LossSums
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, weights, order, num_chunks):
+def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, weights, order, num_chunks, taught=()):
     """Return (total, counted) summed over R ranks; counted as of `_cross_entropy`.
 
-    `hidden` is [R, M, D]; `targets`, `weights` and `order` are [R, M'], with M' a multiple of the chunk length.
+    `hidden` and `taught` are [R, M, ...]; `targets`, `weights` and `order` are [R, M'], with M' a multiple of the chunk
+    length.
     """
     def step(number, sums):
-        values = each_group(way, lambda h, t, w: _cross_entropy(head, count_correct, h, params, t, w, way.axes,
-                                                                  way.form))(
-            *chunk_of(way, number, hidden, order, targets, weights))
+        values = each_group(way, lambda h, t, w, *also: _cross_entropy(head, count_correct, h, params, t, w, way.axes,
+                                                                         way.form, also))(
+            *chunk_of(way, number, hidden, order, targets, weights), *_chunks_of(way, number, order, taught))
         return jax.tree.map(lambda summed, new: summed + new.sum(), sums, values)
 
     # The number of chunks is only known at run time. JAX cannot differentiate such a loop in reverse, hence the custom
@@ -224,26 +231,28 @@ def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, we
     return jax.lax.fori_loop(0, num_chunks, step, (jnp.zeros((), jnp.float32), _nothing_counted(way.form)))
 
 
-def _forward(head, way, count_correct, hidden, params, targets, weights, order, num_chunks):
+def _forward(head, way, count_correct, hidden, params, targets, weights, order, num_chunks, taught=()):
     # With `symbolic_zeros` each argument is a pair: its value, and whether it is being differentiated.
     hidden, targets, weights, order, num_chunks = (arg.value for arg in (hidden, targets, weights, order, num_chunks))
+    taught = [arg.value for arg in taught]
     # A frozen head gets no gradient sums, which are as large as its table, in float32.
     trained = [i for i, p in enumerate(params) if p.perturbed]
     params = laid_out([p.value for p in params], way)
     ranks = len(hidden)
 
-    def loss(h, chosen, t, w):
+    def loss(h, chosen, t, w, also):
         mixed = list(params)
         for i, p in zip(trained, chosen, strict=True):
             mixed[i] = p
-        return _cross_entropy(head, count_correct, h, mixed, t, w, way.axes, way.form)
+        return _cross_entropy(head, count_correct, h, mixed, t, w, way.axes, way.form, also)
 
-    differentiate = each_group(way, jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), (0, None, 0, 0))
+    differentiate = each_group(way, jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), (0, None, 0, 0, 0))
 
     def step(number, carry):
         total, counted, by_position, by_param = carry
         h, t, w = chunk_of(way, number, hidden, order, targets, weights)
-        (new_total, new_counted), (g_hidden, g_params) = differentiate(h, [params[i] for i in trained], t, w)
+        (new_total, new_counted), (g_hidden, g_params) = differentiate(
+            h, [params[i] for i in trained], t, w, _chunks_of(way, number, order, taught))
         # [groups, lines of a group * C, D] -> [R, C, D]
         g_hidden = split_over_ranks(g_hidden.reshape(ranks, way.chunk, -1))
         # Each position is in one chunk only, so its gradient is complete; those of parameters add up over chunks.
@@ -271,10 +280,10 @@ def _backward(head, way, count_correct, gradients, cotangents):
     # The loss is a sum, so the gradients from the forward pass are only scaled. What is counted has no gradient.
     factor = cotangents[0]
     if isinstance(factor, SymbolicZero):
-        return None, None, None, None, None, None
-    # No gradient for targets, weights, order and number of chunks.
+        return None, None, None, None, None, None, None
+    # No gradient for targets, weights, order, number of chunks, and what a teacher expects.
     scaled = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
-    return *scaled, None, None, None, None
+    return *scaled, None, None, None, None, None
 
 
 _chunked_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -322,7 +331,7 @@ def _log_probs_backward(head, way, kept, cotangent):
 _chunked_log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)
 
 
-def _cross_entropy(head, count_correct, hidden, params, targets, weights, axes=(), form=TokenLoss()):
+def _cross_entropy(head, count_correct, hidden, params, targets, weights, axes=(), form=TokenLoss(), taught=()):
     """Return the summed loss of positions [C, D], with targets and weights [C], 0 if not scored, and what is counted.
 
     That are argmax hits and, with a teacher, the parts of the loss: divergence and cross-entropy.
@@ -331,12 +340,12 @@ def _cross_entropy(head, count_correct, hidden, params, targets, weights, axes=(
         # Select rather than only multiply: 0 times a loss that is not finite would be NaN.
         return jnp.where(weights != 0, losses * weights, 0.0).sum()
 
-    logits, taught = _logits(head, hidden, params, axes), None
-    if form.divergence is not None:
+    logits = _logits(head, hidden, params, axes)
+    if form.divergence is not None and not taught:
         logits, taught = logits
     hits = ((logits.argmax(1) == targets) * weights).sum() if count_correct else jnp.zeros((), jnp.float32)
     total = summed(_losses_of(logits, targets, axes, form))
-    if taught is None:
+    if form.divergence is None:
         return total, (hits,)
     diverging, ratio = summed(divergences(logits, taught, form.divergence)), form.divergence.ratio
     return ratio * diverging + (1 - ratio) * total, (hits, diverging, total)
@@ -347,13 +356,18 @@ def _nothing_counted(form: TokenLoss) -> tuple[Array, ...]:
     return tuple(jnp.zeros((), jnp.float32) for _ in range(1 + len(form.metric_names)))
 
 
-def divergences(logits: Array, taught: Array, form: Divergence) -> Array:
-    """Return the divergence [C] of a student's logits [C, V] from a teacher's [C, V'].
+def divergences(logits: Array, taught: Array | tuple[Array, Array], form: Divergence) -> Array:
+    """Return the divergence [C] of a student's logits [C, V] from a teacher's [C, V'], or from its likeliest tokens.
 
     Columns that only one of the two has are padding of its vocabulary, and left out.
     """
-    size = min(logits.shape[-1], taught.shape[-1])
-    student, teacher = (jax.nn.log_softmax(x[:, :size] / form.temperature) for x in (logits, taught))
+    if isinstance(taught, Array):
+        size = min(logits.shape[-1], taught.shape[-1])
+        student, teacher = (jax.nn.log_softmax(x[:, :size] / form.temperature) for x in (logits, taught))
+    else:
+        ids, teacher = taught[0], jnp.maximum(taught[1], LEAST)
+        size = logits.shape[-1] if form.num_columns is None else form.num_columns
+        student = grouped(jax.nn.log_softmax(logits[:, :size] / form.temperature), ids)
     beta = form.beta
     if beta == 0:
         return (jnp.exp(teacher) * (teacher - student)).sum(-1)
@@ -362,6 +376,13 @@ def divergences(logits: Array, taught: Array, form: Divergence) -> Array:
     mixture = jnp.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
     return (beta * jnp.exp(teacher) * (teacher - mixture)
             + (1 - beta) * jnp.exp(student) * (student - mixture)).sum(-1)
+
+
+def grouped(log_probs: Array, ids: Array) -> Array:
+    """Return log-probabilities [C, k + 1] of the tokens `ids` [C, k], and of all others together, from all [C, V]."""
+    rows = jnp.arange(len(ids))[:, None]
+    others = jax.nn.logsumexp(log_probs.at[rows, ids].set(NOTHING), axis=-1, keepdims=True)
+    return jnp.maximum(jnp.concatenate([jnp.take_along_axis(log_probs, ids, axis=1), others], 1), LEAST)
 
 
 def _losses(head, hidden, params, targets, axes=()):
@@ -417,6 +438,9 @@ class Way(NamedTuple):
     chunk: int
     axes: tuple[str, ...]
     form: TokenLoss = TokenLoss()
+
+
+NOTHING = -1e9  # log-probability of a token that is left out of a sum
 
 
 class Lines(NamedTuple):
@@ -537,6 +561,11 @@ def chunk_of(way: Way, number: Array, hidden: Array, order: Array, *columns: Arr
     # group.
     groups = num_groups(way.axes, len(hidden))
     return [constrain(x.reshape(groups, -1, *x.shape[2:]), PartitionSpec("data")) for x in taken]
+
+
+def _chunks_of(way: Way, number: Array, order: Array, columns: Taught) -> list[Array]:
+    """Return a chunk [groups, C, ...] of columns [R, M, ...] in batch order."""
+    return [chunk_of(way, number, column, order)[0] for column in columns]
 
 
 def laid_out(params: list[Array], way: Way) -> list[Array]:

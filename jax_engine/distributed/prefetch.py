@@ -8,7 +8,7 @@ does not depend on the number of processes. Such a loader must have world size 1
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +50,15 @@ class Prefetcher:
             parallelism rows are padded to a multiple of the number of parts.
         lengths: Ascending lengths, the next of which replaces the rounded one where there is one (see `few_lengths`).
         ahead: Global batches to prepare in advance.
+        complete: Adds columns to the arrays [own ranks, B, ...] of a global batch, on the host.
     """
 
     def __init__(self, loader: Iterable, parallel: Parallel, batch_size: int, pad_id: int,
-                 max_length: int | None = None, lengths: Sequence[int] = (), ahead: int = 2):
+                 max_length: int | None = None, lengths: Sequence[int] = (), ahead: int = 2,
+                 complete: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda batch: batch):
         self._loader, self._parallel, self._batch_size = loader, parallel, batch_size
         self._fill = {"index": -1, "input_ids": pad_id}
-        self._max_length, self._lengths = max_length, lengths
+        self._max_length, self._lengths, self._complete = max_length, lengths, complete
         self._ready: queue.Queue = queue.Queue(ahead)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._produce, name="prefetch", daemon=True)
@@ -91,6 +93,7 @@ class Prefetcher:
     def _produce(self) -> None:
         try:
             for host, num_batches, position in self._global_batches():
+                host = self._complete(host)
                 # Copied to the devices here, in the thread, while the previous step computes.
                 if not self._put(GlobalBatch(self._parallel.put_batch(host), host, num_batches, position)):
                     return

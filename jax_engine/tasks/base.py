@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 from jax_engine.distributed.interface import Parallel
@@ -29,6 +30,7 @@ from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
 from lmmods.core.memory import StepMemory, describe_sizes, describe_teacher, estimate_step, flops_per_token, widths_of
 from lmmods.core.text_metrics import perplexity
+from lmmods.data.teacher import check_teacher
 from lmmods.recipe.tasks.base import TaskFields
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,6 +107,8 @@ class Task(TaskFields, ABC):
         trainable, frozen = self.network.split(params)
         if self.token_loss.divergence is not None:
             self.metric_names = self.token_loss.metric_names
+            check_teacher(self.teacher, datamodule.tokenizer)
+        if self.token_loss.divergence is not None and self.teacher.top_k is None:
             self.guide, taught = Guide.build(self, self.head, datamodule, precision, seed, abstract, on)
             frozen |= taught
         return trainable, frozen
@@ -149,6 +153,10 @@ class Task(TaskFields, ABC):
     def link(self, datamodule: Any) -> None:
         """Hook before the data module makes the training loader: hand it what it needs of the task."""
 
+    def complete(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return a global batch, on the host, with the further inputs of the task's loss."""
+        return batch
+
     def begin(self, run: Any) -> None:
         """Hook before training or evaluation, called by all processes with a `Run` that has its initial weights."""
 
@@ -180,7 +188,7 @@ class Task(TaskFields, ABC):
         total, weight, correct = (sum(float(part[name]) for part in sums) for name in ("total", "weight", "correct"))
         loss = total / weight if weight else math.nan
         found = {"loss": loss, "accuracy": correct / weight if weight else math.nan, "perplexity": perplexity(loss)}
-        if self.guide is not None:
+        if self.token_loss.divergence is not None:
             diverging = sum(float(part["metrics"]["divergence"][0]) for part in sums)
             found["divergence"] = diverging / weight if weight else math.nan
         return found, {}

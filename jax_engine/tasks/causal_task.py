@@ -14,9 +14,13 @@ from jax_engine.distributed.tree import Tree
 from jax_engine.models.experts import Load
 from jax_engine.models.generate import check_supported, generate
 from jax_engine.tasks.base import Task, Weights
+from jax_engine.tasks.teacher import TAUGHT_IDS, TAUGHT_LOGPS, cached_teacher
+from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
+from lmmods.data.batches.collate import PLACES
+from lmmods.data.teacher import NO_PLACES, Likeliest, num_columns
 from lmmods.recipe.tasks.base import CausalFields
 
 
@@ -29,14 +33,48 @@ class CausalTask(CausalFields, Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_supported(self.generation)
+        self._likeliest: Likeliest | None = None  # of a teacher with `top_k`
+        self._num_columns = 0
         self.choice_ids = np.zeros(0, np.int64)  # tokens whose logits `predict` returns
 
     def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False, on: Target | None = None
               ) -> tuple[Tree, Tree]:
         built = super().build(precision, datamodule, seed, abstract, on)
         check_balance(self.network.config, self.balance_loss, self._routes)
+        if self._is_taught_beforehand:
+            self._num_columns = num_columns(self.teacher, datamodule.tokenizer, self.network.config.vocab_size)
         self.metric_names = (*self.token_loss.metric_names, *(METRICS if self._routes else ()))
         return built
+
+    # A teacher whose likeliest tokens are computed before training --------------------------------------------------
+
+    @property
+    def _is_taught_beforehand(self) -> bool:
+        return self.token_loss.divergence is not None and self.teacher.top_k is not None
+
+    def link(self, datamodule: Any) -> None:
+        datamodule.keeps_teacher = self._is_taught_beforehand
+
+    def begin(self, run: Any) -> None:
+        if self._is_taught_beforehand:
+            self._likeliest = cached_teacher(run, self._num_columns)
+
+    def complete(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if PLACES not in batch:
+            return batch
+        places = batch[PLACES]
+        if self._likeliest is not None:
+            ids, logps = self._likeliest(places)
+        else:  # of rows that are not trained on
+            ids, logps = (np.zeros((*places.shape, self.teacher.top_k + more), dtype)
+                          for more, dtype in ((0, np.int32), (1, np.float32)))
+        return {**batch, TAUGHT_IDS: ids, TAUGHT_LOGPS: logps}
+
+    def _taught(self, rows: dict[str, Array]) -> tuple[Array, Array]:
+        """Return what the teacher expects at each position, from columns that have it at the token itself."""
+        if TAUGHT_IDS not in rows:
+            raise UserError(NO_PLACES)
+        return tuple(jnp.pad(rows[name][:, 1:], ((0, 0), (0, 1), (0, 0))) for name in (TAUGHT_IDS, TAUGHT_LOGPS))
 
     @property
     def _routes(self) -> bool:
@@ -51,8 +89,13 @@ class CausalTask(CausalFields, Task):
             hidden = self.network.hidden(params, rows, training)
         targets, weights = shift_labels(rows["labels"]), shift_weights(rows.get("loss_weights"))
         hidden, head = self.with_teacher(params, rows, hidden)
+        form = self.token_loss if training else self.token_loss.evaluated
+        taught = ()
+        if self._is_taught_beforehand:
+            form = form._replace(divergence=form.divergence._replace(num_columns=self._num_columns))
+            taught = self._taught(rows)
         sums = token_loss(hidden, targets, head, self.network.config.vocab_size, count_correct, not self.fast_kernels,
-                          weights, self.built_for, self.token_loss if training else self.token_loss.evaluated)
+                          weights, self.built_for, form, taught)
         if load is None:
             return sums
         counted = (targets != IGNORED) * (1.0 if weights is None else weights)

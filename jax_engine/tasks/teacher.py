@@ -1,21 +1,32 @@
 """The teacher of distillation on JAX: a frozen network beside the one in training, with parameters of its own."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from jax_engine.distributed.loss import beside_teacher
+from jax_engine.distributed import devices as machines
+from jax_engine.distributed.devices import on_first
+from jax_engine.distributed.interface import num_visible_ranks
+from jax_engine.distributed.loss import CHUNK_BYTES, beside_teacher, grouped
+from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.models.architecture import Head
 from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
+from lmmods.core.console import say
 from lmmods.core.hardware import Target
-from lmmods.data.teacher import check_teacher
+from lmmods.data.batches.collate import PLACES
+from lmmods.data.teacher import COMPUTING, Likeliest, gathered
 from lmmods.recipe.tasks.base import TokenLossFields
+from lmmods.runs.model_card import first_weights
 
 TEACHER = "teacher"  # key of its parameters in the tree of frozen ones
+TAUGHT_IDS, TAUGHT_LOGPS = "teacher_ids", "teacher_logps"  # columns of batches, see `Likeliest`
 
 
 class Guide:
@@ -33,9 +44,8 @@ class Guide:
             fields: The task's; the other arguments are those of `build_network`.
 
         Raises:
-            UserError: The teacher cannot be built, or has another vocabulary than the data.
+            UserError: The teacher cannot be built.
         """
-        check_teacher(fields.teacher, datamodule.tokenizer)
         network, params, _ = build_network(fields.teacher_fields, head, datamodule, precision=precision, seed=seed,
                                            frozen=True, abstract=abstract, on=on)
         return cls(network), {TEACHER: params}
@@ -49,6 +59,97 @@ class Guide:
         """
         own = jax.lax.stop_gradient(params[TEACHER])
         return beside_teacher(hidden, head, self.network.hidden(own, rows), lambda x: self.network.logits(own, x))
+
+
+    def likeliest(self, size: int, top_k: int, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
+        """Return the likeliest tokens [N, T, k] after each position, and the log-probabilities [N, T, k + 1].
+
+        Args:
+            size: Tokens that the distributions are over.
+            params: Of this network alone.
+        """
+        hidden = self.network.hidden(params, rows)
+        num_rows, length = hidden.shape[:2]
+        # Logits of so many positions of each row at a time.
+        width = max(CHUNK_BYTES // (4 * size * -(-num_rows // num_visible_ranks())), 1)
+        width = min(width, length)
+        hidden = jnp.pad(hidden, ((0, 0), (0, -length % width), (0, 0)))
+        chunks = hidden.reshape(num_rows, -1, width, hidden.shape[-1]).swapaxes(0, 1)
+
+        def likeliest(chunk: Array) -> tuple[Array, Array]:
+            log_probs = jax.nn.log_softmax(self.network.logits(params, chunk)[..., :size])
+            ids = jax.lax.top_k(log_probs, top_k)[1].reshape(-1, top_k)
+            logps = grouped(log_probs.reshape(-1, size), ids)
+            return ids.reshape(num_rows, width, -1), logps.reshape(num_rows, width, -1)
+
+        # [chunks, N, width, ...] -> [N, T, ...]
+        return tuple(x.swapaxes(0, 1).reshape(num_rows, -1, x.shape[-1])[:, :length]
+                     for x in jax.lax.map(likeliest, chunks))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Likeliest tokens of a teacher in the place of all scored tokens, computed before training and cached.
+
+
+class Scorer:
+    """A teacher's network and its likeliest tokens, as `Steps` takes them."""
+
+    def __init__(self, guide: Guide, size: int, top_k: int):
+        self.network, self.size, self.top_k = guide.network, size, top_k
+        self._guide = guide
+
+    def predict(self, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
+        """Return `Guide.likeliest`."""
+        return self._guide.likeliest(self.size, self.top_k, params, rows)
+
+
+def cached_teacher(run: Any, size: int) -> Likeliest:
+    """Return the likeliest tokens of a task's teacher, computed unless cached.
+
+    All processes must call this.
+
+    Args:
+        run: A `Run`.
+        size: Tokens that the distributions are over.
+
+    Raises:
+        UserError: The data are a stream, or the teacher cannot be built.
+    """
+    task, data = run.task, run.data
+    teacher, trainer, scores, parts, begin = task.teacher, data.trainer, None, [], 0
+    facts = first_weights(task.teacher_fields, trainer.precision, 0)
+    for role, count in data.number_scored(trainer.state.fn.value).items():
+        store = data.teacher_store(role, facts, count, teacher.top_k, size)
+        found = on_first(store.read)
+        if found is None:
+            if run.is_first:
+                say(COMPUTING.format(top_k=teacher.top_k, teacher=teacher.pretrained, tokens=count, role=role))
+            scores = scores or _scores(run, size)
+            found = gathered(scores(role), begin, count, teacher.top_k)
+            on_first(lambda store=store, found=found: store.write(found))
+        parts.append(found)
+        begin += count
+    return Likeliest(parts, teacher.top_k)
+
+
+def _scores(run: Any, size: int) -> Callable[[str], Iterator[tuple[np.ndarray, ...]]]:
+    """Build a task's teacher; return a function of numbers, tokens and log-probabilities of the rows of a set."""
+    task, data = run.task, run.data
+    guide, params = Guide.build(task, task.head, data, data.trainer.precision, data.run_seed, False, task.built_for)
+    scorer, params = Scorer(guide, size, task.teacher.top_k), run.parallel.put_state(params[TEACHER])
+    steps = Steps(run.parallel, scorer.predict, None, predict=scorer.predict)
+
+    def computed(role: str) -> Iterator[tuple[np.ndarray, ...]]:
+        batches = run.batches(data.teacher_loader(role), data.eval_batch_size, math.inf)
+        own = [(batch.host[PLACES], steps.fetch_rows(steps.predict_step(params, {}, {
+            name: array for name, array in batch.arrays.items() if name not in (TAUGHT_IDS, TAUGHT_LOGPS)})))
+            for batch in batches]
+        # What a position predicts is the token after it.
+        parts = {(jax.process_index(), number): (places[..., 1:], ids[..., :-1, :], logps[..., :-1, :])
+                 for number, (places, (ids, logps)) in enumerate(own)}
+        yield from machines.gather(parts).values()
+
+    return computed
 
 
 def without_teacher(frozen: Tree) -> Tree:

@@ -226,6 +226,9 @@ class LoRA:
             require(not self.dora, "lora.dora", self.dora, "false with lora.target_parameters: PEFT has none there")
 
 
+LEAST = -1e4  # log-probability in place of that of nothing, so that differences of two are numbers
+
+
 class Divergence(NamedTuple):
     """Generalised Jensen-Shannon divergence of a student's distribution S from a teacher's T (Agarwal et al. 2024).
 
@@ -236,11 +239,13 @@ class Divergence(NamedTuple):
         beta: beta.
         temperature: Divides the logits of both.
         ratio: Share of the divergence in the loss; the rest is that of the cross-entropy.
+        num_columns: Tokens that both distributions are over; None is all that both tables have.
     """
 
     beta: float = 0.0
     temperature: float = 1.0
     ratio: float = 0.5
+    num_columns: int | None = None
 
 
 class TokenLoss(NamedTuple):
@@ -285,6 +290,9 @@ class Teacher:
             2024).
         temperature: Divides the logits of both in the divergence, which is not multiplied by its square.
         ratio: The loss is ratio * divergence + (1 - ratio) * cross-entropy.
+        top_k: Compute its so many likeliest tokens in the place of each scored one before training, once for all runs
+            that share them, and take all others together as one; the teacher is not in memory then. null compares all
+            tokens, with the teacher beside the student.
     """
 
     pretrained: str | None = None
@@ -293,9 +301,14 @@ class Teacher:
     beta: float = 0.0
     temperature: float = 1.0
     ratio: float = 0.5
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         check_set(self, "teacher")
+        require(self.top_k is None or self.top_k >= 1, "teacher.top_k", self.top_k, "null, or 1 or more")
+        # How much of the others another temperature would leave is not known.
+        require(self.top_k is None or self.temperature == 1, "teacher.temperature", self.temperature,
+                "1 with teacher.top_k")
         require(bool(self.pretrained), "teacher.pretrained", self.pretrained, "a folder or hub id of a model")
         require(0 <= self.beta <= 1, "teacher.beta", self.beta, "from 0 to 1")
         require(0 < self.temperature < math.inf, "teacher.temperature", self.temperature, "more than 0")

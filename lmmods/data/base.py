@@ -13,8 +13,10 @@ from torch.utils.data import Dataset
 from lmmods.core import fingerprints
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
+from lmmods.core.hardware import REFERENCE, cache_folder
+from lmmods.core.labels import IGNORED
 from lmmods.core.redaction import redact
-from lmmods.data.batches.collate import SEEDS, Collator
+from lmmods.data.batches.collate import PLACES, SEEDS, Collator
 from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader, Widths
 from lmmods.data.batches.mixing import Mixture
 from lmmods.data.batches.packing import PackedSet
@@ -25,7 +27,9 @@ from lmmods.data.encode.tokenizer import TokenizerOptions, encoding_state
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.report import describe, misfit, render_table
 from lmmods.data.sources.preferences import Answers
-from lmmods.data.splits import Role, SourceStores, Splits
+from lmmods.data.splits import STAGE_ROLES, Role, SourceStores, Splits
+from lmmods.data.store.cache import fingerprint
+from lmmods.data.store.references import ArrayStore
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.source import Source
 
@@ -154,7 +158,8 @@ class Loaders:
         packed = ("position_ids", "segment_ids") if self._task.packing else ()
         # Dropout acts in training only.
         seeds = (SEEDS,) if seeded else ()
-        keys = (*self._task._batch_keys(), *packed, *seeds)
+        places = (PLACES,) if self._task.keeps_teacher else ()
+        keys = (*self._task._batch_keys(), *packed, *places, *seeds)
         return self._task._batch_collator(self._collator(keys, self._task._side()))
 
     def _padded(self) -> Callable[[int], int]:
@@ -431,6 +436,45 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         """Test batches of this rank. Raises UserError without a test set."""
         return self._loaders.evaluation("test", self._shard())
 
+    def number_scored(self, stage: str) -> dict[Role, int]:
+        """Number the scored tokens of the sets of a stage, one set after the other; return how many each has.
+
+        Raises:
+            UserError: Rows of a stream are not known before training.
+        """
+        if self.streaming and stage == "fit":
+            raise UserError("model.teacher.top_k goes through all rows before training, which data.streaming does not "
+                            "allow: set one of them to null, or false")
+        counts: dict[Role, int] = {}
+        for role in STAGE_ROLES[stage]:
+            if role in self._splits.sets and role != "predict":
+                counts[role] = self._numbered(role).number_scored(sum(counts.values()))
+        return counts
+
+    def _numbered(self, role: Role) -> "NumberedSet":
+        items = self._loaders.items(role)
+        return items.items if isinstance(items, PackedSet) else items
+
+    def teacher_store(self, role: Role, network: dict[str, Any], count: int, top_k: int, size: int) -> ArrayStore:
+        """The store of a teacher's likeliest tokens in the place of the scored tokens of a set.
+
+        Args:
+            network: All that determines the teacher's numbers.
+            count: Scored tokens.
+            size: Tokens that its distributions are over.
+        """
+        rows, items = self._rows(role), self._numbered(role)
+        key = fingerprint({"teacher": network, "top_k": top_k, "size": size, "stores": [store.name for store in
+                                                                                       rows.stores],
+                           "rows": fingerprints.of_array(rows.chosen), "lengths": fingerprints.of_array(items.lengths),
+                           "max_length": self.max_length, "parts": self.parts_sources})
+        return ArrayStore(cache_folder(self.cache_dir) / f"{REFERENCE}-{key}",
+                          {"ids": (count, top_k), "logps": (count, top_k + 1)}, "tokens of a teacher")
+
+    def teacher_loader(self, role: Role) -> EvaluationLoader:
+        """Each row of a set once over all ranks, with `teacher_places`."""
+        return self._loaders.evaluation(role, self._shard())
+
     def predict_dataloader(self) -> EvaluationLoader:
         """Prompts of this rank, padded on the left, with `index`. Raises UserError without rows to predict."""
         return self._loaders.predict(self._shard())
@@ -505,7 +549,13 @@ class NumberedSet(Dataset):
     Args:
         items: Data set of {input_ids, ...} with `lengths` and `truncated`.
         redrawn: True if the items themselves differ between draws and are indexed by such numbers.
+
+    Attributes:
+        starts: Scored tokens before each item; items then hold `teacher_places` [T], the numbers of scored tokens from
+            1, 0 elsewhere. None numbers none.
     """
+
+    starts: np.ndarray | None = None
 
     def __init__(self, items: Any, redrawn: bool) -> None:
         self.items, self.redrawn = items, redrawn
@@ -538,4 +588,19 @@ class NumberedSet(Dataset):
             return None
         # `row` and `draw` seed dropout, so they depend neither on the order nor on the batch.
         draw, place = divmod(number, len(self))
-        return {**self.items[number if self.redrawn else place], "row": place, "draw": draw}
+        item = self.items[number if self.redrawn else place]
+        numbered = {} if self.starts is None else {PLACES: np.where(
+            scored := is_scored(item["labels"]), self.starts[place] + np.cumsum(scored), 0)}
+        return {**item, **numbered, "row": place, "draw": draw}
+
+    def number_scored(self, begin: int) -> int:
+        """Number the scored tokens of all items, from `begin` + 1 on; return how many there are."""
+        sizes = np.fromiter((is_scored(self.items[place]["labels"]).sum() for place in range(len(self))), np.int64,
+                            len(self))
+        self.starts = begin + np.cumsum(sizes) - sizes
+        return int(sizes.sum())
+
+
+def is_scored(labels: np.ndarray) -> np.ndarray:
+    """True where a causal LM is scored on a token: where it has a label, and is not the first."""
+    return (labels != IGNORED) & (np.arange(len(labels)) > 0)

@@ -33,6 +33,7 @@ class TaskHooks(DataFields, ABC):
     longest_first: bool = False  # train on the longest rows first, to measure the memory of the largest batch
     token_types: bool = True  # True if the model uses token types
     answers: Answers = "pair"  # what a row of preferences is to the loss
+    keeps_teacher = False  # True if batches hold `teacher_places`
     reward_model: best_of.Scorer | None = None  # chooses among several answers of predict
     new_tokens: int = 1  # of an answer, for which a prompt leaves room
     label_names: list[str] | None = None  # labels of the pretrained model, in the order of its outputs

@@ -1,7 +1,18 @@
-"""Checks of a teacher that a network learns from."""
+"""A teacher that a network learns from: its vocabulary, and its likeliest tokens where they are computed beforehand.
+
+These are a folder of the cache, named by the fingerprint of everything they depend on and used by both engines. The
+scored tokens of all sets of a command are numbered from 1, set by set and row by row; batches hold the numbers.
+
+    ids.npy         [tokens, k] int32, likeliest first
+    logps.npy       [tokens, k + 1] float32: their log-probabilities, and that of all other tokens together
+    manifest.json   their sizes and checksums
+"""
 
 import os
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
@@ -41,3 +52,63 @@ def check_teacher(teacher: Teacher, tokenizer: Any, trust_remote_code: bool = Fa
 
 def _place(vocabulary: dict[str, int], token: str) -> str:
     return f"id {vocabulary[token]}" if token in vocabulary else "unknown"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Likeliest tokens, computed before training.
+
+NO_PLACES = ("These rows are not numbered, as those of inspect --parity, so a teacher's likeliest tokens are not known "
+             "for them: set model.teacher.top_k to null there.")
+COMPUTING = "Computing the {top_k} likeliest tokens of {teacher} in the place of {tokens:,} tokens ({role})."
+
+
+def num_columns(teacher: Teacher, tokenizer: Any, student_rows: int, trust_remote_code: bool = False) -> int:
+    """Return how many tokens both distributions are over: of the smaller table.
+
+    Raises:
+        UserError: There are fewer than `top_k`.
+    """
+    config = load_config(teacher.pretrained, None, None, trust_remote_code).get_text_config()
+    size = min(student_rows, max(config.vocab_size, len(tokenizer)))
+    if teacher.top_k > size:
+        raise UserError(f"model.teacher.top_k is {teacher.top_k}, but must be at most {size}, the size of the "
+                        "vocabulary.")
+    return size
+
+
+class Likeliest:
+    """A teacher's likeliest tokens in the place of each scored token.
+
+    Args:
+        parts: `ids` and `logps` of each set, in the order of their numbers.
+    """
+
+    def __init__(self, parts: list[dict[str, np.ndarray]], top_k: int) -> None:
+        self._parts, self._top_k = parts, top_k
+        self._ends = np.cumsum([0, *(len(part["ids"]) for part in parts)])
+
+    def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids [..., k] int32 and log-probabilities [..., k + 1] float32 by number; 0 where that is 0."""
+        flat = places.ravel() - 1
+        ids = np.zeros((len(flat), self._top_k), np.int32)
+        logps = np.zeros((len(flat), self._top_k + 1), np.float32)
+        for part, begin, end in zip(self._parts, self._ends, self._ends[1:], strict=False):
+            own = np.flatnonzero((flat >= begin) & (flat < end))
+            ids[own], logps[own] = part["ids"][flat[own] - begin], part["logps"][flat[own] - begin]
+        return ids.reshape(*places.shape, -1), logps.reshape(*places.shape, -1)
+
+
+def gathered(parts: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], begin: int, count: int, top_k: int
+             ) -> dict[str, np.ndarray]:
+    """Return `ids` and `logps` of a set from parts of it: numbers [N], 0 for none, ids [N, k], log-probabilities.
+
+    Args:
+        begin: Scored tokens of the sets before it.
+        count: Those of this one.
+    """
+    found = {"ids": np.zeros((count, top_k), np.int32), "logps": np.zeros((count, top_k + 1), np.float32)}
+    for places, ids, logps in parts:
+        known = places > 0
+        found["ids"][places[known] - 1 - begin] = ids[known]
+        found["logps"][places[known] - 1 - begin] = logps[known]
+    return found

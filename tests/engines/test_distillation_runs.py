@@ -62,6 +62,26 @@ def test_both_engines_learn_the_same_from_a_teacher_and_go_on(taught, llama_of, 
     assert_same_run(runs[0], broken)
 
 
+@pytest.mark.slow
+def test_both_engines_learn_from_one_cache_of_likeliest_tokens(recipe, llama_of, tmp_path, own_cache, capsys):
+    """Packed on both, which numbers the tokens of rows all the same."""
+    runs = []
+    for engine in ("torch", "jax"):
+        run = RunFolder(tmp_path / engine)
+        arguments = recipe(f"{engine}.yaml", engine=engine, model__init_args__teacher={
+            "pretrained": str(llama_of(2)), "top_k": 5}, data__init_args__packing=True,
+            data__init_args__max_length=192, trainer__default_root_dir=str(run.root))
+        assert main(["fit", *arguments]) == 0
+        said = capsys.readouterr()
+        assert (said.out + said.err).count("Computing the 5 likeliest") == (2 if engine == "torch" else 0)
+        runs.append(run)
+    for row, expected in zip(*map(rows, reversed(runs)), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
+    assert main(["fit", *arguments, "--data.streaming", "true", "--data.val_size", "0", "--overwrite", "true"]) == 2
+    assert "model.teacher.top_k goes through all rows" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_engines_agree_on_a_masked_lm_with_a_teacher(recipe, tmp_path, capsys):
     from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 

@@ -77,6 +77,58 @@ def test_the_same_on_a_mesh(rows, small_chunks):
         assert_as_close(mine, theirs, theirs, magnitude=1)
 
 
+def of_likeliest(form, plain=False):
+    def found(hidden, head, targets, weights, ids, logps):
+        sums = token_loss(hidden, targets, lambda x: x @ head.T, V, False, plain, weights, form=form,
+                          taught=(ids, logps))
+        return sums.total, sums
+
+    return jax.jit(jax.value_and_grad(found, argnums=(0, 1), has_aux=True))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("plain", "k"), [(False, 6), (False, V - 3), (True, 6)])
+def test_likeliest_tokens_of_a_teacher_are_torchs(beta, plain, k, small_chunks):
+    """The student's table has three rows beside the tokens."""
+    hidden, taught, targets, weights, head, teacher = draw()
+    form = TokenLoss(divergence=Divergence(beta, num_columns=V - 3))
+    log_probs = torch.tensor(taught @ teacher[: V - 3].T).log_softmax(-1)
+    ids = log_probs.topk(k).indices.numpy()
+    others = log_probs.scatter(-1, torch.tensor(ids), -torch.inf).logsumexp(-1, keepdim=True)
+    logps = torch.cat([log_probs.gather(-1, torch.tensor(ids)), others], -1).numpy()
+    (total, sums), gradients = of_likeliest(form, plain)(hidden, head, targets, weights, ids.astype(np.int32), logps)
+
+    def theirs():
+        x, own, by_position = (torch.tensor(each, dtype=torch.float32) for each in (hidden, head, weights))
+        x.requires_grad_(), own.requires_grad_()
+        guide = torch_loss.Likeliest(torch.tensor(ids), torch.tensor(logps, dtype=torch.float32), V - 3)
+        sums = torch_loss.token_loss(x, torch.tensor(targets), lambda h: h @ own.T, [own], V, weights=by_position,
+                                     form=form, guide=guide)
+        return [sums.total, sums.metrics, *torch.autograd.grad(sums.total, [x, own])]
+
+    with Float64():
+        exact = theirs()
+    found = [total, np.stack([sums.metrics[name] for name in form.metric_names]), *gradients]
+    assert_as_close(found, theirs(), exact)
+
+
+def test_likeliest_tokens_on_a_mesh(small_chunks):
+    hidden, _, targets, weights, head, _ = draw()
+    random = np.random.default_rng(1)
+    ids = np.argsort(random.random((B, T, V)))[..., :4].astype(np.int32)
+    logps = np.log(random.dirichlet(np.ones(5), (B, T))).astype(np.float32)
+    function = of_likeliest(FORMS[1])
+    wanted = function(hidden, head, targets, weights, ids, logps)
+    mesh = ShardedMesh(data=2, fsdp=2, tensor=2).mesh
+    by_rows, table = NamedSharding(mesh, PartitionSpec(DATA_AXES)), NamedSharding(mesh, PartitionSpec("fsdp"))
+    put = [jax.device_put(x, where) for x, where in ((hidden, by_rows), (head, table), (targets, by_rows), (
+        weights, by_rows), (ids, by_rows), (logps, by_rows))]
+    with jax.set_mesh(mesh):
+        found = of_likeliest(FORMS[1])(*put)
+    for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert_as_close(mine, theirs, theirs, magnitude=1)
+
+
 @pytest.mark.parametrize("form", [Divergence(beta, 1.5, 1.0) for beta in (0.0, 0.5, 1.0)], ids=str)
 def test_a_network_that_is_its_own_teacher_learns_nothing(form, small_chunks):
     hidden, _, targets, weights, head, _ = draw()

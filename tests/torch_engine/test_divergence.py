@@ -3,14 +3,16 @@
 import copy
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Divergence, Teacher, TokenLoss
+from lmmods.data.teacher import Likeliest as LikeliestByNumber
 from lmmods.data.teacher import check_teacher
 from lmmods.torch_engine.nn import loss as loss_module
-from lmmods.torch_engine.nn.loss import IGNORED, Guide, divergences, token_loss
+from lmmods.torch_engine.nn.loss import IGNORED, Guide, Likeliest, divergences, likeliest, token_loss
 from tests.closeness import Float64, assert_as_close
 
 V, PADDED = 61, 64  # tokens, and rows of the teacher's table
@@ -111,6 +113,57 @@ def test_a_network_that_is_its_own_teacher_learns_nothing(small_chunks, drawn, f
                     magnitude=1.0)
 
 
+def by_hand(logits, taught, k):
+    """Log-probabilities of the teacher's k likeliest tokens and of the others together, of both; and these tokens."""
+    student, teacher = logits.log_softmax(-1), taught.log_softmax(-1)
+    ids = teacher.topk(k).indices
+    inside = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, True)
+    return *(torch.cat([x.gather(-1, ids), x.masked_fill(inside, -torch.inf).logsumexp(-1, keepdim=True)], -1)
+             for x in (student, teacher)), ids
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("k", [1, 7, V - 1])
+def test_likeliest_tokens_and_the_rest_are_one_distribution(beta, k):
+    """TRL's divergence of k + 1 probabilities."""
+    torch.manual_seed(1)
+    form, logits, taught = Divergence(beta), 3 * torch.randn(7, V), 3 * torch.randn(7, V)
+
+    def theirs(x):
+        x.requires_grad_()
+        student, teacher, _ = by_hand(x, taught.to(x.dtype), k)
+        value = of_trl(form, student[None], teacher[None], torch.zeros(1, 7, dtype=torch.long))
+        return [value, *torch.autograd.grad(value, x)]
+
+    _, known, ids = by_hand(logits, taught.double(), k)
+    value, gradient = divergences(logits, Likeliest(ids, known.float(), V), form)
+    assert_as_close([value.sum(), gradient()], theirs(logits.clone()), theirs(logits.double()))
+    own = likeliest(Guide(taught, lambda x: x), V, k, torch.device("cpu"))
+    assert (own[0] == ids).all()
+    assert_as_close(own[1], known.float(), known)
+
+
+@pytest.mark.parametrize("form", FORMS[1::3], ids=str)
+@pytest.mark.parametrize("plain", [False, True])
+def test_all_tokens_as_likeliest_are_the_whole_distribution(small_chunks, drawn, form, plain):
+    student, teacher, hidden, taught, targets = drawn
+    ids, logps = likeliest(Guide(taught.flatten(0, 1), teacher), V, V, hidden.device)
+    results = []
+    for guide in (Guide(taught, lambda x: teacher(x)[:, :V]), Likeliest(ids.view(2, 9, V), logps.view(2, 9, V + 1), V)):
+        x = hidden.clone().requires_grad_()
+        sums = token_loss(x, targets, student, [student.weight], V, plain=plain, form=TokenLoss(divergence=form),
+                          guide=guide)
+        results.append([sums.total, sums.metrics, *torch.autograd.grad(sums.total, [x, student.weight])])
+    assert_as_close(results[1], results[0], results[0], magnitude=1.0)
+
+
+def test_likeliest_tokens_are_found_by_number():
+    parts = [{"ids": np.array([[1, 2], [3, 4]]), "logps": np.ones((2, 3))}, {"ids": np.array([[5, 6]]),
+                                                                            "logps": np.full((1, 3), 2.0)}]
+    ids, logps = LikeliestByNumber(parts, 2)(np.array([[0, 3], [2, 1]]))
+    assert ids.tolist() == [[[0, 0], [5, 6]], [[3, 4], [1, 2]]] and logps[..., 0].tolist() == [[0, 2], [1, 1]]
+
+
 def test_evaluation_measures_the_divergence_and_has_the_plain_loss(small_chunks, drawn):
     student, teacher, hidden, taught, targets = drawn
     form = TokenLoss(0.1, 0.01, Divergence(0.5)).evaluated
@@ -133,7 +186,8 @@ def test_a_teacher_of_another_vocabulary_is_refused(tokenizer_folder, llama_fold
 
 @pytest.mark.parametrize(("given", "words"), [
     ({"pretrained": None}, "teacher.pretrained is null"), ({"beta": 1.5}, "teacher.beta is 1.5"),
-    ({"temperature": 0.0}, "teacher.temperature is 0.0"), ({"ratio": 0.0}, "teacher.ratio is 0.0")])
+    ({"temperature": 0.0}, "teacher.temperature is 0.0"), ({"ratio": 0.0}, "teacher.ratio is 0.0"),
+    ({"top_k": 0}, "teacher.top_k is 0"), ({"top_k": 4, "temperature": 2.0}, "teacher.temperature is 2.0")])
 def test_settings_of_a_teacher(given, words):
     with pytest.raises(UserError, match=words):
         Teacher(**{"pretrained": "demo/llama", **given})

@@ -13,6 +13,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.store.rows import RowSet
 
 SEEDS = "token_seeds"
+PLACES = "teacher_places"  # numbers of scored tokens, see `NumberedSet`
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Collator:
                 value: Any = np.ones(1, np.int64)
             elif key == "attention_mask":
                 value = np.ones(len(row["input_ids"]), np.int64)
-            elif row is None:
+            elif row is None or key == PLACES and key not in row:  # not numbered yet
                 continue
             elif key == "loss_weights":
                 value = np.broadcast_to(row["weight"], len(row["input_ids"]))

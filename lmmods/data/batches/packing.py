@@ -8,6 +8,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lmmods.core.labels import IGNORED
+from lmmods.data.batches.collate import PLACES
 from lmmods.data.batches.sampler import shuffled, stable_descending
 
 CHUNK = 50_000  # rows packed at a time; bounds memory, and larger chunks pack no better
@@ -125,6 +126,8 @@ class PackedSet(Dataset):
         labels = np.concatenate([row["labels"] for row in rows])
         labels[np.cumsum([0, *sizes[:-1]])] = IGNORED  # the token before belongs to another document
         weights = {"weight": np.repeat([row["weight"] for row in rows], sizes)} if "weight" in rows[0] else {}
+        if PLACES in rows[0]:
+            weights[PLACES] = np.concatenate([row[PLACES] for row in rows])
         return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels, **weights,
                 "position_ids": np.concatenate([np.arange(size) for size in sizes]),
                 # From 1, as the collator pads with 0.

@@ -20,11 +20,57 @@ from lmmods.core.fingerprints import stamps
 from lmmods.data.store.arrow_store import MANIFEST, damage
 from lmmods.data.store.cache import commit, remove, reporting_writes
 
-LOGPS = "logps.npy"
+LOGPS = "logps"
 COMPUTING = "Computing the log-probabilities of the answers of {rows} rows ({role}) under the reference."
 
 
 @dataclass(frozen=True)
+class ArrayStore:
+    """Arrays of numbers in a folder of the cache.
+
+    Args:
+        folder: Path, existing or not yet.
+        shapes: Shape of each array, by name.
+        what: Name of the numbers in messages.
+    """
+
+    folder: Path
+    shapes: dict[str, tuple[int, ...]]
+    what: str
+
+    def read(self) -> dict[str, np.ndarray] | None:
+        """Return the arrays, mapped from their files; None if they have not been computed."""
+        if not self.folder.exists():
+            return None
+        files = tuple(f"{name}.npy" for name in self.shapes)
+        # Checksums included: wrong numbers would change the loss without any other sign.
+        wrong = damage(self.folder, files=files)
+        if wrong is None:
+            found = {name: np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+                     for name in self.shapes}
+            if all(array.shape == self.shapes[name] for name, array in found.items()):
+                return found
+            wrong = f"{files[0]} is of other rows"
+        tell(f"The cached {self.what} in {self.folder} are damaged ({wrong}); they are computed anew.")
+        remove(self.folder)
+        return None
+
+    def write(self, arrays: dict[str, np.ndarray]) -> None:
+        """Store the arrays, or keep those that another process wrote first. Raises UserError."""
+        parent = self.folder.parent
+        with reporting_writes(parent):
+            parent.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.tmp-", dir=parent))
+            try:
+                for name, array in arrays.items():
+                    np.save(temporary / f"{name}.npy", array)
+                files = tuple(f"{name}.npy" for name in arrays)
+                (temporary / MANIFEST).write_text(json.dumps(stamps([temporary / file for file in files])))
+                commit(temporary, self.folder, files)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+
 class ReferenceStore:
     """The stored log-probabilities of one set of rows.
 
@@ -33,33 +79,15 @@ class ReferenceStore:
         shape: Numbers of rows and answers.
     """
 
-    folder: Path
-    shape: tuple[int, int]
+    def __init__(self, folder: Path, shape: tuple[int, int]) -> None:
+        self.folder, self.shape = folder, shape
+        self._arrays = ArrayStore(folder, {LOGPS: shape}, "log-probabilities")
 
     def read(self) -> np.ndarray | None:
         """Return the log-probabilities [rows, answers], or None if they have not been computed."""
-        if not self.folder.exists():
-            return None
-        # Checksums included: wrong numbers would change the loss without any other sign.
-        wrong = damage(self.folder, files=(LOGPS,))
-        if wrong is None:
-            found = np.load(self.folder / LOGPS, allow_pickle=False)
-            if found.shape == self.shape:
-                return found
-            wrong = f"{LOGPS} is of other rows"
-        tell(f"The cached log-probabilities in {self.folder} are damaged ({wrong}); they are computed anew.")
-        remove(self.folder)
-        return None
+        found = self._arrays.read()
+        return None if found is None else np.array(found[LOGPS])
 
     def write(self, logps: np.ndarray) -> None:
         """Store the log-probabilities, or keep those that another process wrote first. Raises UserError."""
-        parent = self.folder.parent
-        with reporting_writes(parent):
-            parent.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.tmp-", dir=parent))
-            try:
-                np.save(temporary / LOGPS, logps.astype(np.float32))
-                (temporary / MANIFEST).write_text(json.dumps(stamps([temporary / LOGPS])))
-                commit(temporary, self.folder, (LOGPS,))
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+        self._arrays.write({LOGPS: logps.astype(np.float32)})

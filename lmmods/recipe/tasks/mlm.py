@@ -29,6 +29,8 @@ class MLMFields(TokenLossFields):
         super().__post_init__()
         require(self.top_k >= 1, "model.top_k", self.top_k, "1 or more")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for masked LMs")
+        require(self.teacher is None or self.teacher.top_k is None, "model.teacher.top_k",
+                self.teacher and self.teacher.top_k, "null for masked LMs, whose masks are drawn anew in each epoch")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -17,6 +17,7 @@ from lmmods.torch_engine.nn.experts import with_load
 from lmmods.torch_engine.nn.loss import (
     IGNORED,
     Guide,
+    Likeliest,
     LossSums,
     shift_labels,
     shift_weights,
@@ -131,7 +132,7 @@ class Tempered:
 
 def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], count_correct: bool = False,
                 mixture: Mixture | None = None, balance_loss: float = 0.0, device: torch.device | None = None,
-                form: TokenLoss = TokenLoss(), guide: Guide | None = None) -> LossSums:
+                form: TokenLoss = TokenLoss(), guide: Guide | Likeliest | None = None) -> LossSums:
     """Return the summed next-token loss of a batch.
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmmods.core.labels import IGNORED
-from lmmods.core.settings import Divergence, TokenLoss
+from lmmods.core.settings import LEAST, Divergence, TokenLoss
 from lmmods.torch_engine.compat.torch import add_to_all
 
 # Approximate bytes of a chunk's float32 logits. Each chunk reads the head's weights, and their gradient if they train,
@@ -22,6 +22,7 @@ from lmmods.torch_engine.compat.torch import add_to_all
 CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
 LEAST_CHUNK = 128  # positions of a chunk, over which reading the weights of a large vocabulary is spread
+NOTHING = -1e9  # log-probability of a token that is left out of a sum
 
 
 class LossSums(NamedTuple):
@@ -52,6 +53,20 @@ class Guide(NamedTuple):
     head: Callable[[Tensor], Tensor]
 
 
+class Likeliest(NamedTuple):
+    """A teacher's likeliest tokens at the same positions; all other tokens are taken together as one.
+
+    Args:
+        ids: [B, T, k], or [N, k] of the scored positions.
+        logps: [B, T, k + 1] or [N, k + 1] float32, log-probability of each, and of the others together.
+        size: Tokens that the distributions are over.
+    """
+
+    ids: Tensor
+    logps: Tensor
+    size: int
+
+
 def shift_labels(labels: Tensor) -> Tensor:
     """Shift labels [B, T] so that position t holds the token to predict there; the last one is IGNORED."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -64,8 +79,8 @@ def shift_weights(weights: Tensor | None) -> Tensor | None:
 
 def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor], vocab_size: int,
                count_correct: bool = False, plain: bool = False, weights: Tensor | None = None,
-               device: torch.device | None = None, form: TokenLoss = TokenLoss(), guide: Guide | None = None
-               ) -> LossSums:
+               device: torch.device | None = None, form: TokenLoss = TokenLoss(),
+               guide: Guide | Likeliest | None = None) -> LossSums:
     """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
     With a teacher it is mixed with the divergence from it, and `metrics` are the sums of the two, `form.metric_names`.
@@ -95,14 +110,19 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
     # Gradient mode is an argument, as it is always off inside `forward`. The head holds `params` already; passing them
     # makes autograd ask for their gradients.
     if guide is not None:
-        guide = Guide(guide.hidden.flatten(0, 1).index_select(0, scored), guide.head)
+        guide = _each(guide, lambda x: x.flatten(0, 1).index_select(0, scored))
     total, correct, parts = _ChunkedCrossEntropy.apply(hidden, targets, weights, head, chunk, count_correct, form,
                                                        guide, torch.is_grad_enabled(), *params)
     weight = total.new_tensor(len(targets)) if weights is None else weights.sum()
     return LossSums(total, weight, correct if count_correct else None, _metrics(parts, weight, guide))
 
 
-def _metrics(parts: Tensor, weight: Tensor, guide: Guide | None) -> Tensor | None:
+def _each(guide: Guide | Likeliest, function: Callable[[Tensor], Tensor]) -> Guide | Likeliest:
+    """Return a guide with its tensors changed."""
+    return type(guide)(*(function(part) if torch.is_tensor(part) else part for part in guide))
+
+
+def _metrics(parts: Tensor, weight: Tensor, guide: Guide | Likeliest | None) -> Tensor | None:
     """Return the parts [2] of a loss, divergence and cross-entropy, with their weight, [2, 2]; None without a teacher.
     """
     return None if guide is None else torch.stack([parts.detach(), weight.expand(2)], 1)
@@ -115,7 +135,7 @@ def _chunk_length(vocab_size: int, device: torch.device) -> int:
 
 
 def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None, form: TokenLoss,
-                guide: Guide | None) -> LossSums:
+                guide: Guide | Likeliest | None) -> LossSums:
     scored = (targets != IGNORED).float()
     weights = scored if weights is None else scored * weights.flatten()
     # Per position, as weights differ; IGNORED ones have loss and weight 0.
@@ -127,8 +147,10 @@ def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: T
         losses = losses + form.z_loss * logits.logsumexp(-1).square()
     total, weight, parts = (losses * weights).sum(), weights.sum(), None
     if guide is not None:
-        with torch.no_grad():
-            taught = guide.head(guide.hidden.flatten(0, 1)).float()
+        taught = _each(guide, lambda x: x.flatten(0, 1))
+        if isinstance(taught, Guide):
+            with torch.no_grad():
+                taught = taught.head(taught.hidden).float()
         # Positions that are not scored have finite logits, too.
         divergence = (divergences(logits, taught, form.divergence)[0] * weights).sum()
         parts = torch.stack([divergence, total])
@@ -137,14 +159,19 @@ def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: T
     return LossSums(total, weight, correct, _metrics(parts, weight, guide))
 
 
-def divergences(logits: Tensor, taught: Tensor, form: Divergence) -> tuple[Tensor, Callable[[], Tensor]]:
+def divergences(logits: Tensor, taught: Tensor | Likeliest, form: Divergence) -> tuple[Tensor, Callable[[], Tensor]]:
     """Return the divergence [n] of a student's logits [n, V] from a teacher's [n, V'], and what computes its gradient.
 
     Columns that only one of the two has are padding of its vocabulary, and left out. The gradient [n, V] is that by
     `logits`, of each position's divergence.
     """
-    size = min(logits.shape[-1], taught.shape[-1])
-    student, teacher = (F.log_softmax(x[:, :size] / form.temperature, dim=-1) for x in (logits, taught))
+    is_partial = isinstance(taught, Likeliest)
+    size = min(logits.shape[-1], taught.size if is_partial else taught.shape[-1])
+    student = whole = F.log_softmax(logits[:, :size] / form.temperature, dim=-1)
+    if is_partial:
+        student, teacher = _grouped(whole, taught.ids), taught.logps.clamp(min=LEAST)
+    else:
+        teacher = F.log_softmax(taught[:, :size] / form.temperature, dim=-1)
     beta = form.beta
     if beta == 0:
         found = (teacher.exp() * (teacher - student)).sum(-1)
@@ -162,9 +189,36 @@ def divergences(logits: Tensor, taught: Tensor, form: Divergence) -> tuple[Tenso
             p = student.exp()
             g = student - teacher if beta == 1 else (1 - beta) * (student - mixture)
             by_logits = p * (g - (p * g).sum(-1, keepdim=True))
+        if is_partial:  # of the others together, each has its share
+            others = (whole - student[:, -1:]).clamp(max=0).exp() * by_logits[:, -1:]
+            by_logits = others.scatter(1, taught.ids, by_logits[:, :-1])
         return F.pad(by_logits / form.temperature, (0, logits.shape[-1] - size))
 
     return found, gradient
+
+
+def _grouped(log_probs: Tensor, ids: Tensor) -> Tensor:
+    """Return log-probabilities [n, k + 1] of the tokens `ids` [n, k], and of all others together, from all [n, V]."""
+    others = log_probs.scatter(1, ids, NOTHING).logsumexp(-1, keepdim=True)
+    return torch.cat([log_probs.gather(1, ids), others], 1).clamp(min=LEAST)
+
+
+def likeliest(guide: Guide, size: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a teacher's likeliest tokens [N, k] at positions [N], and their log-probabilities [N, k + 1].
+
+    Args:
+        size: Tokens that its distributions are over.
+        device: As in `token_loss`.
+    """
+    chunk, found = _chunk_length(size, device), []
+    products = _products(guide.head, ())
+    for start in range(0, len(guide.hidden), chunk):
+        log_probs = F.log_softmax(products.forward(guide.hidden[start : start + chunk], False).float()[:, :size], -1)
+        ids = log_probs.topk(top_k, -1).indices
+        found.append((ids, _grouped(log_probs, ids)))
+    if not found:
+        return guide.hidden.new_empty(0, top_k, dtype=torch.long), guide.hidden.new_empty(0, top_k + 1).float()
+    return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
 def token_log_probs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor],
@@ -238,7 +292,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct, parts = torch.zeros_like(total), total.new_zeros(2)  # of the loss: divergence and cross-entropy
         share = form.divergence.ratio if guide is not None else 0.0
-        teacher = None if guide is None else _products(guide.head, ())
+        teacher = _products(guide.head, ()) if isinstance(guide, Guide) else None
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
@@ -255,7 +309,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 log_z = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - picked
                 losses = losses + form.z_loss * log_z.square()
             if guide is not None:
-                taught = teacher.forward(guide.hidden[part], False).float()
+                taught = (_each(guide, lambda x, part=part: x[part]) if teacher is None
+                          else teacher.forward(guide.hidden[part], False).float())
                 diverging, gradient = divergences(logits, taught, form.divergence)
                 parts += _summed(torch.stack([diverging, losses]), part, weights)
                 losses = share * diverging + (1 - share) * losses

@@ -93,19 +93,23 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
                                    precision=self.trainer.precision, device=self.built_for, seed=base_seed(),
                                    by_parts=by_parts, abstract=abstract)
         self._dropout = TokenDropout.from_model(self.model)
-        if self.token_loss.divergence is not None:
-            self._build_teacher(abstract)
-
-    def _build_teacher(self, abstract: bool) -> None:
-        data = self.trainer.datamodule
-        check_teacher(self.teacher, data.tokenizer, self.trust_remote_code)
-        network = build_network(self.teacher_fields, self.auto_class, self.task_type, data,
-                                precision=self.trainer.precision, device=self.built_for, seed=base_seed(), frozen=True,
-                                abstract=abstract)
-        self.teacher_model = network.requires_grad_(False)  # an adapter on it, too
+        if self.token_loss.divergence is None:
+            return
+        check_teacher(self.teacher, self.trainer.datamodule.tokenizer, self.trust_remote_code)
         self.metric_names = self.token_loss.metric_names
         self.accumulation = GradientAccumulation(self.metric_names)
         self.eval_metrics["divergence"] = WeightedMean()
+        if self.teacher.top_k is None:
+            self.teacher_model = self.build_teacher(abstract)
+        else:
+            self.trainer.datamodule.keeps_teacher = True
+
+    def build_teacher(self, abstract: bool = False) -> nn.Module:
+        """Return the teacher's network, frozen; argument as of `build_model`."""
+        network = build_network(self.teacher_fields, self.auto_class, self.task_type, self.trainer.datamodule,
+                                precision=self.trainer.precision, device=self.built_for, seed=base_seed(), frozen=True,
+                                abstract=abstract)
+        return network.requires_grad_(False)  # an adapter on it, too
 
     def shard_model(self, one_document: bool = False) -> None:
         """Shard the network over the device mesh, if there is one.
@@ -266,7 +270,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         sums = self(self.batch_loss, batch, True)
         self.eval_metrics["loss"].update(sums.total, sums.weight)
         self.eval_metrics["accuracy"].update(sums.correct, sums.weight)
-        if self.teacher_model is not None:
+        if "divergence" in self.eval_metrics:
             self.eval_metrics["divergence"].update(*sums.metrics[0])
 
     test_step = validation_step

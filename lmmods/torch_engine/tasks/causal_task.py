@@ -1,5 +1,6 @@
 """Base class of the tasks on causal LMs: training and generation."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -11,13 +12,16 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, Mixture, check_balance
 from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation, require
+from lmmods.data.batches.collate import PLACES
+from lmmods.data.teacher import NO_PLACES
 from lmmods.recipe.tasks.base import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen
 from lmmods.torch_engine.nn.experts import routed_mixture
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_guide, causal_loss, keeps_packed_apart
-from lmmods.torch_engine.nn.loss import LossSums
+from lmmods.torch_engine.nn.loss import Likeliest, LossSums, shift_weights
 from lmmods.torch_engine.nn.reference import evaluating
+from lmmods.torch_engine.nn.teacher import cached_teacher
 from lmmods.torch_engine.tasks.base import TaskModule, base_seed, seed_step
 
 
@@ -32,7 +36,22 @@ class CausalModule(CausalFields, TaskModule):
         super().__post_init__()
         self.head: LMHead | None = None
         self.teacher_head: LMHead | None = None
+        self._likeliest: Callable[[Any], Any] | None = None  # of a teacher with `top_k`
+        self._num_columns = 0
         self._mixture: Mixture | None = None
+
+    @property
+    def _is_taught_beforehand(self) -> bool:
+        return self.token_loss.divergence is not None and self.teacher.top_k is not None
+
+    def link(self, datamodule: Any) -> None:
+        datamodule.keeps_teacher = self._is_taught_beforehand
+
+    def prepare_model(self) -> None:
+        super().prepare_model()
+        # Without a stage, as in a plan, no loop reads rows.
+        if self._is_taught_beforehand and getattr(getattr(self.trainer, "state", None), "fn", None):
+            self._likeliest, self._num_columns = cached_teacher(self)
 
     def on_model_ready(self) -> None:
         # With model.max_memory, hidden states stay on the model's last device, while its logits are moved back to the
@@ -69,11 +88,24 @@ class CausalModule(CausalFields, TaskModule):
         if self.teacher_model is not None:  # first, while there are no activations of the student
             with evaluating(self.teacher_model):
                 guide = causal_guide(self.teacher_model, self.teacher_head, batch)
+        elif self._is_taught_beforehand:
+            if PLACES not in batch:
+                raise UserError(NO_PLACES)
+            guide = self._taught(shift_weights(batch[PLACES]))
         if count_correct:  # in evaluation
             return causal_loss(self.model, self.head, batch, count_correct, device=self.built_for,
                                form=self.token_loss.evaluated, guide=guide)
         return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss,
                            device=self.built_for, form=self.token_loss, guide=guide)
+
+    def _taught(self, places: Tensor) -> Likeliest:
+        """Return what the teacher expects at positions [B, T], by the numbers of the tokens to predict there."""
+        shape, top_k = places.shape, self.teacher.top_k
+        if self._likeliest is None:
+            return Likeliest(places.new_zeros(*shape, top_k), torch.zeros(*shape, top_k + 1, device=places.device),
+                             self.model.config.get_text_config().vocab_size)
+        ids, logps = (torch.from_numpy(part).to(places.device) for part in self._likeliest(places.cpu().numpy()))
+        return Likeliest(ids.long(), logps, self._num_columns)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Generate tokens [B * A, T_new], right-padded, from left-padded prompts [B, T], with the A answers to a prompt

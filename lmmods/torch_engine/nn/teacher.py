@@ -1,0 +1,60 @@
+"""Likeliest tokens of a teacher in the place of all scored tokens, computed before training and cached."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from lmmods.core.console import say
+from lmmods.data.batches.collate import PLACES
+from lmmods.data.teacher import COMPUTING, Likeliest, gathered, num_columns
+from lmmods.runs.model_card import first_weights
+from lmmods.torch_engine.nn.gradient_accumulation import gather, split_rows
+from lmmods.torch_engine.nn.lm_head import LMHead, causal_guide
+from lmmods.torch_engine.nn.loss import Guide, likeliest
+from lmmods.torch_engine.nn.reference import evaluating
+
+
+def cached_teacher(task: Any) -> tuple[Likeliest, int]:
+    """Return the likeliest tokens of a task's teacher, and how many tokens its distributions are over.
+
+    They are computed unless cached. A collective call, once the network is built. Raises UserError if the data is a
+    stream.
+    """
+    trainer, data, teacher = task.trainer, task.trainer.datamodule, task.teacher
+    strategy, network, parts, begin = trainer.strategy, None, [], 0
+    facts = first_weights(task.teacher_fields, trainer.precision, 0)
+    size = num_columns(teacher, data.tokenizer, task.model.config.get_text_config().vocab_size, task.trust_remote_code)
+    for role, count in data.number_scored(trainer.state.fn.value).items():
+        store = data.teacher_store(role, facts, count, teacher.top_k, size)
+        found = strategy.broadcast(store.read() if trainer.is_global_zero else None)
+        if found is None:
+            if trainer.is_global_zero:
+                say(COMPUTING.format(top_k=teacher.top_k, teacher=teacher.pretrained, tokens=count, role=role))
+            if network is None:  # on each device, whole
+                network = nn.Module.to(task.build_teacher(), task.built_for)  # transformers' own rejects quantised ones
+            everywhere = gather({trainer.data_rank: list(_computed(task, network, role, size))}, trainer.world_size)
+            found = gathered((part for rank in everywhere.values() for part in rank), begin, count, teacher.top_k)
+            if trainer.is_global_zero:
+                store.write(found)
+        parts.append(found)
+        begin += count
+    return Likeliest(parts, teacher.top_k), size
+
+
+def _computed(task: Any, network: nn.Module, role: str, size: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yield numbers, tokens and log-probabilities of this process's rows of a set."""
+    trainer, chunk_tokens = task.trainer, task.chunk_tokens()
+    with evaluating(network), trainer.precision_plugin.forward_context():
+        head = LMHead.from_model(network)
+        for batch in trainer.datamodule.teacher_loader(role):
+            batch = trainer.strategy.batch_to_device(batch)
+            for rows in split_rows(batch, chunk_tokens) if chunk_tokens else [batch]:
+                # What a position predicts is the token after it.
+                places = rows[PLACES][:, 1:]
+                guide = causal_guide(network, head, rows)
+                scored = places > 0
+                ids, logps = likeliest(Guide(guide.hidden[:, :-1][scored], guide.head), size, task.teacher.top_k,
+                                       task.built_for)
+                yield places[scored].cpu().numpy(), ids.int().cpu().numpy(), logps.cpu().numpy()
