@@ -8,6 +8,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
+from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.torch_engine.nn.optim import AVERAGE, averages, build_optimizer
 
 
@@ -71,3 +72,10 @@ def test_parameters_without_gradient_have_no_average():
 def test_mistakes(changes, message):
     with pytest.raises(UserError, match=message):
         Optimizer(**changes)
+
+
+def test_reinforcement_learning_keeps_none():
+    settings = {"pretrained": "x", "rewards": [{"name": "exact_match"}]}
+    GRPOFields(**settings)
+    with pytest.raises(UserError, match="model.optimizer.ema_decay is 0.9, but must be null for reinforcement"):
+        GRPOFields(**settings, optimizer=Optimizer(ema_decay=0.9))
