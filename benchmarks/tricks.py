@@ -28,7 +28,7 @@ class Trick:
 
     Args:
         name: For `--only`.
-        options: As on the command line.
+        options: As on the command line; `{folder}` is that of the work.
         work: What is trained.
         limit: Largest cost; None where the trick is more arithmetic by nature.
         engines: Which have it.
@@ -44,16 +44,22 @@ class Trick:
 TRICKS = [
     Trick("lora+", {"model.optimizer.b_lr_ratio": "16"}, LORA),
     Trick("neftune", {"model.neftune_alpha": "5"}, LORA),
+    Trick("dft", {"model.dft": "true"}, LORA),
     Trick("label-smoothing", {"model.label_smoothing": "0.1"}),
     Trick("z-loss", {"model.z_loss": "1e-4"}),
+    Trick("layer-decay", {"model.optimizer.layer_decay": "0.9"}),
+    Trick("frozen-embeddings", {"model.frozen_parameters": "[model.embed_tokens.weight]"}),
     Trick("muon", {"model.optimizer.name": "muon"}, limit=None),
+    Trick("ema", {"model.optimizer.ema_decay": "0.999"}, limit=None),
+    # The teacher is as large as the student; its forward pass is half of what a step without costs by arithmetic.
+    Trick("distillation", {"model.teacher": "{{pretrained: {folder}/model}}"}, limit=None),
 ]
 
 
 def measure(trick: Trick, engine: str, folder: Path, rounds: int, steps: int, warm_up: int) -> Row:
     """The cost of a trick on an engine; its work lies in a folder."""
     asked = {"folder": str(folder), "warm_up": warm_up, "steps": steps, "engine": engine}
-    options = [part for key, value in trick.options.items() for part in (f"--{key}", value)]
+    options = [part for key, value in trick.options.items() for part in (f"--{key}", value.format(folder=folder))]
     fixed = ["--trainer.precision", "32-true"]
     # Each has a run folder of its own: ours.py names it by the engine.
     with_it, without = (
