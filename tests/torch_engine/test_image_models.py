@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
 from lmmods.torch_engine.nn import loading
 from lmmods.torch_engine.nn.export import save
@@ -49,3 +49,16 @@ def test_layers_are_quantised_as_those_of_a_text_model(tmp_path):
     assert sum(type(part).__name__ == "Linear4bit" for part in found.modules()) == 2 * 7
     with torch.no_grad():
         assert torch.equal(found.eval()(IDS).logits, wanted.eval()(IDS).logits)
+
+
+def test_a_checkpoint_that_is_saved_quantised(tmp_path):
+    save_image_model("gemma3", tmp_path / "plain")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                                  llm_int8_skip_modules=["vision_tower", "multi_modal_projector", "lm_head"])
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "plain", quantization_config=settings,
+                                                device_map={"": "cpu"}).save_pretrained(tmp_path / "codes")
+    found = loading.load_pretrained(AutoModelForCausalLM, str(tmp_path / "codes"), frozen=True).eval()
+    wanted = loading.load_pretrained(AutoModelForCausalLM, str(tmp_path / "plain"), quantize="nf4", frozen=True).eval()
+    assert sum(type(part).__name__ == "Linear4bit" for part in found.modules()) == 2 * 7
+    with torch.no_grad():
+        assert torch.equal(found(IDS).logits, wanted(IDS).logits)
