@@ -262,6 +262,7 @@ PROGRAMS = {
     "GPTNeoXForCausalLM": GGUF,
     "Gemma2ForCausalLM": ALL,
     "Gemma3ForCausalLM": ALL,
+    "Gemma4ForCausalLM": GGUF - {"llama.cpp"},  # whose converter takes the whole checkpoint alone
     "GemmaForCausalLM": ALL,
     "Glm4ForCausalLM": GGUF,
     "GptOssForCausalLM": GGUF,
@@ -279,6 +280,7 @@ PROGRAMS = {
     "Qwen2ForCausalLM": ALL,
     "Qwen3ForCausalLM": GGUF,
     "Qwen3MoeForCausalLM": GGUF,
+    "Qwen3_5ForCausalLM": GGUF,
     "SmolLM3ForCausalLM": GGUF,
     "StableLmForCausalLM": GGUF,
     "Starcoder2ForCausalLM": GGUF,

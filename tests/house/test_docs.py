@@ -186,7 +186,7 @@ def test_keys_exist(page, known):
     for text in re.findall(r"`([^`\n]+)`", content):
         key = text.split(":")[0].split("=")[0].removeprefix("--").strip()
         key = re.sub(r"^data\.\w+_source\.", "data.source.", key)
-        is_file = key.endswith((".class_path", ".jsonl", ".json", ".safetensors"))
+        is_file = key.endswith((".class_path", ".gguf", ".jsonl", ".json", ".safetensors"))
         if re.fullmatch(rf"({blocks})\.\w+(\.\w+)*", key) and not is_file:
             assert key in known, text
 

@@ -41,7 +41,7 @@ def refusal():
     """A function that gives what DeepSpeed says of a run it would not train exactly."""
     def of(stage: int = 2, quantize: str | None = None, optimizer: str = "adamw", precision: str = "32-true",
            clip: str | None = None) -> str:
-        module = SimpleNamespace(quantize=quantize, optimizer=SimpleNamespace(name=optimizer),
+        module = SimpleNamespace(quantize=quantize, optimizer=SimpleNamespace(name=optimizer, ema_decay=None),
                                  trainer=SimpleNamespace(precision=precision, gradient_clip_algorithm=clip))
         with pytest.raises(UserError) as told:
             DeepSpeed(stage=stage).check_run(module)
