@@ -65,13 +65,16 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
                           noise=0.0 if without_training else fields.neftune_alpha or 0.0)
     # Mixed precision trains float32 parameters; frozen ones are stored as they are used.
     stored = compute if frozen or precision == "bf16-true" else "float32"
+    principal = None
+    if fields.lora and fields.lora.is_principal and not abstract:
+        principal = adapters.PrincipalParts(network, fields.lora, adapters.adapted_paths(network, fields.lora))
     if abstract:
         params = {}
     elif fields.pretrained:
         # Each process reads only what its devices hold, and computes its share of the scales.
         together = Sharers(jax.process_index(), jax.process_count(), machines.gather)
         params = loading.open_weights(network, fields.pretrained, fields.revision, stored, seed,
-                                      None if in_files else fields.quantize, fields.double_quant, together)
+                                      None if in_files else fields.quantize, fields.double_quant, together, principal)
     else:
         params = network.first_values(seed, stored)
     num_rows = network.config.vocab_size
@@ -103,7 +106,7 @@ def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, 
         params = outline(network, stored, precision, *codes)
         return network, params, unflatten({path: leaf for path, leaf in flatten(params).items()
                                            if network.trains(path) and path[-1] not in LORA_LEAVES})
-    return network, *_with_adapter(network, params, fields.adapter, precision, seed)
+    return network, *_with_adapter(network, params, fields.adapter, precision, seed, principal)
 
 
 def outline(network: Network, stored: str, precision: str, quantize: Quantize | None = None, double: bool = True,
@@ -149,18 +152,21 @@ def _with_new_rows(network: Network, params: Tree) -> Tree:
     return unflatten(leaves)
 
 
-def _with_adapter(network: Network, base: Tree, folder: str | None, precision: str, seed: int
-                  ) -> tuple[Tree, Tree]:
+def _with_adapter(network: Network, base: Tree, folder: str | None, precision: str, seed: int,
+                  principal: adapters.PrincipalParts | None) -> tuple[Tree, Tree]:
     """Return the base with an adapter, new or from a folder, and the base weights of modules trained in full."""
     for path, leaf in flatten(base).items():
         if isinstance(leaf, Quantized) and network.trains(path):
             raise UserError(quantised_in_full(network.torch_modules(".".join(path[:-1]))[0], leaf.kind))
-    leaves = flatten(adapters.add_adapter(network, base, seed))
+    leaves = flatten(adapters.add_adapter(network, base, seed, principal))
     before = {path: leaf for path, leaf in leaves.items() if network.trains(path) and path[-1] not in LORA_LEAVES}
     if folder is not None:
         leaves |= flatten(adapters.load_adapter(network, folder))
     for path, leaf in leaves.items():
         if not isinstance(leaf, Quantized) and leaf.dtype != (dtype := _dtype(network, path, leaf.dtype, precision)):
             leaves[path] = leaf.astype(dtype)
+    if principal is not None:
+        # Copies, as a step may write over the arrays of the parameters.
+        network.first_factors = {path: leaf.copy() for path, leaf in leaves.items() if path[-1] in LORA_LEAVES}
     trained = "bfloat16" if precision == "bf16-true" else "float32"
     return unflatten(leaves), unflatten({path: leaf.astype(trained) for path, leaf in before.items()})

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, on_mesh
 from jax_engine.models.architecture import Architecture, Experts
-from jax_engine.models.linear import ACTIVATIONS, Build, lora_scaling, parameter, product
+from jax_engine.models.linear import ACTIVATIONS, Build, parameter, product
 from jax_engine.models.quant import FourBit, Quantized
 from lmmods.core.errors import UserError
 from lmmods.core.initialization import Normal, lora_a
@@ -86,7 +86,7 @@ class ExpertAdapter(nnx.Module):
         a, b = self.lora_A[...].astype(dtype), self.lora_B[...].astype(dtype)
         # [out, rank * E] -> [out, rank, E] -> [E, out, rank]
         b = b.reshape(len(b), -1, self.num).transpose(2, 0, 1)
-        return a.reshape(self.num, -1, a.shape[-1]), b * lora_scaling(lora)
+        return a.reshape(self.num, -1, a.shape[-1]), b * lora.scaling
 
 
 class ExpertMatrices(nnx.Module):

@@ -143,7 +143,7 @@ class Linear(nnx.Module):
     def _adapter(self, x: Array, y: Array, weight: Any, seeds: Seeds | None) -> Array:
         """Return the adapter's update to y = x W^T."""
         lora, dtype = self.build.lora, self.build.dtype
-        scaling = lora_scaling(lora)
+        scaling = lora.scaling
         dropped = dropout(x, lora.dropout, seeds, f"{self.path}.lora")
         # [rank, in] and [out, rank]; sharded like the weight, and whole only during the product.
         a, b = (gathered(f"{self.path}.{name}", getattr(self, name)[...].astype(dtype))
@@ -259,11 +259,6 @@ def vocabulary_logits(hidden: Array, table: Array, build: Build, tokens: tuple[i
 def row_norms(matrix: Array, conv1d: bool) -> Array:
     """Return the Euclidean norm of each output's weights, [out]."""
     return jnp.linalg.norm(matrix, axis=-2 if conv1d else -1)
-
-
-def lora_scaling(lora: LoRA) -> float:
-    """Return the factor on the low-rank update."""
-    return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
 class Embedding(nnx.Module):

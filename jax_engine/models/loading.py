@@ -47,8 +47,8 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
 
 
 def open_weights(network: Network, folder: str, revision: str | None = None, dtype: str = "float32", seed: int = 0,
-                 quantize: quant.Quantize | None = None, double_quant: bool = True, sharers: Sharers = Sharers()
-                 ) -> Tree:
+                 quantize: quant.Quantize | None = None, double_quant: bool = True, sharers: Sharers = Sharers(),
+                 principal: adapters.PrincipalParts | None = None) -> Tree:
     """Return the weights of a folder or hub id as lazy arrays, with new adapters if the network has them.
 
     Every leaf must be filled once, and every key of the files used, tied, or known to be unneeded. A head that a base
@@ -59,12 +59,15 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
         quantize: Quantise the leaves of `network.quantised` to this format, when they are read.
         double_quant: Quantise the scales of 4-bit codes, too.
         sharers: The processes that read together.
+        principal: Leaves the base what an adapter that is added later does not take.
 
     Raises:
         UserError: Keys are missing, unexpected, or of another shape.
     """
     # Assign each tensor of the files to a slot. No values are read yet; problems are collected and reported together.
-    leaves = Leaves(network, jnp.dtype(dtype), quantize, double_quant, sharers)
+    if network.lora and network.lora.is_principal:
+        principal = adapters.PrincipalParts(network, network.lora, network.build.adapted)
+    leaves = Leaves(network, jnp.dtype(dtype), quantize, double_quant, sharers, principal)
     wanted = _wanted(network)
     saved: dict[Slot, dict[str, LazyArray]] = {}  # pieces of weights that are saved quantised
     copies: dict[str, tuple[Slot, LazyArray]] = {}
@@ -124,8 +127,11 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
     if headless:
         # A base model has no head: draw its values.
         head = [path for name, path, _ in network.names(plain=True) if name in headless]
-        tree = unflatten(flatten(tree) | flatten(network.first_values(seed, leaves.dtype, head)))
-    return adapters.add_adapter(network, tree, seed) if network.lora else tree
+        drawn = flatten(network.first_values(seed, leaves.dtype, head))
+        if principal is not None:
+            drawn = {path: principal.rest(path, None, leaf) for path, leaf in drawn.items()}
+        tree = unflatten(flatten(tree) | drawn)
+    return adapters.add_adapter(network, tree, seed, principal) if network.lora else tree
 
 
 class Leaves:
@@ -135,15 +141,16 @@ class Leaves:
         quantize: Quantisation of linear layers and, in 4 bits, experts.
         double_quant: Quantise the scales of 4-bit codes, too.
         sharers: The processes that read together.
+        principal: Splits the matrices before they are quantised.
     """
 
     def __init__(self, network: Network, dtype: np.dtype, quantize: quant.Quantize | None, double_quant: bool,
-                 sharers: Sharers):
+                 sharers: Sharers, principal: adapters.PrincipalParts | None = None):
         self.network, self.dtype = network, dtype
         self.found: dict[LeafPath, dict[int | None, LazyArray | quant.Quantized]] = {}  # by layer
         self.filled: set[Slot] = set()
         self._quantize, self._double_quant = quantize, double_quant
-        self._sharers, self._scales = sharers, Scales()
+        self._sharers, self._scales, self._principal = sharers, Scales(), principal
         self._linear = {(*ours.split("."), "weight") for ours in network.linears()}
         self._coded = network.quantised(quantize)
         self._parts: dict[Slot, dict[expert_files.Part, LazyArray]] = {}  # of separately stored experts
@@ -158,9 +165,11 @@ class Leaves:
         self.filled.add(place)
         if isinstance(value, LazyArray):
             value = value.astype(self.dtype)
-            if path in self._coded:
-                value = quant.quantize(value, self._quantize, self._double_quant, self.network.arch.conv1d,
-                                            self._sharers, self._scales, place)
+        if self._principal is not None:
+            value = self._principal.rest(path, layer, value)
+        if isinstance(value, LazyArray) and path in self._coded:
+            value = quant.quantize(value, self._quantize, self._double_quant, self.network.arch.conv1d, self._sharers,
+                                   self._scales, place)
         self.found.setdefault(path, {})[layer] = value
 
     def put_part(self, place: Slot, part: expert_files.Part, value: LazyArray) -> list[str]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from jax_engine.distributed.tree import Path as LeafPath
 from jax_engine.distributed.tree import Tree, flatten, unflatten
 from jax_engine.models.experts import MATRICES
 from jax_engine.models.heads import HEADS
@@ -37,6 +38,8 @@ from lmmods.core.adapters import (
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.initialization import row_norms
+from lmmods.core.lazy_array import LazyArray
+from lmmods.core.principal import Principal, exported_factor, no_whole_weights
 from lmmods.core.settings import LoRA
 
 # Names of heads that PEFT records as saved in full for its task types, whatever the model's own head is called.
@@ -62,8 +65,7 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
     head = HEADS[network.head]
     # A new head always trains in full, named or not.
     lora = dataclasses.replace(lora, modules_to_save=_without_head(network, lora.modules_to_save) or None)
-    targets = adapted_layers(lora, linear, network.arch.experts is not None, network.config.model_type)
-    adapted = _in_every_layer("lora.targets", targets, linear)
+    adapted = adapted_paths(network, lora)
     in_full, matrices = modules_in_full(lora, modules, linear), _matrices_of_experts(network)
     of_experts = _in_every_layer("lora.target_parameters", adapted_parameters(lora, matrices, in_full), matrices)
     to_save = _in_every_layer("lora.modules_to_save", in_full, modules)
@@ -85,6 +87,49 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
     build = dataclasses.replace(network.build, lora=lora, adapted=frozenset(adapted), rows=trained,
                                 adapted_experts=tuple(name for name in MATRICES if name in of_experts))
     network.adapt(arch, build, frozenset(to_save))
+
+
+def adapted_paths(network: Network, lora: LoRA) -> set[str]:
+    """Return our paths of the linear layers that get an adapter. Raises UserError as `adapt`."""
+    linear, _ = _by_torch_name(network)
+    targets = adapted_layers(lora, linear, network.arch.experts is not None, network.config.model_type)
+    return _in_every_layer("lora.targets", targets, linear)
+
+
+class PrincipalParts:
+    """Splits the matrices with a principal adapter as they are read; of each, A and B are the adapter's first values.
+
+    Args:
+        adapted: Our paths of the adapted layers.
+    """
+
+    def __init__(self, network: Network, lora: LoRA, adapted: Collection[str]):
+        self._network, self._lora = network, lora
+        self._paths = {(*ours.split("."), "weight") for ours in adapted}
+        self._found: dict[LeafPath, dict[int | None, Principal]] = {}  # by layer
+
+    def rest(self, path: LeafPath, layer: int | None, weight: LazyArray | Quantized) -> LazyArray | Quantized:
+        """Return what the base keeps of a weight; the weight itself without an adapter."""
+        if path not in self._paths:
+            return weight
+        name = next(name for name, *place in self._network.names(plain=True) if place == [path, layer])
+        if isinstance(weight, Quantized):
+            raise no_whole_weights(name)
+        conv1d = self._network.arch.conv1d
+        part = Principal(weight.transposed() if conv1d else weight, self._lora.rank, self._lora.scaling, name,
+                         lambda values: np.asarray(values, np.float32), lambda values: values.astype(weight.dtype))
+        self._found.setdefault(path, {})[layer] = part
+        return part.rest.transposed() if conv1d else part.rest
+
+    def factors(self) -> dict[LeafPath, np.ndarray]:
+        """Return the first A and B, float32, of all layers stacked."""
+        found = {}
+        for path, layers in self._found.items():
+            parts = [layers[layer] for layer in sorted(layers)] if None not in layers else [layers[None]]
+            for name, place in (("lora_A", 0), ("lora_B", 1)):
+                values = [part.factors[place] for part in parts]
+                found[*path[:-1], name] = values[0] if None in layers else np.stack(values)
+        return found
 
 
 def rows_beside(network: Network, lora: LoRA, tokens: list[int]) -> dict[str, list[int]]:
@@ -151,8 +196,12 @@ def _in_every_layer(key: str, names: set[str], ours: dict[str, str]) -> set[str]
     return found
 
 
-def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
-    """Add new float32 adapters to the base (host arrays): random A, zero B, DoRA's |W|, copies of token rows."""
+def add_adapter(network: Network, base: Tree, seed: int, principal: PrincipalParts | None = None) -> Tree:
+    """Add new float32 adapters to the base (host arrays): random A, zero B, DoRA's |W|, copies of token rows.
+
+    Args:
+        principal: Gives A and B instead, of the weights that the base is made of.
+    """
     leaves = flatten(base)
     if ("head", "weight") in flatten(network.shapes) and ("head", "weight") not in leaves:
         # An adapter unties the two matrices and trains one of them, so the head needs a leaf of its own.
@@ -160,7 +209,7 @@ def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
         leaves["head", "weight"] = table.copy() if isinstance(table, np.ndarray) else table
     # Drawn by torch's names of the leaves, so that both engines start from the same adapter.
     drawn = [path for path in flatten(network.shapes) if path[-1] in ("lora_A", "lora_B")]
-    leaves |= flatten(network.init(seed, paths=drawn))
+    leaves |= flatten(network.init(seed, paths=drawn)) if principal is None else principal.factors()
     for path, shape in flatten(network.shapes).items():
         if path[-1] == TOKEN_ROWS:
             tokens = network.build.rows[".".join(path[:-1])]
@@ -177,18 +226,29 @@ def add_adapter(network: Network, base: Tree, seed: int) -> Tree:
     return unflatten(leaves)
 
 
-def save_adapter(network: Network, params: Tree, folder: str | Path, base: str | None = None) -> None:
+def save_adapter(network: Network, params: Tree, folder: str | Path, base: str | None = None,
+                 dtype: str | None = None) -> None:
     """Save the trainable parameters as a PEFT folder.
 
     Args:
         params: The trainable leaves, or the whole tree.
         base: Name of the base model, recorded for PEFT's loaders.
+        dtype: Dtype of the written weights; None keeps that of each.
     """
     folder, lora = Path(folder), network.lora
     folder.mkdir(parents=True, exist_ok=True)
     trained, _ = network.split(params)
-    save_file({saved_name(name): value for name, value in network.to_torch(trained).items()}, folder / WEIGHTS,
-              metadata={"format": "pt"})
+    if lora.is_principal:
+        lora, leaves = lora.of_change(), flatten(trained)
+        for path, first in network.first_factors.items():
+            # [..., r, in] and [..., out, r]: the rank is the second last axis of A, and the last of B.
+            halves = exported_factor(path[-1], np.asarray(leaves[path], np.float32), first.astype(np.float32))
+            leaves[path] = np.concatenate(halves, -2 if path[-1] == "lora_A" else -1).astype(leaves[path].dtype)
+        trained = unflatten(leaves)
+    if dtype is not None:
+        trained = jax.tree.map(lambda x: x.astype(dtype), trained)
+    save_file({saved_name(name): np.ascontiguousarray(value) for name, value in network.to_torch(trained).items()},
+              folder / WEIGHTS, metadata={"format": "pt"})
     adapted = sorted(name for ours in network.build.adapted for name in network.torch_modules(ours))
     to_save = sorted({network.saved_module(ours, place) for ours in network.to_save for place in network.places(ours)})
     rows = {network.torch_modules(ours)[0]: list(tokens) for ours, tokens in network.build.rows.items()}

@@ -208,6 +208,7 @@ class Network(Names):
                  unroll: int | None = None):
         self.config, self.family, self.head = config, family, head
         self.remat, self._unroll = remat, unroll
+        self.first_factors: dict[Path, np.ndarray] = {}  # A and B of a principal adapter before the first step
         self._define(arch, build, to_save)
 
     def resize(self, num_tokens: int) -> None:

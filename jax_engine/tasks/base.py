@@ -216,9 +216,7 @@ class Task(TaskFields, ABC):
         """
         if not self.trains_adapter:
             return hub.save(self.network, params, folder, self.save_dtype)
-        if self.save_dtype:
-            params = jax.tree.map(lambda x: x.astype(self.save_dtype), params)
-        adapters.save_adapter(self.network, params, folder, self.pretrained)
+        adapters.save_adapter(self.network, params, folder, self.pretrained, self.save_dtype)
 
     def describe(self, trainable: Tree, frozen: Tree) -> str:
         """Return a summary of parameter counts and dtypes, of a teacher in a second line."""

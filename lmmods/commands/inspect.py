@@ -114,7 +114,7 @@ def _say_settings(tree: dict[str, Any], rows: list[Any]) -> None:
     say(f"Parity: torch and JAX on the first {len(rows)} rows of training, {length} tokens each with padding, "
         "without dropout, in 32-true" + (", whatever trainer.precision says" if precision != "32-true" else "")
         + (f", with {' and '.join(kept)} of the recipe" if kept else "") + ".")
-    if model.get("lora"):
+    if model.get("lora") and model["lora"]["init"] != "pissa":
         say("The B of a new adapter is zero; here it gets the same small random values in both engines.")
 
 

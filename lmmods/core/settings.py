@@ -6,7 +6,7 @@ Each field's line of documentation is what `--help` prints.
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from lmmods.core.errors import UserError, refuse_value
@@ -204,6 +204,9 @@ class LoRA:
         modules_to_save: Modules trained in full and saved with the adapter, for example `[lm_head, embed_tokens]`.
         dora: Weight-decomposed adapters (Liu et al. 2024).
         rslora: Rank-stabilised scaling (Kalajdzievski 2023).
+        init: First values. `kaiming` draws A and sets B to zero. `pissa` (Meng et al. 2024) takes the principal
+            singular vectors of each adapted matrix, and the base keeps the rest, quantised after that; without
+            `target_parameters` and `dora`.
     """
 
     rank: int = 64
@@ -214,6 +217,7 @@ class LoRA:
     modules_to_save: list[str] | None = None
     dora: bool = False
     rslora: bool = False
+    init: Literal["kaiming", "pissa"] = "kaiming"
 
     def __post_init__(self) -> None:
         check_set(self, "lora")
@@ -224,6 +228,24 @@ class LoRA:
             require(self.dropout == 0, "lora.dropout", self.dropout, "0 with lora.target_parameters: PEFT has none "
                     "there")
             require(not self.dora, "lora.dora", self.dora, "false with lora.target_parameters: PEFT has none there")
+            require(not self.is_principal, "lora.init", self.init, "kaiming with lora.target_parameters: PEFT has no "
+                    "other there")
+        require(not (self.dora and self.is_principal), "lora.init", self.init, "kaiming with lora.dora")
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the low-rank update."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def is_principal(self) -> bool:
+        """True if adapters start as a part of the base, which keeps the rest (`core.principal`)."""
+        return self.init == "pissa"
+
+    def of_change(self) -> "LoRA":
+        """Settings of the adapter of rank 2 r that a principal one is exported as, with the same scaling."""
+        alpha = self.alpha * (math.sqrt(2) if self.rslora else 2)
+        return replace(self, rank=2 * self.rank, alpha=alpha, init="kaiming")
 
 
 LEAST = -1e4  # log-probability in place of that of nothing, so that differences of two are numbers

@@ -145,6 +145,13 @@ def _interval(value: Any) -> Settings:
 
 
 # Foreign key -> function from its value to settings here; empty if the value has no counterpart.
+def _first_values(value: Any) -> Settings:
+    # Of PEFT's: True draws A, and `pissa_niter_16` is a faster approximation of `pissa`.
+    if value is True:
+        return {"model.lora.init": "kaiming"}
+    return {"model.lora.init": "pissa"} if str(value).startswith("pissa") else {}
+
+
 VALUES: dict[str, Callable[[Any], Settings]] = {
     "optim": _named("model.optimizer.name", OPTIMIZERS), "optimizer": _named("model.optimizer.name", OPTIMIZERS),
     "adafactor": _if_true("model.optimizer.name", "adafactor"),
@@ -164,6 +171,8 @@ VALUES: dict[str, Callable[[Any], Settings]] = {
     "attn_implementation": _attention, "attention": _attention,
     "sdp_attention": _if_true("model.attention", "sdpa"), "eager_attention": _if_true("model.attention", "eager"),
     "lora_target_modules": _targets, "target_modules": _targets, "lora_target": _targets,
+    "pissa_init": _if_true("model.lora.init", "pissa"),
+    "init_lora_weights": _first_values, "peft_init_lora_weights": _first_values,
     "lora_target_linear": _if_true("model.lora.targets", "all-linear"),
     "disable_gradient_checkpointing": lambda value: {"model.gradient_checkpointing": not value},
     "deepspeed": _if_true("trainer.strategy", "lmmods.strategies.DeepSpeed"),

@@ -35,7 +35,7 @@ RELOAD, RESET_CACHE = "/collective_rpc", "/reset_prefix_cache"
 DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1, which whole models need to be handed over"
 HINTS = {  # what to do where a request is refused
     LOAD_ADAPTER: "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and a --max-lora-rank of "
-                  "model.lora.rank or more, where it can read the folder of the run",
+                  "model.lora.rank (twice that with lora.init: pissa) or more, where it can read the folder of the run",
     RELOAD: f"{DEV_MODE}, where it can read the folder of the run",
     RESET_CACHE: DEV_MODE,
 }

@@ -441,7 +441,7 @@ NOT_COMPARED = {"trainer.default_root_dir", "trainer.logger.init_args.id", "trai
 # Keys that must match a checkpoint to evaluate it: they define the function that its weights parametrise.
 WEIGHTS_DEFINING = {"model.pretrained", "model.config", "model.config_overrides", "model.adapter", "model.lora.rank",
                     "model.lora.alpha", "model.lora.targets", "model.lora.modules_to_save", "model.lora.dora",
-                    "model.lora.rslora"}
+                    "model.lora.rslora", "model.lora.init"}
 
 # Keys whose floats are fractions of a whole, and whose integers are counts: 1.0 is everything, 1 is one.
 FRACTIONS = {"trainer.val_check_interval", "trainer.overfit_batches", "trainer.limit_train_batches",

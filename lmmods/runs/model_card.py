@@ -262,6 +262,8 @@ def first_weights(fields: TaskFields, precision: str, seed: int) -> dict[str, An
              "frozen": fields.trains_adapter, "precision": precision, "seed": seed}
     if fields.quantize == "int8" or _is_saved_in_8bit(facts["pretrained"]):
         facts["activations"] = "as they are"  # unlike cached numbers of a network that rounded them
+    if not fields.starts_at_base:  # the base that is rounded or quantised is then another one
+        facts["principal"] = {"rank": fields.lora.rank, "targets": fields.lora.targets}
     return facts
 
 

@@ -112,7 +112,8 @@ class RunSummary:
         targets = task.lora.targets
         in_full = [*(task.lora.modules_to_save or []), *(["the head"] if task.head_in_full else [])]
         fully = f", and in full {', '.join(in_full)}" if in_full else ""
-        return (f"{'a DoRA' if task.lora.dora else 'a LoRA'} adapter of rank {task.lora.rank} on "
+        kind = "a DoRA" if task.lora.dora else "a PiSSA" if task.lora.is_principal else "a LoRA"
+        return (f"{kind} adapter of rank {task.lora.rank} on "
                 f"{targets if isinstance(targets, str) else ', '.join(targets)}{fully}, over {base}")
 
     def _step(self, data: Any) -> list[str]:

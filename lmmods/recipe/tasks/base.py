@@ -188,6 +188,8 @@ class TaskFields:
             require(patterns is None or not self.trains_adapter, f"model.{key}", patterns,
                     "null with model.lora and model.adapter, under which the adapter trains alone; lora.targets and "
                     "lora.modules_to_save choose what it holds")
+        require(self.quantize != "int8" or self.starts_at_base, "model.quantize", self.quantize,
+                "nf4, fp4 or null with lora.init: pissa")
         if self.lora and self.adapter:
             raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
                             "targets. Keep one of them.")
@@ -242,6 +244,11 @@ class TaskFields:
     def token_loss(self) -> TokenLoss:
         """What training changes in the cross-entropy of tokens."""
         return TokenLoss()
+
+    @property
+    def starts_at_base(self) -> bool:
+        """False if the network without its adapter is not the model that it starts from: `lora.init` pissa."""
+        return not (self.lora and self.lora.is_principal)
 
     @property
     def trains_adapter(self) -> bool:

@@ -124,6 +124,8 @@ class GRPOFields(CausalFields):
         require(self.beta > 0 or self.reference is None, "model.reference", self.reference, "null with model.beta 0")
         require(self.reference != "base" or self.trains_adapter, "model.reference", self.reference,
                 "copy (or null) without an adapter")
+        require(self.reference != "base" or self.starts_at_base, "model.reference", self.reference,
+                "copy (or null) with lora.init: pissa, whose base alone is no model")
         require(self.importance_sampling_cap is None or self.importance_sampling_cap > 0,
                 "model.importance_sampling_cap", self.importance_sampling_cap, "null, or more than 0")
         require(self.importance_sampling_cap is None or self.rollouts is not None, "model.importance_sampling_cap",
@@ -197,7 +199,7 @@ class GRPOFields(CausalFields):
         """`reference`, with what null means."""
         if not self.beta:
             return None
-        return self.reference or ("base" if self.lora else "copy")
+        return self.reference or ("base" if self.lora and self.starts_at_base else "copy")
 
 
 def _prompts(count: int) -> str:

@@ -55,6 +55,8 @@ class PreferenceFields(CausalFields):
                 f"null with the loss {self.loss}, which compares with none")
         require(self.reference != "base" or self.trains_adapter, "model.reference", self.reference,
                 "copy or cache (or null) without an adapter")
+        require(self.reference != "base" or self.starts_at_base, "model.reference", self.reference,
+                "copy or cache (or null) with lora.init: pissa, whose base alone is no model")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for preference optimisation")
         require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for preference optimisation")
 
@@ -90,7 +92,7 @@ class PreferenceFields(CausalFields):
         """`reference`, with what null means."""
         if not self.preference_loss.method.has_reference:
             return None
-        return self.reference or ("base" if self.lora else "copy")
+        return self.reference or ("base" if self.lora and self.starts_at_base else "copy")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -169,7 +169,8 @@ def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
 
 @contextmanager
 def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
-               wait: Callable[[Any, nn.Module | None, Any], nn.Parameter] | None = None) -> Iterator[dict[str, Any]]:
+               wait: Callable[[Any, nn.Module | None, Any], nn.Parameter] | None = None,
+               before: Callable[[nn.Module, str, Any], Any] | None = None) -> Iterator[dict[str, Any]]:
     """Make from_pretrained with 4-bit weights also quantise the chosen parameters, each as soon as it is read.
 
     Yields a dictionary that will hold bitsandbytes' `QuantState` of each, by name. The class in
@@ -181,6 +182,8 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
         from_mxfp4: True if the files hold MXFP4, dequantised by its own quantiser's `get_weight_conversions`.
         wait: Within `reading_parts`, returns the placeholder of a matrix [out, in] that has not been read, or of chosen
             matrices [E, ...], given the linear layer, if it is one, and the settings (BitsAndBytesConfig).
+        before: Returns what is quantised instead of a linear layer's weight, given the model, the parameter's name and
+            the weight as it is stored, of which one within `reading_parts` may be a `LazyArray`.
     """
     from transformers import Mxfp4Config
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
@@ -196,6 +199,8 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
             found, settings = {}, self.hf_quantizer.quantization_config
             for name, value in input_dict.items():
                 value = value[0] if isinstance(value, list) else value
+                if before is not None and not chosen(name, model.get_parameter(name)):
+                    value = before(model, name, value)
                 if isinstance(value, LazyArray):
                     # A chosen parameter has no layer of its own; any other is the weight of a linear layer.
                     layer = None if chosen(name, model.get_parameter(name)) else model.get_submodule(
@@ -234,11 +239,11 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
             reader = AUTO_QUANTIZER_MAPPING["mxfp4"](Mxfp4Config(dequantize=True), pre_quantized=True)
             return reader.get_weight_conversions()
 
-    before, AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"], Quantizer
+    original, AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"], Quantizer
     try:
         yield states
     finally:
-        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = before
+        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = original
 
 
 class RoomyLayer(DynamicLayer):

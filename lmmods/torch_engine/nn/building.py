@@ -21,6 +21,7 @@ from lmmods.torch_engine.nn.experts import packed_names
 from lmmods.torch_engine.nn.initialization import from_config
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings, vocabulary_layers
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter, fuse_adapters
+from lmmods.torch_engine.nn.principal import PrincipalParts
 from lmmods.torch_engine.nn.stored import fill
 
 
@@ -47,8 +48,9 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     torch.manual_seed(seed)
     is_causal = auto_class == "AutoModelForCausalLM"
     overrides = {**(fields.overrides or {}), **data.network_fields} or None
+    principal = None if fields.starts_at_base or abstract else PrincipalParts(fields.lora)
     model = _base(fields, overrides, auto_class, vocabulary_fields(data.tokenizer, is_causal), precision, device, seed,
-                  by_parts, frozen or fields.trains_adapter, abstract)
+                  by_parts, frozen or fields.trains_adapter, abstract, principal)
     if fields.fast_kernels:
         fuse_activations(model)
         if device.type == "cpu" and fields.attention is None:
@@ -66,7 +68,8 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
         torch.manual_seed(seed)  # so that the adapter's initial values do not depend on how the base was loaded
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         if fields.lora:
-            model = add_lora(model, fields.lora, tokens_to_train(data, num_rows), dtype, task_type, seed, abstract)
+            model = add_lora(model, fields.lora, tokens_to_train(data, num_rows), dtype, task_type, seed, abstract,
+                             principal)
         else:
             model = continue_adapter(model, fields.adapter, dtype, fields.adapter_drops, abstract)
         if fields.fast_kernels and not fields.compile:  # the compiler fuses them itself
@@ -85,7 +88,8 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
 
 
 def _base(fields: TaskFields, overrides: dict[str, Any] | None, auto_class: str, vocabulary: dict[str, Any],
-          precision: str, device: torch.device, seed: int, by_parts: bool, frozen: bool, abstract: bool) -> nn.Module:
+          precision: str, device: torch.device, seed: int, by_parts: bool, frozen: bool, abstract: bool,
+          principal: PrincipalParts | None) -> nn.Module:
     """Return the network without adapter, loaded or with random weights."""
     import transformers
 
@@ -105,7 +109,8 @@ def _base(fields: TaskFields, overrides: dict[str, Any] | None, auto_class: str,
                            trust_remote_code=fields.trust_remote_code, quantize=fields.quantize,
                            double_quant=fields.double_quant, quant_storage=fields.quant_storage, precision=precision,
                            frozen=frozen, attention=fields.attention, device=device,
-                           max_memory=fields.max_memory, seed=seed, by_parts=by_parts, abstract=abstract)
+                           max_memory=fields.max_memory, seed=seed, by_parts=by_parts, abstract=abstract,
+                           before_quantising=principal and principal.rest)
 
 
 @contextlib.contextmanager

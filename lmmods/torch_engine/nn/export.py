@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.loading import base_names
+from lmmods.torch_engine.nn.principal import changes
 
 
 def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype | None, writes: bool) -> None:
@@ -23,15 +24,23 @@ def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype 
     keeps_names = _is_renamed(model) or getattr(model, "maps_names", False)
     options = {"save_embedding_layers": False} if adapter_only else {"save_original_format": not keeps_names}
     sharded = any(sharding.is_cut(param) for param in model.parameters())
-    if sharded:
+    is_change = adapter_only and getattr(model, "first_factors", None)
+    if is_change:
+        settings, state = changes(model)
+        options["state_dict"] = {name: tensor.to(dtype or tensor.dtype) for name, tensor in state.items()}
+    elif sharded:
         options["state_dict"] = _whole_state(model, adapter_only, dtype)
     # Without an adapter those that are frozen too.
-    written = {} if sharded else {param: param.data for param in model.parameters()
+    written = {} if sharded or is_change else {param: param.data for param in model.parameters()
                                   if param.requires_grad or not adapter_only}
     if dtype:
         for param in written:
             param.data = param.data.to(dtype)
-    if writes:
+    if writes and is_change:
+        own, model.peft_config["default"] = model.peft_config["default"], settings
+        model.save_pretrained(folder, **options)
+        model.peft_config["default"] = own
+    elif writes:
         model.save_pretrained(folder, **options)
     for param, data in written.items():  # restore the dtype, as training may continue
         param.data = data

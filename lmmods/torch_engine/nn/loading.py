@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                     double_quant: bool = True, quant_storage: str | None = None, precision: str = "32-true",
                     frozen: bool = False, attention: str | None = None, device: torch.device | None = None,
                     max_memory: str | dict[int | str, str] | None = None, seed: int = 0, by_parts: bool = False,
-                    abstract: bool = False) -> nn.Module:
+                    abstract: bool = False, before_quantising: Callable[[nn.Module, str, Any], Any] | None = None
+                    ) -> nn.Module:
     """Load weights, quantised or not, in the dtypes of the precision, in training mode.
 
     A frozen base is stored in the compute dtype with its norms in float32; a trained one in float32 under mixed
@@ -70,6 +72,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         seed: Seed of the weights of a head that the checkpoint lacks.
         by_parts: Put placeholders into the network, of which each process reads its rows later; see `stored`.
         abstract: Build the same network from its configuration alone, with arbitrary values; no weights are read.
+        before_quantising: Returns what is quantised to 4 bits instead of a linear layer's weight; see `quantising`.
 
     Raises:
         UserError: The model cannot be found or read, or its files are quantised in a way that `abstract` cannot build.
@@ -116,7 +119,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     with (reading_weights(pretrained), hub.loading("model.pretrained", pretrained, revision=revision),
           choosing_attention(attention), missing_weights(seed), quiet_loading(),
           _reading(by_parts and saved != "int8", pretrained, device or torch.device("cpu")),
-          quantising(is_stacked, saved == MXFP4, functools.partial(_codes, device=device)) as states):
+          quantising(is_stacked, saved == MXFP4, functools.partial(_codes, device=device),
+                     before_quantising) as states):
         try:
             model, found = auto_class.from_pretrained(
                 pretrained, config=config, revision=revision, dtype=stored, trust_remote_code=trust_remote_code,

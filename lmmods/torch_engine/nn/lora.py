@@ -43,11 +43,13 @@ from lmmods.torch_engine.compat.torch import has_forward_hooks, version_of
 from lmmods.torch_engine.nn.classifier import has_new_head, head_modules
 from lmmods.torch_engine.nn.experts import is_stacked, packed_names, stand_ins
 from lmmods.torch_engine.nn.initialization import start_adapter
+from lmmods.torch_engine.nn.principal import PrincipalParts, adaptable
 from lmmods.torch_engine.nn.stored import fill
 
 
 def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
-             task_type: str | None = None, seed: int = 0, abstract: bool = False) -> nn.Module:
+             task_type: str | None = None, seed: int = 0, abstract: bool = False,
+             principal: PrincipalParts | None = None) -> nn.Module:
     """Wrap `model` with a new PEFT adapter; the base is frozen. Raises UserError.
 
     Args:
@@ -56,13 +58,14 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         task_type: PEFT's name of the task, by which its own loaders choose the model class.
         seed: Seed of the adapter's initial values.
         abstract: Leave the adapter's values arbitrary.
+        principal: Gives the first A and B; by default one that splits the weights of `model` as they are, if `settings`
+            say so.
     """
     from peft import LoraConfig, get_peft_model
 
     heads = head_modules(model) if has_new_head(model) else []
     # Check targets and modules by name before PEFT changes the model, so that errors name keys of the recipe.
-    in_heads = [name for name in _adaptable(model) if any(f"{name}.".startswith(f"{head}.") for head in heads)]
-    linear = [name for name in _adaptable(model) if name not in in_heads]
+    linear, in_heads = adaptable(model)
     has_experts = mixture_of(model.config) is not None
     adapted = adapted_layers(settings, linear, has_experts, model.config.model_type)
     in_full = modules_in_full(settings, dict(model.named_modules()), linear)
@@ -109,6 +112,8 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     # PEFT drew from torch's generator. Draw again from a stream per parameter, the same in any process and order.
     if not abstract:
         start_adapter(wrapped, seed)
+        if settings.is_principal:
+            (principal or PrincipalParts(settings)).start(wrapped)
     return wrapped
 
 
@@ -231,18 +236,6 @@ def _cast_trainable(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         if param.requires_grad:
             param.data = param.data.to(dtype)
     return model
-
-
-def _adaptable(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers except the output head; includes quantised ones and GPT-2's Conv1D."""
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules()
-             if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
-    if not names:
-        raise UserError("lora.targets: this model has no linear layer, so there is nothing to adapt.")
-    return names
 
 
 # ---------------------------------------------------------------------------------------------------------------------

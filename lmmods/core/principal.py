@@ -1,0 +1,113 @@
+"""Adapters that start as the principal part of the base (PiSSA, Meng et al. 2024): the same on both engines.
+
+With the singular values S and vectors U, V of an adapted matrix W [out, in], cut to the rank r, and the scaling s of
+the update, A is sqrt(S / s) V^T and B is U sqrt(S / s), and the base keeps the residual W - s B A. Only A and B train
+and are in checkpoints: each start makes the residual anew of the stored weights, by the same functions.
+
+As an adapter is exported for the original base, its update is that of training, s (B A - B0 A0) with the first values
+B0 and A0: an ordinary adapter of rank 2 r with the factors [B - B0, B0] and [A; A - A0]. PEFT's factors [B, -B0] and
+[A; A0] have the same product, but cast to 16 bits they lose small changes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lmmods.core.errors import UserError
+from lmmods.core.lazy_array import LazyArray, Part
+
+
+def principal_factors(matrix: np.ndarray, rank: int, scaling: float) -> tuple[np.ndarray, np.ndarray]:
+    """First A [rank, in] and B [out, rank] of an adapter, float32.
+
+    Computed in float64 from the Gram matrix of the shorter side, whose condition number is the square of the matrix's:
+    the principal vectors keep float32's digits, in a fraction of the time of a singular value decomposition. The
+    largest component of each column of B is positive.
+
+    Args:
+        matrix: [out, in] float32; its shorter side is at least `rank`.
+    """
+    wide = matrix.astype(np.float64)
+    is_tall = wide.shape[0] > wide.shape[1]
+    if is_tall:
+        wide = wide.T
+    squares, vectors = np.linalg.eigh(wide @ wide.T)  # ascending
+    values, left = np.sqrt(np.maximum(squares[::-1][:rank], 0)), vectors[:, ::-1][:, :rank]
+    right = left.T @ wide
+    # Rows of U^T W are S V^T. Where the matrix has a lower rank than the adapter, both factors are zero.
+    safe = np.where(values > values[:1] * 1e-7, values, np.inf)
+    right /= np.sqrt(safe * scaling)[:, None]
+    left = left * np.sqrt(np.where(np.isinf(safe), 0, values) / scaling)
+    a, b = (left.T, right.T) if is_tall else (right, left)
+    signs = np.where(np.take_along_axis(b, np.abs(b).argmax(0)[None], 0) < 0, -1.0, 1.0)  # [1, rank]
+    return (a * signs.T).astype(np.float32), (b * signs).astype(np.float32)
+
+
+def residual(matrix: np.ndarray, a: np.ndarray, b: np.ndarray, scaling: float) -> np.ndarray:
+    """What the base keeps of a matrix, or of a part of it, beside a part of A and B: float32 [out, in]."""
+    return (matrix.astype(np.float64) - scaling * (b.astype(np.float64) @ a.astype(np.float64))).astype(np.float32)
+
+
+class Principal:
+    """Splits a matrix [out, in] that is read lazily; it is read as a whole once, when A and B are first needed.
+
+    Args:
+        name: Name of the layer, for messages.
+        to_float: Returns values of the matrix's library as float32 of numpy; `from_float` the other way round, in the
+            matrix's dtype.
+
+    Raises:
+        UserError: The matrix has fewer singular values than the adapter's rank.
+    """
+
+    def __init__(self, matrix: LazyArray, rank: int, scaling: float, name: str,
+                 to_float: Callable[[Any], np.ndarray], from_float: Callable[[np.ndarray], Any]):
+        check_rank(matrix.shape, rank, name)
+        self._matrix, self._rank, self._scaling = matrix, rank, scaling
+        self._to_float, self._from_float = to_float, from_float
+        self._factors: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def factors(self) -> tuple[np.ndarray, np.ndarray]:
+        """A and B, float32."""
+        if self._factors is None:
+            whole = self._to_float(self._matrix.over_first(slice(None)))
+            self._factors = principal_factors(whole, self._rank, self._scaling)
+        return self._factors
+
+    @property
+    def rest(self) -> LazyArray:
+        """The residual, in the dtype and the library of the matrix."""
+        def read(part: Part) -> Any:
+            a, b = self.factors
+            kept = residual(self._to_float(self._matrix[part]), a[:, part[1]], b[part[0]], self._scaling)
+            return self._from_float(kept)
+
+        return LazyArray(self._matrix.shape, self._matrix.dtype, read, self._matrix.empty)
+
+
+def check_rank(shape: tuple[int, ...], rank: int, name: str) -> None:
+    """Raise UserError if a matrix has fewer singular values than an adapter's rank."""
+    if rank > min(shape):
+        raise UserError(f"lora.rank is {rank}, but {name} has {min(shape)} singular values, of which lora.init: pissa "
+                        "takes as many. Lower lora.rank, leave the layer out of lora.targets, or set lora.init to "
+                        "kaiming.")
+
+
+def no_whole_weights(name: str) -> UserError:
+    """Error for a base that is saved quantised."""
+    return UserError(f"lora.init is pissa, which splits matrices before they are quantised, but {name} is saved "
+                     "quantised. Name the model that it was made of in model.pretrained, with model.quantize, or set "
+                     "lora.init to kaiming.")
+
+
+def exported_factor(kind: str, value: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The two halves of an exported factor, to be put beside each other along the rank.
+
+    Args:
+        kind: `lora_A` or `lora_B`.
+        value: The trained factor, an array of any library.
+        first: Its first value.
+    """
+    return (value, value - first) if kind == "lora_A" else (value - first, first)
