@@ -24,6 +24,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
 from lmmods.core.settings import LoRA
 from lmmods.recipe.tasks.base import TaskFields
+from lmmods.recipe.tasks.grpo import GRPOFields
+from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.loading import load_pretrained
@@ -198,6 +200,13 @@ def test_a_base_that_is_saved_quantised_is_refused(llama_folder, tmp_path):
         loading.load(hub.network(load_config(str(tmp_path)), "causal", lora=PISSA), str(tmp_path))
 
 
+@pytest.mark.parametrize("fields", [PreferenceFields, GRPOFields])
+def test_the_base_alone_is_no_reference(fields):
+    with pytest.raises(UserError, match=r"model.reference is base, but must be copy .* with lora.init: pissa"):
+        fields(pretrained="model", lora=PISSA, beta=0.1, reference="base")
+    assert fields(pretrained="model", lora=PISSA, beta=0.1).reference_kind == "copy"
+
+
 def test_int8_is_refused():
     with pytest.raises(UserError, match="model.quantize is int8, but must be nf4, fp4 or null with lora.init: pissa"):
         TaskFields(pretrained="model", lora=PISSA, quantize="int8")
@@ -213,30 +222,38 @@ def train_losses(run: RunFolder) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_runs_of_both_engines_and_a_change_between(recipe, tmp_path, quantize):
-    """Each engine takes up its own half way to the bit, and the other's; the export does what the last step does."""
-    changes, found = {**RUN, "model__init_args__quantize": quantize}, {}
-    for engine, other in (("torch", "jax"), ("jax", "torch")):
+def test_runs_resume_to_the_bit(recipe, tmp_path):
+    """Beside a quantised rest, which each start makes anew."""
+    found = {}
+    for engine in ("torch", "jax"):
         run = RunFolder(tmp_path / engine)
+        arguments = recipe(**RUN, trainer__default_root_dir=str(run.root), engine=engine)
+        assert main(["fit", *arguments]) == 0
+        found[engine] = train_losses(run)
+        files = run.resolve("last") / "model.safetensors", run.model / "adapter_model.safetensors"
+        before = [load_file(file) for file in files]
+        assert main(["fit", *arguments, "--ckpt_path", "2", "--overwrite", "true"]) == 0
+        assert train_losses(run) == found[engine]
+        for tensors, now in zip(before, map(load_file, files)):
+            assert tensors.keys() == now.keys()
+            assert all(torch.equal(now[name], value) for name, value in tensors.items())
+    assert len(found["torch"]) == 4 and found["torch"] == pytest.approx(found["jax"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_runs_change_engine_and_their_export_is_validated(recipe, tmp_path):
+    changes, found = {**RUN, "model__init_args__quantize": None}, {}
+    for engine, other in (("torch", "jax"), ("jax", "torch")):
+        run, again = RunFolder(tmp_path / engine), RunFolder(tmp_path / f"{engine}-again")
         arguments = {**changes, "trainer__default_root_dir": str(run.root)}
         assert main(["fit", *recipe(**arguments, engine=engine)]) == 0
         found[engine] = train_losses(run)
-        last = load_file(run.resolve("last") / "model.safetensors")
-        exported = load_file(run.model / "adapter_model.safetensors")
-        assert main(["fit", *recipe(**arguments, engine=engine), "--ckpt_path", "2", "--overwrite", "true"]) == 0
-        assert train_losses(run) == found[engine]
-        for before, now in ((last, run.resolve("last") / "model.safetensors"),
-                            (exported, run.model / "adapter_model.safetensors")):
-            now = load_file(now)
-            assert before.keys() == now.keys() and all(torch.equal(now[name], value) for name, value in before.items())
-        if quantize is None:  # what validates the export on the original base is what validated the run
-            loss = json.loads(run.metrics_json.read_text())["val/loss"]
-            again = {**arguments, "model__init_args__lora": None, "model__init_args__adapter": str(run.model),
-                     "trainer__default_root_dir": str(tmp_path / f"{engine}-again")}
-            assert main(["validate", *recipe(**again, engine=other)]) == 0
-            [other_run] = [RunFolder(tmp_path / f"{engine}-again")]
-            assert json.loads(other_run.metrics_json.read_text())["val/loss"] == pytest.approx(loss, rel=1e-4)
+        # On the original base the export has the loss that the run had at its end.
+        loss = json.loads(run.metrics_json.read_text())["val/loss"]
+        assert main(["validate", *recipe(**{
+            **arguments, "model__init_args__lora": None, "model__init_args__adapter": str(run.model),
+            "trainer__default_root_dir": str(again.root)}, engine=other)]) == 0
+        assert json.loads(again.metrics_json.read_text())["val/loss"] == pytest.approx(loss, rel=1e-4)
         assert main(["fit", *recipe(**arguments, engine=other), "--ckpt_path", "2", "--overwrite", "true"]) == 0
         assert train_losses(run) == pytest.approx(found[engine], rel=1e-4)
     assert found["torch"] == pytest.approx(found["jax"], rel=1e-4)

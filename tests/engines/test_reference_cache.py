@@ -109,7 +109,8 @@ def test_other_weights_have_references_of_their_own(llama_folder, tmp_path):
     assert facts(moved) == facts(llama_folder, loss="ipo", beta=0.3, reference="cache")
     lora = {"lora": LoRA(rank=4)}
     assert facts(moved, **lora) == facts(moved, lora=LoRA(rank=8))  # which change nothing before the first step
-    different = [facts(moved), facts(moved, "bf16-mixed"), facts(moved, seed=8), facts(moved, **lora),
+    pissa = [facts(moved, lora=LoRA(rank=rank, init="pissa")) for rank in (4, 8)]
+    different = [*pissa, facts(moved), facts(moved, "bf16-mixed"), facts(moved, seed=8), facts(moved, **lora),
                  facts(moved, quantize="nf4", **lora), facts(moved, config_overrides={"rms_norm_eps": 1e-3})]
     weights = moved / "model.safetensors"
     content = bytearray(weights.read_bytes())

@@ -168,8 +168,9 @@ def test_dropout_is_what_the_recipe_names(llama_folder):
 
 @pytest.mark.parametrize(("fields", "kind"), [
     ({"lora": LoRA(rank=4)}, "base"), ({"lora": LoRA(rank=4), "quantize": "nf4"}, "base"), ({}, "copy"),
-    ({"lora": LoRA(rank=4, modules_to_save=["lm_head"]), "reference": "copy"}, "copy")],
-    ids=["lora", "qlora", "full", "in full"])
+    ({"lora": LoRA(rank=4, modules_to_save=["lm_head"]), "reference": "copy"}, "copy"),
+    ({"lora": LoRA(rank=4, init="pissa")}, "copy")],
+    ids=["lora", "qlora", "full", "in full", "pissa"])
 def test_the_reference_is_the_network_before_training(llama_folder, pairs, fields, kind):
     task, batch = task_of(llama_folder, pairs, **fields)
     assert task.reference_kind == kind

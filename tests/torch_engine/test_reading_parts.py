@@ -21,6 +21,7 @@ from lmmods.torch_engine.callbacks.checkpoint import TORCH, FolderCheckpointIO
 from lmmods.torch_engine.compat.torch import imagined_processes
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
+from lmmods.torch_engine.nn.principal import PrincipalParts
 from lmmods.torch_engine.nn.sharding import load_into, local, placed_like, shard
 from lmmods.torch_engine.nn.stored import fill, read_shards, waiting
 from tests.forks import together
@@ -90,7 +91,8 @@ CONFIGS = {
 }
 NF4 = {"quantize": "nf4", "frozen": True}
 ADAPTERS = {"plain": LoRA(rank=2, targets="all-linear"), "dora": LoRA(rank=2, targets=["q_proj"], dora=True),
-            "in full": LoRA(rank=2, targets=["q_proj"], modules_to_save=["lm_head"])}
+            "in full": LoRA(rank=2, targets=["q_proj"], modules_to_save=["lm_head"]),
+            "pissa": LoRA(rank=2, init="pissa")}
 
 
 @pytest.fixture
@@ -122,8 +124,9 @@ def folder(tmp_path):
 
 def network(path: str, options: dict[str, Any], adapter: str | None, tokens: int, by_parts: bool) -> torch.nn.Module:
     """As `build_network` makes it."""
+    parts = PrincipalParts(ADAPTERS["pissa"]) if adapter == "pissa" else None
     model = load_pretrained(transformers.AutoModelForCausalLM, path, device=torch.device("cpu"), by_parts=by_parts,
-                            **options)
+                            before_quantising=parts and parts.rest, **options)
     if tokens:
         fill(model.get_input_embeddings())
         fill(model.get_output_embeddings())
@@ -131,7 +134,9 @@ def network(path: str, options: dict[str, Any], adapter: str | None, tokens: int
     torch.manual_seed(0)
     if adapter == "continued":
         return continue_adapter(model, str(Path(path).with_name("adapter")), torch.float32)
-    return add_lora(model, ADAPTERS[adapter], new, torch.float32, "CAUSAL_LM") if adapter else model
+    if adapter is None:
+        return model
+    return add_lora(model, ADAPTERS[adapter], new, torch.float32, "CAUSAL_LM", principal=parts)
 
 
 def states_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
@@ -257,6 +262,8 @@ def test_bases_of_all_kinds_are_read_by_parts(folder):
     together([[
         (paths["llama"], {}, None, 0), (paths["llama"], NF4, "dora", 0), (paths["llama"], NF4, "in full", 0),
         (paths["llama"], NF4, "plain", 3), (paths["llama"], NF4, "continued", 0),
+        (paths["llama"], NF4, "pissa", 0), (paths["gpt2"], NF4, "pissa", 0),
+        (paths["llama"], {"frozen": True}, "pissa", 0),
         (paths["tied"], NF4, "plain", 3), (paths["torch_file"], NF4, None, 0),
         (paths["tied"], {**NF4, "quantize": "fp4", "double_quant": False, "quant_storage": "float32"}, None, 0),
         (paths["gpt2"], NF4, None, 0), (paths["gpt2"], {}, None, 0), (paths["mixtral"], NF4, None, 0),
