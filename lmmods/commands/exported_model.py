@@ -49,8 +49,11 @@ class FinishedRun:
         model = model_block(run, command)
         options = model["init_args"]
         check_remote_code(options)
+        # A principal adapter is exported for the model itself; what was quantised beside it is another base.
+        is_principal = has_adapter and (options.get("lora") or {}).get("init") == "pissa"
         return cls(folder, has_adapter, options.get("pretrained"), options.get("config_overrides") or {},
-                   options.get("revision"), bool(options.get("trust_remote_code")), options.get("quantize"),
+                   options.get("revision"), bool(options.get("trust_remote_code")),
+                   None if is_principal else options.get("quantize"),
                    bool(options.get("double_quant", True)))
 
     def tokenizer(self):
@@ -146,7 +149,9 @@ def read_blocks(folder: RunFolder) -> tuple[TaskFields | None, DataFields | None
 def exported_fields(folder: RunFolder, model: Fields) -> Fields | None:
     """Return the fields that load the exported model/ of a run; None if there is none yet."""
     if (folder.model / SETTINGS).exists():
-        return replace(model, lora=None, adapter=str(folder.model))
+        # As in `FinishedRun.read`.
+        quantize = model.quantize if model.starts_at_base else None
+        return replace(model, lora=None, adapter=str(folder.model), quantize=quantize)
     if not (folder.model / "config.json").is_file():
         return None
     return replace(model, pretrained=str(folder.model), config=None, config_overrides=None, revision=None)

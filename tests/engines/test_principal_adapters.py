@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import operator
+from functools import partial
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from jax_engine.models import hub, loading
 from jax_engine.models import lora as adapters
 from jax_engine.models.quant import Quantized
 from lmmods.cli import main
+from lmmods.commands.exported_model import exported_fields
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
 from lmmods.core.settings import LoRA
@@ -200,11 +202,11 @@ def test_a_base_that_is_saved_quantised_is_refused(llama_folder, tmp_path):
         loading.load(hub.network(load_config(str(tmp_path)), "causal", lora=PISSA), str(tmp_path))
 
 
-@pytest.mark.parametrize("fields", [PreferenceFields, GRPOFields])
-def test_the_base_alone_is_no_reference(fields):
+@pytest.mark.parametrize("kind", [PreferenceFields, partial(GRPOFields, rewards=[{"name": "exact_match"}])])
+def test_the_base_alone_is_no_reference(kind):
     with pytest.raises(UserError, match=r"model.reference is base, but must be copy .* with lora.init: pissa"):
-        fields(pretrained="model", lora=PISSA, beta=0.1, reference="base")
-    assert fields(pretrained="model", lora=PISSA, beta=0.1).reference_kind == "copy"
+        kind(pretrained="model", lora=PISSA, beta=0.1, reference="base")
+    assert kind(pretrained="model", lora=PISSA, beta=0.1).reference_kind == "copy"
 
 
 def test_int8_is_refused():
@@ -222,7 +224,7 @@ def train_losses(run: RunFolder) -> list[float]:
 
 
 @pytest.mark.slow
-def test_runs_resume_to_the_bit(recipe, tmp_path):
+def test_runs_resume_to_the_bit(recipe, llama_folder, tmp_path):
     """Beside a quantised rest, which each start makes anew."""
     found = {}
     for engine in ("torch", "jax"):
@@ -238,6 +240,13 @@ def test_runs_resume_to_the_bit(recipe, tmp_path):
             assert tensors.keys() == now.keys()
             assert all(torch.equal(now[name], value) for name, value in tensors.items())
     assert len(found["torch"]) == 4 and found["torch"] == pytest.approx(found["jax"], rel=1e-4)
+    # Merged into the model itself, not into its codes.
+    assert main(["merge", "--run", str(run.root), "--out", str(tmp_path / "merged"), "--threshold", "1e-4"]) == 0
+    base, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (llama_folder, tmp_path / "merged"))
+    expected = PeftModel.from_pretrained(base, run.model).merge_and_unload().state_dict()
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(value, expected[name][:len(value)], rtol=0, atol=1e-5)
+    assert exported_fields(run, TaskFields(pretrained=str(llama_folder), lora=PISSA, quantize="nf4")).quantize is None
 
 
 @pytest.mark.slow
