@@ -196,6 +196,8 @@ def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) 
                 model["teacher"][key] = {"path": name}
                 if facts or reads_model:
                     model["teacher"][key] |= model_facts(name, None, key == "adapter", True)
+    if model.get("lora") and model["lora"].get("init") == "kaiming":  # the only way of older versions, which name none
+        model["lora"]["init"] = None
     if model.get("environment") is not None:
         model["environment"] = {"class": model["environment"], "content": facts.get("environment")}
     limit = tree["trainer"].get("limit_train_batches")

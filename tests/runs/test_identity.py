@@ -160,6 +160,10 @@ def test_an_adapter_that_comes_or_goes_is_one_line():
     with_one = tree(model__init_args__lora={"rank": 4, "alpha": 16.0})
     assert compared(tree(), with_one) == compared(with_one, tree()) == (["model.lora"], [])
     assert compared(with_one, tree(model__init_args__lora={"rank": 8, "alpha": 16})) == (["model.lora.rank"], [])
+    # As checkpoints are that name no first values.
+    assert compared(with_one, tree(model__init_args__lora={"rank": 4, "alpha": 16, "init": "kaiming"})) == ([], [])
+    principal = tree(model__init_args__lora={"rank": 4, "alpha": 16, "init": "pissa"})
+    assert compared(with_one, principal) == (["model.lora.init"], [])
 
 
 def test_logger_names_of_a_start_do_not_count():
