@@ -38,7 +38,8 @@ def is_hidden_matrix(name: str, num_dims: int) -> bool:
 
 # What comes before the layers, by names of transformers: embeddings with all that is applied to them alone. GPT-NeoX
 # calls its head embed_out; the first name of RoBERTa's tied embedding is that of its head.
-_EMBEDDING = re.compile(r"embed(?!_out)|\.(wte|wpe|w)\.|encoder\.(conv|LayerNorm)\.|lm_head\.decoder\.weight")
+_EMBEDDING = re.compile(r"embed(?!_out)|per_layer|\.(wte|wpe|w)\.|encoder\.(conv|LayerNorm)\.|"
+                        r"lm_head\.decoder\.weight")
 
 
 def num_layers(names: Iterable[str]) -> int:

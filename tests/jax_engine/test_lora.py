@@ -207,10 +207,11 @@ def test_dropout_is_on_the_adapters_input_alone(make_ref, dora):
 def _linears(network):
     from flax import nnx
 
+    from jax_engine.models.architecture import LayerKind
     from jax_engine.models.linear import Linear
     from jax_engine.models.network import Block
 
-    block = nnx.eval_shape(lambda: Block(network.arch, network.build, routed=False))
+    block = nnx.eval_shape(lambda: Block(network.arch, network.build, LayerKind()))
     return [node for _, node in nnx.iter_graph(block) if isinstance(node, Linear)]
 
 
