@@ -21,7 +21,7 @@ def programs(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     # pytest may know other modules by these names
     for name in ("data", "work", "pair", "table", "plans", "startup", "roofline", "rounds", "profiled", "xla_trace",
-                 "predicting"):
+                 "predicting", "tricks"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -103,6 +103,21 @@ def test_every_peer_can_be_made_and_started():
         assert (HERE / "peers" / f"{peer.environment}.txt").exists() and (WORKERS / peer.program).exists()
     for comparison in COMPARISONS:
         assert {comparison.against, *comparison.tuned} <= {*PEERS, "our torch"}
+
+
+def test_every_trick_is_one_of_a_recipe(capsys):
+    from tricks import TRICKS
+    from work import TASKS
+
+    from lmmods.cli import main
+
+    for trick in TRICKS:
+        module, data = TASKS[trick.work.task]
+        fields = {"model": module, "model.pretrained": "x", "data": data, "data.source": "x", "trainer.max_steps": "1",
+                  **({} if trick.work.method == "full" else {"model.lora.rank": "16"}), **trick.options}
+        arguments = [part for key, value in fields.items() for part in (f"--{key}", value.format(folder="f"))]
+        assert main(["fit", *arguments, "--print_config"]) == 0, trick.name
+    assert capsys.readouterr().err == ""
 
 
 def test_tuned_peers_do_the_same_work():
