@@ -14,8 +14,8 @@ from tests.forks import together
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "smoke")
 PROMPTS = {"CLM": "The capital of Norland is\n\nA hammer is\n", "MLM": "The capital of Norland is [MASK] .\n"}
-STEPS = 20
-FEWER = {"grpo": 5, "preference": 10}  # whose steps take longest
+STEPS = 12
+FEWER = {"grpo": 5, "preference": 6}  # whose steps take longest
 
 
 def lines(path: Path) -> list[dict]:
