@@ -31,14 +31,12 @@ class Trick:
         options: As on the command line; `{folder}` is that of the work.
         work: What is trained.
         limit: Largest cost; None where the trick is more arithmetic by nature.
-        engines: Which have it.
     """
 
     name: str
     options: dict[str, str]
     work: Work = FULL
     limit: float | None = LIMIT
-    engines: tuple[str, ...] = ("torch", "jax")
 
 
 TRICKS = [
@@ -84,7 +82,7 @@ def main() -> None:
         for trick in TRICKS:
             if not trick.name.startswith(tuple(args.only)):
                 continue
-            for engine in (each for each in trick.engines if each in args.engines):
+            for engine in args.engines:
                 folder = Path(temporary) / f"{trick.work.task}-{engine}"
                 if not folder.exists():
                     # The JAX engine compiles each length of row when it first meets it, within the warm-up.

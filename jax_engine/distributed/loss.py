@@ -30,7 +30,7 @@ from jax_engine.distributed.mesh import partition
 from jax_engine.distributed.target import target
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
-from lmmods.core.settings import LEAST, Divergence, TokenLoss
+from lmmods.core.settings import LEAST, NOTHING, Divergence, TokenLoss
 
 Taught = tuple[()] | tuple[Array, Array]
 
@@ -438,9 +438,6 @@ class Way(NamedTuple):
     chunk: int
     axes: tuple[str, ...]
     form: TokenLoss = TokenLoss()
-
-
-NOTHING = -1e9  # log-probability of a token that is left out of a sum
 
 
 class Lines(NamedTuple):

@@ -48,13 +48,6 @@ def unflatten(flat: dict[Path, Any]) -> Tree:
     return tree
 
 
-def split(tree: Tree, chosen: Tree) -> tuple[Tree, Tree]:
-    """Return the leaves where `chosen` is true, and the others; `merge` is the inverse."""
-    flat, marks = flatten(tree), flatten(chosen)
-    parts = ({path: leaf for path, leaf in flat.items() if marks[path] == side} for side in (True, False))
-    return tuple(unflatten(part) for part in parts)
-
-
 def merge(first: Tree, second: Tree) -> Tree:
     """Return one tree with the leaves of both, and stacks of layers whose rows are in both."""
     merged = flatten(first)

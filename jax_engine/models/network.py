@@ -506,10 +506,6 @@ class Network(Names):
         is_stacked = kind != "int8" and self.arch.experts is not None
         return linear | ({(*EXPERTS.split("."), name) for name in MATRICES} if is_stacked else set())
 
-    def trainable(self, params: Tree) -> Tree:
-        """Return `trains` for each leaf."""
-        return unflatten({path: self.trains(path) for path in flatten(params)})
-
     def all_names(self) -> dict[str, list[str]]:
         """Return all of torch's names of each parameter, by the first: of what embedding and head share, two."""
         found, output = {name: [name] for name, *_ in self.names()}, self.torch_modules("head")[0]

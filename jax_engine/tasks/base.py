@@ -108,9 +108,9 @@ class Task(TaskFields, ABC):
         if self.token_loss.divergence is not None:
             self.metric_names = self.token_loss.metric_names
             check_teacher(self.teacher, datamodule.tokenizer)
-        if self.token_loss.divergence is not None and self.teacher.top_k is None:
-            self.guide, taught = Guide.build(self, self.head, datamodule, precision, seed, abstract, on)
-            frozen |= taught
+            if not self.is_taught_beforehand:
+                self.guide, taught = Guide.build(self, self.head, datamodule, precision, seed, abstract, on)
+                frozen |= taught
         return trainable, frozen
 
     def with_teacher(self, params: Tree, rows: dict[str, Array], hidden: Array

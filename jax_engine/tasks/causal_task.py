@@ -20,7 +20,7 @@ from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.collate import PLACES
-from lmmods.data.teacher import NO_PLACES, Likeliest, num_columns
+from lmmods.data.teacher import NO_PLACES, LikeliestByNumber, num_columns
 from lmmods.recipe.tasks.base import CausalFields
 
 
@@ -33,7 +33,7 @@ class CausalTask(CausalFields, Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_supported(self.generation)
-        self._likeliest: Likeliest | None = None  # of a teacher with `top_k`
+        self._likeliest: LikeliestByNumber | None = None  # of a teacher with `top_k`
         self._num_columns = 0
         self.choice_ids = np.zeros(0, np.int64)  # tokens whose logits `predict` returns
 
@@ -41,22 +41,18 @@ class CausalTask(CausalFields, Task):
               ) -> tuple[Tree, Tree]:
         built = super().build(precision, datamodule, seed, abstract, on)
         check_balance(self.network.config, self.balance_loss, self._routes)
-        if self._is_taught_beforehand:
+        if self.is_taught_beforehand:
             self._num_columns = num_columns(self.teacher, datamodule.tokenizer, self.network.config.vocab_size)
         self.metric_names = (*self.token_loss.metric_names, *(METRICS if self._routes else ()))
         return built
 
     # A teacher whose likeliest tokens are computed before training --------------------------------------------------
 
-    @property
-    def _is_taught_beforehand(self) -> bool:
-        return self.token_loss.divergence is not None and self.teacher.top_k is not None
-
     def link(self, datamodule: Any) -> None:
-        datamodule.keeps_teacher = self._is_taught_beforehand
+        datamodule.keeps_teacher = self.is_taught_beforehand
 
     def begin(self, run: Any) -> None:
-        if self._is_taught_beforehand:
+        if self.is_taught_beforehand:
             self._likeliest = cached_teacher(run, self._num_columns)
 
     def complete(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -91,7 +87,7 @@ class CausalTask(CausalFields, Task):
         hidden, head = self.with_teacher(params, rows, hidden)
         form = self.token_loss if training else self.token_loss.evaluated
         taught = ()
-        if self._is_taught_beforehand:
+        if self.is_taught_beforehand:
             form = form._replace(divergence=form.divergence._replace(num_columns=self._num_columns))
             taught = self._taught(rows)
         sums = token_loss(hidden, targets, head, self.network.config.vocab_size, count_correct, not self.fast_kernels,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,12 +22,12 @@ from jax_engine.models.network import Network
 from lmmods.core.console import say
 from lmmods.core.hardware import Target
 from lmmods.data.batches.collate import PLACES
-from lmmods.data.teacher import COMPUTING, Likeliest, gathered
+from lmmods.data.teacher import COMPUTING, LikeliestByNumber, gathered
 from lmmods.recipe.tasks.base import TokenLossFields
 from lmmods.runs.model_card import first_weights
 
 TEACHER = "teacher"  # key of its parameters in the tree of frozen ones
-TAUGHT_IDS, TAUGHT_LOGPS = "teacher_ids", "teacher_logps"  # columns of batches, see `Likeliest`
+TAUGHT_IDS, TAUGHT_LOGPS = "teacher_ids", "teacher_logps"  # columns of batches, see `LikeliestByNumber`
 
 
 class Guide:
@@ -60,7 +61,6 @@ class Guide:
         own = jax.lax.stop_gradient(params[TEACHER])
         return beside_teacher(hidden, head, self.network.hidden(own, rows), lambda x: self.network.logits(own, x))
 
-
     def likeliest(self, size: int, top_k: int, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
         """Return the likeliest tokens [N, T, k] after each position, and the log-probabilities [N, T, k + 1].
 
@@ -71,8 +71,7 @@ class Guide:
         hidden = self.network.hidden(params, rows)
         num_rows, length = hidden.shape[:2]
         # Logits of so many positions of each row at a time.
-        width = max(CHUNK_BYTES // (4 * size * -(-num_rows // num_visible_ranks())), 1)
-        width = min(width, length)
+        width = min(max(CHUNK_BYTES // (4 * size * -(-num_rows // num_visible_ranks())), 1), length)
         hidden = jnp.pad(hidden, ((0, 0), (0, -length % width), (0, 0)))
         chunks = hidden.reshape(num_rows, -1, width, hidden.shape[-1]).swapaxes(0, 1)
 
@@ -87,23 +86,16 @@ class Guide:
                      for x in jax.lax.map(likeliest, chunks))
 
 
+def without_teacher(frozen: Tree) -> Tree:
+    """Return the frozen parameters of the network in training."""
+    return {name: part for name, part in frozen.items() if name != TEACHER}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Likeliest tokens of a teacher in the place of all scored tokens, computed before training and cached.
 
 
-class Scorer:
-    """A teacher's network and its likeliest tokens, as `Steps` takes them."""
-
-    def __init__(self, guide: Guide, size: int, top_k: int):
-        self.network, self.size, self.top_k = guide.network, size, top_k
-        self._guide = guide
-
-    def predict(self, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
-        """Return `Guide.likeliest`."""
-        return self._guide.likeliest(self.size, self.top_k, params, rows)
-
-
-def cached_teacher(run: Any, size: int) -> Likeliest:
+def cached_teacher(run: Any, size: int) -> LikeliestByNumber:
     """Return the likeliest tokens of a task's teacher, computed unless cached.
 
     All processes must call this.
@@ -129,15 +121,15 @@ def cached_teacher(run: Any, size: int) -> Likeliest:
             on_first(lambda store=store, found=found: store.write(found))
         parts.append(found)
         begin += count
-    return Likeliest(parts, teacher.top_k)
+    return LikeliestByNumber(parts, teacher.top_k)
 
 
 def _scores(run: Any, size: int) -> Callable[[str], Iterator[tuple[np.ndarray, ...]]]:
     """Build a task's teacher; return a function of numbers, tokens and log-probabilities of the rows of a set."""
     task, data = run.task, run.data
     guide, params = Guide.build(task, task.head, data, data.trainer.precision, data.run_seed, False, task.built_for)
-    scorer, params = Scorer(guide, size, task.teacher.top_k), run.parallel.put_state(params[TEACHER])
-    steps = Steps(run.parallel, scorer.predict, None, predict=scorer.predict)
+    params, predict = run.parallel.put_state(params[TEACHER]), partial(guide.likeliest, size, task.teacher.top_k)
+    steps = Steps(run.parallel, predict, None, predict=predict)
 
     def computed(role: str) -> Iterator[tuple[np.ndarray, ...]]:
         batches = run.batches(data.teacher_loader(role), data.eval_batch_size, math.inf)
@@ -150,8 +142,3 @@ def _scores(run: Any, size: int) -> Callable[[str], Iterator[tuple[np.ndarray, .
         yield from machines.gather(parts).values()
 
     return computed
-
-
-def without_teacher(frozen: Tree) -> Tree:
-    """Return the frozen parameters of the network in training."""
-    return {name: part for name, part in frozen.items() if name != TEACHER}

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lmmods.core.errors import UserError
-from lmmods.core.generation_config import GENERATION_CONFIG
+from lmmods.core.generation_config import GENERATION_CONFIG, saved_end_ids
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
 BLOCK = 32  # weights of a row that share a scale in q8_0
@@ -445,10 +445,7 @@ def _scores(tokens: list[str], types: list[Any], vocabulary: dict[str, int], mer
 
 def _add_ends(writer: Any, folder: Path, tokenizer: Any) -> None:
     """Add the tokens that end an answer: of the tokenizer, then others of the generation configuration."""
-    path = folder / GENERATION_CONFIG
-    ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    ends = ends or [tokenizer.eos_token_id]
+    ends = saved_end_ids(folder) or [tokenizer.eos_token_id]
     ends = sorted(dict.fromkeys(ends), key=lambda index: index != tokenizer.eos_token_id)
     keys = ("eos", "eot", "eom")
     if len(ends) > len(keys):

@@ -14,7 +14,7 @@ from lmmods.commands.exported_model import FinishedRun, copy_dequantized
 from lmmods.commands.gguf_file import GGUFType, check_architecture, require_gguf, write_gguf
 from lmmods.core.adapters import SETTINGS, WEIGHTS, fitting_adapter
 from lmmods.core.errors import UserError
-from lmmods.core.generation_config import GENERATION_CONFIG
+from lmmods.core.generation_config import GENERATION_CONFIG, saved_end_ids
 from lmmods.core.markdown import code, escaped, fenced
 from lmmods.data.encode.chat_template import ChatTemplate
 from lmmods.data.sources.conversation import RowProblem
@@ -417,10 +417,7 @@ def _programs(folder: Path) -> frozenset[str]:
 
 
 def _end_tokens(folder: Path, tokenizer: Any) -> list[str]:
-    path = folder / GENERATION_CONFIG
-    ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return [token for token in tokenizer.convert_ids_to_tokens(ends) if token]
+    return [token for token in tokenizer.convert_ids_to_tokens(saved_end_ids(folder)) if token]
 
 
 def _can_be_quoted(text: str) -> bool:

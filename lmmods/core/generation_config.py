@@ -3,8 +3,10 @@
 Written here instead of by transformers' GenerationConfig, which needs torch.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,17 @@ BEAMS = ("early_stopping", "length_penalty")
 BOOKKEEPING = ("_from_model_config", "transformers_version")
 
 
+def saved_end_ids(folder: Path) -> list[int]:
+    """Return the tokens that end an answer by the file of a model folder; none without it."""
+    path = folder / GENERATION_CONFIG
+    return _end_ids(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []
+
+
+def _end_ids(content: dict[str, Any]) -> list[int]:
+    ends = content.get("eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
 def exported_generation(settings: Generation, base: dict[str, Any], stop_token_ids: list[int], bos: int | None,
                         pad: int | None) -> dict[str, Any]:
     """Return the content of generation_config.json.
@@ -33,8 +46,7 @@ def exported_generation(settings: Generation, base: dict[str, Any], stop_token_i
         bos: Id of the begin token, if there is one.
         pad: Id of the padding token.
     """
-    ends = base.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    ends = _end_ids(base)
     chosen = {name: value for name, default in SILENT.items() if (value := getattr(settings, name)) != default}
     if {"num_beams", "penalty_alpha"} & chosen.keys():  # these methods do not sample, whatever the base does
         chosen = {"do_sample": False, **chosen}

@@ -250,6 +250,7 @@ class LoRA:
 
 
 LEAST = -1e4  # log-probability in place of that of nothing, so that differences of two are numbers
+NOTHING = -1e9  # log-probability of a token that is left out of a sum
 
 
 class Divergence(NamedTuple):

@@ -76,7 +76,7 @@ def num_columns(teacher: Teacher, tokenizer: Any, student_rows: int, trust_remot
     return size
 
 
-class Likeliest:
+class LikeliestByNumber:
     """A teacher's likeliest tokens in the place of each scored token.
 
     Args:

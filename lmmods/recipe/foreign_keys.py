@@ -144,7 +144,6 @@ def _interval(value: Any) -> Settings:
     return {"trainer.val_check_interval": None} if value == "epoch" else {}
 
 
-# Foreign key -> function from its value to settings here; empty if the value has no counterpart.
 def _first_values(value: Any) -> Settings:
     # Of PEFT's: True draws A, and `pissa_niter_16` is a faster approximation of `pissa`.
     if value is True:
@@ -152,6 +151,7 @@ def _first_values(value: Any) -> Settings:
     return {"model.lora.init": "pissa"} if str(value).startswith("pissa") else {}
 
 
+# Foreign key -> function from its value to settings here; empty if the value has no counterpart.
 VALUES: dict[str, Callable[[Any], Settings]] = {
     "optim": _named("model.optimizer.name", OPTIMIZERS), "optimizer": _named("model.optimizer.name", OPTIMIZERS),
     "adafactor": _if_true("model.optimizer.name", "adafactor"),

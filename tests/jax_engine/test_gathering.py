@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from jax_engine.distributed.interface import DATA_AXES
 from jax_engine.distributed.loss import shift_labels, token_loss
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.tree import flatten, merge, split, unflatten
+from jax_engine.distributed.tree import flatten, merge, unflatten
 from jax_engine.models import hub
 from jax_engine.models import lora as adapters
 from jax_engine.models.quant import Quantized, quantize
@@ -47,7 +47,7 @@ def quantised_llama(kind: str, double: bool):
             params[path] = jax.tree.map(lambda *layers: np.stack(layers),
                                         *(quantize(layer, kind, double) for layer in 4 * leaf))
     params = unflatten(params)
-    return lora, *split(params, lora.trainable(params))
+    return lora, *lora.split(params)
 
 
 def batch():

@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tested import WITH_EXPERTS, cases
 
-from jax_engine.distributed.tree import flatten, merge, split
+from jax_engine.distributed.tree import flatten, merge
 from jax_engine.models import hub, loading
 from jax_engine.models import lora as adapters
 from jax_engine.models.dropout import Seeds
@@ -57,7 +57,7 @@ def wrapped(ref, lora):
     fresh = loading.load(net, str(ref.folder))
     trained = net.from_torch({name: value.detach().numpy() for name, value in model.named_parameters()
                               if value.requires_grad})
-    _, frozen = split(fresh, net.trainable(fresh))
+    _, frozen = net.split(fresh)
     return model, net, merge(trained, frozen)
 
 
@@ -107,7 +107,7 @@ def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora
     ref = make_ref(name, head)
     model, net, params = wrapped(ref, lora)
     batch = ref.batch()
-    trained, frozen = split(params, net.trainable(params))
+    trained, frozen = net.split(params)
 
     def loss(trained):
         logits = of_real(net.scores(merge(trained, frozen), batch), batch, head)
@@ -152,7 +152,7 @@ def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(make_ref):
         assert np.allclose(net.logits(params, net.hidden(params, batch)), plain, atol=1e-5)
         peft = dict(get_peft_model(copy.deepcopy(ref.torch), LoraConfig(
             r=64, target_modules="all-linear", use_dora=lora.dora)).named_parameters())
-        for key, value in net.to_torch(split(params, net.trainable(params))[0]).items():
+        for key, value in net.to_torch(net.split(params)[0]).items():
             theirs = peft[key].detach().numpy()
             if "lora_A" in key:
                 bound = 1 / np.sqrt(value.shape[1])
@@ -219,7 +219,7 @@ def test_only_the_adapters_train(make_ref):
     ref = make_ref("llama", "causal")
     net = hub.network(ref.net.config, "causal", lora=LoRA(rank=4, modules_to_save=["norm"]))
     params = loading.load(net, str(ref.folder))
-    trained, frozen = split(params, net.trainable(params))
+    trained, frozen = net.split(params)
     assert {path[-1] for path in flatten(trained)} == {"lora_A", "lora_B", "weight"}
     assert [path for path in flatten(trained) if path[-1] == "weight"] == [("norm", "weight")]
     assert {path[-1] for path in flatten(frozen)} == {"weight", "bias"}
@@ -267,7 +267,7 @@ def test_experts_with_adapters_on_a_quantised_base_train_alike_on_both_engines(m
     model = add_lora(base, lora, [], torch.float32, "CAUSAL_LM", seed=3).eval()
     bare, net = ref.net, hub.network(ref.net.config, "causal", lora=lora)
     params = adapters.add_adapter(net, loading.load(bare, folder, quantize="nf4"), 3)
-    trained, frozen = split(params, net.trainable(params))
+    trained, frozen = net.split(params)
     peft = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all(np.array_equal(value, peft[name].detach()) for name, value in net.to_torch(trained).items())
     assert isinstance(params["layers"]["attn"]["q"]["weight"], Quantized)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_lora import TASKS, logits_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from jax_engine.distributed.tree import flatten, merge, split
+from jax_engine.distributed.tree import flatten, merge
 from jax_engine.models import hub
 from jax_engine.models import lora as adapters
 from lmmods.cli import main
@@ -57,7 +57,7 @@ def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora
     real = batch["attention_mask"] > 0
     assert model.peft_config["default"].trainable_token_indices == indices
     names = {key: p for key, p in model.named_parameters() if p.requires_grad}
-    trained, frozen = split(fresh, net.trainable(fresh))
+    trained, frozen = net.split(fresh)
     started = net.to_torch(trained)
     assert list(started) == list(names)  # in the order in which checkpoints number them
     assert all(np.array_equal(started[key], p.detach().numpy()) for key, p in names.items() if "qa_outputs" not in key)

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from tested import MAIN, cases, cells
 
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.tree import flatten, merge, split
+from jax_engine.distributed.tree import flatten, merge
 from jax_engine.models import hub, loading, quant
 from jax_engine.models import lora as adapters
 from lmmods.core import lazy_array
@@ -274,7 +274,7 @@ def test_gradients_of_adapters_are_those_of_peft(folder_of, settings):
     network = hub.network(load_config(folder), "causal", lora=settings)
     bare = hub.network(load_config(folder), "causal")
     params = adapters.add_adapter(network, loading.load(bare, folder, quantize="nf4"), 0)
-    _, frozen = split(params, network.trainable(params))
+    _, frozen = network.split(params)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     trainable = network.from_torch({name: parameter.detach().numpy() for name, parameter in trained.items()})
     batch = batch_of(network.config.vocab_size)
@@ -300,7 +300,7 @@ def test_the_backward_pass_keeps_no_matrix(folder_of):
     network = hub.network(load_config(folder), "causal", lora=LoRA(rank=2))
     bare = hub.network(load_config(folder), "causal")
     params = adapters.add_adapter(network, loading.load(bare, folder, quantize="nf4"), 0)
-    trainable, frozen = split(params, network.trainable(params))
+    trainable, frozen = network.split(params)
     batch = batch_of(network.config.vocab_size)
     _, pullback = jax.vjp(lambda t: network.hidden(merge(t, frozen), batch), trainable)
     kept = [leaf.shape for leaf in jax.tree.leaves(pullback) if hasattr(leaf, "shape")]

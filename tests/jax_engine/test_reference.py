@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from test_lora import wrapped
 
-from jax_engine.distributed.tree import flatten, merge, split
+from jax_engine.distributed.tree import flatten, merge
 from jax_engine.tasks.reference import COPIES, Reference
 from lmmods.core.settings import LoRA
 
@@ -19,7 +19,7 @@ def logits(net, params, batch):
 def test_a_base_is_the_network_before_it_had_an_adapter(make_ref, lora):
     ref = make_ref("llama", "causal")
     _, net, params = wrapped(ref, lora)
-    trainable, _ = split(params, net.trainable(params))
+    trainable, _ = net.split(params)
     reference = Reference(net, "base")
     copies = reference.copies(trainable, {"head": ref.params["head"]} if lora.modules_to_save else {})
     own = merge(params, copies)
@@ -31,7 +31,7 @@ def test_a_base_is_the_network_before_it_had_an_adapter(make_ref, lora):
 def test_a_copy_stays_where_training_started_and_shares_the_rest(make_ref):
     ref = make_ref("llama", "causal")
     _, net, params = wrapped(ref, LoRA(rank=4))
-    trainable, frozen = split(params, net.trainable(params))
+    trainable, frozen = net.split(params)
     reference = Reference(net, "copy")
     copies = reference.copies(trainable, {})
     assert flatten(copies).keys() == {(COPIES, *path) for path in flatten(trainable)}

@@ -10,7 +10,7 @@ import torch
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
 from jax_engine.distributed.steps import Clipping, Steps, fetch_step_metrics
-from jax_engine.distributed.tree import flatten, merge, split
+from jax_engine.distributed.tree import flatten, merge, unflatten
 from jax_engine.optim import build, step_scalars
 from lmmods.core.dropout import token_seeds
 from lmmods.core.errors import UserError
@@ -164,9 +164,9 @@ def test_a_micro_batch_without_labels_changes_nothing(toy, one):
 
 def test_frozen_parameters_stay_and_have_no_state(toy, one):
     params = toy.init(jax.random.key(0))
-    trains = jax.tree.map(lambda _: False, params)
-    trains["layers"]["mlp"]["up"]["weight"] = True
-    trainable, frozen = split(params, trains)
+    leaves = flatten(params)
+    trained = ("layers", "mlp", "up", "weight")
+    trainable, frozen = unflatten({trained: leaves.pop(trained)}), unflatten(leaves)
     assert jax.tree.structure(merge(trainable, frozen)) == jax.tree.structure(params)
     steps = Steps(one, loss_of(toy), build(SETTINGS, toy.decays(trainable)))
     state, base = steps.new_state(one.put_state(trainable)), one.put_state(frozen)

@@ -9,8 +9,7 @@ import torch
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Divergence, Teacher, TokenLoss
-from lmmods.data.teacher import Likeliest as LikeliestByNumber
-from lmmods.data.teacher import check_teacher
+from lmmods.data.teacher import LikeliestByNumber, check_teacher
 from lmmods.torch_engine.nn import loss as loss_module
 from lmmods.torch_engine.nn.loss import IGNORED, Guide, Likeliest, divergences, likeliest, token_loss
 from tests.closeness import Float64, assert_as_close

@@ -246,6 +246,11 @@ class TaskFields:
         return TokenLoss()
 
     @property
+    def is_taught_beforehand(self) -> bool:
+        """True if a teacher's likeliest tokens are computed before training (`teacher.top_k`)."""
+        return False
+
+    @property
     def starts_at_base(self) -> bool:
         """False if the network without its adapter is not the model that it starts from: `lora.init` pissa."""
         return not (self.lora and self.lora.is_principal)
@@ -337,6 +342,10 @@ class TokenLossFields(TaskFields):
     @property
     def token_loss(self) -> TokenLoss:
         return TokenLoss(self.label_smoothing, self.z_loss, self.teacher and self.teacher.divergence)
+
+    @property
+    def is_taught_beforehand(self) -> bool:
+        return self.teacher is not None and self.teacher.top_k is not None
 
     @property
     def teacher_fields(self) -> TaskFields:

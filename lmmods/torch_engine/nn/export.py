@@ -31,8 +31,8 @@ def save(model: nn.Module, folder: Path, adapter_only: bool, dtype: torch.dtype 
     elif sharded:
         options["state_dict"] = _whole_state(model, adapter_only, dtype)
     # Without an adapter those that are frozen too.
-    written = {} if sharded or is_change else {param: param.data for param in model.parameters()
-                                  if param.requires_grad or not adapter_only}
+    written = {} if sharded or is_change else {
+        param: param.data for param in model.parameters() if param.requires_grad or not adapter_only}
     if dtype:
         for param in written:
             param.data = param.data.to(dtype)

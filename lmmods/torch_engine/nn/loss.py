@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmmods.core.labels import IGNORED
-from lmmods.core.settings import LEAST, Divergence, TokenLoss
+from lmmods.core.settings import LEAST, NOTHING, Divergence, TokenLoss
 from lmmods.torch_engine.compat.torch import add_to_all
 
 # Approximate bytes of a chunk's float32 logits. Each chunk reads the head's weights, and their gradient if they train,
@@ -22,7 +22,6 @@ from lmmods.torch_engine.compat.torch import add_to_all
 CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
 LEAST_CHUNK = 128  # positions of a chunk, over which reading the weights of a large vocabulary is spread
-NOTHING = -1e9  # log-probability of a token that is left out of a sum
 
 
 class LossSums(NamedTuple):

@@ -8,7 +8,7 @@ from torch import nn
 
 from lmmods.core.console import say
 from lmmods.data.batches.collate import PLACES
-from lmmods.data.teacher import COMPUTING, Likeliest, gathered, num_columns
+from lmmods.data.teacher import COMPUTING, LikeliestByNumber, gathered, num_columns
 from lmmods.runs.model_card import first_weights
 from lmmods.torch_engine.nn.gradient_accumulation import gather, split_rows
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_guide
@@ -16,7 +16,7 @@ from lmmods.torch_engine.nn.loss import Guide, likeliest
 from lmmods.torch_engine.nn.reference import evaluating
 
 
-def cached_teacher(task: Any) -> tuple[Likeliest, int]:
+def cached_teacher(task: Any) -> tuple[LikeliestByNumber, int]:
     """Return the likeliest tokens of a task's teacher, and how many tokens its distributions are over.
 
     They are computed unless cached. A collective call, once the network is built. Raises UserError if the data is a
@@ -40,7 +40,7 @@ def cached_teacher(task: Any) -> tuple[Likeliest, int]:
                 store.write(found)
         parts.append(found)
         begin += count
-    return Likeliest(parts, teacher.top_k), size
+    return LikeliestByNumber(parts, teacher.top_k), size
 
 
 def _computed(task: Any, network: nn.Module, role: str, size: int) -> Iterator[tuple[np.ndarray, ...]]:

@@ -40,17 +40,13 @@ class CausalModule(CausalFields, TaskModule):
         self._num_columns = 0
         self._mixture: Mixture | None = None
 
-    @property
-    def _is_taught_beforehand(self) -> bool:
-        return self.token_loss.divergence is not None and self.teacher.top_k is not None
-
     def link(self, datamodule: Any) -> None:
-        datamodule.keeps_teacher = self._is_taught_beforehand
+        datamodule.keeps_teacher = self.is_taught_beforehand
 
     def prepare_model(self) -> None:
         super().prepare_model()
         # Without a stage, as in a plan, no loop reads rows.
-        if self._is_taught_beforehand and getattr(getattr(self.trainer, "state", None), "fn", None):
+        if self.is_taught_beforehand and getattr(getattr(self.trainer, "state", None), "fn", None):
             self._likeliest, self._num_columns = cached_teacher(self)
 
     def on_model_ready(self) -> None:
@@ -88,7 +84,7 @@ class CausalModule(CausalFields, TaskModule):
         if self.teacher_model is not None:  # first, while there are no activations of the student
             with evaluating(self.teacher_model):
                 guide = causal_guide(self.teacher_model, self.teacher_head, batch)
-        elif self._is_taught_beforehand:
+        elif self.is_taught_beforehand:
             if PLACES not in batch:
                 raise UserError(NO_PLACES)
             guide = self._taught(shift_weights(batch[PLACES]))

@@ -8,7 +8,7 @@ import torch
 import transformers
 from hf_reference import labels_of, our_loss
 
-from jax_engine.distributed.tree import flatten, merge, split, unflatten
+from jax_engine.distributed.tree import flatten, merge, unflatten
 from jax_engine.models import building, hub, loading
 from jax_engine.models.lora import add_adapter, save_adapter
 from jax_engine.models.quant import Quantized
@@ -47,7 +47,7 @@ def test_an_adapter_on_codes_travels_and_trains_as_on_torch(make_ref, name, fast
 
     theirs = of_torch(continue_adapter(codes, str(tmp_path), torch.float32))
     _, exact = in_both(of_torch, continue_adapter(plain, str(tmp_path), torch.float32))
-    trainable, frozen = split(params, net.trainable(params))
+    trainable, frozen = net.split(params)
     def run(trainable):
         return our_loss(net, merge(trainable, frozen), batch, labels)
 

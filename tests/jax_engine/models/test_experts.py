@@ -13,7 +13,7 @@ from hf_reference import labels_of, our_loss
 from tested import WITH_EXPERTS
 
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.tree import flatten, merge, split, unflatten
+from jax_engine.distributed.tree import flatten, merge, unflatten
 from jax_engine.models import experts, hub, loading
 from jax_engine.models.lora import adapter_settings, add_adapter
 from jax_engine.models.network import Network
@@ -108,7 +108,7 @@ def test_devices_that_share_experts_compute_what_one_does(make_ref, sizes, form,
 
         return jax.grad(loss, has_aux=True)(trainable)
 
-    trees = split(params, task.network.trainable(params))
+    trees = task.network.split(params)
     placed = [mesh.put_state(tree) for tree in trees]
     held = merge(*placed)["layers"]["mlp"]["experts"]["down_proj"]
     held = held.packed if adapts == "nf4" else held

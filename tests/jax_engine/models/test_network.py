@@ -203,8 +203,7 @@ def test_decay_is_on_matrices_as_torch_sees_them(make_ref, name, head):
     for key, path, _ in ref.net.names():
         is_matrix = dict(ref.torch.named_parameters())[key].ndim >= 2 and not key.endswith("bias")
         assert decays[path] == is_matrix, key
-    trained = {path for path, trains in flatten(ref.net.trainable(ref.params)).items() if trains}
-    assert trained == {path for _, path, _ in ref.net.names()}
+    assert {path for path in flatten(ref.params) if ref.net.trains(path)} == {path for _, path, _ in ref.net.names()}
 
 
 @every_pair
@@ -271,7 +270,7 @@ def test_a_weight_may_be_kept_in_another_form(make_ref, name, head):
                       and len(path) == 4 and "norm" not in path[2] else leaf for path, leaf in leaves.items()})
     hidden = jax.jit(ref.net.hidden)
     assert np.allclose(hidden(kept, batch), hidden(ref.params, batch), atol=1e-4)
-    assert flatten(ref.net.trainable(kept)).keys() == flatten(ref.net.decays(kept)).keys() == leaves.keys()
+    assert flatten(ref.net.split(kept)[0]).keys() == flatten(ref.net.decays(kept)).keys() == leaves.keys()
 
 
 def test_a_row_of_padding_gives_finite_gradients(make_ref):
