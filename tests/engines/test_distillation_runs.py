@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
 from tests.finished_runs import assert_same_run, rows
 
+ROOT = Path(__file__).parents[2]
 BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
         "num_attention_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
 
@@ -99,3 +101,18 @@ def test_engines_agree_on_a_masked_lm_with_a_teacher(recipe, tmp_path, capsys):
                                                      "tokenizer": "demo/bert"}}), "--parity", "true"]) == 0
     said = capsys.readouterr().out
     assert "Parity: pass" in said and said.count(": pass, tolerance") == 3
+
+
+@pytest.mark.slow
+def test_a_teacher_with_an_adapter_is_quantised_alike(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    adapter = ["--model.teacher.adapter", "demo/llama_sft"]
+    found = {}
+    for name, options in (("torch", adapter), ("jax", ["--engine", "jax", *adapter]), ("without", [])):
+        run = RunFolder(tmp_path / name)
+        assert main(["fit", "--config", "configs/distill.yaml", *options, "--model.teacher.quantize", "nf4",
+                     "--trainer.logger", "null", "--trainer.max_steps", "2", "--trainer.log_every_n_steps", "1",
+                     "--trainer.limit_val_batches", "1", "--trainer.default_root_dir", str(run.root)]) == 0
+        found[name] = [row["train/divergence"] for row in rows(run)]
+    assert found["jax"] == pytest.approx(found["torch"], rel=1e-4)
+    assert found["torch"][0] != pytest.approx(found["without"][0], rel=1e-2)
