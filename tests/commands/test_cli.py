@@ -215,7 +215,7 @@ def test_print_config_leaves_out_what_it_is_told_to(recipe, capsys):
     content = yaml.safe_load(printed)
     assert content["checkpoint"] == {"every_n_steps": 2} and "samples" not in content and "null" not in printed
     assert content["model"]["init_args"]["lora"] == {"rank": 4, "alpha": 16.0, "dropout": 0.1, "targets": "all-linear",
-                                                     "dora": False, "rslora": False}
+                                                     "dora": False, "rslora": False, "init": "kaiming"}
     assert main(["fit", *recipe(), "--print_config=skip_all"]) == 2
     assert "takes skip_null and skip_default" in capsys.readouterr().err
 

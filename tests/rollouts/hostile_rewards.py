@@ -94,10 +94,12 @@ def returns_twice(completions, **_):
 def starts_others(completions, **_):
     """A child, a child of it in a session of its own, whose parent ends, and a program without its output."""
     if os.fork() == 0:
-        if os.fork() == 0:
+        if (child := os.fork()) == 0:
             os.setsid()
-            note(os.getpid())
             time.sleep(1000)
+        while os.getsid(child) != child:
+            time.sleep(0.01)
+        note(child)
         os._exit(0)
     os.wait()
     note(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True).pid)
