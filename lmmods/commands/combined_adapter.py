@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lmmods.commands.exported_model import FinishedRun
 from lmmods.core.adapters import SETTINGS, WEIGHTS, adapter_config, fitting_adapter
 from lmmods.core.errors import UserError
+from lmmods.runs.eval_results import FOLDER as EVAL_RESULTS
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.inside import fresh_folder
 
@@ -107,7 +108,7 @@ def combine(runs: list[FinishedRun], combination: Combination, root: Path) -> Fi
         model.add_weighted_adapter(names, combination.weights or [1 / len(runs)] * len(runs), "combined",
                                    combination.method, density=combination.density)
     exported = fresh_folder(root) / "model"
-    others = shutil.ignore_patterns(SETTINGS, WEIGHTS, "README.md", "*.png")
+    others = shutil.ignore_patterns(SETTINGS, WEIGHTS, "README.md", "*.png", EVAL_RESULTS)
     shutil.copytree(first.folder.model, exported, ignore=others)
     shutil.copyfile(first.folder.config, root / first.folder.config.name)
     written = exported / "combined"

@@ -100,7 +100,8 @@ def _check_left(folder: RunFolder, manifest: Manifest, findings: Findings) -> No
     _tell(wrong, "", findings)
     if not wrong:
         findings.add("ok", f"{len(files)} files that the run left at step {manifest.end['step']}, model/ among them")
-    if foreign := sorted(files_in(folder.model) - {OWNER} - {name.removeprefix("model/") for name in files}):
+    if foreign := sorted(files_in(folder.model) - {OWNER} - folder.files.inside("model")
+                         - {name.removeprefix("model/") for name in files}):
         findings.add("note", f"in model/, but of no run: {', '.join(foreign[:SHOWN])}")
 
 

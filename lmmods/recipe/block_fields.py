@@ -95,6 +95,35 @@ class MMLUFields:
                 "a word without a slash")
 
 
+@dataclass
+class BenchmarkScore:
+    """A metric of the run as a score on the leaderboard of a benchmark.
+
+    Args:
+        metric: Name in metrics.json, such as test/exact_match; those of the command evaluate begin with eval/.
+        dataset: Hub id of the benchmark.
+        task: The benchmark's name of the task, `task_id` in its eval.yaml.
+        revision: Commit of the benchmark that was used.
+        scale: Factor between the metric and the score, such as 100 for a share that is wanted in per cent.
+        notes: How it was measured, in a few words.
+    """
+
+    metric: str
+    dataset: str
+    task: str
+    revision: str | None = None
+    scale: float = 1.0
+    notes: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.metric.startswith(("val/", "test/", "mmlu/", "eval/")), "publish.eval_results.metric", self.metric,
+                "a metric of validation, test, mmlu or evaluate: val/..., test/..., mmlu/... or eval/...")
+        require("/" in self.dataset and bool(HUB_ID.fullmatch(self.dataset)), "publish.eval_results.dataset",
+                self.dataset, "owner/name")
+        require(bool(self.task.strip()), "publish.eval_results.task", repr(self.task), "the name of a task")
+        require(0 < self.scale < float("inf"), "publish.eval_results.scale", self.scale, "more than 0")
+
+
 @dataclass(eq=False, repr=False)
 class PublishFields:
     """Upload model/ with its card. The token is huggingface_hub's own: $HF_TOKEN, or what `hf auth login` has stored.
@@ -108,12 +137,16 @@ class PublishFields:
         when: `end` uploads what the finished run exports; `save` also the model of each checkpoint, in the background,
             leaving one out while the upload before it is under way.
         license: License in the card, as the hub names them (apache-2.0, mit, ...).
+        eval_results: Metrics that are scores on benchmarks of the hub, a list of mappings `metric`, `dataset`, `task`
+            and optionally `revision`, `scale`, `notes`. They are written into .eval_results/ of model/, from where the
+            hub takes them for the page of the model and the leaderboard of the benchmark.
     """
 
     repo: str | None = None
     private: bool = True
     when: Literal["end", "save"] = "end"
     license: str | None = None
+    eval_results: list[BenchmarkScore] | None = None
 
     def __post_init__(self) -> None:
         require(self.repo is None or "/" in self.repo and bool(HUB_ID.fullmatch(self.repo)), "publish.repo", self.repo,

@@ -234,10 +234,14 @@ def _filled_value(value: Any, hint: Any) -> Any:
     if isinstance(value, dict) and (kind := block_in(hint)):
         return filled(kind, value)
     if isinstance(value, list):
-        inner = next((get_args(each)[0] for each in members(hint) if get_origin(each) is list), Any)
-        return [_filled_value(each, inner) for each in value]
+        return [_filled_value(each, _items_of(hint)) for each in value]
     # A whole number may be given where the type is a number.
     return float(value) if type(value) is int and float in members(hint) and int not in members(hint) else value
+
+
+def _items_of(hint: Any) -> Any:
+    """Return the type of what a list holds."""
+    return next((get_args(each)[0] for each in members(hint) if get_origin(each) is list), Any)
 
 
 def objects(kind: type, given: dict[str, Any]) -> dict[str, Any]:
@@ -248,13 +252,13 @@ def objects(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     """
     keys = keys_of(kind)
 
-    def made(value: Any, inner: type | None) -> Any:
+    def made(value: Any, hint: Any) -> Any:
         if isinstance(value, list):
-            return [made(each, inner) for each in value]
-        return inner(**objects(inner, value)) if inner and isinstance(value, dict) else value
+            return [made(each, _items_of(hint)) for each in value]
+        inner = block_in(hint) if isinstance(value, dict) else None
+        return inner(**objects(inner, value)) if inner else value
 
-    return {name: made(_filled_value(value, keys[name].type), block_in(keys[name].type))
-            for name, value in given.items()}
+    return {name: made(_filled_value(value, keys[name].type), keys[name].type) for name, value in given.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -508,9 +512,7 @@ class Reader:
         """Check the mappings in a list that may contain blocks."""
         if not isinstance(value, list):
             return read
-        kind = next(filter(None, (block_in(get_args(each)[0]) for each in members(hint) if get_origin(each) is list)),
-                    None)
-        if kind is None:
+        if (kind := block_in(_items_of(hint))) is None:
             return read
         return [self._value(each, kind, key, layer, None) if isinstance(each, dict) else now
                 for each, now in zip(value, read, strict=True)]
@@ -615,7 +617,7 @@ class Reader:
         if LEFT in options.values():
             return None
         for key, value in values.items():
-            inner = block_in(keys[key].type)
+            inner = block_in(_items_of(keys[key].type) if isinstance(value, list) else keys[key].type)
             parts = value if isinstance(value, list) else [value]
             if inner and any(isinstance(each, dict) for each in parts):
                 made = [self._object(inner, keys[key].name, each) if isinstance(each, dict) else each for each in parts]

@@ -13,7 +13,7 @@ from typing import Any
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.recipe.files import as_yaml
+from lmmods.recipe.files import as_yaml, read_recipe
 from lmmods.recipe.values import check_ckpt_path
 from lmmods.runs.atomic import (
     REPLACED,
@@ -27,7 +27,8 @@ from lmmods.runs.atomic import (
 )
 from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
 from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_places, place_of, refuse_foreign
-from lmmods.runs.inside import check_links, delete, fresh_folder
+from lmmods.runs.eval_results import eval_results
+from lmmods.runs.inside import check_links, delete, fresh_folder, inside
 from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.lock import FolderLock
 from lmmods.runs.repair import mended_numbers
@@ -280,9 +281,17 @@ class RunFolder:
             write_json(self.root / name, content)
 
     def merge_metrics(self, metrics: dict[str, float]) -> None:
-        """Merge final numbers into metrics.json."""
+        """Merge final numbers into metrics.json, and after the end of the run into the scores beside its model."""
         self.files.claim("metrics.json")
-        write_json(self.metrics_json, {**mended_numbers(self.metrics_json), **metrics})
+        merged = {**mended_numbers(self.metrics_json), **metrics}
+        write_json(self.metrics_json, merged)
+        if self.completed.exists() and self.config.is_file():
+            files, _ = eval_results(read_recipe(self.config).get("publish") or {}, merged)
+            self.files.claim(*(f"model/{name}" for name in files))
+            for name, text in files.items():
+                path = inside(self.model, name)
+                path.parent.mkdir(exist_ok=True)
+                write_text(path, text)
 
     def write_predictions(self, found: Any) -> str:
         """Write `rows`, `files` and `scores` of predict. Returns a message for the user."""

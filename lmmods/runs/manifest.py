@@ -28,6 +28,7 @@ from lmmods.core.hardware import processor, variables
 from lmmods.core.redaction import redacted
 from lmmods.core.versions import code_version, installed_packages, python_version
 from lmmods.runs.atomic import write_json
+from lmmods.runs.eval_results import FOLDER as EVAL_RESULTS
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.model_card import described_model
 
@@ -110,7 +111,9 @@ def end_manifest(folder: RunFolder, step: int) -> None:
         return  # a run of an earlier version
     manifest = Manifest.read(folder.manifest)
     names = [name for name in LEFT if (folder.root / name).is_file()]
-    names += sorted(f"model/{name}" for name in folder.files.inside("model") if (folder.model / name).is_file())
+    # Scores come later, too: from test and evaluate.
+    names += sorted(f"model/{name}" for name in folder.files.inside("model")
+                    if not name.startswith(f"{EVAL_RESULTS}/") and (folder.model / name).is_file())
     with ThreadPoolExecutor(READERS) as threads:
         found = threads.map(lambda name: fingerprints.sha256(folder.root / name), names)
         manifest.end = {"time": _now(), "step": step, "files": dict(zip(names, found, strict=True))}

@@ -23,6 +23,7 @@ from lmmods.recipe.classes import declared
 from lmmods.recipe.files import Loader, as_yaml
 from lmmods.recipe.tasks.base import CausalFields, TaskFields
 from lmmods.runs.atomic import write_json
+from lmmods.runs.eval_results import eval_results
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.inside import hub_id, shown_path, shown_paths
 from lmmods.runs.repair import read_table
@@ -53,10 +54,8 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
         labels: Fields of the configuration that say what the head's outputs are, if it is no vocabulary's.
         has_parts: The base has parts other than text, which were left out.
     """
-    text = folder.config.read_text(encoding="utf-8") if folder.config.exists() else ""
-    recipe = yaml.load(text, Loader=Loader) or {}
+    recipe, metrics = _recipe(folder), _metrics(folder)
     report = json.loads(folder.data_report.read_text(encoding="utf-8"))
-    metrics = json.loads(folder.metrics_json.read_text(encoding="utf-8")) if folder.metrics_json.exists() else {}
     shown_base = base and shown_path(base, folder.root)
     parts = [
         f"---\n{_front_matter(folder.root.name, recipe, metrics, base, is_adapter, auto_class)}---",
@@ -74,6 +73,15 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     if recipe:
         parts.append("## Recipe\n\n" + fenced(as_yaml(shown_paths(redacted(recipe), folder.root)).strip(), "yaml"))
     return redact("\n\n".join(parts) + "\n")
+
+
+def _recipe(run: RunFolder) -> dict[str, Any]:
+    text = run.config.read_text(encoding="utf-8") if run.config.exists() else ""
+    return yaml.load(text, Loader=Loader) or {}
+
+
+def _metrics(run: RunFolder) -> dict[str, Any]:
+    return json.loads(run.metrics_json.read_text(encoding="utf-8")) if run.metrics_json.exists() else {}
 
 
 def _front_matter(name: str, recipe: dict, metrics: dict, base: str | None, is_adapter: bool, auto_class: str) -> str:
@@ -348,7 +356,20 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
     card = model_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None, labels,
                       bool(task.pretrained and parts_left_out(task.pretrained, task.revision, task.trust_remote_code)))
     (folder / "README.md").write_text(card, encoding="utf-8")
+    _write_eval_results(folder, run)
     draw_curves(run.metrics_csv, folder / "loss.png")
+
+
+def _write_eval_results(folder: Path, run: RunFolder) -> None:
+    recipe, metrics = _recipe(run), _metrics(run)
+    files, missing = eval_results(recipe.get("publish") or {}, metrics)
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    for score in missing:
+        if metrics and score.metric.startswith(("val/", "mmlu/")):  # others come after training
+            warn(f"publish.eval_results: {score.metric} is {metrics.get(score.metric, 'no metric of this run')}, so "
+                 f"there is no score on {score.dataset}. {run.metrics_json} has the metrics.")
 
 
 def save_tokenizer(tokenizer: Any, chat_template: str | None, folder: Path, token_types: bool = False) -> None:

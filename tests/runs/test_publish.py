@@ -6,10 +6,12 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
+from lmmods.recipe.block_fields import BenchmarkScore
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.callbacks.export import Publish
 
@@ -37,7 +39,7 @@ class Hub:
             self.gate.wait(20)
         number = len(self.uploads)
         card = (Path(folder_path) / "README.md").read_text()
-        self.content = b"".join(path.read_bytes() for path in Path(folder_path).iterdir())
+        self.content = b"".join(path.read_bytes() for path in Path(folder_path).rglob("*") if path.is_file())
         self.uploads.append((repo_id, commit_message, {path.name for path in Path(folder_path).iterdir()}, card))
         if number in self.broken:
             raise OSError(f"the connection broke\nBearer {TOKEN}" if number else f"illegal header Bearer {TOKEN}")
@@ -91,6 +93,35 @@ def test_the_finished_model_is_uploaded_with_its_card(recipe, folder, hub, llama
     assert kept["base_model_name_or_path"] == str(llama_folder)
     assert not list(folder.root.glob(".upload-*"))
     assert "Uploaded" in capsys.readouterr().out
+
+
+def scores(folder: RunFolder) -> dict[str, list[tuple]]:
+    """Scores by file, as the hub's library reads them."""
+    return {path.name: [(entry.dataset_id, entry.dataset_revision, entry.task_id, entry.value, entry.notes)
+                        for entry in huggingface_hub.parse_eval_result_entries(yaml.safe_load(path.read_text()))]
+            for path in (folder.model / ".eval_results").iterdir()}
+
+
+@pytest.mark.parametrize("engine", ["torch", "jax"])
+def test_scores_on_benchmarks_are_uploaded_beside_the_model(recipe, folder, hub, capsys, instructions, engine):
+    named = [{"metric": "val/loss", "dataset": "some/bench", "task": "first", "scale": 100.0, "notes": "no tools"},
+             {"metric": "test/loss", "dataset": "some/bench", "task": "second", "revision": "abc"},
+             {"metric": "eval/mine/acc", "dataset": "other/bench", "task": "mine"},
+             {"metric": "val/loos", "dataset": "other/bench", "task": "third"}]
+    arguments = recipe(engine=engine, data__init_args__test_source=str(instructions), **block(eval_results=named))
+    assert main(["fit", *arguments]) == 0
+    loss = json.loads(folder.metrics_json.read_text())["val/loss"]
+    assert scores(folder) == {"some--bench.yaml": [("some/bench", None, "first", loss * 100, "no tools")]}
+    assert "dataset:\n    id: some/bench" in hub.content.decode(errors="ignore")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "val/loos is no metric of this run, so there is no score on other/bench" in said and "eval/mine" not in said
+    assert main(["test", *arguments, "--ckpt_path", "last"]) == 0
+    tested = json.loads(folder.metrics_json.read_text())["test/loss"]
+    assert scores(folder)["some--bench.yaml"][1] == ("some/bench", "abc", "second", tested, None)
+    folder.merge_metrics({"eval/mine/acc": 0.5})  # as the command evaluate does
+    assert scores(folder)["other--bench.yaml"] == [("other/bench", None, "mine", 0.5, None)]
+    capsys.readouterr()
+    assert main(["verify", str(folder.root)]) == 0 and "of no run" not in capsys.readouterr().out
 
 
 def test_each_checkpoint_is_uploaded_and_training_does_not_feel_it(recipe, folder, hub, tmp_path, wait_for_uploads):
@@ -166,3 +197,14 @@ def test_without_a_repository_the_hub_is_left_alone(recipe, folder, monkeypatch)
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(UserError, match=message):
         Publish(**settings)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"metric": "train/loss"}, "publish.eval_results.metric is train/loss"),
+    ({"dataset": "b"}, "publish.eval_results.dataset is b, .*owner/name"),
+    ({"task": " "}, "publish.eval_results.task is ' '"),
+    ({"scale": 0.0}, "publish.eval_results.scale is 0"),
+])
+def test_scores_that_make_no_sense(changes, message):
+    with pytest.raises(UserError, match=message):
+        BenchmarkScore(**{"metric": "val/loss", "dataset": "a/b", "task": "c", **changes})
