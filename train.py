@@ -1,6 +1,6 @@
 """Entry point: `python train.py COMMAND ...`; `python train.py --help` lists the commands."""
 
-# For `uv run train.py ...`: the dependencies of pyproject.toml.
+# For `uv run train.py ...`: the dependencies of pyproject.toml. For `hf jobs uv run`: what a job needs besides.
 # /// script
 # requires-python = ">=3.11,<3.14"
 # dependencies = [
@@ -28,6 +28,11 @@
 #     "flax>=0.12.10,<0.13; python_version >= '3.12'",
 #     "optax>=0.2.5,<0.3",
 # ]
+#
+# [tool.hf-jobs]
+# volumes = ["lmmods:/code/lmmods", "jax_engine:/code/jax_engine"]
+# env = {PYTHONPATH = "/code"}
+# secrets = ["HF_TOKEN"]
 # ///
 
 from lmmods.core.signals import end_at_signals
