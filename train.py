@@ -15,6 +15,7 @@
 #     "torchmetrics>=1.8,<2",
 #     "safetensors>=0.8,<1",
 #     "numpy>=2.0.2,<3",
+#     "scipy>=1.13,<2",
 #     "psutil>=6",
 #     "matplotlib>=3.9",
 #     "jinja2>=3.1.6,<4",

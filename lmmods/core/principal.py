@@ -28,12 +28,15 @@ def principal_factors(matrix: np.ndarray, rank: int, scaling: float) -> tuple[np
     Args:
         matrix: [out, in] float32; its shorter side is at least `rank`.
     """
+    import scipy.linalg  # takes half a second
+
     wide = matrix.astype(np.float64)
     is_tall = wide.shape[0] > wide.shape[1]
     if is_tall:
         wide = wide.T
-    squares, vectors = np.linalg.eigh(wide @ wide.T)  # ascending
-    values, left = np.sqrt(np.maximum(squares[::-1][:rank], 0)), vectors[:, ::-1][:, :rank]
+    last = wide.shape[0] - 1
+    squares, vectors = scipy.linalg.eigh(wide @ wide.T, subset_by_index=[last - rank + 1, last])  # ascending
+    values, left = np.sqrt(np.maximum(squares[::-1], 0)), vectors[:, ::-1]
     right = left.T @ wide
     # Rows of U^T W are S V^T. Where the matrix has a lower rank than the adapter, both factors are zero.
     safe = np.where(values > values[:1] * 1e-7, values, np.inf)
