@@ -73,8 +73,10 @@ class TrackioLogger(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         if self._run is not None:
+            import trackio
+
             with redirect_stdout(sys.stderr):
-                self._run.finish()
+                trackio.finish()  # not the run's own method, after which trackio would end it again at exit
             self._run = None
 
 
