@@ -1,5 +1,6 @@
 """Reinforcement learning as whole runs: equal under any cut, resumed to the bit inside a rollout, on two processes."""
 
+import hashlib
 import json
 import signal
 import threading
@@ -34,12 +35,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def common(tmp_path_factory):
+    """A folder with the prompts, and the runs that several tests compare with."""
+    folder = tmp_path_factory.mktemp("grpo")
+    (folder / "prompts.jsonl").write_text("".join(
+        json.dumps({"instruction": f"Say {word} {number} times.", "input": "", "output": word}) + "\n"
+        for number, word in enumerate("one two three four five six seven".split())))
+    return folder
+
+
 @pytest.fixture
-def written(recipe, tmp_path):
+def written(recipe, tmp_path, common):
     """A function that writes the recipe of a case into a run folder of its own; returns both."""
-    source = tmp_path / "prompts.jsonl"
-    source.write_text("".join(json.dumps({"instruction": f"Say {word} {number} times.", "input": "", "output": word})
-                              + "\n" for number, word in enumerate("one two three four five six seven".split())))
+    source = common / "prompts.jsonl"
 
     def write(name: str, folder: str, **changes: Any) -> tuple[RunFolder, list[str]]:
         run = RunFolder(tmp_path / folder)
@@ -53,6 +62,19 @@ def written(recipe, tmp_path):
             "trainer__default_root_dir": str(run.root), "checkpoint": {"every_n_steps": 1, "keep_last": 9}, **changes})
 
     return write
+
+
+@pytest.fixture
+def whole(written, common):
+    """A function that returns the uninterrupted run of a case by one process; made by the first test that asks."""
+    def trained(name: str, engine: str = "torch", **changes: Any) -> RunFolder:
+        key = hashlib.sha256(repr((name, engine, sorted(changes.items()))).encode()).hexdigest()[:16]
+        run, arguments = written(name, str(common / key), engine=engine, **changes)
+        if not run.completed.exists():
+            assert main(["fit", *arguments]) == 0
+        return run
+
+    return trained
 
 
 def adapter(run: RunFolder) -> dict[str, np.ndarray]:
@@ -79,23 +101,20 @@ def files(run: RunFolder) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("name", "engine"), [*((name, "torch") for name in CASES), ("cispo", "jax")])
-def test_any_cut_gives_the_same_steps(written, name, engine):
-    runs = []
-    for size in (8, 4, 1):
+def test_any_cut_gives_the_same_steps(written, whole, name, engine):
+    uncut = whole(name, engine)
+    for size in (4, 1):
         run, arguments = written(name, f"cut{size}", engine=engine, data__init_args__batch_size=size,
                                  trainer__accumulate_grad_batches=8 // size)
         assert main(["fit", *arguments]) == 0
-        runs.append(run)
-    for run in runs[1:]:
-        assert tokens(run) == tokens(runs[0])
-        assert_close(run, runs[0])
+        assert tokens(run) == tokens(uncut)
+        assert_close(run, uncut)
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("name", ["grpo", "cispo"])
-def test_a_run_resumes_to_the_bit_inside_a_rollout(written, name, engine):
-    straight, arguments = written(name, "straight", engine=engine)
-    assert main(["fit", *arguments]) == 0
+def test_a_run_resumes_to_the_bit_inside_a_rollout(written, whole, name, engine):
+    straight = whole(name, engine)
     for step in range(1, STEPS):
         run, arguments = written(name, f"stopped{step}", engine=engine)
         assert main(["fit", *arguments, "--stop_at", str(step)]) == 0
@@ -111,12 +130,11 @@ TENSOR = {"class_path": "lmmods.strategies.FSDP2", "init_args": {"tensor_paralle
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [("grpo", CONTEXT), ("sequence", TENSOR)], ids=["context", "tensor"])
-def test_two_processes_that_share_rows_take_the_steps_of_one(written, name, strategy):
+def test_two_processes_that_share_rows_take_the_steps_of_one(written, whole, name, strategy):
     full = {"model__init_args__quantize": None, "model__init_args__lora": None, "model__init_args__reference": None,
             # Adam would move what has no gradient by rounding errors alone.
             "model__init_args__optimizer": {"name": "sgd", "lr": 0.1}}
-    one, arguments = written(name, "one", **full)
-    assert main(["fit", *arguments]) == 0
+    one = whole(name, **full)
     two, arguments = written(name, "two", trainer__devices=2, trainer__strategy=strategy, **full)
     together(["fit", *arguments])
     assert tokens(two) == tokens(one)
@@ -125,9 +143,8 @@ def test_two_processes_that_share_rows_take_the_steps_of_one(written, name, stra
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [("dapo", "fsdp"), ("sequence", "ddp"), ("cispo", "fsdp")])
-def test_two_processes_take_the_steps_of_one(written, name, strategy):
-    one, arguments = written(name, "one")
-    assert main(["fit", *arguments]) == 0
+def test_two_processes_take_the_steps_of_one(written, whole, name, strategy):
+    one = whole(name)
     two, arguments = written(name, "two", trainer__devices=2, trainer__strategy=strategy,
                              data__init_args__batch_size=4)
     together(["fit", *arguments])
@@ -141,9 +158,8 @@ MESH = {"class_path": "jax_engine.distributed.devices.MeshSharding", "init_args"
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "devices", "strategy"), [(1, 2, "ddp"), (1, 4, MESH), (2, 1, "fsdp")],
                          ids=["devices", "mesh", "processes"])
-def test_devices_and_processes_of_jax_take_the_steps_of_one(written, processes, devices, strategy):
-    one, arguments = written("cispo", "one", engine="jax")
-    assert main(["fit", *arguments]) == 0
+def test_devices_and_processes_of_jax_take_the_steps_of_one(written, whole, processes, devices, strategy):
+    one = whole("cispo", "jax")
     two, arguments = written("cispo", "two", engine="jax", trainer__devices=devices, trainer__strategy=strategy,
                              data__init_args__batch_size=4)
     together(["fit", *arguments], processes, devices=devices)
@@ -153,21 +169,16 @@ def test_devices_and_processes_of_jax_take_the_steps_of_one(written, processes, 
 
 @pytest.mark.parametrize("name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES
                                             if name != "grpo")])
-def test_both_engines_draw_the_same_answers_and_take_the_same_steps(written, name):
-    runs = []
-    for engine in ("torch", "jax"):
-        run, arguments = written(name, engine, engine=engine)
-        assert main(["fit", *arguments]) == 0
-        runs.append(run)
+def test_both_engines_draw_the_same_answers_and_take_the_same_steps(whole, name):
+    runs = whole(name), whole(name, "jax")
     assert tokens(runs[0]) == tokens(runs[1])
     assert_close(*runs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("torch", "jax"), ("jax", "torch")])
-def test_the_other_engine_goes_on_inside_a_rollout(written, first, then):
-    straight, arguments = written("grpo", "straight", engine=first)
-    assert main(["fit", *arguments]) == 0
+def test_the_other_engine_goes_on_inside_a_rollout(written, whole, first, then):
+    straight = whole("grpo", first)
     run, arguments = written("grpo", "changed", engine=first)
     assert main(["fit", *arguments, "--stop_at", "1"]) == 0
     before = files(run)
@@ -250,14 +261,13 @@ MOMENTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_killed_in_a_rollout_and_gone_on(written, engine, moment):
+def test_killed_in_a_rollout_and_gone_on(written, whole, engine, moment):
     longer = {"engine": engine, "trainer__max_steps": 8, "trainer__accumulate_grad_batches": 2,
               "data__init_args__batch_size": 4, "trainer__val_check_interval": 8,
               "model__init_args__keep_rollouts": 1, "checkpoint": {"every_n_steps": 3, "keep_last": 2}}
     if moment == "its second iteration is half over":
         longer["checkpoint"]["every_n_steps"] = 1
-    straight, arguments = written("grpo", "straight", **longer)
-    assert main(["fit", *arguments]) == 0
+    straight = whole("grpo", **longer)
     run, arguments = written("grpo", "killed", **longer)
     process = Fork(killed_run, ["fit", *arguments], *MOMENTS[moment])
     said = process.communicate()
