@@ -132,7 +132,7 @@ class Planner:
                    for path, leaf in flatten(params).items() if path != looked_up]
         length = self.data.max_length
         return Drawing.of(config, -(-drawn.answers // processes), task.answers_at_once(length, self.on.memory),
-                          drawn.steps, (length, task.new_tokens), task.network.build.dtype.itemsize, weights,
+                          drawn.steps, (length, drawn.new_tokens), task.network.build.dtype.itemsize, weights,
                           self.on.num_devices if isinstance(parallel, ShardedMesh) and processes == 1 else 1)
 
     def _room(self) -> float:
@@ -142,8 +142,6 @@ class Planner:
         """Return the FLOPs of a step per device, including recomputation."""
         arch, tokens = task.network.arch, rows["input_ids"]
         trained, forward_alone = task.passes()
-        if drawn := task.drawn_answers(1, 1):
-            forward_alone -= drawn.answers / drawn.steps  # drawing has a bound of its own
         # Counted without trained parameters, FLOPs are 4 per weight: half of them are the forward pass.
         own = merge(trainable, without_teacher(frozen))
         step, forward = task.flops_per_token(trainable, frozen), task.flops_per_token({}, own) / 2

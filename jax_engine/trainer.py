@@ -39,8 +39,7 @@ from lmmods.core.peers import Peers, check_timeout
 from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.signals import Interruption
 from lmmods.core.throughput import Stopwatch
-from lmmods.data.batches.loader import StatefulLoader
-from lmmods.data.batches.rollouts import RolloutLoader
+from lmmods.data.batches.loader import SegmentLoader, StatefulLoader
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.recipe.trainer_fields import JaxTrainerFields, check_length
@@ -305,7 +304,7 @@ class Trainer(JaxTrainerFields):
         """
         if not isinstance(loader, StatefulLoader):
             return ()
-        if isinstance(loader, RolloutLoader):  # its rows are yet to be drawn
+        if isinstance(loader, SegmentLoader):  # some rows are yet to be drawn
             return halved_lengths(run.data.max_length)
         # The micro-batches of all ranks in a step have one length.
         found, ranks = loader.lengths(), self.parallel.data_parallel_size
@@ -534,14 +533,14 @@ class Loop:
                 loader.load_state_dict(run.data_position)
             # A resumed run begins inside an epoch.
             left = run.schedule.batches_per_epoch - progress.batches
-            if isinstance(loader, RolloutLoader):
-                left = min(left, self._begin_rollout(loader))
+            if isinstance(loader, SegmentLoader):
+                left = min(left, self._begin_segment(loader))
             for batch in self._with_statistics(run.batches(loader, run.data.batch_size, left, lengths=run.lengths)):
                 self.train_batch(batch)
                 if run.is_done:
                     break
 
-    def _begin_rollout(self, loader: RolloutLoader) -> int:
+    def _begin_segment(self, loader: SegmentLoader) -> int:
         """Draw the answers that the next steps train on, unless they exist; return how many batches they are.
 
         The stopwatch runs: drawing is part of training, and counts in its speed.
@@ -549,8 +548,8 @@ class Loop:
         run = self.run
         # The steps before are counted first: an error in them ends the run here, and their metrics are older.
         run.metrics.fetch()
-        run.bar.note("rollout")
-        # The loader stops at the end of a rollout, so that nothing reads ahead of answers that are yet to be drawn.
+        run.bar.note("drawing")
+        # The loader stops at the end of a segment, so that nothing reads ahead of answers that are yet to be drawn.
         # They are drawn in this thread, in which all processes make their collective calls.
         loader.begins_itself = False
         loader.load_state_dict(run.data_position)

@@ -32,7 +32,20 @@ from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
 from lmmods.core.settings import LEAST, NOTHING, Divergence, TokenLoss
 
-Taught = tuple[()] | tuple[Array, Array]
+
+class Taught(NamedTuple):
+    """What a batch says of positions beside targets and weights, aligned with these; nothing of it is differentiated.
+
+    Args:
+        ids: [B, T, k] a teacher's likeliest tokens; None if all its logits are at hand.
+        logps: [B, T, k + 1] log-probability of each, and of all others together.
+        drawn: [B, T, 1] float32, 1 where the student has drawn the token to predict, else 0; None is 0 throughout.
+    """
+
+    ids: Array | None = None
+    logps: Array | None = None
+    drawn: Array | None = None
+
 
 
 class LossSums(NamedTuple):
@@ -83,8 +96,11 @@ def scored_rows(batch: dict[str, Array]) -> Array:
 
 def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
                count_correct: bool = False, plain: bool = False, weights: Array | None = None,
-               on: Target | None = None, form: TokenLoss = TokenLoss(), taught: Taught = ()) -> LossSums:
+               on: Target | None = None, form: TokenLoss = TokenLoss(), taught: Taught = Taught()) -> LossSums:
     """Return the float32 cross-entropy of `head(hidden)` against `targets`, over positions that are not IGNORED.
+
+    With a divergence in `form` it is mixed with that; of tokens that the student has drawn the divergence is all of the
+    loss.
 
     Run time is proportional to the number of labelled positions, which need not be known at compile time.
 
@@ -92,28 +108,27 @@ def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vo
         hidden: [B, T, D] hidden states, already aligned with `targets`.
         targets: [B, T] token ids or IGNORED.
         head: Maps [..., D] to float32 logits [..., V]; arrays it closes over receive gradients. With a divergence in
-            `form` and nothing in `taught`, to a pair of these and a teacher's: see `beside_teacher`.
+            `form` and no tokens in `taught`, to a pair of these and a teacher's: see `beside_teacher`.
         vocab_size: V, which determines the chunk length.
         plain: Compute the logits of all positions at once.
         weights: [B, T] float32 weight of each position; None is 1.
         on: The `target` that chooses the chunk length.
         form: What is changed in the cross-entropy.
-        taught: A teacher's likeliest tokens [B, T, k], and log-probabilities [B, T, k + 1] of each and of all others
-            together, aligned with `targets`.
+        taught: What more is known of the positions, with a divergence.
     """
     scored = (targets != IGNORED).astype(jnp.float32)
     weights = scored if weights is None else scored * weights
     if plain:
         total, counted = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
                                         targets.reshape(-1), weights.reshape(-1), form=form,
-                                        taught=tuple(x.reshape(-1, x.shape[-1]) for x in taught))
+                                        taught=jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), taught))
         return _loss_sums(total, counted, weights.sum(), count_correct, form)
     # A custom derivative cannot close over traced arrays: the head's parameters must become arguments.
     pure_head, way, params = convert(head, hidden, vocab_size, on)
     way = way._replace(form=form)
     found = lines(hidden, params, targets, weights, way)
     total, counted = _chunked_cross_entropy(pure_head, way, count_correct, *found,
-                                            tuple(split_over_ranks(_in_lines(x)) for x in taught))
+                                            jax.tree.map(lambda x: split_over_ranks(_in_lines(x)), taught))
     return _loss_sums(total, counted, weights.sum(), count_correct, form)
 
 
@@ -121,6 +136,8 @@ def _loss_sums(total: Array, counted: tuple[Array, ...], weight: Array, count_co
                ) -> LossSums:
     correct, *parts = counted
     metrics = {name: jnp.stack([part, weight]) for name, part in zip(form.metric_names, parts, strict=True)}
+    if "drawn" in metrics:
+        metrics["cross_entropy"] -= jnp.stack([jnp.zeros(()), metrics["drawn"][0]])  # of the other tokens alone
     return LossSums(total, weight, correct if count_correct else None, metrics or None)
 
 
@@ -213,16 +230,17 @@ def pair_loss(scores: Array, margins: Array, centering: float = 0.0) -> LossSums
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, weights, order, num_chunks, taught=()):
+def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, weights, order, num_chunks,
+                           taught=Taught()):
     """Return (total, counted) summed over R ranks; counted as of `_cross_entropy`.
 
     `hidden` and `taught` are [R, M, ...]; `targets`, `weights` and `order` are [R, M'], with M' a multiple of the chunk
     length.
     """
     def step(number, sums):
-        values = each_group(way, lambda h, t, w, *also: _cross_entropy(head, count_correct, h, params, t, w, way.axes,
-                                                                         way.form, also))(
-            *chunk_of(way, number, hidden, order, targets, weights), *_chunks_of(way, number, order, taught))
+        values = each_group(way, lambda h, t, w, also: _cross_entropy(head, count_correct, h, params, t, w, way.axes,
+                                                                        way.form, also))(
+            *chunk_of(way, number, hidden, order, targets, weights), _chunks_of(way, number, order, taught))
         return jax.tree.map(lambda summed, new: summed + new.sum(), sums, values)
 
     # The number of chunks is only known at run time. JAX cannot differentiate such a loop in reverse, hence the custom
@@ -231,10 +249,10 @@ def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, we
     return jax.lax.fori_loop(0, num_chunks, step, (jnp.zeros((), jnp.float32), _nothing_counted(way.form)))
 
 
-def _forward(head, way, count_correct, hidden, params, targets, weights, order, num_chunks, taught=()):
+def _forward(head, way, count_correct, hidden, params, targets, weights, order, num_chunks, taught=Taught()):
     # With `symbolic_zeros` each argument is a pair: its value, and whether it is being differentiated.
     hidden, targets, weights, order, num_chunks = (arg.value for arg in (hidden, targets, weights, order, num_chunks))
-    taught = [arg.value for arg in taught]
+    taught = jax.tree.map(lambda arg: arg.value, taught, is_leaf=lambda arg: hasattr(arg, "perturbed"))
     # A frozen head gets no gradient sums, which are as large as its table, in float32.
     trained = [i for i, p in enumerate(params) if p.perturbed]
     params = laid_out([p.value for p in params], way)
@@ -331,24 +349,31 @@ def _log_probs_backward(head, way, kept, cotangent):
 _chunked_log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)
 
 
-def _cross_entropy(head, count_correct, hidden, params, targets, weights, axes=(), form=TokenLoss(), taught=()):
+def _cross_entropy(head, count_correct, hidden, params, targets, weights, axes=(), form=TokenLoss(), taught=Taught()):
     """Return the summed loss of positions [C, D], with targets and weights [C], 0 if not scored, and what is counted.
 
-    That are argmax hits and, with a teacher, the parts of the loss: divergence and cross-entropy.
+    That are argmax hits and, with a teacher, the sums of `form.metric_names`.
     """
     def summed(losses: Array) -> Array:
         # Select rather than only multiply: 0 times a loss that is not finite would be NaN.
         return jnp.where(weights != 0, losses * weights, 0.0).sum()
 
     logits = _logits(head, hidden, params, axes)
-    if form.divergence is not None and not taught:
-        logits, taught = logits
+    expected = (taught.ids, taught.logps)
+    if form.divergence is not None and taught.ids is None:
+        logits, expected = logits
     hits = ((logits.argmax(1) == targets) * weights).sum() if count_correct else jnp.zeros((), jnp.float32)
-    total = summed(_losses_of(logits, targets, axes, form))
+    losses = _losses_of(logits, targets, axes, form)
     if form.divergence is None:
-        return total, (hits,)
-    diverging, ratio = summed(divergences(logits, taught, form.divergence)), form.divergence.ratio
-    return ratio * diverging + (1 - ratio) * total, (hits, diverging, total)
+        return summed(losses), (hits,)
+    diverging, ratio = divergences(logits, expected, form.divergence), form.divergence.ratio
+    if not form.divergence.on_policy:
+        diverging, total = summed(diverging), summed(losses)
+        return ratio * diverging + (1 - ratio) * total, (hits, diverging, total)
+    drawn = jnp.zeros(targets.shape) if taught.drawn is None else taught.drawn[:, 0]
+    total = summed(losses * (1 - drawn))
+    counted = summed(diverging * (ratio + (1 - ratio) * drawn))
+    return counted + (1 - ratio) * total, (hits, summed(diverging), total, summed(drawn))
 
 
 def _nothing_counted(form: TokenLoss) -> tuple[Array, ...]:
@@ -560,9 +585,9 @@ def chunk_of(way: Way, number: Array, hidden: Array, order: Array, *columns: Arr
     return [constrain(x.reshape(groups, -1, *x.shape[2:]), PartitionSpec("data")) for x in taken]
 
 
-def _chunks_of(way: Way, number: Array, order: Array, columns: Taught) -> list[Array]:
+def _chunks_of(way: Way, number: Array, order: Array, columns: Taught) -> Taught:
     """Return a chunk [groups, C, ...] of columns [R, M, ...] in batch order."""
-    return [chunk_of(way, number, column, order)[0] for column in columns]
+    return jax.tree.map(lambda column: chunk_of(way, number, column, order)[0], columns)
 
 
 def laid_out(params: list[Array], way: Way) -> list[Array]:

@@ -164,7 +164,10 @@ class Task(TaskFields, ABC):
         """Hook after training or evaluation, also after an error."""
 
     def passes(self) -> tuple[float, float]:
-        """Return the fraction of a step's tokens trained on, and the number of additional forward passes."""
+        """Return the fraction of a step's tokens trained on, and the number of additional forward passes.
+
+        Drawing answers is not among these.
+        """
         return 1.0, 0.0
 
     def answers_at_once(self, length: int, memory: float) -> int:

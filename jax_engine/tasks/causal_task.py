@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_engine.distributed.loss import LossSums, shift_labels, shift_weights, token_loss
+from jax_engine.distributed.loss import LossSums, Taught, shift_labels, shift_weights, token_loss
 from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
@@ -19,7 +19,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.collate import PLACES
+from lmmods.data.batches.collate import DRAWN, PLACES
 from lmmods.data.teacher import NO_PLACES, LikeliestByNumber, num_columns
 from lmmods.recipe.tasks.base import CausalFields
 
@@ -66,11 +66,11 @@ class CausalTask(CausalFields, Task):
                           for more, dtype in ((0, np.int32), (1, np.float32)))
         return {**batch, TAUGHT_IDS: ids, TAUGHT_LOGPS: logps}
 
-    def _taught(self, rows: dict[str, Array]) -> tuple[Array, Array]:
+    def _taught(self, rows: dict[str, Array]) -> Taught:
         """Return what the teacher expects at each position, from columns that have it at the token itself."""
         if TAUGHT_IDS not in rows:
             raise UserError(NO_PLACES)
-        return tuple(jnp.pad(rows[name][:, 1:], ((0, 0), (0, 1), (0, 0))) for name in (TAUGHT_IDS, TAUGHT_LOGPS))
+        return Taught(*(jnp.pad(rows[name][:, 1:], ((0, 0), (0, 1), (0, 0))) for name in (TAUGHT_IDS, TAUGHT_LOGPS)))
 
     @property
     def _routes(self) -> bool:
@@ -86,7 +86,9 @@ class CausalTask(CausalFields, Task):
         targets, weights = shift_labels(rows["labels"]), shift_weights(rows.get("loss_weights"))
         hidden, head = self.with_teacher(params, rows, hidden)
         form = self.token_loss if training else self.token_loss.evaluated
-        taught = ()
+        taught = Taught()
+        if DRAWN in rows:  # [N] -> [N, T, 1]
+            taught = taught._replace(drawn=jnp.broadcast_to(rows[DRAWN][:, None], targets.shape)[..., None])
         if self.is_taught_beforehand:
             form = form._replace(divergence=form.divergence._replace(num_columns=self._num_columns))
             taught = self._taught(rows)

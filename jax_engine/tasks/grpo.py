@@ -12,23 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_engine.distributed import devices as machines
 from jax_engine.distributed.loss import LossSums, shift_labels, shift_weights, token_log_probs
 from jax_engine.distributed.prefetch import GlobalBatch, halved_lengths
 from jax_engine.distributed.steps import Steps
-from jax_engine.distributed.target import at_hand
 from jax_engine.distributed.tree import Tree
-from jax_engine.models.generate import draw
 from jax_engine.models.network import Network
 from jax_engine.tasks.base import Weights
-from jax_engine.tasks.reference import Reference, ReferencedTask, without_copies
+from jax_engine.tasks.reference import Reference, ReferencedTask
+from jax_engine.tasks.sampler import JaxSampler, answers_at_once
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.rollouts import Place
 from lmmods.data.grpo import PromptData
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
-from lmmods.rollouts.policy import Drawn, Row
+from lmmods.rollouts.policy import Row
 from lmmods.rollouts.rollout import Rollout
 from lmmods.runs.wandb import RolloutTable
 
@@ -116,9 +114,8 @@ class GRPO(GRPOFields, ReferencedTask):
         return self._log_probs(self._reference if OF_REFERENCE in rows else self.network, params, rows)
 
     def passes(self) -> tuple[float, float]:
-        # Once per rollout, which `num_iterations` train on: drawing, which passes each token once, and scoring.
-        forward = (self.rollouts is None) + len({"old_logps", "reference_logps"} & {*token_columns(self)})
-        return 1.0, forward / self.num_iterations
+        # Once per rollout, which `num_iterations` train on.
+        return 1.0, len({"old_logps", "reference_logps"} & {*token_columns(self)}) / self.num_iterations
 
     def answers_at_once(self, length: int, memory: float) -> int:
         return answers_at_once(self.network, length, memory)
@@ -137,48 +134,9 @@ class GRPO(GRPOFields, ReferencedTask):
 # ---------------------------------------------------------------------------------------------------------------------
 # What rollouts ask of this engine.
 
-# Share of a device's memory that the answers being drawn may take: their keys and values, and float32 arrays as large
-# as their logits.
-SHARE, LOGITS = 1 / 4, 4
 
-
-def answers_at_once(network: Network, length: int, memory: float) -> int:
-    """Return how many answers to draw at once: a power of two, so that few shapes are compiled.
-
-    Args:
-        length: Longest prompt with its answer in tokens.
-        memory: Bytes of a device.
-    """
-    cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize
-                for leaf in jax.tree.leaves(jax.eval_shape(lambda: network.init_cache(1, length))))
-    logits = 4 * LOGITS * network.config.vocab_size
-    return 1 << int(math.log2(max(SHARE * memory / (cache + logits), 1)))
-
-
-class JaxPolicy:
-    """The network of a run in training, as `lmmods.rollouts.policy.Policy`.
-
-    Answers are drawn on one device of each process (on all that a mesh of one process has), and scored on all devices.
-
-    Args:
-        run: A `Run`.
-    """
-
-    def __init__(self, run: Any):
-        self._run, self.rank, self.num_ranks = run, jax.process_index(), jax.process_count()
-
-    def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
-             max_new_tokens: int, ends: Sequence[int]) -> list[Drawn]:
-        run, network = self._run, self._run.task.network
-        # A collective call, so before anything that depends on the prompts. The replica is freed afterwards.
-        params = Weights(run.parallel, run.weights.trainable, without_copies(run.weights.frozen)).replica
-        length, found = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens, []
-        at_once = answers_at_once(network, length, at_hand().memory)
-        for start in range(0, len(prompts), at_once):
-            part = slice(start, start + at_once)
-            found += draw(network, params, prompts[part], None if numbers is None else numbers[part], temperature,
-                          max_new_tokens, ends, run.data.tokenizer.pad_token_id)
-        return found
+class JaxPolicy(JaxSampler):
+    """The network of a run in training, as `lmmods.rollouts.policy.Policy`; answers are scored on all devices."""
 
     def logps(self, rows: Sequence[Row], temperature: float, reference: bool = False) -> list[np.ndarray]:
         run, steps = self._run, self._run.steps
@@ -223,6 +181,3 @@ class JaxPolicy:
         params = run.task.exported(run.weights, run.parallel)
         if run.is_first:
             run.task.export(params, folder)
-
-    def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
-        return machines.gather(parts)

@@ -1,8 +1,28 @@
 """Supervised fine-tuning on JAX: full or with adapters."""
 
+from typing import Any
+
 from jax_engine.tasks.causal_task import CausalTask
+from jax_engine.tasks.sampler import JaxSampler, answers_at_once
 from lmmods.recipe.tasks.sft import SFTFields
+from lmmods.rollouts.on_policy import on_policy_of
 
 
 class SFT(SFTFields, CausalTask):
     """Fine-tune a causal LM on instructions or chats; predict generates answers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._run: Any = None
+
+    def link(self, datamodule: Any) -> None:
+        super().link(datamodule)
+        # A plan and `inspect` begin no run.
+        datamodule.on_policy = on_policy_of(self, datamodule, lambda: self._run and JaxSampler(self._run))
+
+    def begin(self, run: Any) -> None:
+        super().begin(run)
+        self._run = run
+
+    def answers_at_once(self, length: int, memory: float) -> int:
+        return answers_at_once(self.network, length, memory)

@@ -264,12 +264,14 @@ class Divergence(NamedTuple):
         temperature: Divides the logits of both.
         ratio: Share of the divergence in the loss; the rest is that of the cross-entropy.
         num_columns: Tokens that both distributions are over; None is all that both tables have.
+        on_policy: Some tokens are the student's own draws, of which the divergence is all of the loss.
     """
 
     beta: float = 0.0
     temperature: float = 1.0
     ratio: float = 0.5
     num_columns: int | None = None
+    on_policy: bool = False
 
 
 class TokenLoss(NamedTuple):
@@ -293,12 +295,15 @@ class TokenLoss(NamedTuple):
     @property
     def evaluated(self) -> "TokenLoss":
         """Loss of evaluation: the plain cross-entropy. A divergence is measured, and no part of it."""
-        return TokenLoss(divergence=self.divergence and self.divergence._replace(ratio=0.0))
+        return TokenLoss(divergence=self.divergence and self.divergence._replace(ratio=0.0, on_policy=False))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of the parts of the loss, which are metrics of training."""
-        return ("divergence", "cross_entropy") if self.divergence else ()
+        """Names of the parts of the loss, and of the share of tokens that the student has drawn: metrics of training.
+        """
+        if self.divergence is None:
+            return ()
+        return ("divergence", "cross_entropy", *(("drawn",) if self.divergence.on_policy else ()))
 
 
 @dataclass(frozen=True)
@@ -317,6 +322,10 @@ class Teacher:
         top_k: Compute its so many likeliest tokens in the place of each scored one before training, once for all runs
             that share them, and take all others together as one; the teacher is not in memory then. null compares all
             tokens, with the teacher beside the student.
+        on_policy: Share of the rows, by their numbers, whose answers the student draws anew in each epoch; on these it
+            learns the divergence alone (GKD). Fine-tuning (SFT) alone has it.
+        max_new_tokens: Longest such answer in tokens; a longer one is cut off.
+        sampling_temperature: Temperature at which the student draws them.
     """
 
     pretrained: str | None = None
@@ -326,6 +335,9 @@ class Teacher:
     temperature: float = 1.0
     ratio: float = 0.5
     top_k: int | None = None
+    on_policy: float = 0.0
+    max_new_tokens: int = 128
+    sampling_temperature: float = 0.9
 
     def __post_init__(self) -> None:
         check_set(self, "teacher")
@@ -337,11 +349,20 @@ class Teacher:
         require(0 <= self.beta <= 1, "teacher.beta", self.beta, "from 0 to 1")
         require(0 < self.temperature < math.inf, "teacher.temperature", self.temperature, "more than 0")
         require(0 < self.ratio <= 1, "teacher.ratio", self.ratio, "more than 0 and at most 1")
+        require(0 <= self.on_policy <= 1, "teacher.on_policy", self.on_policy, "from 0 to 1")
+        require(not self.on_policy or self.top_k is None, "teacher.top_k", self.top_k, "null with teacher.on_policy, "
+                "whose answers are not known before training")
+        require(self.max_new_tokens >= 1, "teacher.max_new_tokens", self.max_new_tokens, "1 or more")
+        require(0 < self.sampling_temperature < math.inf, "teacher.sampling_temperature", self.sampling_temperature,
+                "more than 0")
+        for name, default in (("max_new_tokens", 128), ("sampling_temperature", 0.9)):
+            require(self.on_policy > 0 or getattr(self, name) == default, f"teacher.{name}", getattr(self, name),
+                    f"{default}, its default, with teacher.on_policy 0, which draws no answers")
 
     @property
     def divergence(self) -> Divergence:
         """The divergence and its share in the loss."""
-        return Divergence(self.beta, self.temperature, self.ratio)
+        return Divergence(self.beta, self.temperature, self.ratio, on_policy=self.on_policy > 0)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from lmmods.core.errors import UserError
 from lmmods.core.hardware import REFERENCE, cache_folder
 from lmmods.core.labels import IGNORED
 from lmmods.core.redaction import redact
-from lmmods.data.batches.collate import PLACES, SEEDS, Collator
+from lmmods.data.batches.collate import DRAWN, PLACES, SEEDS, Collator
 from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader, Widths
 from lmmods.data.batches.mixing import Mixture
+from lmmods.data.batches.on_policy import OnPolicyLoader, stand_ins
 from lmmods.data.batches.packing import PackedSet
 from lmmods.data.batches.sampler import BatchOrder, OrderRule, evaluation_order, mixed_order, training_order
 from lmmods.data.batches.stream import StreamLoader, StreamSource, draw_number
@@ -97,7 +98,11 @@ class Loaders:
             overfit: Number of batches of each rank, or share of all, to repeat in each epoch; 0 is all.
         """
         task, items, mixture = self._task, self.items("train"), self.mixture
-        lengths = items.lengths
+        lengths, on_policy = items.lengths, task.on_policy
+        if on_policy is not None and task.longest_first:
+            on_policy = on_policy._replace(share=1.0, draw=stand_ins)
+            prompts = self._rows("train").column("prompt_length")
+            lengths = np.where(on_policy.has_room(prompts), prompts + on_policy.max_new_tokens, lengths)
 
         def order_of(epoch: int, rule: OrderRule) -> BatchOrder:
             # To measure memory: the batch that needs the most comes first.
@@ -119,10 +124,13 @@ class Loaders:
             draw = epoch if mixture is None else epoch * mixture.passes if overfit else 0
             return order.shifted(draw * len(lengths))
 
+        grouped = task.group_by_length and task.shuffle and not overfit
+        num_rows = None if mixture is None or task.longest_first else int(mixture.counts.sum())
+        if on_policy is not None:
+            return OnPolicyLoader(items, order_of, self.collator(seeded=True), shard, task.batch_size, on_policy,
+                                  grouped, num_rows)
         return StatefulLoader(items, order_of, self.collator(seeded=True), shard, task.batch_size,
-                              Widths(lengths, self._padded()),
-                              grouped=task.group_by_length and task.shuffle and not overfit,
-                              num_rows=None if mixture is None or task.longest_first else int(mixture.counts.sum()))
+                              Widths(lengths, self._padded()), grouped, num_rows)
 
     def streaming(self, shard: Shard, sources: list[StreamSource]) -> StreamLoader:
         """Training batches of streams for this rank."""
@@ -159,7 +167,8 @@ class Loaders:
         # Dropout acts in training only.
         seeds = (SEEDS,) if seeded else ()
         places = (PLACES,) if self._task.keeps_teacher else ()
-        keys = (*self._task._batch_keys(), *packed, *places, *seeds)
+        drawn = (DRAWN,) if seeded and self._task.on_policy is not None else ()
+        keys = (*self._task._batch_keys(), *packed, *places, *drawn, *seeds)
         return self._task._batch_collator(self._collator(keys, self._task._side()))
 
     def _padded(self) -> Callable[[int], int]:

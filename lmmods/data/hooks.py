@@ -8,6 +8,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data import best_of
 from lmmods.data.batches.collate import Collator
+from lmmods.data.batches.on_policy import OnPolicy
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.words import texts_in
 from lmmods.data.scoring import Predictions
@@ -34,6 +35,7 @@ class TaskHooks(DataFields, ABC):
     token_types: bool = True  # True if the model uses token types
     answers: Answers = "pair"  # what a row of preferences is to the loss
     keeps_teacher = False  # True if batches hold `teacher_places`
+    on_policy: OnPolicy | None = None  # which answers the network in training draws; set before the training loader
     reward_model: best_of.Scorer | None = None  # chooses among several answers of predict
     new_tokens: int = 1  # of an answer, for which a prompt leaves room
     label_names: list[str] | None = None  # labels of the pretrained model, in the order of its outputs

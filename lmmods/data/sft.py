@@ -6,8 +6,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
+from lmmods.data.batches.loader import StatefulLoader
+from lmmods.data.batches.stream import StreamLoader
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer, as_given, is_template_file, read_template_file
 from lmmods.data.encode.chat_template import REFUSALS, bounded_rendering
 from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
@@ -20,6 +23,8 @@ from lmmods.data.sources.readers import Row
 from lmmods.recipe.source import Source
 from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.recipe.tasks.sft import SFTDataFields
+
+NO_ROOM = "no_room"  # a warning that has been given
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Conversations, shared by fine-tuning and preference optimisation.
@@ -209,3 +214,26 @@ class SFTData(SFTDataFields, ConversationData):
 
     def _encoding_settings(self) -> dict[str, Any]:
         return {**super()._encoding_settings(), "train_on": self.train_on, "turns": self.turns}
+
+    def train_dataloader(self) -> StatefulLoader | StreamLoader:
+        """As of `DataModule`. Raises UserError where answers are to be drawn and the trainer takes parts of epochs."""
+        if self.on_policy is not None:
+            self._check_on_policy()
+        return super().train_dataloader()
+
+    def _check_on_policy(self) -> None:
+        """Say how many rows leave no room for a drawn answer. Raises UserError."""
+        for name, whole in (("overfit_batches", (None, 0)), ("limit_train_batches", (None, 1.0))):
+            if (value := getattr(self.trainer, name, None)) not in whole:
+                raise UserError(f"trainer.{name} is {value}, but model.teacher.on_policy draws answers for the whole "
+                                "steps of whole epochs: take it out, and give data.source a `limit` of rows")
+        prompts, most = self._rows("train").column("prompt_length"), self.on_policy.max_new_tokens
+        full = int((~self.on_policy.has_room(prompts)).sum())
+        room = (f"a prompt to which an answer of model.teacher.max_new_tokens {most} fits within data.max_length "
+                f"{self.max_length}")
+        if full == len(prompts):
+            raise UserError(f"model.teacher.on_policy is {self.on_policy.share}, but none of the {len(prompts)} "
+                            f"training rows has {room}: lower the former or raise the latter.")
+        if full and NO_ROOM not in self._warned and getattr(self.trainer, "is_global_zero", True):
+            warn(f"{full:,} of {len(prompts):,} training rows do not have {room}. They keep the answers they have.")
+        self._warned.add(NO_ROOM)

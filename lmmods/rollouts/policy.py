@@ -35,8 +35,8 @@ class Row(NamedTuple):
     labels: np.ndarray
 
 
-class Policy(Protocol):
-    """The network in training, as it stands. In several processes every method is called by all of them alike.
+class Sampler(Protocol):
+    """The network in training, as it stands, drawing. In several processes every method is called by all of them alike.
 
     Args:
         rank: Number of this process.
@@ -56,6 +56,13 @@ class Policy(Protocol):
             ends: Tokens that end an answer.
         """
 
+    def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
+        """Merge the mappings of all processes, on every process."""
+
+
+class Policy(Sampler, Protocol):
+    """A sampler that also scores answers, as reinforcement learning needs it."""
+
     def logps(self, rows: Sequence[Row], temperature: float, reference: bool = False) -> list[np.ndarray]:
         """Return the log-probabilities [T] float32 of the labelled tokens of each row, 0 elsewhere.
 
@@ -65,6 +72,3 @@ class Policy(Protocol):
 
     def export(self, folder: Path) -> None:
         """Write the network, or its adapter, as a folder that from_pretrained / PeftModel reads."""
-
-    def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
-        """Merge the mappings of all processes, on every process."""

@@ -388,7 +388,8 @@ class Planner:
         looked_up = None if model.config.tie_word_embeddings else model.get_input_embeddings().weight
         weights = [(name, param.numel() * param.element_size()) for name, param in model.named_parameters()
                    if param is not looked_up]
-        found = Drawing.of(model.config, *drawn, (self.data.max_length, task.new_tokens), itemsize, weights)
+        *counts, new_tokens = drawn
+        found = Drawing.of(model.config, *counts, (self.data.max_length, new_tokens), itemsize, weights)
         if not is_sharded:
             return found
         # Each token gathers the parameters in the type of the products.

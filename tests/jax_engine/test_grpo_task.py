@@ -25,8 +25,9 @@ from jax_engine.models.generate import draw
 from jax_engine.optim import build
 from jax_engine.run import Run
 from jax_engine.tasks.base import Weights
-from jax_engine.tasks.grpo import GRPO, OF_REFERENCE, JaxPolicy, answers_at_once
+from jax_engine.tasks.grpo import GRPO, OF_REFERENCE, JaxPolicy
 from jax_engine.tasks.reference import COPIES
+from jax_engine.tasks.sampler import answers_at_once
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
 from lmmods.core.settings import LoRA, Optimizer
@@ -315,7 +316,7 @@ def test_answers_are_drawn_in_parts_where_memory_is_short(adapted, monkeypatch):
     assert answers_at_once(task.network, 40, at_hand().memory) >= len(PROMPTS)
     cache = jax.eval_shape(lambda: task.network.init_cache(1, 5 + ANSWER))
     memory = 4 * 3.5 * (4 * 4 * 37 + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)))
-    monkeypatch.setattr("jax_engine.tasks.grpo.at_hand", lambda: SimpleNamespace(memory=memory))
+    monkeypatch.setattr("jax_engine.tasks.sampler.at_hand", lambda: SimpleNamespace(memory=memory))
     assert task.answers_at_once(5 + ANSWER, memory) == 2
     for found, wanted in zip(policy.draw(PROMPTS, numbers, WARM, ANSWER, [2]), whole, strict=True):
         assert np.array_equal(found.tokens, wanted.tokens)

@@ -1,6 +1,7 @@
 """The divergence from a teacher on JAX: torch's values, gradients and sums, on one device and on a mesh."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -8,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_engine.distributed import loss
 from jax_engine.distributed.interface import DATA_AXES
-from jax_engine.distributed.loss import IGNORED, beside_teacher, token_loss
+from jax_engine.distributed.loss import IGNORED, Taught, beside_teacher, token_loss
 from jax_engine.distributed.mesh import ShardedMesh
 from lmmods.core.settings import Divergence, TokenLoss
 from lmmods.torch_engine.nn import loss as torch_loss
@@ -17,6 +18,9 @@ from tests.closeness import Float64, assert_as_close
 B, T, D, TAUGHT, V = 8, 9, 12, 20, 50
 FORMS = [TokenLoss(divergence=Divergence(0.0)), TokenLoss(0.1, 0.01, Divergence(0.3, 1.5, 0.25)),
          TokenLoss(divergence=Divergence(1.0, 0.7, 1.0))]
+# With rows that the student has drawn.
+ON_POLICY = [form._replace(divergence=form.divergence._replace(on_policy=True)) for form in FORMS]
+DRAWN = np.array([1, 0, 1, 0, 0, 1, 1, 0], np.float32)
 
 
 @pytest.fixture
@@ -37,7 +41,8 @@ def draw(rows: int = V):
 def ours(form, plain=False, count=False):
     def found(hidden, head, taught, targets, weights, teacher):
         joined, both = beside_teacher(hidden, lambda x: x @ head.T, taught, lambda x: x @ teacher.T)
-        sums = token_loss(joined, targets, both, V, count, plain, weights, form=form)
+        drawn = jnp.broadcast_to(DRAWN[:, None, None], (B, T, 1)) if form.divergence.on_policy else None
+        sums = token_loss(joined, targets, both, V, count, plain, weights, form=form, taught=Taught(drawn=drawn))
         return sums.total, sums
 
     return jax.jit(jax.value_and_grad(found, argnums=(0, 1), has_aux=True))
@@ -47,12 +52,13 @@ def of_torch(form, hidden, taught, targets, weights, head, teacher):
     x, own, other, guide, by_position = (torch.tensor(each, dtype=torch.float32)
                                          for each in (hidden, head, teacher, taught, weights))
     x.requires_grad_(), own.requires_grad_()
+    drawn = torch.tensor(DRAWN, dtype=x.dtype)[:, None].expand(B, T) if form.divergence.on_policy else None
     sums = torch_loss.token_loss(x, torch.tensor(targets), lambda h: h @ own.T, [own], V, weights=by_position,
-                                 form=form, guide=torch_loss.Guide(guide, lambda h: h @ other.T))
+                                 form=form, guide=torch_loss.Guide(guide, lambda h: h @ other.T, drawn))
     return [sums.total, sums.metrics, *torch.autograd.grad(sums.total, [x, own])]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS + ON_POLICY, ids=str)
 @pytest.mark.parametrize(("plain", "rows"), [(False, V), (False, V + 6), (True, V + 6)])
 def test_a_loss_with_a_teacher_is_torchs(form, plain, rows, small_chunks):
     hidden, taught, targets, weights, head, teacher = draw(rows)
@@ -63,16 +69,16 @@ def test_a_loss_with_a_teacher_is_torchs(form, plain, rows, small_chunks):
     assert_as_close(found, of_torch(form, hidden, taught, targets, weights, head, teacher), exact)
 
 
-@pytest.mark.parametrize("rows", [V, V + 6])
-def test_the_same_on_a_mesh(rows, small_chunks):
+@pytest.mark.parametrize(("form", "rows"), [(FORMS[1], V), (FORMS[1], V + 6), (ON_POLICY[1], V)], ids=str)
+def test_the_same_on_a_mesh(form, rows, small_chunks):
     hidden, taught, targets, weights, head, teacher = draw(rows)
-    wanted = ours(FORMS[1], count=True)(hidden, head, taught, targets, weights, teacher)
+    wanted = ours(form, count=True)(hidden, head, taught, targets, weights, teacher)
     mesh = ShardedMesh(data=2, fsdp=2, tensor=2).mesh
     by_rows, table = NamedSharding(mesh, PartitionSpec(DATA_AXES)), NamedSharding(mesh, PartitionSpec("fsdp"))
     put = [jax.device_put(x, where) for x, where in ((hidden, by_rows), (head, table), (taught, by_rows), (
         targets, by_rows), (weights, by_rows), (teacher, table))]
     with jax.set_mesh(mesh):
-        found = ours(FORMS[1], count=True)(*put)
+        found = ours(form, count=True)(*put)
     for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         assert_as_close(mine, theirs, theirs, magnitude=1)
 
@@ -80,7 +86,7 @@ def test_the_same_on_a_mesh(rows, small_chunks):
 def of_likeliest(form, plain=False):
     def found(hidden, head, targets, weights, ids, logps):
         sums = token_loss(hidden, targets, lambda x: x @ head.T, V, False, plain, weights, form=form,
-                          taught=(ids, logps))
+                          taught=Taught(ids, logps))
         return sums.total, sums
 
     return jax.jit(jax.value_and_grad(found, argnums=(0, 1), has_aux=True))

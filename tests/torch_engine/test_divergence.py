@@ -62,15 +62,19 @@ def test_divergence_and_gradient_are_trls(form, dtype):
 @pytest.mark.parametrize("form", [TokenLoss(divergence=each) for each in FORMS[1::3]] + [
     TokenLoss(0.1, 0.01, Divergence(0.5, 1.5, 0.25)), TokenLoss(divergence=Divergence(0.0, 1.0, 1.0))], ids=str)
 @pytest.mark.parametrize("head", ["by hand", "by autograd", "plain"])
-def test_a_mixed_loss_is_cross_entropy_and_trls_divergence(small_chunks, drawn, form, head):
-    """The sums of both parts are metrics; positions count by their weight."""
+@pytest.mark.parametrize("own_draws", [None, [[0.0], [1.0]], [[1.0], [1.0]]], ids=["given", "one row drawn", "drawn"])
+def test_a_mixed_loss_is_cross_entropy_and_trls_divergence(small_chunks, drawn, form, head, own_draws):
+    """The sums of both parts are metrics; positions count by their weight. Of what the student has drawn it is the
+    divergence alone, whatever the ratio."""
     student, teacher, hidden, taught, targets = drawn
     weights, ratio = torch.rand(2, 9), form.divergence.ratio
+    form = form._replace(divergence=form.divergence._replace(on_policy=own_draws is not None))
+    is_drawn = torch.tensor(own_draws or 0.0).expand(2, 9)
 
     def ours(model, other, x, guide, weights):
         own = SimpleNamespace(linear=model) if head == "by hand" else model
         sums = token_loss(x, targets, own, [model.weight], V, plain=head == "plain", weights=weights, form=form,
-                          guide=Guide(guide, other))
+                          guide=Guide(guide, other, own_draws and is_drawn.to(x.dtype)))
         return sums.total, sums.metrics
 
     def theirs(model, other, x, guide, weights):
@@ -83,9 +87,13 @@ def test_a_mixed_loss_is_cross_entropy_and_trls_divergence(small_chunks, drawn, 
         # TRL has no weights: a row of one position at a time.
         diverging = torch.stack([of_trl(form.divergence, one[None, None], two[None, None, :V], torch.zeros(1, 1))
                                  for one, two in zip(logits.flatten(0, 1), other(guide).flatten(0, 1), strict=True)])
-        parts = torch.stack([(diverging.view(2, 9) * scored).sum(), (plain * scored).sum()])
-        metrics = torch.stack([parts, scored.sum().expand(2)], 1)
-        return ratio * parts[0] + (1 - ratio) * parts[1], metrics
+        diverging, given = diverging.view(2, 9) * scored, is_drawn == 0
+        parts = [diverging.sum(), (plain * scored)[given].sum()]
+        counts = [scored.sum(), scored[given].sum()]
+        if own_draws:
+            parts, counts = [*parts, scored[~given].sum()], [*counts, scored.sum()]
+        total = ratio * diverging[given].sum() + diverging[~given].sum() + (1 - ratio) * parts[1]
+        return total, torch.stack([torch.stack(parts), torch.stack(counts)], 1)
 
     def found(function, dtype=torch.float32):
         model, other = (copy.deepcopy(each).to(dtype) for each in (student, teacher))
@@ -186,7 +194,11 @@ def test_a_teacher_of_another_vocabulary_is_refused(tokenizer_folder, llama_fold
 @pytest.mark.parametrize(("given", "words"), [
     ({"pretrained": None}, "teacher.pretrained is null"), ({"beta": 1.5}, "teacher.beta is 1.5"),
     ({"temperature": 0.0}, "teacher.temperature is 0.0"), ({"ratio": 0.0}, "teacher.ratio is 0.0"),
-    ({"top_k": 0}, "teacher.top_k is 0"), ({"top_k": 4, "temperature": 2.0}, "teacher.temperature is 2.0")])
+    ({"top_k": 0}, "teacher.top_k is 0"), ({"top_k": 4, "temperature": 2.0}, "teacher.temperature is 2.0"),
+    ({"on_policy": 1.5}, "teacher.on_policy is 1.5"), ({"on_policy": 0.5, "top_k": 4}, "teacher.top_k is 4"),
+    ({"on_policy": 1.0, "max_new_tokens": 0}, "teacher.max_new_tokens is 0"),
+    ({"on_policy": 1.0, "sampling_temperature": 0.0}, "teacher.sampling_temperature is 0"),
+    ({"max_new_tokens": 64}, "teacher.max_new_tokens is 64.*on_policy 0")])
 def test_settings_of_a_teacher(given, words):
     with pytest.raises(UserError, match=words):
         Teacher(**{"pretrained": "demo/llama", **given})

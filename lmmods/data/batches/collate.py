@@ -14,6 +14,7 @@ from lmmods.data.store.rows import RowSet
 
 SEEDS = "token_seeds"
 PLACES = "teacher_places"  # numbers of scored tokens, see `NumberedSet`
+DRAWN = "drawn"  # 1 for rows whose answer the network in training has drawn, see `DrawnSet`
 
 
 @dataclass
@@ -54,6 +55,8 @@ class Collator:
             return self._token_seeds(rows, length)
         if key == "index":
             return np.array([-1 if row is None else row[key] for row in rows], np.int64)
+        if key == DRAWN:
+            return np.array([0 if row is None else row[key] for row in rows], np.float32)
         if key in ("start_positions", "end_positions"):
             return np.array([IGNORED if row is None else self._moved(row, key, length) for row in rows], np.int64)
         # [B, T], filled with padding; rows are written over it.

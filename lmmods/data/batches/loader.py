@@ -4,6 +4,7 @@ They wrap torch's DataLoader. Lightning does not get the DataLoader itself, beca
 resumed epoch would repeat its first rows and skip its last.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -176,9 +177,13 @@ class StatefulLoader:
     def __len__(self) -> int:
         return batches_per_rank(self._num_batches, self._shard.world_size)
 
-    def __iter__(self) -> Iterator[Batch | Absent]:
+    def _begin_epoch(self) -> None:
+        """Go on to the next epoch at the end of one."""
         if self._handed_out >= self._num_batches:
             self._epoch, self._handed_out = self._epoch + 1, 0
+
+    def __iter__(self) -> Iterator[Batch | Absent]:
+        self._begin_epoch()
         # The rest of the epoch from the position on, which is a whole epoch unless the run was resumed.
         rank, world_size = self._shard.rank, self._shard.world_size
         upcoming = batches_of_rank(self._order_of(self._epoch, self._rule), self._handed_out, rank, world_size)
@@ -223,6 +228,28 @@ class StatefulLoader:
             self._rule.check(state, self._batch_size)
         self._epoch = state["epoch"]
         self._handed_out = recut(state["batches"], state["batch_size"], self._batch_size, self._num_rows)
+
+
+class SegmentLoader(StatefulLoader):
+    """Training batches that come in segments: what is in one depends on the weights that the steps before it left.
+
+    Abstract. Arguments as for `StatefulLoader`.
+    """
+
+    begins_itself = True  # False where the engine calls `begin_segment`
+
+    @abstractmethod
+    def begin_segment(self) -> int:
+        """Make what the segment at the current position needs, and return this rank's micro-batches left of it.
+
+        A collective call, to be made before iterating where `begins_itself` is False.
+        """
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield from islice(super().__iter__(), self.begin_segment())
+            if not self.begins_itself or self._handed_out >= self._num_batches:
+                return
 
 
 def check_same(state: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -3,16 +3,15 @@
 Every position of a run belongs to a rollout by numbers alone, so that a resumed run goes on in the same one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.loader import Batch, Shard, StatefulLoader
+from lmmods.data.batches.loader import Batch, SegmentLoader, Shard
 from lmmods.data.batches.sampler import GROUPED, PADDING_ROW, BatchOrder, batches_per_rank, shuffled
 
 
@@ -137,7 +136,7 @@ class RolloutSet(Dataset):
         return {**self._answers[answer], "draw": epoch}
 
 
-class RolloutLoader(StatefulLoader):
+class RolloutLoader(SegmentLoader):
     """Training batches of answers, read up to the end of a rollout.
 
     Args:
@@ -149,18 +148,13 @@ class RolloutLoader(StatefulLoader):
                  begin: Callable[[Place, str | None], tuple[str, list[dict[str, Any]]]]) -> None:
         self._plan, self._begin, self._items = plan, begin, RolloutSet(plan)
         self._name: str | None = None  # of the current rollout
-        self.begins_itself = True  # False where the engine calls `begin_segment`
         rows = np.arange(plan.num_rows)
         super().__init__(self._items, lambda epoch, rule: BatchOrder(rows, batch_size, offset=epoch * plan.num_rows),
                          collate, shard, batch_size, grouped=False)
 
     def begin_segment(self) -> int:
-        """Make or read the rollout at the current position, and return this rank's micro-batches left of it.
-
-        A collective call, to be made before iterating where `begins_itself` is False.
-        """
-        if self._handed_out >= self._num_batches:
-            self._epoch, self._handed_out = self._epoch + 1, 0
+        """Make or read the rollout at the current position; as of `SegmentLoader`."""
+        self._begin_epoch()
         row = self._handed_out * self._batch_size
         place = self._plan.find(self._epoch, row)
         current = self._items.place
@@ -170,12 +164,6 @@ class RolloutLoader(StatefulLoader):
             self._items.hold(place, answers)
         left = -(-place.stop // self._batch_size) - self._handed_out
         return batches_per_rank(left, self._shard.world_size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            yield from islice(super().__iter__(), self.begin_segment())
-            if not self.begins_itself or self._handed_out >= self._num_batches:
-                return
 
     def state_dict(self) -> dict[str, Any]:
         """As of `StatefulLoader`, with the name of the rollout that the position is in."""

@@ -68,11 +68,13 @@ class Drawn(NamedTuple):
         answers: Number.
         at_once: Drawn together.
         steps: Optimiser steps that train on them.
+        new_tokens: Tokens of the longest.
     """
 
     answers: int
     at_once: int
     steps: int
+    new_tokens: int
 
 
 # As a network in training, a task is equal to itself alone and has a text of its own.
@@ -337,7 +339,11 @@ class TokenLossFields(TaskFields):
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
         teacher = settings.get("teacher")
-        return (["distillation"], f"Distilled from {code(str(teacher.get('pretrained')))}.") if teacher else ([], "")
+        if not teacher:
+            return [], ""
+        share = teacher.get("on_policy")
+        drawn = f", on {share:.0%} of the rows with answers of its own" if share else ""
+        return ["distillation"], f"Distilled from {code(str(teacher.get('pretrained')))}{drawn}."
 
     @property
     def token_loss(self) -> TokenLoss:
@@ -346,6 +352,16 @@ class TokenLossFields(TaskFields):
     @property
     def is_taught_beforehand(self) -> bool:
         return self.teacher is not None and self.teacher.top_k is not None
+
+    @property
+    def on_policy(self) -> float:
+        """Share of the rows whose answers the network draws itself (`teacher.on_policy`)."""
+        return 0.0 if self.teacher is None else self.teacher.on_policy
+
+    def _refuse_on_policy(self, words: str) -> None:
+        """Raise UserError where answers are to be drawn; `words` name the task."""
+        require(not self.on_policy, "model.teacher.on_policy", self.on_policy,
+                f"0 for {words}: only fine-tuning (SFT) draws answers to the prompts of its rows")
 
     @property
     def teacher_fields(self) -> TaskFields:

@@ -14,6 +14,10 @@ class CLMFields(TokenLossFields, CausalFields):
     takes: ClassVar[str] = "CLMData"
     usual: ClassVar[Usual] = Usual(epochs=1, rows=32, prompt="Once upon a time")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._refuse_on_policy("language modelling")
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CLMDataFields(TextDataFields):

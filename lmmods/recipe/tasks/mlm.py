@@ -31,6 +31,7 @@ class MLMFields(TokenLossFields):
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for masked LMs")
         require(self.teacher is None or self.teacher.top_k is None, "model.teacher.top_k",
                 self.teacher and self.teacher.top_k, "null for masked LMs, whose masks are drawn anew in each epoch")
+        self._refuse_on_policy("masked LMs")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -1,11 +1,12 @@
 """Supervised fine-tuning on instructions and chats."""
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import TokenLoss, require
-from lmmods.recipe.tasks.base import CausalFields, ConversationFields, TokenLossFields, Usual
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Drawn, TokenLossFields, Usual
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -28,6 +29,26 @@ class SFTFields(TokenLossFields, CausalFields):
                 "0 with model.dft, whose weights are of the target alone")
         require(not self.dft or self.teacher is None or self.teacher.ratio < 1, "model.teacher.ratio", 1,
                 "less than 1 with model.dft, which is of the cross-entropy")
+
+    def check_data(self, data: Any) -> None:
+        super().check_data(data)
+        if not self.on_policy:
+            return
+        require(not data.packing, "data.packing", data.packing, "false with model.teacher.on_policy: how long the "
+                "drawn answers are is not known beforehand. data.group_by_length saves some of the padding")
+        require(not data.streaming, "data.streaming", data.streaming, "false with model.teacher.on_policy, which "
+                "chooses rows by their numbers")
+
+    def drawn_answers(self, rows: int, eval_batch_size: int) -> Drawn | None:
+        if not self.on_policy:
+            return None
+        return Drawn(math.ceil(rows * self.on_policy), eval_batch_size, 1, self.teacher.max_new_tokens)
+
+    def describe_training(self, rows: int, num_rows: int | None) -> list[str]:
+        if not self.on_policy:
+            return []
+        return [f"On-policy: before each step the student answers {self.on_policy:.0%} of its rows anew, about "
+                f"{rows * self.on_policy:.3g} of {rows}, with at most {self.teacher.max_new_tokens} tokens."]
 
     @property
     def token_loss(self) -> TokenLoss:

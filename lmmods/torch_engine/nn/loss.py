@@ -46,10 +46,12 @@ class Guide(NamedTuple):
     Args:
         hidden: [B, T, H'] its hidden states, or [N, H'] of the scored positions.
         head: Maps [N, H'] to logits [N, V'], as in `token_loss`.
+        drawn: [B, T] or [N] float32, 1 where the student has drawn the token to predict, else 0; None is 0 throughout.
     """
 
     hidden: Tensor
     head: Callable[[Tensor], Tensor]
+    drawn: Tensor | None = None
 
 
 class Likeliest(NamedTuple):
@@ -83,6 +85,7 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
     """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
 
     With a teacher it is mixed with the divergence from it, and `metrics` are the sums of the two, `form.metric_names`.
+    Of tokens that the student has drawn the divergence is all of the loss; they have no cross-entropy.
 
     Args:
         hidden: [B, T, H] hidden states, already aligned with `targets`.
@@ -113,7 +116,8 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
     total, correct, parts = _ChunkedCrossEntropy.apply(hidden, targets, weights, head, chunk, count_correct, form,
                                                        guide, torch.is_grad_enabled(), *params)
     weight = total.new_tensor(len(targets)) if weights is None else weights.sum()
-    return LossSums(total, weight, correct if count_correct else None, _metrics(parts, weight, guide))
+    return LossSums(total, weight, correct if count_correct else None,
+                    _metrics(parts, targets, weights, weight, form, guide))
 
 
 def _each(guide: Guide | Likeliest, function: Callable[[Tensor], Tensor]) -> Guide | Likeliest:
@@ -121,10 +125,29 @@ def _each(guide: Guide | Likeliest, function: Callable[[Tensor], Tensor]) -> Gui
     return type(guide)(*(function(part) if torch.is_tensor(part) else part for part in guide))
 
 
-def _metrics(parts: Tensor, weight: Tensor, guide: Guide | Likeliest | None) -> Tensor | None:
-    """Return the parts [2] of a loss, divergence and cross-entropy, with their weight, [2, 2]; None without a teacher.
+def _metrics(parts: Tensor, targets: Tensor, weights: Tensor | None, weight: Tensor, form: TokenLoss,
+             guide: Guide | Likeliest | None) -> Tensor | None:
+    """Return the sums and weights [M, 2] of `form.metric_names`; None without a teacher.
+
+    Args:
+        parts: [2] summed divergence and cross-entropy.
+        targets: [N].
+        weights: [N]; None for 1.
+        weight: Their sum.
     """
-    return None if guide is None else torch.stack([parts.detach(), weight.expand(2)], 1)
+    if guide is None:
+        return None
+    if not form.divergence.on_policy:
+        return torch.stack([parts.detach(), weight.expand(2)], 1)
+    drawn = weight.new_zeros(targets.shape) if _drawn(guide) is None else guide.drawn
+    of_drawn = (drawn if weights is None else drawn * weights).sum()
+    return torch.stack([torch.cat([parts.detach(), of_drawn[None]]), torch.stack([weight, weight - of_drawn, weight])],
+                       1)
+
+
+def _drawn(guide: Guide | Likeliest | None) -> Tensor | None:
+    """Return `Guide.drawn`, if there is such."""
+    return guide.drawn if isinstance(guide, Guide) else None
 
 
 def _chunk_length(vocab_size: int, device: torch.device) -> int:
@@ -151,11 +174,18 @@ def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: T
             with torch.no_grad():
                 taught = taught.head(taught.hidden).float()
         # Positions that are not scored have finite logits, too.
-        divergence = (divergences(logits, taught, form.divergence)[0] * weights).sum()
+        diverging, ratio = divergences(logits, taught, form.divergence)[0] * weights, form.divergence.ratio
+        divergence = counted = diverging.sum()
+        if (drawn := _drawn(guide)) is None:
+            counted = ratio * counted
+        else:
+            guide = guide._replace(drawn=drawn.flatten())
+            counted = (diverging * (ratio + (1 - ratio) * guide.drawn)).sum()
+            total = (losses * weights * (1 - guide.drawn)).sum()
         parts = torch.stack([divergence, total])
-        total = form.divergence.ratio * divergence + (1 - form.divergence.ratio) * total
+        total = counted + (1 - ratio) * total
     correct = ((logits.argmax(-1) == targets) * weights).sum() if count_correct else None
-    return LossSums(total, weight, correct, _metrics(parts, weight, guide))
+    return LossSums(total, weight, correct, _metrics(parts, targets, weights, weight, form, guide))
 
 
 def divergences(logits: Tensor, taught: Tensor | Likeliest, form: Divergence) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -290,7 +320,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         products = _products(head, params)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct, parts = torch.zeros_like(total), total.new_zeros(2)  # of the loss: divergence and cross-entropy
-        share = form.divergence.ratio if guide is not None else 0.0
+        ratio = form.divergence.ratio if guide is not None else 0.0
+        drawn = _drawn(guide)
+        mixes = ratio > 0 or drawn is not None
         teacher = _products(guide.head, ()) if isinstance(guide, Guide) else None
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
         for start in range(0, len(targets), chunk):
@@ -311,9 +343,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 taught = (_each(guide, lambda x, part=part: x[part]) if teacher is None
                           else teacher.forward(guide.hidden[part], False).float())
                 diverging, gradient = divergences(logits, taught, form.divergence)
+                share = ratio
+                if drawn is not None:
+                    losses = losses * (1 - drawn[part])
+                    share = ratio + (1 - ratio) * drawn[part]
                 parts += _summed(torch.stack([diverging, losses]), part, weights)
                 losses = share * diverging + (1 - share) * losses
-                by_divergence = gradient().mul_(share) if wants_grad and share else None
+                by_divergence = gradient().mul_(_column(share)) if wants_grad and mixes else None
                 del taught, gradient
             del logits
             total += _summed(losses, part, weights)
@@ -332,8 +368,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if smoothing:
                     grad_logits -= smoothing / grad_logits.shape[-1]
                 grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= of_target
-                if share:
-                    grad_logits = grad_logits.mul_(1 - share).add_(by_divergence)
+                if mixes:
+                    grad_logits = grad_logits.mul_(_column(1 - share)).add_(by_divergence)
                 if weights is not None:
                     grad_logits *= weights[part].unsqueeze(1)
                 grad_hidden[part] = products.backward(grad_logits)  # [n, V] -> [n, H]
@@ -348,6 +384,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # In place is safe: only this node holds these tensors, and a second backward pass finds them freed.
         grad_hidden, *grads = (grad.mul_(grad_total.to(grad.dtype)) for grad in ctx.saved_tensors)
         return grad_hidden, None, None, None, None, None, None, None, None, *grads
+
+
+def _column(share: float | Tensor) -> float | Tensor:
+    """Return a factor of positions [n] as one of their logits [n, V]."""
+    return share.unsqueeze(1) if torch.is_tensor(share) else share
 
 
 def _summed(values: Tensor, part: slice, weights: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
 """Base class of the tasks on causal LMs: training and generation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +13,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, Mixture, check_balance
 from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation, require
-from lmmods.data.batches.collate import PLACES
+from lmmods.data.batches.collate import DRAWN, PLACES
 from lmmods.data.teacher import NO_PLACES
 from lmmods.recipe.tasks.base import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen
@@ -84,6 +85,8 @@ class CausalModule(CausalFields, TaskModule):
         if self.teacher_model is not None:  # first, while there are no activations of the student
             with evaluating(self.teacher_model):
                 guide = causal_guide(self.teacher_model, self.teacher_head, batch)
+            if DRAWN in batch:  # [B] -> [B, T]
+                guide = guide._replace(drawn=batch[DRAWN].unsqueeze(1).expand(batch["labels"].shape))
         elif self.is_taught_beforehand:
             if PLACES not in batch:
                 raise UserError(NO_PLACES)
@@ -93,6 +96,12 @@ class CausalModule(CausalFields, TaskModule):
                                form=self.token_loss.evaluated, guide=guide)
         return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss,
                            device=self.built_for, form=self.token_loss, guide=guide)
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Disable gradient and dropout, in the precision of training."""
+        with evaluating(self.model), self.trainer.precision_plugin.forward_context():
+            yield
 
     def _taught(self, places: Tensor) -> Likeliest:
         """Return what the teacher expects at positions [B, T], by the numbers of the tokens to predict there."""

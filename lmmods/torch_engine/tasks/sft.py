@@ -1,8 +1,21 @@
 """Supervised fine-tuning: full, LoRA or QLoRA."""
 
+from typing import Any
+
 from lmmods.recipe.tasks.sft import SFTFields
+from lmmods.rollouts.on_policy import on_policy_of
 from lmmods.torch_engine.tasks.causal_task import CausalModule
+from lmmods.torch_engine.tasks.sampler import TorchSampler
 
 
 class SFT(SFTFields, CausalModule):
     """Fine-tune a causal LM on instructions or chats; predict generates answers."""
+
+    def link(self, datamodule: Any) -> None:
+        super().link(datamodule)
+        datamodule.on_policy = on_policy_of(self, datamodule)
+
+    def build_model(self, abstract: bool = False) -> None:
+        super().build_model(abstract)
+        data = self.trainer.datamodule
+        data.on_policy = on_policy_of(self, data, lambda: None if abstract else TorchSampler(self))

@@ -1,0 +1,125 @@
+"""Batches some of whose answers the network in training draws itself, before each optimiser step (GKD, on policy).
+
+Which rows these are, and the numbers that decide their tokens, are functions of the run's seed, the epoch and the row
+alone. The weights are those before the step. So a step that is resumed inside draws the same answers again.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lmmods.core.generation_config import draws
+from lmmods.core.labels import IGNORED
+from lmmods.data.batches.collate import DRAWN
+from lmmods.data.batches.loader import Batch, SegmentLoader, Shard, batches_per_rank
+from lmmods.data.batches.sampler import BatchOrder, OrderRule
+
+# Returns the tokens, [T] int32 each, of answers to prompts, from uniform numbers in [0, 1) [N, max_new_tokens] that
+# decide them. A collective call, which all processes make with the same arguments.
+Draw = Callable[[list[np.ndarray], np.ndarray], list[np.ndarray]]
+
+
+def stand_ins(prompts: list[np.ndarray], numbers: np.ndarray) -> list[np.ndarray]:
+    """Return answers of full length that repeat the prompts, in place of drawn ones where nothing trains."""
+    return [np.resize(prompt, numbers.shape[1]) for prompt in prompts]
+
+
+class OnPolicy(NamedTuple):
+    """Which answers are drawn.
+
+    Args:
+        share: Share of the rows.
+        max_new_tokens: Longest answer in tokens. Rows whose prompt leaves no room for it keep the answer they have.
+        max_length: Longest prompt with its answer in tokens.
+        seed: The run's.
+        draw: Draws them.
+    """
+
+    share: float
+    max_new_tokens: int
+    max_length: int
+    seed: int
+    draw: Draw
+
+    def has_room(self, prompt_length: int | np.ndarray) -> bool | np.ndarray:
+        """Return whether a prompt of so many tokens can be answered."""
+        return (prompt_length > 0) & (prompt_length + self.max_new_tokens <= self.max_length)
+
+
+class DrawnSet(Dataset):
+    """Items of a `NumberedSet`, some of them with answers drawn for the current step.
+
+    Items have `drawn`, 1 for those and else 0. Of a drawn answer all tokens are scored, and of its prompt none.
+
+    Args:
+        items: With `prompt_length`, the tokens before the last response.
+    """
+
+    def __init__(self, items: Any, on_policy: OnPolicy) -> None:
+        self._items, self._on_policy = items, on_policy
+        self._answered: dict[int, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        item = self._answered.get(number) or self._items[number]
+        return item and {DRAWN: 0, **item}
+
+    def draw(self, numbers: Iterable[int]) -> None:
+        """Draw the answers of a step.
+
+        Args:
+            numbers: Of all its items, as of a `NumberedSet`.
+        """
+        ours, chosen, uniforms = self._on_policy, [], []
+        for number in numbers:
+            epoch, place = divmod(number, len(self))
+            # The first number of a row decides if its answer is drawn, the others which tokens.
+            [first, *rest] = draws(ours.seed, [place], 1 + ours.max_new_tokens, step=epoch)[0]
+            if first < ours.share and ours.has_room(int((item := self._items[number])["prompt_length"])):
+                chosen.append((number, item))
+                uniforms.append(rest)
+        prompts = [item["input_ids"][: item["prompt_length"]] for _, item in chosen]
+        numbers = np.array(uniforms, np.float32).reshape(-1, ours.max_new_tokens)
+        # Every process comes to the same rows.
+        answers = ours.draw(prompts, numbers) if chosen else []
+        self._answered = {number: _answered(item, prompt, answer)
+                          for (number, item), prompt, answer in zip(chosen, prompts, answers, strict=True)}
+
+
+def _answered(item: dict[str, Any], prompt: np.ndarray, answer: np.ndarray) -> dict[str, Any]:
+    """Return an item with another answer."""
+    return {**item, DRAWN: 1, "input_ids": np.concatenate([prompt, answer]).astype(np.int32),
+            "labels": np.concatenate([np.full(len(prompt), IGNORED), answer]).astype(np.int32)}
+
+
+class OnPolicyLoader(SegmentLoader):
+    """Training batches read up to the end of an optimiser step, before which answers of its rows are drawn.
+
+    Args:
+        items: A `NumberedSet`; `order_of`, `grouped` and `num_rows` as of `StatefulLoader`.
+    """
+
+    def __init__(self, items: Any, order_of: Callable[[int, OrderRule], BatchOrder], collate: Callable[[list], Batch],
+                 shard: Shard, batch_size: int, on_policy: OnPolicy, grouped: bool = True,
+                 num_rows: int | None = None) -> None:
+        self._drawn = DrawnSet(items, on_policy)
+        self._step: tuple[int, int] | None = None  # epoch and step in it whose answers are drawn
+        shard = replace(shard, num_workers=0)  # workers would not see the answers
+        super().__init__(self._drawn, order_of, collate, shard, batch_size, None, grouped, num_rows)
+
+    def begin_segment(self) -> int:
+        self._begin_epoch()
+        size = self._shard.batches_per_step
+        number = self._handed_out // size
+        stop = min((number + 1) * size, self._num_batches)
+        if self._step != (self._epoch, number):
+            # All rows of the step, also where a resumed run has trained on some: the same calls give the same bits.
+            order = self._order_of(self._epoch, self._rule)
+            self._drawn.draw(row for batch in range(number * size, stop) for row in order[batch] if row >= 0)
+            self._step = self._epoch, number
+        return batches_per_rank(stop - self._handed_out, self._shard.world_size)
