@@ -360,6 +360,17 @@ def test_dynamic_fine_tuning_of_trl():
     assert "model.dft" not in settings and "loss_type" not in draft.lost
 
 
+def test_gkd_of_trl_is_fine_tuning_with_a_teacher():
+    text = "{model_name_or_path: x, dataset_name: y, teacher_model_name_or_path: z, %s}"
+    settings, draft = settings_of(text % "lmbda: 0.7, beta: 0.1, temperature: 0.8, max_new_tokens: 64, seq_kd: true")
+    assert settings["model"] == "SFT" and "seq_kd" in draft.lost
+    assert {key: value for key, value in settings.items() if key.startswith("model.teacher.")} == {
+        "model.teacher.pretrained": "z", "model.teacher.ratio": 1.0, "model.teacher.beta": 0.1,
+        "model.teacher.on_policy": 0.7, "model.teacher.max_new_tokens": 64, "model.teacher.sampling_temperature": 0.8}
+    settings, _ = settings_of(text % "lmbda: 0")
+    assert settings["model.teacher.beta"] == 0.5 and "model.teacher.max_new_tokens" not in settings
+
+
 @pytest.mark.parametrize(("text", "expected"), [
     ("{model_name_or_path: x, dataset_name: y, beta: 0.2}", {"loss": "sigmoid", "beta": 0.2, "optimizer.lr": 1e-6}),
     ("{model_name_or_path: x, dataset_name: y, loss_type: [apo_zero, sft], loss_weights: [0.5, 1.0]}",

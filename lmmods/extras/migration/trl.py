@@ -14,6 +14,7 @@ NAMES = {"SFT": Names(default_lr=2e-5), "Preference": Names(default_lr=1e-6), "R
 RLOO = ("normalize_advantages", "reward_clip_range", "rloo_k")
 GRPO = ("num_generations", "reward_funcs", "reward_model_name_or_path", "steps_per_generation", "scale_rewards",
         "mask_truncated_completions", "importance_sampling_level")
+GKD = ("lmbda", "seq_kd", "teacher_model_name_or_path")  # keys unique to GKD, of TRL's experimental trainers
 # Keys unique to preference trainers -> the trainer, most specific first.
 PREFERENCES = {"desirable_weight": "kto", "undesirable_weight": "kto", "cpo_alpha": "cpo", "simpo_gamma": "cpo",
                "beta": "dpo", "precompute_ref_log_probs": "dpo", "sync_ref_model": "dpo", "loss_weights": "dpo",
@@ -28,6 +29,8 @@ def trl(content: dict[str, Any]) -> Draft:
         draft.note("env: set these variables in the shell.")
     if any(key in content for key in GRPO):
         training.take_grpo(draft, "")
+    elif any(key in content for key in GKD):
+        _take_gkd(draft)
     elif trainer := _preference_trainer(content):
         _take_preferences(draft, trainer)
         training.take_data(draft)
@@ -72,6 +75,28 @@ def _preference_trainer(content: dict[str, Any]) -> str | None:
 def _is_reward(content: dict[str, Any]) -> bool:
     """True if a file is for `trl reward`, of whose keys one is its own."""
     return "center_rewards_coefficient" in content or content.get("lora_task_type") == "SEQ_CLS"
+
+
+def _take_gkd(draft: Draft) -> None:
+    draft.put("model", "SFT", "lmbda")
+    draft.put("data", "SFTData", "")
+    if (teacher := draft.get("teacher_model_name_or_path")) is None:
+        teacher = "WRITE HERE WHO TEACHES"
+        draft.note("No teacher is named: write model.teacher.pretrained.")
+    draft.put("model.teacher.pretrained", teacher, "teacher_model_name_or_path")
+    draft.put("model.teacher.ratio", 1.0, "")  # no cross-entropy
+    draft.put("model.teacher.beta", float(draft.get("beta", 0.5)), "beta")
+    share = float(draft.get("lmbda", 0.5))
+    draft.put("model.teacher.on_policy", share, "lmbda")
+    most, temperature = draft.get("max_new_tokens", 128), float(draft.get("temperature", 0.9))
+    if share:
+        draft.put("model.teacher.max_new_tokens", most, "max_new_tokens")
+        draft.put("model.teacher.sampling_temperature", temperature, "temperature")
+    if 0 < share < 1:
+        draft.note("lmbda is the share of batches that the student answers there, and of rows here.")
+    if draft.get("seq_kd"):
+        draft.lose("seq_kd", "rows may hold answers of the teacher, which predict writes")
+    draft.get("disable_dropout")
 
 
 def _take_preferences(draft: Draft, trainer: str) -> None:
