@@ -79,7 +79,8 @@ def draws(seed: int, rows: Iterable[int], count: int, answers: int = 1, step: in
         rows: Numbers of rows, -1 (padding) or more.
         count: Tokens of the longest answer.
         answers: Answers to each row, which follow each other.
-        step: Steps trained before the answers are drawn, in training; None for numbers that do not change with it.
+        step: Steps trained before the answers are drawn, or the epoch of the rows if these are answered once in each;
+            None for numbers that do not change in training.
     """
     time = 0 if step is None else step + 1
     streams = (np.random.Generator(np.random.Philox(key=[seed, row + 1], counter=[0, 0, time, answer]))

@@ -1,0 +1,65 @@
+"""Answers that a student draws to the prompts of training rows: shared by processes, and stand-ins where none train."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lmmods.core.settings import Teacher
+from lmmods.recipe.tasks.sft import SFTFields
+from lmmods.rollouts.on_policy import on_policy_of
+from lmmods.rollouts.policy import Drawn
+
+DATA = SimpleNamespace(max_length=50, run_seed=7, stop_token_ids=[2])
+PROMPTS = [np.arange(1, length) for length in (3, 5, 2, 4, 7)]
+NUMBERS = np.random.default_rng(0).random((5, 4), np.float32)
+
+
+class Sampler:
+    """Repeats the first token of a prompt as often as its first number says, with a rank's answers in `found`."""
+
+    num_ranks = 2
+
+    def __init__(self, rank: int, found: dict) -> None:
+        self.rank, self.found = rank, found
+
+    def draw(self, prompts, numbers, temperature, max_new_tokens, ends):
+        self.asked = len(prompts), temperature, max_new_tokens, ends
+        return [Drawn(np.full(int(1 + row[0] * max_new_tokens), prompt[-1], np.int32), None, None, True)
+                for prompt, row in zip(prompts, numbers, strict=True)]
+
+    def gather(self, parts):
+        self.found.update(parts)
+        return self.found
+
+
+def task_of(**teacher):
+    return SFTFields(pretrained="demo/llama", teacher=Teacher("demo/llama", **teacher))
+
+
+def test_processes_share_the_answers():
+    task, found = task_of(on_policy=0.5, max_new_tokens=4, sampling_temperature=0.7), {}
+    samplers = [Sampler(rank, found) for rank in (0, 1)]
+    first, second = (on_policy_of(task, DATA, lambda sampler=sampler: sampler) for sampler in samplers)
+    assert first[:4] == (0.5, 4, 50, 7)
+    with pytest.raises(KeyError):  # the other process's are missing
+        first.draw(PROMPTS, NUMBERS)
+    for answer, prompt, row in zip(second.draw(PROMPTS, NUMBERS), PROMPTS, NUMBERS, strict=True):
+        assert answer.tolist() == [prompt[-1]] * int(1 + row[0] * 4)
+    assert [sampler.asked for sampler in samplers] == [(3, 0.7, 4, [2]), (2, 0.7, 4, [2])]
+
+
+def test_without_training_prompts_stand_in():
+    draw = on_policy_of(task_of(on_policy=1.0), DATA).draw
+    assert [answer.tolist() for answer in draw(PROMPTS[:2], NUMBERS[:2])] == [[1, 2, 1, 2], [1, 2, 3, 4]]
+    assert on_policy_of(task_of(), DATA) is None
+
+
+def test_what_is_said_of_a_run():
+    task = task_of(on_policy=0.25, max_new_tokens=9)
+    assert task.drawn_answers(10, 4) == (3, 4, 1, 9) and task_of().drawn_answers(10, 4) is None
+    [line] = task.describe_training(10, None)
+    assert "25% of its rows" in line and "2.5 of 10, with at most 9 tokens" in line
+    assert task_of().describe_training(10, None) == []
+    tags, words = SFTFields.method({"teacher": {"pretrained": "big", "on_policy": 0.25}})
+    assert tags == ["distillation"] and "on 25% of the rows with answers of its own" in words
