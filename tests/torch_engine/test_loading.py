@@ -185,10 +185,11 @@ def test_targets_that_match_nothing_are_named_with_candidates(llama_folder, sett
         lora.add_lora(load(llama_folder, frozen=True), settings, [], torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_quantised_layer_is_not_trained_in_full(llama_folder, kind):
-    with pytest.raises(UserError, match=r"lora.modules_to_save: model.layers.0.self_attn.q_proj is stored in"):
-        lora.add_lora(load(llama_folder, quantize=kind, frozen=True), LoRA(modules_to_save=["q_proj"],
+@pytest.mark.parametrize(("kind", "name"), [("nf4", "self_attn.q_proj"), ("int8", "self_attn.q_proj"), ("nf4", "mlp")])
+def test_a_quantised_layer_is_not_trained_in_full(llama_folder, kind, name):
+    """Neither by its name nor by that of a module that has it."""
+    with pytest.raises(UserError, match=rf"lora.modules_to_save: model.layers.0.{name} is stored in"):
+        lora.add_lora(load(llama_folder, quantize=kind, frozen=True), LoRA(modules_to_save=[name],
                                                                                targets="v_proj"), [], torch.float32)
 
 

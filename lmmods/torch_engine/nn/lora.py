@@ -76,9 +76,10 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         if any(own.startswith(f"{name}.") for own in packed):
             raise UserError(quantised_in_full(name, "4 bits"))
         module = model.get_submodule(name)
-        if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
-            kind = "int8" if module.weight.dtype == torch.int8 else "4 bits"
-            raise UserError(quantised_in_full(name, kind))
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear) and not layer.weight.is_floating_point():
+                kind = "int8" if layer.weight.dtype == torch.int8 else "4 bits"
+                raise UserError(quantised_in_full(name, kind))
         fill(module)  # PEFT copies its values
     stacked = [name for name, parameter in model.named_parameters() if is_stacked(name, parameter)]
     adapted_parameters(settings, [*packed, *stacked], in_full)
