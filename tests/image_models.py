@@ -14,7 +14,8 @@ LAYERS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_att
 KINDS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": TEXT | {"sliding_window": 8}, "vision_config": VISION, "mm_tokens_per_image": 4},
     "gemma4": {"text_config": TEXT | LAYERS | {
-        "sliding_window": 8, "global_head_dim": 16, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 4},
+        "sliding_window": 8, "global_head_dim": 16, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 4,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
         "vision_config": {"num_key_value_heads": 2, "head_dim": 8, **VISION}},
     "qwen3_5": {"text_config": TEXT | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
                                        "linear_key_head_dim": 8, "linear_value_head_dim": 8},

@@ -24,6 +24,10 @@ class Experts:
         transposed: Matrices are [in, out].
         clamp: Gain and limit of gpt-oss's activation: gate and up features alternate and are clipped to the limit, and
             the result is gate sigmoid(gain gate) (up + 1).
+        beside_mlp: The layer keeps its MLP, and its update is the sum of both (Gemma 4). Experts read a norm of the
+            residual stream that is their own, the router the stream itself; each of the two outputs is normed.
+        scaled_router: The router divides each token by its root mean square and multiplies it by a learned vector, and
+            the weights of a token's experts by a learned factor of each expert.
     """
 
     num: int
@@ -33,6 +37,8 @@ class Experts:
     bias: bool = False
     transposed: bool = False
     clamp: tuple[float, float] | None = None
+    beside_mlp: bool = False
+    scaled_router: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,17 +99,17 @@ class LayerKind(NamedTuple):
     """What a layer has; layers of one kind have the same parameters, in the same shapes.
 
     Args:
-        routed: A mixture of experts is the MLP.
+        routed: It has a mixture of experts, `moe`.
         attention: Name of its attention: `attn`, or `full_attn` with `WideHeads`.
         keys: Keys and values are its `own`; or its own, and those of later layers (`lent`); or `borrowed` from the
             last layer with an attention of that name that lends them.
-        mlp: Name of its MLP: `mlp`, or `wide_mlp`.
+        mlp: Name of its MLP: `mlp`, or `wide_mlp`; None if experts replace it.
     """
 
     routed: bool = False
     attention: Literal["attn", "full_attn"] = "attn"
     keys: Literal["own", "lent", "borrowed"] = "own"
-    mlp: Literal["mlp", "wide_mlp"] = "mlp"
+    mlp: Literal["mlp", "wide_mlp"] | None = "mlp"
 
     def has(self, module: str) -> bool:
         """Return True if a layer of this kind has a module, by our path inside the layers: `attn.q`."""
@@ -113,8 +119,8 @@ class LayerKind(NamedTuple):
         if part in ("attn", "full_attn"):
             return part == self.attention and not (self.keys == "borrowed" and inner in ("k", "v", "k_norm"))
         if part in ("mlp", "wide_mlp"):
-            return part == self.mlp and inner.startswith(("router", "experts")) == self.routed
-        return True
+            return part == self.mlp
+        return self.routed if part == "moe" else True
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,8 @@ class Architecture:
         convolution: Convolution of the embeddings, added after the first layer.
         sinks: Attention sinks: a learned logit per head, without a value (Xiao et al. 2023).
         qkv_limit: Queries, keys and values are clipped to this absolute value.
-        experts: Mixture of experts that replaces the MLP, except in `dense_layers`, to which `mlp_size` then applies.
+        experts: Mixture of experts that replaces the MLP or adds to it, in all but `dense_layers`; `mlp_size` is that
+            of the MLPs.
         wide_heads: Layers with heads of another size.
         num_borrowing: Last layers, which have no keys and values but take those of an earlier layer (see `LayerKind`).
         wide_mlp_size: Inner features of the MLPs in these last layers, if they differ.
@@ -259,10 +266,12 @@ class Architecture:
         names = ["full_attn" if layer in wide else "attn" for layer in range(self.num_stored_layers)]
         first = self.num_stored_layers - self.num_borrowing
         lenders = {name: layer for layer, name in enumerate(names[:first])} if self.num_borrowing else {}
+        routed = [self.experts is not None and layer not in self.dense_layers for layer in range(len(names))]
         return tuple(LayerKind(
-            self.experts is not None and layer not in self.dense_layers, name,
+            routed[layer], name,
             "borrowed" if layer >= first else "lent" if lenders.get(name) == layer else "own",
-            "wide_mlp" if layer >= first and self.wide_mlp_size else "mlp") for layer, name in enumerate(names))
+            None if routed[layer] and not self.experts.beside_mlp
+            else "wide_mlp" if layer >= first and self.wide_mlp_size else "mlp") for layer, name in enumerate(names))
 
     def head_sizes(self, attention: str) -> tuple[int, int]:
         """Return the number of key-value heads, and the features of a head, of the layers with this attention."""

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec
 
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, on_mesh
 from jax_engine.models.architecture import Architecture, Experts
-from jax_engine.models.linear import ACTIVATIONS, Build, parameter, product
+from jax_engine.models.dropout import Seeds
+from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm, divided_by_rms, parameter, product
 from jax_engine.models.quant import FourBit, Quantized
 from lmmods.core.errors import UserError
 from lmmods.core.initialization import Normal, lora_a
@@ -64,10 +65,30 @@ class Router(nnx.Module):
         self.weight = parameter((arch.experts.num, arch.hidden_size), Normal(arch.layer_std))
         self.bias = parameter((arch.experts.num,), Normal(arch.layer_std)) if arch.experts.bias else None
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, seeds: Seeds | None = None) -> Array:
         """Return float32 logits [..., E] for x [..., D]."""
         logits = product(x, self.weight[...], self.build)
         return (logits if self.bias is None else logits + self.bias[...].astype(logits.dtype)).astype(jnp.float32)
+
+
+class ScaledRouter(nnx.Module):
+    """Router of tokens that are divided by their root mean square and scaled, with a factor for each expert."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        self.eps = arch.norm_eps
+        self.scale, self.per_expert_scale = parameter((arch.hidden_size,), 1.0), parameter((arch.experts.num,), 1.0)
+        # A linear layer also in transformers, which other routers are not: it may be quantised and adapted.
+        self.proj = Linear(arch.hidden_size, arch.experts.num, "layers.moe.router.proj", build, std=arch.layer_std,
+                           bias=False)
+
+    def __call__(self, x: Array, seeds: Seeds | None) -> Array:
+        """Return float32 logits [..., E] for x [..., D]; `seeds` are for an adapter's dropout."""
+        scaled = divided_by_rms(x, self.eps) * self.scale[...].astype(x.dtype)
+        return self.proj(scaled * jnp.float32(x.shape[-1]**-0.5), seeds).astype(jnp.float32)
+
+    def factors(self, chosen: Array) -> Array:
+        """Return the factors on the weights of these experts."""
+        return self.per_expert_scale[...].astype(jnp.float32)[chosen]
 
 
 class ExpertAdapter(nnx.Module):
@@ -122,23 +143,35 @@ class SparseMLP(nnx.Module):
 
     def __init__(self, arch: Architecture, build: Build):
         self.arch, self.build = arch, build
-        self.router, self.experts = Router(arch, build), ExpertMatrices(arch, build)
+        experts = arch.experts
+        self.router = (ScaledRouter if experts.scaled_router else Router)(arch, build)
+        self.experts = ExpertMatrices(arch, build)
+        self.norm, self.out_norm = (Norm(arch.hidden_size, arch.norm, arch.norm_eps) if experts.beside_mlp else None
+                                    for _ in range(2))
 
-    def __call__(self, x: Array, real: Array | None) -> tuple[Array, Load | None]:
-        """Map x [B, T, D] to [B, T, D]; given `real` [B, T] bool (False for padding), also return the load."""
+    def __call__(self, x: Array, real: Array | None, seeds: Seeds | None = None) -> tuple[Array, Load | None]:
+        """Map x [B, T, D] to [B, T, D]; given `real` [B, T] bool (False for padding), also return the load.
+
+        Args:
+            x: The residual stream beside an MLP, else its norm.
+        """
         experts = self.arch.experts
-        probabilities = jax.nn.softmax(self.router(x), axis=-1)
+        probabilities = jax.nn.softmax(self.router(x, seeds), axis=-1)
         shares, chosen = jax.lax.top_k(probabilities, experts.per_token)
         if experts.normalised:
             # The same as a softmax over the chosen experts' logits.
             shares = shares / shares.sum(-1, keepdims=True)
+        if experts.scaled_router:
+            shares = shares * self.router.factors(chosen)
         matrices = self.experts.arrays()
         # `dense` is left to XLA's partitioner, the other two forms are divided over the mesh by hand.
         mix = partial(_mix, self._inner, self.build.experts, experts.transposed)
         if self.build.experts != "dense" and on_mesh():
             mix = _over_mesh(mix, experts.num)
-        mixed = mix(x.astype(self.build.dtype), shares, chosen, matrices)
-        return mixed.astype(x.dtype), None if real is None else _load(probabilities, chosen, real)
+        read = x if self.norm is None else self.norm(x)
+        mixed = mix(read.astype(self.build.dtype), shares, chosen, matrices).astype(x.dtype)
+        mixed = mixed if self.out_norm is None else self.out_norm(mixed)
+        return mixed, None if real is None else _load(probabilities, chosen, real)
 
     def _inner(self, gate_up: Array) -> Array:
         """Apply the gated activation, [..., 2 F] to [..., F]."""

@@ -69,6 +69,9 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
     in_full, matrices = modules_in_full(lora, modules, linear), _matrices_of_experts(network)
     of_experts = _in_every_layer("lora.target_parameters", adapted_parameters(lora, matrices, in_full), matrices)
     to_save = _in_every_layer("lora.modules_to_save", in_full, modules)
+    # A module includes those inside it: of Gemma 4's router, its projection.
+    to_save |= {inner for inner in network.modules() if inner.startswith(tuple(
+        f"{outer}." for outer in to_save if outer.startswith("layers.")))}
     to_save |= {*network.modules()} & {*head.in_full}
     if both := sorted(adapted & to_save):
         raise UserError(f"lora.modules_to_save: {network.torch_modules(both[0])[0]} is also among lora.targets: "

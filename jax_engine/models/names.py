@@ -19,7 +19,7 @@ LORA_LEAVES = ("lora_A", "lora_B", "lora_magnitude_vector")
 TOKEN_ROWS = "trainable_tokens_delta"  # rows of new tokens that train alongside an adapter
 ADAPTER_LEAVES = (*LORA_LEAVES, TOKEN_ROWS)
 PEFT_PREFIX = "base_model.model."
-EXPERTS = "layers.mlp.experts"
+EXPERTS = "layers.moe.experts"
 CONSTANTS = ("layer_scalar",)  # leaves that are buffers in torch: read and saved, but never trained
 
 
@@ -122,9 +122,14 @@ class Names:
 
     def saved_module(self, ours: str, layer: int | None) -> str:
         """Return torch's name of the module that PEFT wraps to train one of ours in full; a whole head's are children.
+
+        In the layers it is the outermost module of ours that holds this one.
         """
         head = {part for part in map(_module, self._leaves) if part.startswith("head")}
-        return self.head_module(ours) if ours in head <= self._to_save else self.module(ours, layer)
+        if ours in head <= self._to_save:
+            return self.head_module(ours)
+        outer = [part for part in self._to_save if part.startswith("layers.") and f"{ours}.".startswith(f"{part}.")]
+        return self.module(min(outer, key=len, default=ours), layer)
 
     def places(self, ours: str) -> Sequence[int | None]:
         """Return the indices among the stacked layers of a module; [None] outside the layers."""
@@ -256,5 +261,5 @@ def _module(path: Path) -> str:
 
 def _leaf_rank(leaf: str) -> int:
     # torch's order of a module's own parameters, then the adapters.
-    return ("weight", "bias", "sinks", "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias",
-            *CONSTANTS, *ADAPTER_LEAVES).index(leaf)
+    return ("weight", "bias", "sinks", "scale", "per_expert_scale", "gate_up_proj", "gate_up_proj_bias", "down_proj",
+            "down_proj_bias", *CONSTANTS, *ADAPTER_LEAVES).index(leaf)

@@ -567,9 +567,11 @@ class MLP(nnx.Module):
             self.gate = Linear(arch.hidden_size, size, f"{path}.gate", **kwargs) if arch.gated else None
             self.up = Linear(arch.hidden_size, size, f"{path}.up", **kwargs)
         self.down = Linear(size, arch.hidden_size, f"{path}.down", **kwargs | {"std": arch.residual_std})
+        self.out_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps) if kind.routed else None  # beside experts
 
     def __call__(self, x: Array, seeds: Seeds | None) -> Array:
-        return self.down(dropout(self._inner(x, seeds), self.inner_dropout, seeds, "layers.mlp.inner"), seeds)
+        found = self.down(dropout(self._inner(x, seeds), self.inner_dropout, seeds, "layers.mlp.inner"), seeds)
+        return found if self.out_norm is None else self.out_norm(found)
 
     def _inner(self, x: Array, seeds: Seeds | None) -> Array:
         if self.fused:
@@ -588,7 +590,9 @@ class Block(nnx.Module):
     def __init__(self, arch: Architecture, build: Build, kind: LayerKind):
         self.arch, self.kind = arch, kind
         setattr(self, kind.attention, Attention(arch, build, kind))
-        setattr(self, kind.mlp, SparseMLP(arch, build) if kind.routed else MLP(arch, build, kind))
+        if kind.mlp:
+            setattr(self, kind.mlp, MLP(arch, build, kind))
+        self.moe = SparseMLP(arch, build) if kind.routed else None
         if arch.layer_inputs:
             kwargs = {"build": build, "bias": False, "std": arch.layer_std}
             self.input_gate = Linear(arch.hidden_size, arch.layer_inputs, "layers.input_gate", **kwargs)
@@ -617,23 +621,31 @@ class Block(nnx.Module):
             borrowed: Keys and values, for a layer without its own.
         """
         arch = self.arch
-        attend, mlp = getattr(self, self.kind.attention), getattr(self, self.kind.mlp)
+        attend = getattr(self, self.kind.attention)
         normed = self._input(x, self.attn_norm)
         # The scan applies a norm in all layers; where there is none, its result is not used.
         normed = normed if has_norm is None else jnp.where(has_norm, normed, x)
         mixed, cache, lent = attend(normed, mask, scale, angles, seeds, cache, start, key_angles, borrowed)
         after = self._added(x, mixed, self.attn_norm, self.attn_out_norm, arch.residual_dropout, seeds, "layers.attn")
         # The MLP reads the stream before attention (parallel) or after it.
-        if arch.parallel:
-            normed = normed if arch.shared_norm else self._input(x, self.mlp_norm)
-        else:
-            normed = self._input(after, self.mlp_norm)
-        update, load = mlp(normed, real) if self.kind.routed else (mlp(normed, seeds), None)
+        stream = x if arch.parallel else after
+        normed = normed if arch.parallel and arch.shared_norm else self._input(stream, self.mlp_norm)
+        update, load = self._mlp(stream, normed, real, seeds)
         x = self._added(after, update, self.mlp_norm, self.mlp_out_norm, arch.mlp_dropout, seeds, "layers.mlp")
         if own_input is not None:
             update = gated(arch.activation, self.input_gate(x, seeds), own_input)
             x = x + self.input_norm(self.input_project(update, seeds)).astype(x.dtype)
         return x if self.out is None else self.out(x), cache, load, lent
+
+    def _mlp(self, stream: Array, normed: Array, real: Array | None, seeds: Seeds | None
+             ) -> tuple[Array, Load | None]:
+        """Return the update of the residual stream by the MLP, the experts or both, and the experts' load."""
+        if not self.kind.routed:
+            return getattr(self, self.kind.mlp)(normed, seeds), None
+        if self.kind.mlp is None:
+            return self.moe(normed, real, seeds)
+        mixed, load = self.moe(stream, real, seeds)
+        return getattr(self, self.kind.mlp)(normed, seeds) + mixed, load
 
     def _input(self, x: Array, norm: Norm | None) -> Array:
         return norm(x) if norm is not None and "input" in self.arch.norms else x

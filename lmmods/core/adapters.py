@@ -44,7 +44,8 @@ def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False,
         if len(linear) < len(named):
             say(f"lora.targets: all-linear leaves out {', '.join(taken)} of layers without experts: PEFT takes these "
                 "names for those of experts.")
-        return set(linear)
+        # Most routers are no linear layers; that of Gemma 4 has one, which is left out like them.
+        return {name for name in linear if not has_experts or "router" not in name.split(".")}
     note = (" Experts and their router are no linear layers: lora.target_parameters gives experts adapters, and "
             "lora.modules_to_save trains both in full.") if has_experts else ""
     return _matching("lora.targets", targets, linear, linear, note)

@@ -20,10 +20,12 @@ class Mixture:
     Args:
         num: Number of experts.
         per_token: Experts used by a token.
+        beside_mlp: Layers with experts have an MLP as well.
     """
 
     num: int
     per_token: int
+    beside_mlp: bool = False
 
     @property
     def share(self) -> float:
@@ -38,6 +40,8 @@ def mixture_of(config: Any) -> Mixture | None:
     # Mixtral and gpt-oss use the first name, Qwen and OLMoE the second.
     num = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     per_token = getattr(text, "num_experts_per_tok", None)
+    if getattr(text, "enable_moe_block", False):  # of Gemma 4, whose dense models may have these numbers too
+        return Mixture(num, text.top_k_experts, beside_mlp=True)
     return Mixture(num, per_token) if num and per_token else None
 
 

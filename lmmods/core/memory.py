@@ -39,7 +39,8 @@ def widths_of(config: Any) -> Widths:
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     if mixture is not None:
         # Activations exist only for the experts that a token uses.
-        wide = mixture.per_token * (getattr(text, "moe_intermediate_size", None) or wide)
+        beside = wide if mixture.beside_mlp else 0
+        wide = mixture.per_token * (getattr(text, "moe_intermediate_size", None) or wide) + beside
     return Widths(text.num_hidden_layers, text.hidden_size, wide)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of Gemma 4 with images: the run of its text on both engines, and what it leaves."""
+"""A checkpoint of Gemma 4 with images and experts: the run of its text on both engines, and what it leaves."""
 
 import csv
 
@@ -9,12 +9,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.cli import main
+from lmmods.core.experts import METRICS
 from tests.image_models import save_image_model
+
+LOADS = tuple(f"train/{name}" for name in METRICS)
 
 
 @pytest.mark.slow
 def test_both_engines_train_and_save_the_text(recipe, tmp_path, tokenizer_folder):
-    """In full, its per-layer embeddings included; each layer's constant is kept. New tokens are added.
+    """In full, its per-layer embeddings and experts included; each layer's constant is kept. New tokens are added.
 
     By gradient descent: AdamW turns the rounding of small gradients into steps of full size.
     """
@@ -28,7 +31,7 @@ def test_both_engines_train_and_save_the_text(recipe, tmp_path, tokenizer_folder
     # Softer attention: with random queries of full length, float32 has gradients of three digits.
     softer = {name: value / 8 for name, value in weights.items() if name.endswith("q_norm.weight")}
     save_file(weights | scalars | softer, file, {"format": "pt"})
-    losses = {}
+    found_metrics = {}
     for engine in ("torch", "jax"):
         run = tmp_path / engine
         assert main(["fit", *recipe(engine=engine, trainer__max_steps=2, trainer__limit_val_batches=0,
@@ -36,10 +39,11 @@ def test_both_engines_train_and_save_the_text(recipe, tmp_path, tokenizer_folder
                                     trainer__default_root_dir=str(run), model__init_args__pretrained=str(file.parent),
                                     model__init_args__quantize=None, model__init_args__lora=None)]) == 0
         with (run / "metrics.csv").open() as metrics:
-            losses[engine] = [float(row["train/loss"]) for row in csv.DictReader(metrics) if row["train/loss"]]
+            rows = [row for row in csv.DictReader(metrics) if row["train/loss"]]
+        found_metrics[engine] = [[float(row[name]) for name in ("train/loss", *LOADS)] for row in rows]
         model, found = AutoModelForCausalLM.from_pretrained(run / "model", output_loading_info=True)
         assert not any(found.values()) and type(model).__name__ == "Gemma4ForCausalLM"
         kept = {name: value for name, value in model.named_buffers() if name.endswith("layer_scalar")}
         assert [value.item() for _, value in sorted(kept.items())] == [value.item() for value in scalars.values()]
-    assert len(losses["torch"]) == 2
-    np.testing.assert_allclose(losses["jax"], losses["torch"], rtol=1e-5)
+    assert len(found_metrics["torch"]) == 2 and found_metrics["torch"][0][1] > 1.99
+    np.testing.assert_allclose(found_metrics["jax"], found_metrics["torch"], rtol=1e-5)

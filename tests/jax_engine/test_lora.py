@@ -33,12 +33,17 @@ from tests.closeness import assert_as_close, gradients, in_both
 TASKS = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS", "sequence": "SEQ_CLS", "token": "TOKEN_CLS",
          "choice": None}
 
+BESIDE_EXPERTS = ["gate_proj", "up_proj", "down_proj", "per_layer_input_gate", "per_layer_projection",
+                  "per_layer_model_projection"]
+
 
 def wrapped(ref, lora):
     """PEFT's model with random adapters and the JAX network with the same ones."""
     targets = lora.targets
-    if ref.config.model_type in WITH_EXPERTS:  # PEFT's own all-linear counts experts in, which have no adapters here
+    if ref.config.model_type in WITH_EXPERTS and targets == "all-linear":
+        # PEFT's own counts experts and routers in, which have no adapters here.
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        targets += BESIDE_EXPERTS if ref.config.model_type == "gemma4_text" else []
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
                         modules_to_save=copy.copy(lora.modules_to_save),
                         target_parameters=copy.copy(lora.target_parameters), use_dora=lora.dora,
@@ -97,6 +102,12 @@ EVERY += [pytest.param("mixtral", "causal", LoRA(rank=2, alpha=8, modules_to_sav
                        id="mixtral-causal-in-full", marks=pytest.mark.slow),
           pytest.param("mixtral", "causal", LoRA(rank=2, alpha=8, rslora=True, target_parameters=EXPERTS),
                        id="mixtral-causal-experts"),
+          pytest.param("gemma4_text", "causal", LoRA(rank=2, alpha=8, targets=["q_proj"],
+                                                     modules_to_save=["router", "experts"]),
+                       id="gemma4_text-causal-in-full", marks=pytest.mark.slow),
+          pytest.param("gemma4_text", "causal", LoRA(rank=2, alpha=8, targets=["q_proj", "router.proj"],
+                                                     target_parameters=["experts.gate_up_proj"]),
+                       id="gemma4_text-causal-router", marks=pytest.mark.slow),
           *(pytest.param(name, "causal", LoRA(rank=2, alpha=8, target_parameters=EXPERTS[:1]), marks=pytest.mark.slow,
                          id=f"{name}-causal-experts") for name in ("gpt_oss",))]
 

@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "jax.md"
 VARIANTS = ("granite", "olmo2", "olmo3", "smollm3", "phi3", "starcoder2", "gpt_neox", "gemma2", "gemma3_text",
             "gemma4_text", "glm4", "cohere2", "mixtral", "qwen3_moe", "olmoe", "gpt_oss", "xlm-roberta", "electra",
             "modernbert", "deberta-v2")
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "gemma4_text")
 MAIN = ("gpt2", "openai-gpt", "ctrl", "llama", "mistral", "qwen2", "qwen3", "gemma", "bert", "roberta", "albert",
         "distilbert")
 ENCODERS = ("bert", "roberta", "albert", "distilbert", "xlm-roberta", "electra", "modernbert",

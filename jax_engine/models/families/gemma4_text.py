@@ -1,12 +1,12 @@
 """Gemma 4, text only (Google 2026): Gemma 3 with wider heads in layers without a window, normed values that may be the
-keys, keys and values that later layers borrow, and an input of its own to each layer.
+keys, keys and values that later layers borrow, an input of its own to each layer, and experts beside the MLP.
 """
 
 import math
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, WideHeads, refuse
+from jax_engine.models.architecture import Architecture, Experts, WideHeads, refuse
 from jax_engine.models.families.gemma2 import NORMS
 from jax_engine.models.families.llama import MODULES, layer_windows, llama_family, llama_like
 from jax_engine.models.rope import Rope, rope_of
@@ -24,6 +24,13 @@ OWN = {
     "layers.input_gate": "layers.{}.per_layer_input_gate",
     "layers.input_project": "layers.{}.per_layer_projection",
     "layers.input_norm": "layers.{}.post_per_layer_input_norm",
+    "layers.moe.router": "layers.{}.router",
+    "layers.moe.router.proj": "layers.{}.router.proj",
+    "layers.moe.experts": "layers.{}.experts",
+    "layers.mlp.out_norm": "layers.{}.post_feedforward_layernorm_1",
+    "layers.wide_mlp.out_norm": "layers.{}.post_feedforward_layernorm_1",
+    "layers.moe.out_norm": "layers.{}.post_feedforward_layernorm_2",
+    "layers.moe.norm": "layers.{}.pre_feedforward_layernorm_2",
     "norm": MODULES["norm"],
     "embed.layer_tokens": "embed_tokens_per_layer",
     "embed.layer_project": "per_layer_model_projection",
@@ -32,7 +39,6 @@ OWN = {
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
-    refuse(config, enable_moe_block=False)
     if config.use_bidirectional_attention == "all":  # of images alone, it does not concern text
         refuse(config, use_bidirectional_attention=None)
     if config.hidden_size_per_layer_input:
@@ -44,6 +50,8 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     parts = {kind: config.per_layer_config[kind] for kind in set(kinds)}
     full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
     sizes = (parts["full_attention"].num_key_value_heads, parts["full_attention"].head_dim)
+    experts = Experts(config.num_experts, config.top_k_experts, config.moe_intermediate_size, beside_mlp=True,
+                      scaled_router=True) if config.enable_moe_block else None
     ropes = {kind: _rope(part, kind) for kind, part in parts.items()}
     sliding = parts.get("sliding_attention", parts["full_attention"])
     return llama_like(
@@ -53,7 +61,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
         wide_heads=WideHeads(full, *sizes, config.attention_k_eq_v), num_borrowing=config.num_kv_shared_layers,
         wide_mlp_size=2 * config.intermediate_size if config.use_double_wide_mlp else None,
         logit_cap=config.final_logit_softcapping, embedding_scale=math.sqrt(config.hidden_size), scales_in_table=True,
-        layer_inputs=config.hidden_size_per_layer_input or 0, layer_scalar=True)
+        experts=experts, layer_inputs=config.hidden_size_per_layer_input or 0, layer_scalar=True)
 
 
 def _rope(config: PreTrainedConfig, kind: str) -> Rope:

@@ -15,4 +15,4 @@ def architecture(config: PreTrainedConfig) -> Architecture:
 
 FAMILY = llama_family(architecture, "GptOss", qa_base=None, modules=with_modules("embed.tokens", "layers.attn_norm", {
     "layers.attn": "layers.{}.self_attn", **{f"layers.attn.{part}": MODULES[f"layers.attn.{part}"] for part in "qkvo"},
-    "layers.mlp.router": "layers.{}.mlp.router", "layers.mlp.experts": "layers.{}.mlp.experts"}))
+    "layers.moe.router": "layers.{}.mlp.router", "layers.moe.experts": "layers.{}.mlp.experts"}))

@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig
 from jax_engine.models.architecture import Architecture, ExpertFiles, Experts, refuse
 from jax_engine.models.families.llama import llama_family, llama_like, with_modules
 
-ROUTER, EXPERTS = {"layers.mlp.router": "layers.{}.mlp.gate"}, {"layers.mlp.experts": "layers.{}.mlp.experts"}
+ROUTER, EXPERTS = {"layers.moe.router": "layers.{}.mlp.gate"}, {"layers.moe.experts": "layers.{}.mlp.experts"}
 MODULES = with_modules("layers.attn.k_norm", "layers.attn_norm", ROUTER | EXPERTS)
 
 

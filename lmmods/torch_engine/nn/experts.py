@@ -17,15 +17,25 @@ from lmmods.torch_engine.compat.peft import adapted_parameter, has_one_adapter, 
 from lmmods.torch_engine.compat.torch import hides_saved_tensors, storage_of
 from lmmods.torch_engine.nn.loss import LossSums
 
+# Its network in transformers outputs router logits without an argument of that name; they are probabilities.
+GEMMA = "gemma4_text"
+
 
 def routed_mixture(model: nn.Module) -> Mixture | None:
     """Return the mixture of experts of a network, also wrapped by PEFT; None if it does not output router logits."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     tells = "output_router_logits" in inspect.signature(type(base).forward).parameters
-    return mixture_of(model.config) if tells else None
+    return mixture_of(model.config) if tells or model.config.model_type == GEMMA else None
 
 
-def with_load(sums: LossSums, router_logits: tuple[Tensor, ...], mixture: Mixture, real: Tensor, row_weights: Tensor,
+def router_probabilities(model: nn.Module, outputs: Any) -> list[Tensor]:
+    """Return the float32 probabilities of each layer's router, [B * T, E], of outputs with router logits."""
+    if model.config.model_type == GEMMA:
+        return list(outputs.router_logits)
+    return [logits.float().softmax(-1) for logits in outputs.router_logits]
+
+
+def with_load(sums: LossSums, router_probabilities: list[Tensor], mixture: Mixture, real: Tensor, row_weights: Tensor,
               coefficient: float) -> LossSums:
     """Add the load-balancing loss of each row (DeepSeek-V3's sequence-wise form), and `core.experts.METRICS` as last.
 
@@ -33,7 +43,7 @@ def with_load(sums: LossSums, router_logits: tuple[Tensor, ...], mixture: Mixtur
     mean probability; its mean over layers is weighted by the row's scored tokens.
 
     Args:
-        router_logits: Router logits of each layer, [B * T, E].
+        router_probabilities: Of each layer, float32 [B * T, E].
         real: [B, T], False for padding.
         row_weights: [B], share of each row in `sums.weight`.
         coefficient: Weight of the load-balancing loss.
@@ -41,8 +51,8 @@ def with_load(sums: LossSums, router_logits: tuple[Tensor, ...], mixture: Mixtur
     real, layers = real.float(), []
     # A row of padding only has no tokens: its load is 0, not NaN.
     num_tokens = real.sum(1, keepdim=True).clamp(min=1)
-    for logits in router_logits:
-        probabilities = logits.float().softmax(-1).view(*real.shape, -1)  # [B * T, E] -> [B, T, E]
+    for probabilities in router_probabilities:
+        probabilities = probabilities.view(*real.shape, -1)  # [B * T, E] -> [B, T, E]
         chosen = probabilities.detach().topk(mixture.per_token, -1).indices
         # One-hot choices [B, T, E]. They have no gradient: the loss reaches the router through the probabilities only.
         taken = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)

@@ -13,7 +13,7 @@ from lmmods.core.experts import Mixture
 from lmmods.core.settings import TokenLoss
 from lmmods.torch_engine.compat.peft import trained_rows
 from lmmods.torch_engine.compat.torch import has_forward_hooks, is_plain
-from lmmods.torch_engine.nn.experts import with_load
+from lmmods.torch_engine.nn.experts import router_probabilities, with_load
 from lmmods.torch_engine.nn.loss import (
     IGNORED,
     Guide,
@@ -152,7 +152,7 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
     real = batch["segment_ids" if "segment_ids" in batch else "attention_mask"] > 0
     # [B, T]. Its row sums weight the rows' balance losses as their tokens weight the loss.
     counted = (targets != IGNORED) * (1.0 if weights is None else weights)
-    return with_load(sums, outputs.router_logits, mixture, real, counted.sum(1), balance_loss)
+    return with_load(sums, router_probabilities(model, outputs), mixture, real, counted.sum(1), balance_loss)
 
 
 def causal_guide(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]) -> Guide:

@@ -65,7 +65,7 @@ def test_kinds_that_take_turns_are_transformers_network(make_ref):
 ])
 def test_heads_of_two_sizes_in_a_loop(make_ref, num_rounds, changes):
     """A layer with a window and one without in each round, against transformers."""
-    ref = make_ref("gemma4_text", num_hidden_layers=2 * num_rounds,
+    ref = make_ref("gemma4_text", enable_moe_block=False, num_hidden_layers=2 * num_rounds,
                    layer_types=["sliding_attention", "full_attention"] * num_rounds, **changes)
     assert [stack.num_steps for stack in layer_stacks(ref.net.arch)][-1] == 2
     batch = ref.batch()

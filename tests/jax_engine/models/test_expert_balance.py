@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from hf_reference import labels_of
+from transformers import CONFIG_MAPPING
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from jax_engine.distributed.loss import LossSums
 from jax_engine.tasks.causal_task import with_load
 from jax_engine.tasks.sft import SFT
 from lmmods.core.errors import UserError
-from lmmods.core.experts import METRICS, Mixture, check_balance, note_quantized
+from lmmods.core.experts import METRICS, Mixture, check_balance, mixture_of, note_quantized
 from lmmods.core.hf_config import load_config
 from lmmods.core.memory import widths_of
 from lmmods.torch_engine.nn import experts as on_torch
@@ -39,7 +40,7 @@ def test_padding_reaches_neither_tokens_nor_load(make_ref):
     assert np.array_equal(run(ref.params, packed)[1].num_tokens[0], real.sum(1))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", pytest.param("gemma4_text", marks=pytest.mark.slow)])
 def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
     """Logits from transformers' network and its function for one row and layer; both engines; their gradients."""
     ref = make_ref(name)
@@ -47,7 +48,10 @@ def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
     real, weights = batch["attention_mask"], np.array([5.0, 0.0, 3.5, 7.0], np.float32)
     inputs = {key: torch.tensor(value) for key, value in batch.items()}
     ref.torch.zero_grad()
-    logits = ref.torch(**inputs, output_router_logits=True).router_logits
+    outputs = ref.torch(**inputs, output_router_logits=True)
+    probabilities = on_torch.router_probabilities(ref.torch, outputs)
+    # Gemma 4 has probabilities there.
+    logits = [layer.log() for layer in outputs.router_logits] if name == "gemma4_text" else outputs.router_logits
     num, by_layer = logits[0].shape[-1], [layer.view(*real.shape, -1) for layer in logits]
     expected = sum(weight * sum(load_balancing_loss_func((layer[row],), num, 2, inputs["attention_mask"][row:row + 1])
                                 for layer in by_layer) / len(by_layer) for row, weight in enumerate(weights))
@@ -61,8 +65,8 @@ def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
 
     ref.torch.zero_grad()
     zero = torch.zeros(())
-    sums = on_torch.with_load(torch_losses.LossSums(zero, zero), logits, Mixture(num, 2), inputs["attention_mask"] > 0,
-                              torch.tensor(weights), coefficient)
+    sums = on_torch.with_load(torch_losses.LossSums(zero, zero), probabilities, Mixture(num, 2),
+                              inputs["attention_mask"] > 0, torch.tensor(weights), coefficient)
     sums.total.backward()
     assert np.allclose(sums.metrics.numpy(), np.stack([values, [weights.sum()] * 3], 1), rtol=1e-5)
     for key, gradient in wanted.items():
@@ -81,11 +85,13 @@ def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
         assert np.abs(named[key] - gradient.numpy()).max() <= 1e-4 * max(gradient.abs().max(), 1e-3 * largest), key
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_rows_of_a_batch_add_up_on_torch_also_under_checkpointing(make_ref, checkpointing):
+@pytest.mark.parametrize(("name", "checkpointing"), [
+    ("qwen3_moe", False), ("qwen3_moe", True), ("gemma4_text", True)])
+def test_rows_of_a_batch_add_up_on_torch_also_under_checkpointing(make_ref, name, checkpointing):
     """Loss and gradient with the balance loss: of four rows at once as of each by itself."""
-    ref, mixture = make_ref("qwen3_moe"), Mixture(4, 2)
+    ref = make_ref(name)
     model = copy.deepcopy(ref.torch).train()
+    mixture = on_torch.routed_mixture(model)
     if checkpointing:
         enable_checkpointing(model)
     batch = {key: torch.tensor(value) for key, value in ref.batch().items()}
@@ -106,7 +112,8 @@ def test_rows_of_a_batch_add_up_on_torch_also_under_checkpointing(make_ref, chec
     assert total == pytest.approx(plain.total.item() + 0.3 * metrics[0, 0].item(), rel=1e-5)
     for name, gradient in whole.items():
         assert torch.allclose(by_row[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max()), name
-    assert whole["model.layers.0.mlp.gate.weight"].abs().max() > 0
+    routers = [gradient for key, gradient in whole.items() if key.endswith(("mlp.gate.weight", "router.proj.weight"))]
+    assert routers and all(gradient.abs().max() > 0 for gradient in routers)
 
 
 def test_arithmetic_counts_the_experts_that_a_token_takes(make_ref):
@@ -118,6 +125,14 @@ def test_arithmetic_counts_the_experts_that_a_token_takes(make_ref):
     for_step = 6 * active - 6 * sizes["model.embed_tokens.weight"]
     assert task.flops_per_token(ref.params, {}) == training_flops(ref.torch) == for_step
     assert widths_of(ref.config).wide == 2 * 12
+
+
+def test_experts_beside_an_mlp_add_to_its_sizes(make_ref):
+    """Gemma 4, whose dense models may have the numbers of experts in their configuration, too."""
+    config = make_ref("gemma4_text").config
+    assert mixture_of(config) == Mixture(5, 2, beside_mlp=True) and widths_of(config).wide == 2 * 12 + 20
+    dense = CONFIG_MAPPING["gemma4_text"](num_experts=5, top_k_experts=2, moe_intermediate_size=12)
+    assert mixture_of(dense) is None and widths_of(dense).wide == dense.intermediate_size
 
 
 def test_balance_is_asked_by_one_key_alone(make_ref, capsys):

@@ -21,7 +21,8 @@ from tests.closeness import assert_as_close, gradients, in_both
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-@pytest.mark.parametrize(("name", "fast"), [("gpt_oss", False), pytest.param("mixtral", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "fast"), [
+    ("gpt_oss", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("mixtral", "gemma4_text"))])
 def test_an_adapter_on_codes_travels_and_trains_as_on_torch(make_ref, name, fast, tmp_path):
     """Logits, loss and gradients of adapters on the attention and on experts; between the passes no matrix is kept."""
     ref = make_ref(name)

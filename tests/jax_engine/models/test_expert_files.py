@@ -107,7 +107,7 @@ def test_mxfp4_is_quantised_anew_where_that_is_asked_for(in_mxfp4):
     model = load_pretrained(transformers.AutoModelForCausalLM, str(folder), quantize="nf4", frozen=True)
     plain = load_pretrained(transformers.AutoModelForCausalLM, str(folder), frozen=True)
     for name in ("gate_up_proj", "down_proj"):
-        matrices = np.asarray(ours["layers", "mlp", "experts", name].astype(np.float32))
+        matrices = np.asarray(ours["layers", "moe", "experts", name].astype(np.float32))
         for layer in range(2):
             key = f"model.layers.{layer}.mlp.experts"
             wanted = F.dequantize_4bit(*F.quantize_4bit(values[f"{key}.{name}"], quant_type="nf4",

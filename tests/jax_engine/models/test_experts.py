@@ -40,7 +40,7 @@ def with_adapters(ref, quantize=None):
 
 @pytest.mark.parametrize(("name", "form"), [
     ("gpt_oss", "blocks"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (
-        ("gpt_oss", "ragged"), ("mixtral", "blocks"), ("mixtral", "ragged")))])
+        ("gpt_oss", "ragged"), ("mixtral", "blocks"), ("mixtral", "ragged"), ("gemma4_text", "blocks")))])
 def test_the_sorted_forms_are_the_dense_one(make_ref, name, form, monkeypatch):
     monkeypatch.setattr(experts, "BLOCK_SIZES", (2, 4))
     net, params = with_adapters(make_ref(name))
@@ -82,13 +82,19 @@ MESHES = {
     "expert2-tensor4": ({"expert": 2, "tensor": 4}, "ragged", None, 2),  # four experts do not go eight ways
 }
 
+SMALL = {"qwen3_moe": {"num_hidden_layers": 1},
+         "gemma4_text": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+                         "num_kv_shared_layers": 0, "num_experts": 4}}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "form", "adapts", "shards"), MESHES.values(), ids=MESHES)
-def test_devices_that_share_experts_compute_what_one_does(make_ref, sizes, form, adapts, shards):
+@pytest.mark.parametrize(("name", "sizes", "form", "adapts", "shards"), [
+    *(pytest.param("qwen3_moe", *case, id=key) for key, case in MESHES.items()),
+    pytest.param("gemma4_text", {"fsdp": 2, "expert": 2}, "blocks", "lora", 4, id="gemma4_text")])
+def test_devices_that_share_experts_compute_what_one_does(make_ref, name, sizes, form, adapts, shards):
     """Loss, balance, load and gradients of packed rows; all parameters train, or adapters beside frozen experts."""
     wide = {"hidden_size": 64, "moe_intermediate_size": 64} if adapts == "nf4" else {}  # rows of whole blocks
-    ref, task = make_ref("qwen3_moe", num_hidden_layers=1, **wide), SFT(pretrained="-", balance_loss=0.3)
+    ref, task = make_ref(name, **SMALL[name], **wide), SFT(pretrained="-", balance_loss=0.3)
     net, params = with_adapters(ref, "nf4" if adapts == "nf4" else None) if adapts else (ref.net, ref.params)
     task.network = in_form(net, form)
     mesh = ShardedMesh(**{"fsdp": 1} | sizes, devices=jax.devices()[:math.prod(sizes.values())])
@@ -110,7 +116,7 @@ def test_devices_that_share_experts_compute_what_one_does(make_ref, sizes, form,
 
     trees = task.network.split(params)
     placed = [mesh.put_state(tree) for tree in trees]
-    held = merge(*placed)["layers"]["mlp"]["experts"]["down_proj"]
+    held = merge(*placed)["layers"]["moe"]["experts"]["down_proj"]
     held = held.packed if adapts == "nf4" else held
     assert held.addressable_shards[0].data.size * shards == held.size
     whole = jax.tree.leaves(mesh.fetch_state(placed))  # which is what a checkpoint holds
@@ -135,13 +141,17 @@ def test_experts_that_devices_cannot_share_are_refused(make_ref, name, says):
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_all_linear_is_the_attention_on_both_engines(make_ref, name, tmp_path):
+def test_all_linear_leaves_out_experts_and_routers_on_both_engines(make_ref, name, tmp_path):
     ref, lora = make_ref(name), LoRA(rank=2)
     model = add_lora(copy.deepcopy(ref.torch), lora, [], torch.float32, "CAUSAL_LM")
     net = hub.network(ref.net.config, "causal", lora=lora)
     trained = {key for key, path, _ in net.names() if net.trains(path)}
     assert trained == {key for key, parameter in model.named_parameters() if parameter.requires_grad}
-    assert all(".self_attn." in key for key in trained) and len(trained) == 16
+    if name == "gemma4_text":  # with an MLP and an input in each layer; the router has a linear layer there
+        assert any(".mlp." in key for key in trained) and not any(
+            ".router." in key or ".experts." in key for key in trained)
+    else:
+        assert all(".self_attn." in key for key in trained) and len(trained) == 16
     model.save_pretrained(tmp_path)
     assert adapter_settings(tmp_path, ref.net).rank == 2  # of PEFT's folder
 
