@@ -26,7 +26,7 @@ from lmmods.torch_engine.callbacks import evaluation as torch_side
 from lmmods.torch_engine.nn.lm_head import LMHead, choice_logits
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
-from tests.evaluation.test_samples import plain  # noqa: F401 - a fixture
+from tests.evaluation.test_samples import block, plain, samples  # noqa: F401 - a fixture among them
 from tests.finished_runs import assert_same_checkpoint, seconds_of_steps
 
 ROOT = Path(__file__).parents[2]
@@ -323,19 +323,22 @@ def test_the_batch_size_changes_nothing(recipe, folder, questions, asked, engine
 
 @pytest.mark.slow
 def test_both_engines_say_the_same(recipe, tmp_path, questions, plain):  # noqa: F811
-    """From the same weights, after the same six steps of LoRA."""
-    found = []
+    """From the same weights, after the same six steps of LoRA; samples, too."""
+    found, sampled = [], []
     for engine in ("torch", "jax"):
         run = RunFolder(tmp_path / engine)
         assert main(["fit", *recipe(
-            **LORA, engine=engine, mmlu={"source": questions}, model__init_args__pretrained=plain,
-            trainer__default_root_dir=str(run.root), data__init_args__eval_batch_size=12)]) == 0
+            **LORA, engine=engine, mmlu={"source": questions}, **block(max_new_tokens=12),
+            model__init_args__pretrained=plain, trainer__default_root_dir=str(run.root),
+            data__init_args__eval_batch_size=12)]) == 0
+        sampled.append(samples(run))
         found.append([{name: value for name, value in row.items() if name.startswith("mmlu/")} for row in logged(run)]
                      + [final(run)])
     assert [len(row) for row in found[0]] == [0, 0, 0, 6, 0, 6, 6]
     for row, wanted in zip(*found, strict=True):
         losses = [part.pop("mmlu/eval/loss", 0.0) for part in (row, wanted)]
         assert losses[0] == pytest.approx(losses[1], abs=1e-4) and row == wanted
+    assert sampled[0] == sampled[1] and len({row["output"] for row in sampled[0]}) > 2
 
 
 # Training does not feel it -------------------------------------------------------------------------------------------
@@ -461,15 +464,16 @@ def test_validate_and_test_ask_too(recipe, folder, questions, instructions, engi
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "strategy", "changes", "processes"), [
     ("torch", "ddp", {}, 1), ("torch", "fsdp", {**LORA, "model__init_args__lora": None}, 1),
-    ("jax", "fsdp", {**LORA, "model__init_args__lora": None}, 1), ("jax", "ddp", {}, 2),
-], ids=["ddp-qlora", "fsdp-full", "jax-fsdp-full", "jax-ddp-processes"])
-def test_two_devices_answer_as_one(on_one_and_two, plain, questions, strategy, engine, changes,  # noqa: F811
+    ("jax", "fsdp", {**LORA, "model__init_args__lora": None}, 1), ("jax", "fsdp", LORA, 2),
+], ids=["ddp-qlora", "fsdp-full", "jax-fsdp-full", "jax-processes"])
+def test_two_devices_answer_and_sample_as_one(on_one_and_two, plain, questions, strategy, engine, changes,  # noqa: F811
                                    processes):
     """Lightning starts its second process itself; JAX has two devices in a process, or two processes with one each."""
-    one, two, said = on_one_and_two(strategy, processes, **changes, mmlu={"source": questions}, engine=engine,
-                                    model__init_args__pretrained=plain)
+    one, two, said = on_one_and_two(strategy, processes, **changes, mmlu={"source": questions}, **block(),
+                                    engine=engine, model__init_args__pretrained=plain)
     assert asked_at(one)[-1] == asked_at(two)[-1] == 6 and said.count("23 questions") == len(asked_at(two))
     assert final(two) == pytest.approx(final(one), abs=1e-4)
+    assert samples(two) == samples(one) and said.count("sample at step 6") == 2
 
 
 # Mistakes ------------------------------------------------------------------------------------------------------------

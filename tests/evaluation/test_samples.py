@@ -314,33 +314,19 @@ def test_a_sample_on_tensorboard_is_text(tmp_path):
     assert samples(RunFolder(tmp_path / "run"))[0]["prompt"] == prompt
 
 
-# Both engines, several devices ---------------------------------------------------------------------------------------
+# Both engines; conversations and several devices are tried with questions, in test_mmlu.py ----------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SFT", pytest.param("CLM", marks=pytest.mark.slow)])
-def test_both_engines_say_the_same(recipe, tmp_path, plain, clm, name):
-    changes = {"SFT": {}, "CLM": {"data": clm}}[name]
-    prompts = {"SFT": PROMPTS, "CLM": ["the quick brown", "the"]}[name]
+def test_both_engines_go_on_from_the_same_texts(recipe, tmp_path, plain, clm):
     found = []
     for engine in ("torch", "jax"):
         run = RunFolder(tmp_path / engine)
         assert main(["fit", *recipe(
-            **LORA, **changes, **block(prompts=prompts, max_new_tokens=12), engine=engine,
-            model__class_path=name, model__init_args__pretrained=plain, trainer__default_root_dir=str(run.root))]) == 0
+            **LORA, data=clm, **block(prompts=["the quick brown", "the"], max_new_tokens=12), engine=engine,
+            model__class_path="CLM", model__init_args__pretrained=plain, trainer__default_root_dir=str(run.root))]) == 0
         found.append(samples(run))
     assert found[0] == found[1] and len({row["output"] for row in found[0]}) > 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "strategy", "changes", "processes"), [
-    ("torch", "ddp", {}, 1), ("torch", "fsdp", FULL, 1), ("jax", "fsdp", FULL, 1), ("jax", "fsdp", LORA, 2),
-], ids=["ddp-qlora", "fsdp-full", "jax-fsdp-full", "jax-processes"])
-def test_two_devices_sample_as_one(on_one_and_two, plain, strategy, engine, changes, processes):
-    """Lightning starts its second process itself; JAX has two devices in a process, or two processes with one each."""
-    one, two, said = on_one_and_two(strategy, processes, **changes, **block(), engine=engine,
-                                    model__init_args__pretrained=plain)
-    assert samples(two) == samples(one) and said.count("sample at step 6") == 2
 
 
 # Mistakes ------------------------------------------------------------------------------------------------------------
