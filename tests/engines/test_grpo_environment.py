@@ -1,6 +1,7 @@
 """Reinforcement learning with an environment as whole runs: both engines, resumed to the bit, on two processes."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,9 @@ def written(recipe, tmp_path, model):
     source.write_text("".join(json.dumps({"instruction": f"Count to {word}.", "input": "", "output": word}) + "\n"
                               for word in "one two three four five six seven".split()))
 
-    def write(folder: str, **changes: Any) -> tuple[RunFolder, list[str]]:
+    def write(folder: str | Path, **changes: Any) -> tuple[RunFolder, list[str]]:
         run = RunFolder(tmp_path / folder)
-        return run, [*recipe(f"{folder}.yaml", **{
+        return run, [*recipe("environment.yaml", **{
             "model": {"class_path": "GRPO", "init_args": {
                 "pretrained": str(model), "lora": {"rank": 4}, "environment": ENVIRONMENT, "num_generations": 4,
                 "max_new_tokens": 120, "max_turns": 4, "steps_per_rollout": 2,
@@ -65,6 +66,18 @@ def written(recipe, tmp_path, model):
     return write
 
 
+@pytest.fixture
+def straight(written, shared):
+    """A function that gives the finished run of an engine, trained once for all tests."""
+    def run(engine: str) -> RunFolder:
+        def train(folder: Path) -> None:
+            assert main(["fit", *written(folder / "run", engine=engine)[1]]) == 0
+
+        return RunFolder(shared(f"environment-{engine}", train) / "run")
+
+    return run
+
+
 def answers(run: RunFolder) -> list[tuple[Any, Any, Any]]:
     """Groups, their answers and rows, of all rollouts."""
     return [(group, answer, group.row(number)) for path in sorted(run.rollouts.glob("*.safetensors"))
@@ -72,9 +85,8 @@ def answers(run: RunFolder) -> list[tuple[Any, Any, Any]]:
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_a_run_with_an_environment(written, model, engine):
-    run, arguments = written("straight", engine=engine)
-    assert main(["fit", *arguments]) == 0
+def test_a_run_with_an_environment(written, straight, model, engine):
+    run = straight(engine)
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = answers(run)
     called = [answer for _, answer, _ in found if answer.tools["calls"]]
@@ -94,28 +106,21 @@ def test_a_run_with_an_environment(written, model, engine):
     steps = rows(run, TIMES)
     assert all(row["train/tool_calls"] > 0 for row in steps if "train/reward" in row)
     assert any({"val/reward", "val/tool_calls", "val/turns"} <= row.keys() for row in steps)
-    for step in (1, 3):
-        other, arguments = written(f"stopped{step}", engine=engine)
-        assert main(["fit", *arguments, "--stop_at", str(step)]) == 0
-        assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
-        assert files(other) == files(run)
-        assert rows(other, TIMES) == rows(run, TIMES)
-        assert all((values == adapter(run)[name]).all() for name, values in adapter(other).items())
+    other, arguments = written("stopped", engine=engine)
+    assert main(["fit", *arguments, "--stop_at", "3"]) == 0  # inside the second rollout
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert files(other) == files(run)
+    assert rows(other, TIMES) == rows(run, TIMES)
+    assert all((values == adapter(run)[name]).all() for name, values in adapter(other).items())
 
 
-def test_both_engines_have_the_same_conversations(written):
-    runs = []
-    for engine in ("torch", "jax"):
-        run, arguments = written(engine, engine=engine)
-        assert main(["fit", *arguments]) == 0
-        runs.append(run)
-    assert tokens(runs[0]) == tokens(runs[1])
+def test_both_engines_have_the_same_conversations(straight):
+    assert tokens(straight("torch")) == tokens(straight("jax"))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_have_the_conversations_of_one(written, strategy):
-    one, arguments = written("one")
-    assert main(["fit", *arguments]) == 0
+def test_two_processes_have_the_conversations_of_one(written, straight, strategy):
+    one = straight("torch")
     two, arguments = written("two", trainer__devices=2, trainer__strategy=strategy, data__init_args__batch_size=4)
     together(["fit", *arguments])
     assert tokens(two) == tokens(one)
