@@ -107,7 +107,7 @@ def _lerp(average: Array, param: Array, weight: Array) -> Array:
 
 def in_hidden_matrix(path: Path) -> bool:
     """Return `is_hidden_matrix` for the path of a leaf that decays."""
-    return path[0] == "layers" and not ("experts" in path and path[-1].startswith("lora_"))
+    return path[0] == "layers" and "conv" not in path and not ("experts" in path and path[-1].startswith("lora_"))
 
 
 def step_scalars(settings: Optimizer, step: int, num_steps: int, layers: int = 0

@@ -154,9 +154,9 @@ class Planner:
                             if path[0].partition(AT)[0] == "layers")
         total = (trained * step + forward_alone * forward) * tokens.size
         if "segment_ids" not in rows:
-            scores = sum(score_flops(tokens.shape[-1], [window], arch.num_heads * arch.head_sizes(
-                arch.kinds[stored].attention)[1], arch.causal) for window, stored in zip(arch.windows, arch.passes,
-                                                                                         strict=True))
+            attentions = [arch.kinds[stored].attention for stored in arch.passes]
+            scores = sum(score_flops(tokens.shape[-1], [window], arch.num_heads * arch.head_sizes(name)[1], arch.causal)
+                         for window, name in zip(arch.windows, attentions, strict=True) if name != "linear_attn")
             # Scores: one product forward, two backward, and with remat one forward again.
             total += (trained * (3 + again) + forward_alone) * scores * (tokens.size // tokens.shape[-1])
         return total * accumulated / self.on.num_devices

@@ -30,7 +30,8 @@ _FSDP = ("fsdp", "expert", SEQUENCE)
 # axis listed for two dimensions shards the first one that it divides: rows before columns, since shards of whole rows
 # are contiguous, and a TPU gathers columns only in multiples of its 128 lanes.
 SHARDING: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
-    (r"exp_avg_sq_(row|col)|norm|bias|magnitude", ()),  # vectors: too small to be worth sharding
+    # Vectors, and convolutions by feature: too small to be worth sharding.
+    (r"exp_avg_sq_(row|col)|norm|bias|magnitude|A_log|linear_attn\.conv", ()),
     # By rows only: with a table sharded by columns, XLA either materialises the looked-up rows in full to reshard them
     # to the layout of the activations, or gathers the activations along `tensor` in every layer.
     (r"embed\.\w+\.weight$|\bhead\.weight$", (("tensor", *_FSDP), ())),

@@ -95,26 +95,51 @@ class WideHeads:
     keys_as_values: bool = False
 
 
+@dataclass(frozen=True)
+class LinearHeads:
+    """Heads of the layers with linear attention (Gated DeltaNet, Yang et al. 2025), which is called `linear_attn`.
+
+    Args:
+        layers: These layers.
+        num_keys: Heads of queries and keys; each serves `num_values` / `num_keys` consecutive heads of values.
+        width: Tokens that the convolution of queries, keys and values reads, the current one included.
+    """
+
+    layers: tuple[int, ...]
+    num_keys: int
+    num_values: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def num_features(self) -> int:
+        """Features of queries, keys and values together."""
+        return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
+
+
 class LayerKind(NamedTuple):
     """What a layer has; layers of one kind have the same parameters, in the same shapes.
 
     Args:
         routed: It has a mixture of experts, `moe`.
-        attention: Name of its attention: `attn`, or `full_attn` with `WideHeads`.
+        attention: Name of its attention: `attn`, `full_attn` with `WideHeads`, `linear_attn` with `LinearHeads`.
         keys: Keys and values are its `own`; or its own, and those of later layers (`lent`); or `borrowed` from the
             last layer with an attention of that name that lends them.
         mlp: Name of its MLP: `mlp`, or `wide_mlp`; None if experts replace it.
     """
 
     routed: bool = False
-    attention: Literal["attn", "full_attn"] = "attn"
+    attention: Literal["attn", "full_attn", "linear_attn"] = "attn"
     keys: Literal["own", "lent", "borrowed"] = "own"
     mlp: Literal["mlp", "wide_mlp"] | None = "mlp"
 
     def has(self, module: str) -> bool:
         """Return True if a layer of this kind has a module, by our path inside the layers: `attn.q`."""
         part, _, inner = module.partition(".")
-        if not inner or module == "attn.weights":  # dropout sites of any attention and MLP
+        if part == "linear_attn" or module == "attn.weights":  # the latter a dropout site of any other attention
+            return (part == "linear_attn") == (self.attention == "linear_attn")
+        if not inner:  # dropout sites of any attention and MLP
             return True
         if part in ("attn", "full_attn"):
             return part == self.attention and not (self.keys == "borrowed" and inner in ("k", "v", "k_norm"))
@@ -158,6 +183,9 @@ class Architecture:
         experts: Mixture of experts that replaces the MLP or adds to it, in all but `dense_layers`; `mlp_size` is that
             of the MLPs.
         wide_heads: Layers with heads of another size.
+        linear_heads: Layers with linear attention.
+        output_gate: The projection of queries has a gate after each head's query, whose sigmoid multiplies the head's
+            output.
         num_borrowing: Last layers, which have no keys and values but take those of an earlier layer (see `LayerKind`).
         wide_mlp_size: Inner features of the MLPs in these last layers, if they differ.
         value_norm: Values are divided by their root mean square, per head.
@@ -223,6 +251,8 @@ class Architecture:
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
     wide_heads: WideHeads | None = None
+    linear_heads: LinearHeads | None = None
+    output_gate: bool = False
     num_borrowing: int = 0
     wide_mlp_size: int | None = None
     value_norm: bool = False
@@ -262,8 +292,9 @@ class Architecture:
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each stored layer."""
-        wide = () if self.wide_heads is None else self.wide_heads.layers
-        names = ["full_attn" if layer in wide else "attn" for layer in range(self.num_stored_layers)]
+        own = {layer: name for name, heads in (("full_attn", self.wide_heads), ("linear_attn", self.linear_heads))
+               if heads is not None for layer in heads.layers}
+        names = [own.get(layer, "attn") for layer in range(self.num_stored_layers)]
         first = self.num_stored_layers - self.num_borrowing
         lenders = {name: layer for layer, name in enumerate(names[:first])} if self.num_borrowing else {}
         routed = [self.experts is not None and layer not in self.dense_layers for layer in range(len(names))]

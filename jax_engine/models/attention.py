@@ -116,7 +116,7 @@ class Attention(nnx.Module):
         kwargs = {"build": build, "conv1d": arch.conv1d}
         kwargs |= {"std": arch.layer_std, "bias": arch.qkv_bias}
         if arch.qkv == "apart":
-            self.q = Linear(arch.hidden_size, inner, f"{path}.q", **kwargs)
+            self.q = Linear(arch.hidden_size, inner * (1 + arch.output_gate), f"{path}.q", **kwargs)
             self.k = None if borrows else Linear(arch.hidden_size, kv, f"{path}.k", **kwargs)
             as_values = kind.attention == "full_attn" and arch.wide_heads.keys_as_values
             self.v = None if borrows or as_values else Linear(arch.hidden_size, kv, f"{path}.v", **kwargs)
@@ -152,7 +152,7 @@ class Attention(nnx.Module):
         if self.keys == "borrowed":
             q = self._turn(self.q_norm(self._heads(self.q(x, seeds))), angles)
             return self.o(self._mix(q, *borrowed, mask, scale, seeds, start is None, None), seeds), None, None
-        q, k, v = self._project(x, seeds)
+        q, k, v, gate = self._project(x, seeds)
         more = self._scores_of_places(q, k, angles) if isinstance(angles, Table) else None
         if angles is not None and more is None:
             q = self._turn(q, angles)
@@ -168,7 +168,9 @@ class Attention(nnx.Module):
         # Frequencies that depend on the length change as the text grows, so cached keys are rotated anew in each step.
         k = k if key_angles is None else self._turn(k, key_angles)
         lent = (k, v) if self.keys == "lent" else None
-        return self.o(self._mix(q, k, v, mask, scale, seeds, cache is None, more), seeds), cache, lent
+        mixed = self._mix(q, k, v, mask, scale, seeds, cache is None, more)
+        mixed = mixed if gate is None else mixed * jax.nn.sigmoid(gate.reshape(mixed.shape))
+        return self.o(mixed, seeds), cache, lent
 
     def _turn(self, x: Array, angles: Angles) -> Array:
         return rotate(x, angles, self.arch.ropes[0].interleaved)
@@ -195,19 +197,24 @@ class Attention(nnx.Module):
                  "p2c": position_to_content(rows["q"], k, table.buckets)}
         return sum((found[name] for name in self.arch.relative.scores), jnp.zeros(()))
 
-    def _project(self, x: Array, seeds: Seeds | None) -> list[Array]:
-        """Return queries [B, T, heads, head_dim], and keys and values [B, T, kv_heads, head_dim]."""
-        arch = self.arch
+    def _project(self, x: Array, seeds: Seeds | None) -> tuple[Array, Array, Array, Array | None]:
+        """Return queries [B, T, heads, head_dim], keys and values [B, T, kv_heads, head_dim], and the output gate, if
+        there is one, as the queries.
+        """
+        arch, gate = self.arch, None
         if arch.qkv == "fused_by_head":
             # Rows of the matrix: query, key and value of head 0, then those of head 1, ...
             parts = self.qkv(x, seeds).reshape(*x.shape[:2], arch.num_heads, 3, arch.head_dim)
-            return [parts[..., place, :] for place in range(3)]
+            return *(parts[..., place, :] for place in range(3)), None
         if arch.qkv == "fused":
             inner, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
             q, k, v = jnp.split(self.qkv(x, seeds), [inner, inner + kv], axis=-1)
         else:
             q, k = self.q(x, seeds), self.k(x, seeds)
             v = k if self.v is None else self.v(x, seeds)
+        if arch.output_gate:
+            # Rows of the matrix: query and gate of head 0, then those of head 1, ...
+            q, gate = jnp.split(q.reshape(*x.shape[:2], arch.num_heads, -1), 2, axis=-1)
         if arch.qk_norm == "projection":
             # Before the heads are separated, so that the norm spans all of them.
             q, k = self.q_norm(q), self.k_norm(k)
@@ -215,7 +222,7 @@ class Attention(nnx.Module):
             q, k, v = (jnp.clip(part, -arch.qkv_limit, arch.qkv_limit) for part in (q, k, v))
         q, k, v = (self._heads(part) for part in (q, k, v))
         v = divided_by_rms(v, arch.norm_eps) if arch.value_norm else v
-        return [self.q_norm(q), self.k_norm(k), v] if arch.qk_norm == "head" else [q, k, v]
+        return (self.q_norm(q), self.k_norm(k), v, gate) if arch.qk_norm == "head" else (q, k, v, gate)
 
     def _heads(self, x: Array) -> Array:
         """Reshape [B, T, heads * head_dim] to [B, T, heads, head_dim]."""

@@ -35,7 +35,7 @@ BUFFERS = re.compile(r"(^|\.)(att(n|ention)\.(masked_)?bias|position_ids|token_t
 OTHER_HEADS = re.compile(r"^(pooler|cls|lm_head|qa_outputs|predictions|sop_classifier|vocab_transform|vocab_projector|"
                          r"vocab_layer_norm|classifier|pre_classifier|score|multiple_choice_head|sequence_summary|head|"
                          r"decoder|discriminator_predictions|generator_predictions|generator_lm_head|lm_predictions|"
-                         r"mask_predictions)\.")
+                         r"mask_predictions|mtp)\.")
 _AT_ONCE = 1 << 24  # values compared at a time
 Slot = tuple[LeafPath, int | None]  # a leaf, and the layer if it is stacked
 

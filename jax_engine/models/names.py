@@ -84,7 +84,12 @@ class Names:
         return shape[1:] if path[0] == "layers" else shape
 
     def drawn_names(self, path: Path) -> list[str]:
-        """Return the names of a leaf, one, or one per layer: in torch's model, or for adapters in PEFT's folder."""
+        """Return the names of a leaf, one, or one per layer: in torch's model, or for adapters in PEFT's folder.
+
+        transformers draws A_log in a temporary tensor: the first of its module, in the names of the torch engine.
+        """
+        if path[-1] == "A_log":
+            return [f"{name}#1" for name in self.torch_modules(_module(path))]
         named = self._saved_name if path[-1] in ADAPTER_LEAVES else self._inside
         return [named(path, place) for place in self.places(_module(path))]
 
@@ -261,5 +266,5 @@ def _module(path: Path) -> str:
 
 def _leaf_rank(leaf: str) -> int:
     # torch's order of a module's own parameters, then the adapters.
-    return ("weight", "bias", "sinks", "scale", "per_expert_scale", "gate_up_proj", "gate_up_proj_bias", "down_proj",
-            "down_proj_bias", *CONSTANTS, *ADAPTER_LEAVES).index(leaf)
+    return ("weight", "bias", "sinks", "dt_bias", "A_log", "scale", "per_expert_scale", "gate_up_proj",
+            "gate_up_proj_bias", "down_proj", "down_proj_bias", *CONSTANTS, *ADAPTER_LEAVES).index(leaf)

@@ -37,6 +37,7 @@ from jax_engine.models.linear import (
     parameter,
     starts,
 )
+from jax_engine.models.linear_attention import LinearAttention, Texts, empty_cache
 from jax_engine.models.names import EXPERTS, Names
 from jax_engine.models.relative import Table
 from jax_engine.models.rope import Angles, text_lengths
@@ -341,10 +342,11 @@ class Network(Names):
             start, length = cache["length"], x.shape[1]
             valid = jax.lax.dynamic_update_slice_in_dim(cache["valid"], batch["attention_mask"] > 0, start, axis=1)
             masks = [cached_mask(valid, start, length, window) for window in windows]
-        real = real_tokens(batch) if measures else None
+        texts = Texts(real_tokens(batch), batch.get("segment_ids"))
+        real = texts.real if measures else None
         inputs = embedding.inputs_of_layers(batch, x, seeds) if self.arch.layer_inputs else None
         x, kept, load = self._layers(params["layers"], x, masks, windows, angles, key_angles, seeds, cache, real,
-                                     after_first, inputs)
+                                     after_first, inputs, texts)
         if "norm" in self._graphs:
             x = self._part("norm", params)(x)
         # The part of the head that pools and has dropout runs here, where masks and seeds are.
@@ -353,7 +355,7 @@ class Network(Names):
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
                 angles: list[Angles], key_angles: list[Angles], seeds: Seeds | None, cache: Tree | None,
-                real: Array | None, after_first: Callable[[Array], Array] | None, inputs: Array | None
+                real: Array | None, after_first: Callable[[Array], Array] | None, inputs: Array | None, texts: Texts
                 ) -> tuple[Array, Tree | None, Load | None]:
         arch = self.arch
         # Layers that share weights are chosen by index from the stored ones; others are inputs of the scan.
@@ -381,7 +383,7 @@ class Network(Names):
             params = jax.tree.map(lambda leaf: jnp.asarray(leaf)[step["stored"]], layers) if shared else step["params"]
             # The leaves of this layer, without the layer axis.
             block = nnx.merge(self._graphs[kind], params)
-            mask = _chosen(masks, step["mask"])
+            mask = texts if kind.attention == "linear_attn" else _chosen(masks, step["mask"])
             turns, key_turns = (_chosen(kinds, step.get("rope")) if rope is None else kinds and kinds[rope]
                                 for kinds in (angles, key_angles))
             here = None if seeds is None else Seeds(seeds.tokens, step["sites"])
@@ -456,9 +458,13 @@ class Network(Names):
         return self.arch.classifier is not None and self.arch.classifier.pooling is not None
 
     def init_cache(self, batch_size: int, length: int) -> Tree:
-        """Return an empty key-value cache for `length` tokens per row; leaves of `layers` are [layers, B, ...]."""
+        """Return an empty cache for `length` tokens per row; leaves of `layers` are [layers, B, ...]."""
         arch, layers = self.arch, {}
         for name in dict.fromkeys(kind.attention for kind in arch.kinds):
+            if name == "linear_attn":
+                layers[name] = empty_cache(arch.linear_heads, len(arch.linear_heads.layers), batch_size,
+                                           self.build.dtype)
+                continue
             num_kv_heads, head_dim = arch.head_sizes(name)
             shape = (len(arch.layers_with(f"layers.{name}.k")), batch_size, num_kv_heads, length, head_dim)
             layers[name] = {part: jnp.zeros(shape, self.build.dtype) for part in ("k", "v")}
@@ -589,7 +595,8 @@ class Block(nnx.Module):
 
     def __init__(self, arch: Architecture, build: Build, kind: LayerKind):
         self.arch, self.kind = arch, kind
-        setattr(self, kind.attention, Attention(arch, build, kind))
+        self.is_linear = kind.attention == "linear_attn"
+        setattr(self, kind.attention, LinearAttention(arch, build) if self.is_linear else Attention(arch, build, kind))
         if kind.mlp:
             setattr(self, kind.mlp, MLP(arch, build, kind))
         self.moe = SparseMLP(arch, build) if kind.routed else None
@@ -606,15 +613,16 @@ class Block(nnx.Module):
             for norm, has in ((f"{name}_norm", own), (f"{name}_out_norm", "output" in arch.norms)):
                 setattr(self, norm, Norm(arch.hidden_size, arch.norm, arch.norm_eps) if has else None)
 
-    def __call__(self, x: Array, mask: Array, scale: Array, angles: Angles | Table | None, seeds: Seeds | None,
-                 cache: dict[str, Array] | None = None, start: Array | None = None, key_angles: Angles | None = None,
-                 has_norm: Array | None = None, real: Array | None = None, own_input: Array | None = None,
-                 borrowed: KeysValues | None = None
+    def __call__(self, x: Array, mask: Array | Texts, scale: Array, angles: Angles | Table | None,
+                 seeds: Seeds | None, cache: dict[str, Array] | None = None, start: Array | None = None,
+                 key_angles: Angles | None = None, has_norm: Array | None = None, real: Array | None = None,
+                 own_input: Array | None = None, borrowed: KeysValues | None = None
                  ) -> tuple[Array, dict[str, Array] | None, Load | None, KeysValues | None]:
         """Return the residual stream [B, T, D] after this layer, its cache, its experts' load, the keys and values it
         lends.
 
         Args:
+            mask: As for `Attention`; for linear attention the texts of the rows.
             has_norm: True if this layer's attention has an input norm; None if all layers are alike.
             real: [B, T] bool, the tokens that the load counts; None counts none.
             own_input: This layer's own input [B, T, F], if the architecture has `layer_inputs`.
@@ -625,7 +633,10 @@ class Block(nnx.Module):
         normed = self._input(x, self.attn_norm)
         # The scan applies a norm in all layers; where there is none, its result is not used.
         normed = normed if has_norm is None else jnp.where(has_norm, normed, x)
-        mixed, cache, lent = attend(normed, mask, scale, angles, seeds, cache, start, key_angles, borrowed)
+        if self.is_linear:
+            (mixed, cache), lent = attend(normed, mask, seeds, cache), None
+        else:
+            mixed, cache, lent = attend(normed, mask, scale, angles, seeds, cache, start, key_angles, borrowed)
         after = self._added(x, mixed, self.attn_norm, self.attn_out_norm, arch.residual_dropout, seeds, "layers.attn")
         # The MLP reads the stream before attention (parallel) or after it.
         stream = x if arch.parallel else after

@@ -53,6 +53,22 @@ class Uniform:
         out += np.float32(self.low)
 
 
+@dataclass(frozen=True)
+class LogUniform:
+    """Logarithm of a uniform distribution from `low` to `high`, float32."""
+
+    low: float
+    high: float
+
+    def fill(self, generator: np.random.Generator, out: np.ndarray) -> None:
+        Uniform(self.low, self.high).fill(generator, out)
+        # In float64, as libraries round float32 logarithms differently.
+        out[...] = np.log(out.astype(np.float64))
+
+
+Distribution = Normal | Uniform | LogUniform
+
+
 def stream_key(seed: int, name: str) -> int:
     """Key of a parameter's generator, 128 bits."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest())
@@ -66,21 +82,21 @@ def lora_a(num_inputs: int) -> Uniform:
     return Uniform(-bound, bound)
 
 
-def draw(seed: int, name: str, distribution: Normal | Uniform, shape: tuple[int, ...]) -> np.ndarray:
+def draw(seed: int, name: str, distribution: Distribution, shape: tuple[int, ...]) -> np.ndarray:
     """Initial values of a parameter, float32 of this shape."""
     values = np.empty(shape, np.float32)
     fill(seed, name, distribution, values)
     return values
 
 
-def fill(seed: int, name: str, distribution: Normal | Uniform, out: np.ndarray) -> None:
+def fill(seed: int, name: str, distribution: Distribution, out: np.ndarray) -> None:
     """`draw` into an existing array, float32 and contiguous."""
     if not out.flags.c_contiguous:
         raise ValueError(f"the array for {name} is not contiguous")
     _fill_blocks(seed, name, distribution, 0, out.reshape(-1))
 
 
-def draw_part(seed: int, name: str, distribution: Normal | Uniform, shape: tuple[int, ...],
+def draw_part(seed: int, name: str, distribution: Distribution, shape: tuple[int, ...],
               part: tuple[slice, ...]) -> np.ndarray:
     """`draw(...)[part]`, but drawing only the blocks that contain the part's rows.
 
@@ -101,7 +117,7 @@ def draw_part(seed: int, name: str, distribution: Normal | Uniform, shape: tuple
     return values
 
 
-def draw_range(seed: int, name: str, distribution: Normal | Uniform, size: int, start: int, stop: int) -> np.ndarray:
+def draw_range(seed: int, name: str, distribution: Distribution, size: int, start: int, stop: int) -> np.ndarray:
     """Values `start` to `stop` of a parameter of `size` values, in row-major order: float32 [stop - start]."""
     # Extend to whole blocks: a block can only be drawn from its start.
     first = start // BLOCK * BLOCK
@@ -111,7 +127,7 @@ def draw_range(seed: int, name: str, distribution: Normal | Uniform, size: int, 
     return values[start - first:stop - first]
 
 
-def _fill_blocks(seed: int, name: str, distribution: Normal | Uniform, first: int, flat: np.ndarray) -> None:
+def _fill_blocks(seed: int, name: str, distribution: Distribution, first: int, flat: np.ndarray) -> None:
     """Fill `flat` with the values from number `first` on, which must be the start of a block."""
     key = stream_key(seed, name)
 

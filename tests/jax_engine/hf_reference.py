@@ -58,6 +58,10 @@ FAMILIES = {
         "num_global_key_value_heads": 1, "global_head_dim": 8, "hidden_size_per_layer_input": 5,
         "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 2.5, "enable_moe_block": True, "num_experts": 5,
         "top_k_experts": 2, "moe_intermediate_size": 12},
+    "qwen3_5_text": NEW | {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 7,
+        "linear_conv_kernel_dim": 3, "head_dim": 8},
     "glm4": NEW | {"num_hidden_layers": 1, "head_dim": 8},
     "cohere2": NEW | {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],
                       "logit_scale": 0.5, "hidden_size": 16},

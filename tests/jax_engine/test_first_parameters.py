@@ -93,6 +93,9 @@ def test_distributions_are_those_of_transformers(name, head):
         if size == 1 or value.std() == 0:
             assert torch.equal(ours, value), key
             continue
+        if key.endswith("A_log"):  # too few for moments, and spread much wider than matrices
+            assert (0.01 <= ours.exp()).all() and (ours.exp() <= 16).all() and len(set(ours.tolist())) == size
+            continue
         zeros = (value == 0).all(-1)
         assert torch.equal((ours == 0).all(-1), zeros) and not torch.equal(ours, value), key
         kept, other = ours[~zeros].double(), value[~zeros].double()

@@ -36,7 +36,7 @@ def torch_answer(ref, prompt, settings):
     return tokens[:next((place for place, token in enumerate(tokens) if token in EOS), len(tokens))]
 
 
-@cells("generation", (*MAIN, "phi3", "gemma2"))
+@cells("generation", (*MAIN, "phi3", "gemma2", "qwen3_5_text"))
 def test_greedy_tokens_are_transformers(make_ref, name, head):
     ref = make_ref(name, head)
     prompts, settings = prompts_of(ref), Generation(max_new_tokens=14)

@@ -12,8 +12,8 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "jax.md"
 # Families of parts that others have too: all are held against transformers, but most other tests of them may be slow.
 VARIANTS = ("granite", "olmo2", "olmo3", "smollm3", "phi3", "starcoder2", "gpt_neox", "gemma2", "gemma3_text",
-            "gemma4_text", "glm4", "cohere2", "mixtral", "qwen3_moe", "olmoe", "gpt_oss", "xlm-roberta", "electra",
-            "modernbert", "deberta-v2")
+            "gemma4_text", "qwen3_5_text", "glm4", "cohere2", "mixtral", "qwen3_moe", "olmoe", "gpt_oss",
+            "xlm-roberta", "electra", "modernbert", "deberta-v2")
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "gemma4_text")
 MAIN = ("gpt2", "openai-gpt", "ctrl", "llama", "mistral", "qwen2", "qwen3", "gemma", "bert", "roberta", "albert",
         "distilbert")
@@ -24,7 +24,7 @@ ANSWERING = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_neox"
 
 # Families whose class transformers lacks, for sequences and for tokens.
 UNLABELLED = ("granite", "cohere2", "olmoe", "gemma4_text")
-ROWS_ONLY = ("openai-gpt", "ctrl", "olmo2", "olmo3", "gemma3_text")
+ROWS_ONLY = ("openai-gpt", "ctrl", "olmo2", "olmo3", "gemma3_text", "qwen3_5_text")
 # Heads for labels are held against transformers in every family; of these, and all encoders, in every run.
 QUICK_LABELS = ("llama", "gpt2", *ENCODERS)
 

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from lmmods.core.adapters import saved_name
-from lmmods.core.initialization import Normal, Uniform, draw, draw_part, fill, row_norms, stream_key
+from lmmods.core.initialization import (
+    Distribution,
+    LogUniform,
+    Normal,
+    Uniform,
+    draw,
+    draw_part,
+    fill,
+    row_norms,
+    stream_key,
+)
 from lmmods.torch_engine.compat.peft import magnitudes, reset_adapter
 from lmmods.torch_engine.compat.torch import DispatchMode, tensors_in
 from lmmods.torch_engine.compat.transformers import (
@@ -49,8 +59,8 @@ class _Memory:
         """True if one draw in row-major order fills all of it, followed at most by constants in contiguous parts."""
         # The first write is to the whole: `_write` drops those before it. Of a draw, `values` is the distribution.
         (tensor, _, values), *parts = self.writes
-        return (_is_whole(tensor) and tensor.is_contiguous() and isinstance(values[0], Normal | Uniform)
-                and all(part.is_contiguous() and not isinstance((*value, 0)[0], Normal | Uniform)
+        return (_is_whole(tensor) and tensor.is_contiguous() and isinstance(values[0], Distribution)
+                and all(part.is_contiguous() and not isinstance((*value, 0)[0], Distribution)
                         for part, _, value in parts))
 
 
@@ -65,7 +75,7 @@ class FirstValues:
 
     seed: int
     name: str
-    distribution: Normal | Uniform
+    distribution: Distribution
     shape: tuple[int, ...]
     constants: list[tuple[int, int, float]]
 
@@ -154,6 +164,12 @@ class FirstWeights(DispatchMode):
         if func in CONSTANTS and _is_real(args[0]) and _memory(args[0]) in self._waiting and not _is_whole(args[0]):
             self._write(args[0], lambda _, tensor, *value: func(tensor, *value), args[1:])
             return args[0]
+        # So is the logarithm of a draw (A_log of linear attention), whose rounding differs between libraries.
+        if func is aten.log_.default and _memory(args[0]) in self._waiting and _is_whole(args[0]):
+            tensor, write, values = self._waiting[_memory(args[0])].writes[-1]
+            if isinstance(values[0], Uniform) and _is_whole(tensor):
+                self._write(args[0], write, (LogUniform(values[0].low, values[0].high),))
+                return args[0]
         # Any other operation needs the values, unless it overwrites all of them. Views and shapes do not.
         if self._waiting and not func.is_view and func not in SHAPES_ALONE:
             for tensor in tensors_in((args, kwargs)):
@@ -183,7 +199,7 @@ class FirstWeights(DispatchMode):
         for tensor, write, values in waiting.writes:
             write(self._names.get(memory, waiting.number), tensor, *values)
 
-    def _draw(self, name: str, tensor: Tensor, distribution: Normal | Uniform) -> None:
+    def _draw(self, name: str, tensor: Tensor, distribution: Distribution) -> None:
         plain = tensor.detach()
         # In place without a temporary, the usual case.
         if plain.device.type == "cpu" and plain.dtype == torch.float32 and plain.is_contiguous() and _is_whole(plain):

@@ -42,7 +42,7 @@ def test_configurations_by_mapping_and_with_overrides(make_ref):
 
 
 @pytest.mark.parametrize(("config", "head", "message"), [
-    ({"model_type": "opt"}, "causal", "'opt'.*albert, bert.*qwen3, qwen3_moe, roberta"),
+    ({"model_type": "opt"}, "causal", "'opt'.*albert, bert.*qwen3, qwen3_5_text, qwen3_moe, roberta"),
     ({"model_type": "bert"}, "causal", "no causal head for 'bert'.*gpt2, .*llama"),
     ({"model_type": "gpt2"}, "masked", "no masked head for 'gpt2'"),
     ({"model_type": "gemma"}, "qa", "no qa head for 'gemma'"),
@@ -53,6 +53,7 @@ def test_configurations_by_mapping_and_with_overrides(make_ref):
     ({"model_type": "llama", "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}}, "causal",
      "whole heads"),
     ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "causal", "attn_logit_softcapping: 50.0"),
+    ({"model_type": "qwen3_5_text", "linear_num_value_heads": 24}, "causal", "24, which is no multiple of .*: 16"),
     ({"model_type": "gemma", "use_bidirectional_attention": True}, "causal", "use_bidirectional_attention"),
     ({"model_type": "gpt2", "add_cross_attention": True}, "causal", "add_cross_attention"),
     ({"model_type": "roberta", "pad_token_id": None}, "masked", "pad_token_id"),

@@ -169,7 +169,14 @@ def test_keys_and_values_of_layers_that_borrow_them_are_not_needed(make_ref, tmp
         rewritten(ref, tmp_path, lambda tensors: tensors | {"model.layers.1.self_attn.v_proj.weight": torch.ones(1)})
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "mistral3"])
+def test_what_predicts_further_tokens_is_not_needed(make_ref, tmp_path, capsys):
+    """Checkpoints of Qwen3.5 have it, and transformers ignores it."""
+    ref = make_ref("qwen3_5_text", "causal")
+    assert same(rewritten(ref, tmp_path, lambda tensors: tensors | {"mtp.fc.weight": torch.ones(16, 32)}), ref.params)
+    assert "Not needed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "qwen3_5", "mistral3"])
 def test_of_checkpoints_with_images_the_text_is_loaded(model_type, tmp_path, capsys):
     text = save_image_model(model_type, tmp_path).model.language_model
     network = hub.network(load_config(str(tmp_path)), "causal")

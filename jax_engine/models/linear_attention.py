@@ -1,0 +1,191 @@
+"""Gated DeltaNet (Yang et al. 2025): attention by a state of fixed size, in time linear in the length of the row."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, cut, num_sequence_parts
+from jax_engine.models.architecture import Architecture, LinearHeads
+from jax_engine.models.dropout import Seeds
+from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm, gated, parameter
+from lmmods.core.initialization import LogUniform
+
+CHUNK = 64  # tokens whose products with each other are computed at once
+_product = partial(jnp.einsum, precision="highest")  # whole float32 products, which GPUs and TPUs shorten otherwise
+
+
+class Texts(NamedTuple):
+    """Texts of rows [B, T].
+
+    Args:
+        real: False for padding, which changes no state.
+        documents: Number of each token's document in a packed row; None: a row is one text.
+    """
+
+    real: Array
+    documents: Array | None
+
+
+# Only the inputs are saved for the backward pass: what lies between takes several times their memory.
+@partial(jax.checkpoint, prevent_cse=False)
+def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, documents: Array | None = None,
+                     state: Array | None = None) -> tuple[Array, Array]:
+    """Read and write a state S [D, E] of each value head with each token, in float32.
+
+        S_t = exp(decay_t) S_t-1 + k_t u_t^T,  u_t = rate_t (v_t - exp(decay_t) S_t-1^T k_t),  out_t = S_t^T q_t
+
+    Within a chunk the u solve a triangular system (Yang et al. 2024); a scan hands the state from chunk to chunk.
+
+    Args:
+        q: [B, T, H, D]. k: the same.
+        v: [B, T, H G, E]; a head of q and k serves G consecutive ones.
+        decay: [B, T, H G], 0 or less. rate: the same, between 0 and 1.
+        documents: [B, T]; the state starts anew where the number changes. None: it never does.
+        state: [B, H, G, D, E] before the first token; None is 0.
+
+    Returns:
+        [B, T, H G, E], and the state after the last token; both float32.
+    """
+    (batch, length, heads, size), (num_values, out_size) = k.shape, v.shape[2:]
+    groups, chunk = num_values // heads, min(CHUNK, length)
+    missing = -length % chunk
+
+    def in_chunks(x: Array, mode: str = "constant") -> Array:
+        """Reshape [B, T, ...] to [chunks, B, C, ...]."""
+        x = jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)), mode=mode)
+        return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    def by_group(x: Array) -> Array:
+        """Reshape [B, T, H G, ...] to [chunks, B, H, G, C, ...] in float32."""
+        return jnp.moveaxis(in_chunks(x.astype(jnp.float32).reshape(batch, length, heads, groups, *x.shape[3:])), 2, 4)
+
+    q, k = (jnp.moveaxis(in_chunks(x.astype(jnp.float32)), 2, 3) for x in (q, k))  # [chunks, B, H, C, D]
+    v, decay, rate = by_group(v), by_group(decay), by_group(rate)
+    # [chunks, B, C, C]: the earlier tokens j of the document of token i. And [chunks, B, C]: the token's document is
+    # that of the last token before the chunk.
+    seen = jnp.broadcast_to(jnp.tri(chunk, dtype=bool), (len(k), batch, chunk, chunk))
+    goes_on = jnp.ones((len(k), batch, chunk), bool)
+    if documents is not None:
+        documents = in_chunks(documents, "edge")
+        seen &= documents[..., None] == documents[..., None, :]
+        goes_on = documents == jnp.concatenate([documents[:1, :, 0], documents[:-1, :, -1]])[..., None]
+    # Decay after token j up to token i, each summed by itself: differences of running sums would lose the small ones
+    # next to large ones, and depend on earlier documents. And up to token i, from the start of the chunk.
+    upto = jnp.tri(chunk)
+    between = _product("il,nbhglj->nbhgij", upto, decay[..., None] * jnp.tri(chunk, k=-1))
+    between = jnp.exp(between) * seen[:, :, None, None]
+    since = jnp.exp(_product("il,nbhgl->nbhgi", upto, decay)) * goes_on[:, :, None, None]
+    system = rate[..., None] * between * _product("nbhid,nbhjd->nbhij", k, k)[:, :, :, None]
+    inputs = jnp.concatenate([v, since[..., None] * k[:, :, :, None]], -1) * rate[..., None]
+    solved = jax.lax.linalg.triangular_solve(system, inputs, left_side=True, lower=True, unit_diagonal=True)
+    scores = between * _product("nbhid,nbhjd->nbhij", q, k)[:, :, :, None]
+    steps = q, k, solved[..., :out_size], solved[..., out_size:], scores, since, between[..., -1, :]
+
+    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, own, of_state, scores, since, to_end = chunk
+        written = own - _product("bhgid,bhgde->bhgie", of_state, state)
+        read = since[..., None] * _product("bhid,bhgde->bhgie", q, state)
+        state = since[..., -1, None, None] * state + _product("bhjd,bhgje->bhgde", k, to_end[..., None] * written)
+        return state, read + _product("bhgij,bhgje->bhgie", scores, written)
+
+    state = jnp.zeros((batch, heads, groups, size, out_size)) if state is None else state
+    state, out = jax.lax.scan(step, state, steps)
+    # [chunks, B, H, G, C, E] -> [B, T, H G, E]
+    return jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, -1, num_values, out_size)[:, :length], state
+
+
+def unit(x: Array) -> Array:
+    """Divide float32 x [..., D] by its Euclidean norm."""
+    return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)
+
+
+class CausalConvolution(nnx.Module):
+    """Convolution of each feature over the last `width` tokens; the weight is [features, 1, width], as in torch."""
+
+    def __init__(self, size: int, width: int, build: Build, std: float):
+        self.weight = parameter((size, 1, width), build.normal(std))
+
+    def __call__(self, x: Array, documents: Array | None, before: Array | None) -> tuple[Array, Array]:
+        """Return the result [B, T, F], and the last `width` - 1 inputs.
+
+        Args:
+            documents: [B, T]; tokens of another document count as 0.
+            before: Inputs [B, width - 1, F] before the first token; None is 0.
+        """
+        weight = self.weight[...][:, 0].astype(jnp.float32)
+        length, room = x.shape[1], weight.shape[1] - 1
+        x = jnp.pad(x, ((0, 0), (room, 0), (0, 0))) if before is None else jnp.concatenate([before, x], 1)
+        found = jnp.zeros((), jnp.float32)
+        for place in range(room + 1):
+            near = x[:, place:place + length].astype(jnp.float32)
+            if documents is not None:
+                theirs = jnp.pad(documents, ((0, 0), (room - place, 0)), constant_values=-1)[:, :length]
+                near = jnp.where((theirs == documents)[..., None], near, 0)
+            found += near * weight[:, place]
+        return found.astype(x.dtype), x[:, length:]
+
+
+class LinearAttention(nnx.Module):
+    """Linear attention of one layer with its projections: gated delta rule, gated norm."""
+
+    def __init__(self, arch: Architecture, build: Build):
+        self.heads, self.activation = arch.linear_heads, arch.activation
+        heads, path, kwargs = arch.linear_heads, "layers.linear_attn", {"build": build, "bias": False}
+        self.dt_bias = parameter((heads.num_values,), 1.0)
+        self.A_log = parameter((heads.num_values,), LogUniform(0.01, 16))
+        self.conv = CausalConvolution(heads.num_features, heads.width, build, arch.layer_std)
+        self.norm = Norm(heads.value_dim, "rms", arch.norm_eps)
+        inner, kwargs["std"] = heads.num_values * heads.value_dim, arch.layer_std
+        self.qkv = Linear(arch.hidden_size, heads.num_features, f"{path}.qkv", **kwargs)
+        self.z = Linear(arch.hidden_size, inner, f"{path}.z", **kwargs)
+        self.b = Linear(arch.hidden_size, heads.num_values, f"{path}.b", **kwargs)
+        self.a = Linear(arch.hidden_size, heads.num_values, f"{path}.a", **kwargs)
+        self.o = Linear(inner, arch.hidden_size, f"{path}.o", **kwargs | {"std": arch.residual_std})
+
+    def __call__(self, x: Array, texts: Texts, seeds: Seeds | None, cache: dict[str, Array] | None = None
+                 ) -> tuple[Array, dict[str, Array] | None]:
+        """Return the output [B, T, D], and the cache after these tokens.
+
+        Args:
+            cache: From `empty_cache`, or after the tokens before these.
+        """
+        heads, cached = self.heads, cache or {}
+        x = jnp.where(texts.real[..., None], x, 0)
+        mixed, conv = self.conv(_whole_rows(self.qkv(x, seeds)), texts.documents, cached.get("conv"))
+        mixed = ACTIVATIONS[self.activation](mixed)
+        keys = heads.num_keys * heads.key_dim
+        q, k, v = (_whole_rows(part.reshape(*x.shape[:2], -1, size)) for part, size in zip(
+            jnp.split(mixed, [keys, 2 * keys], -1), (heads.key_dim, heads.key_dim, heads.value_dim), strict=True))
+        q, k = unit(q.astype(jnp.float32)) * heads.key_dim**-0.5, unit(k.astype(jnp.float32))
+        rate = _whole_rows(jax.nn.sigmoid(self.b(x, seeds).astype(jnp.float32)))
+        speed, bias = (leaf[...].astype(jnp.float32) for leaf in (self.A_log, self.dt_bias))
+        decay = _whole_rows(-jnp.exp(speed) * jax.nn.softplus(self.a(x, seeds).astype(jnp.float32) + bias))
+        out, state = gated_delta_rule(q, k, v, decay, rate, texts.documents, cached.get("state"))
+        z = self.z(x, seeds)
+        out = cut(out.astype(z.dtype)).reshape(*z.shape[:2], -1, heads.value_dim)
+        out = gated("silu", z.reshape(out.shape).astype(jnp.float32), self.norm(out)).astype(z.dtype)
+        return self.o(out.reshape(z.shape), seeds), None if cache is None else {"conv": conv, "state": state}
+
+
+def empty_cache(heads: LinearHeads, num_layers: int, batch_size: int, dtype: Any) -> dict[str, Array]:
+    """Return what the layers keep of past tokens: the last inputs of the convolution, and the state."""
+    shape = (num_layers, batch_size)
+    groups = heads.num_values // heads.num_keys
+    return {"conv": jnp.zeros((*shape, heads.width - 1, heads.num_features), dtype),
+            "state": jnp.zeros((*shape, heads.num_keys, groups, heads.key_dim, heads.value_dim), jnp.float32)}
+
+
+def _whole_rows(x: Array) -> Array:
+    """With context parallelism, exchange a part of each row of x [B, T, N, ...] for some of its N features or heads of
+    whole rows (all-to-all, Jacobs et al. 2023), or for all if their number does not divide.
+    """
+    if num_sequence_parts() == 1:
+        return x
+    sizes = jax.sharding.get_abstract_mesh().shape
+    divides = x.shape[2] % (sizes["tensor"] * sizes[SEQUENCE]) == 0
+    return constrain(x, PartitionSpec(DATA_AXES, None, ("tensor", SEQUENCE) if divides else None))
