@@ -15,7 +15,7 @@ from jax_engine.models.dropout import Seeds
 from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm, gated, parameter
 from lmmods.core.initialization import LogUniform
 
-CHUNK = 64  # tokens whose products with each other are computed at once
+CHUNK = 64  # tokens whose products with each other are computed at once; a power of two
 _product = partial(jnp.einsum, precision="highest")  # whole float32 products, which GPUs and TPUs shorten otherwise
 
 
@@ -52,7 +52,7 @@ def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, do
         [B, T, H G, E], and the state after the last token; both float32.
     """
     (batch, length, heads, size), (num_values, out_size) = k.shape, v.shape[2:]
-    groups, chunk = num_values // heads, min(CHUNK, length)
+    groups, chunk = num_values // heads, min(CHUNK, 1 << (length - 1).bit_length())
     missing = -length % chunk
 
     def in_chunks(x: Array, mode: str = "constant") -> Array:
@@ -82,7 +82,7 @@ def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, do
     since = jnp.exp(_product("il,nbhgl->nbhgi", upto, decay)) * goes_on[:, :, None, None]
     system = rate[..., None] * between * _product("nbhid,nbhjd->nbhij", k, k)[:, :, :, None]
     inputs = jnp.concatenate([v, since[..., None] * k[:, :, :, None]], -1) * rate[..., None]
-    solved = jax.lax.linalg.triangular_solve(system, inputs, left_side=True, lower=True, unit_diagonal=True)
+    solved = _product("nbhgij,nbhgje->nbhgie", unit_lower_inverse(system), inputs)
     scores = between * _product("nbhid,nbhjd->nbhij", q, k)[:, :, :, None]
     steps = q, k, solved[..., :out_size], solved[..., out_size:], scores, since, between[..., -1, :]
 
@@ -97,6 +97,35 @@ def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, do
     state, out = jax.lax.scan(step, state, steps)
     # [chunks, B, H, G, C, E] -> [B, T, H G, E]
     return jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, -1, num_values, out_size)[:, :length], state
+
+
+@jax.custom_vjp
+def unit_lower_inverse(matrix: Array) -> Array:
+    """Invert triangular matrices [..., C, C] with ones on the diagonal, of which what is below it is read; C is a power
+    of two.
+
+    Blocks double in size: the inverse of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. XLA's own solver makes
+    threads of its pool wait for each other on CPUs, which two of them at a time may do forever.
+    """
+    def double(level: Array, inverse: Array) -> Array:
+        blocks = jnp.arange(matrix.shape[-1]) >> level  # number of each row's block
+        is_below = (blocks[:, None] == blocks + 1) & (blocks % 2 == 0)
+        return inverse - _product("...ij,...jk,...kl->...il", inverse, jnp.where(is_below, matrix, 0), inverse)
+
+    identity = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
+    return jax.lax.fori_loop(0, matrix.shape[-1].bit_length() - 1, double, identity)
+
+
+def _inverse_forward(matrix: Array) -> tuple[Array, Array]:
+    inverse = unit_lower_inverse(matrix)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
+    return jnp.tril(-_product("...ji,...jk,...lk->...il", inverse, gradient, inverse), -1),
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def unit(x: Array) -> Array:

@@ -1,0 +1,36 @@
+"""A checkpoint of Qwen3.5 with images: runs of its text on both engines, and what they leave."""
+
+import csv
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmmods.cli import main
+from tests.image_models import save_image_model
+
+
+@pytest.fixture
+def base(tmp_path, tokenizer_folder) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    save_image_model("qwen3_5", tmp_path / "base", len(tokenizer))
+    tokenizer.save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+@pytest.mark.slow
+def test_both_engines_train_and_save_the_text(recipe, tmp_path, base):
+    """In full, by gradient descent: AdamW turns the rounding of small gradients into steps of full size."""
+    losses = {}
+    for engine in ("torch", "jax"):
+        run = tmp_path / engine
+        assert main(["fit", *recipe(engine=engine, trainer__max_steps=2, trainer__limit_val_batches=0,
+                                    model__init_args__optimizer={"name": "sgd", "lr": 0.001},
+                                    trainer__default_root_dir=str(run), model__init_args__pretrained=base,
+                                    model__init_args__quantize=None, model__init_args__lora=None)]) == 0
+        with (run / "metrics.csv").open() as metrics:
+            losses[engine] = [float(row["train/loss"]) for row in csv.DictReader(metrics) if row["train/loss"]]
+        model, found = AutoModelForCausalLM.from_pretrained(run / "model", output_loading_info=True)
+        assert not any(found.values()) and type(model).__name__ == "Qwen3_5ForCausalLM"
+    assert len(losses["torch"]) == 2
+    np.testing.assert_allclose(losses["jax"], losses["torch"], rtol=1e-5)
