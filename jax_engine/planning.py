@@ -153,12 +153,14 @@ class Planner:
                             for tree in (trainable, frozen) for path, leaf in flatten(tree).items()
                             if path[0].partition(AT)[0] == "layers")
         total = (trained * step + forward_alone * forward) * tokens.size
+        mixing = 0 if arch.linear_heads is None else arch.linear_heads.flops_per_token * tokens.size
         if "segment_ids" not in rows:
             attentions = [arch.kinds[stored].attention for stored in arch.passes]
             scores = sum(score_flops(tokens.shape[-1], [window], arch.num_heads * arch.head_sizes(name)[1], arch.causal)
                          for window, name in zip(arch.windows, attentions, strict=True) if name != "linear_attn")
-            # Scores: one product forward, two backward, and with remat one forward again.
-            total += (trained * (3 + again) + forward_alone) * scores * (tokens.size // tokens.shape[-1])
+            mixing += scores * (tokens.size // tokens.shape[-1])
+        # One product forward, two backward, and with remat one forward again.
+        total += (trained * (3 + again) + forward_alone) * mixing
         return total * accumulated / self.on.num_devices
 
     def _traffic(self, programs: dict[str, Any], accumulated: int) -> tuple[dict[str, Traffic], list[str]]:

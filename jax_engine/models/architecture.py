@@ -117,6 +117,11 @@ class LinearHeads:
         """Features of queries, keys and values together."""
         return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
 
+    @property
+    def flops_per_token(self) -> int:
+        """FLOP of a token in a forward pass: the products of each state with a key and a query, and its update."""
+        return len(self.layers) * 3 * 2 * self.num_values * self.key_dim * self.value_dim
+
 
 class LayerKind(NamedTuple):
     """What a layer has; layers of one kind have the same parameters, in the same shapes.

@@ -113,8 +113,8 @@ def score_flops(length: int, windows: Iterable[int | None], features: int, causa
 
 
 def cache_bytes(config: Any, length: int, itemsize: int) -> int:
-    """Return the bytes of the keys and values in all layers of a text of `length` tokens, in architectures that neither
-    compress them nor keep a state of fixed size instead.
+    """Return the bytes of the keys and values in all layers of a text of `length` tokens, and of the states that Gated
+    DeltaNet keeps instead; in architectures that neither compress keys and values nor keep another state.
 
     Args:
         config: transformers configuration.
@@ -124,11 +124,18 @@ def cache_bytes(config: Any, length: int, itemsize: int) -> int:
     num = text.num_hidden_layers
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * num
     window = min(length, getattr(text, "sliding_window", None) or length)
-    known = {"full_attention": length, "sliding_attention": window}  # others keep a state of fixed size
+    known = {"full_attention": length, "sliding_attention": window}
     has_own = num - (getattr(text, "num_kv_shared_layers", None) or 0)  # later layers take those of earlier ones
     total = 0
     for layer, kind in enumerate(kinds[:has_own]):
         own = layer_config(text, layer)
+        if kind == "linear_attention" and hasattr(own, "linear_num_value_heads"):
+            keys = own.linear_num_key_heads * own.linear_key_head_dim
+            values = own.linear_num_value_heads * own.linear_value_head_dim
+            # A float32 matrix of each value head, and the last inputs of the convolution.
+            total += 4 * values * own.linear_key_head_dim
+            total += itemsize * (2 * keys + values) * (own.linear_conv_kernel_dim - 1)
+            continue
         heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
         size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
         total += 2 * itemsize * heads * size * known.get(kind, 0)

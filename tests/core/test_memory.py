@@ -41,5 +41,8 @@ def test_keys_and_values_of_layers_that_differ():
         head_dim=6, num_key_value_heads=2, global_head_dim=8, num_global_key_value_heads=1, attention_k_eq_v=True,
         sliding_window=5)
     assert cache_bytes(config, 9, 2) == 2 * 2 * (5 * 2 * 6 + 9 * 1 * 8)
-    linear = CONFIG_MAPPING["qwen3_5_text"](num_hidden_layers=4, head_dim=6, num_key_value_heads=2)
-    assert cache_bytes(linear, 9, 2) == 2 * 2 * 9 * 2 * 6  # the last layer alone
+    linear = CONFIG_MAPPING["qwen3_5_text"](
+        num_hidden_layers=4, head_dim=6, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=6,
+        linear_key_head_dim=5, linear_value_head_dim=7, linear_conv_kernel_dim=3)
+    state = 4 * 6 * 5 * 7 + 2 * (2 * 2 * 5 + 6 * 7) * 2
+    assert cache_bytes(linear, 9, 2) == 3 * state + 2 * 2 * 9 * 2 * 6  # keys and values in the last layer alone

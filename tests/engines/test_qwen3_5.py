@@ -4,6 +4,7 @@ import csv
 
 import numpy as np
 import pytest
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.cli import main
@@ -34,3 +35,20 @@ def test_both_engines_train_and_save_the_text(recipe, tmp_path, base):
         assert not any(found.values()) and type(model).__name__ == "Qwen3_5ForCausalLM"
     assert len(losses["torch"]) == 2
     np.testing.assert_allclose(losses["jax"], losses["torch"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_packed_rows_train_on_jax_alone(recipe, tmp_path, base, capsys):
+    """Next to a quantised base, with layers computed again; torch says why it does not, and goes on without packing."""
+    changes = {"trainer__max_steps": 2, "model__init_args__pretrained": base, "trainer__limit_val_batches": 0,
+               "model__init_args__gradient_checkpointing": True}
+    arguments = recipe(engine="jax", data__init_args__packing=True, **changes)
+    assert main(["fit", *arguments]) == 0
+    capsys.readouterr()
+    assert main(["fit", *arguments, "--engine", "torch", "--overwrite", "true"]) == 2
+    assert "data.packing: in this architecture documents packed" in capsys.readouterr().err
+    adapter = str(tmp_path / "run" / "model")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    named = {name for name, _ in model.named_modules() if name.endswith("lora_B.default")}
+    assert len(named) == 3 * 8 + 7 and any("linear_attn.in_proj_a" in name for name in named)
+    assert main(["predict", "--config", str(tmp_path / "run" / "config.yaml"), "--ckpt_path", "last"]) == 0

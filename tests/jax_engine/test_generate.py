@@ -118,10 +118,11 @@ def test_a_row_draws_the_same_beside_any_others_and_anew_with_another_seed(make_
     assert twice[0] != twice[1]
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_shared_prompts_and_leaving_rows_change_no_answer(make_ref, monkeypatch, use_cache):
+@pytest.mark.parametrize(("name", "use_cache"), [("llama", True), ("llama", False), pytest.param(
+    "qwen3_5_text", True, marks=pytest.mark.slow)])
+def test_shared_prompts_and_leaving_rows_change_no_answer(make_ref, monkeypatch, name, use_cache):
     monkeypatch.setattr(ours, "_compiled", getattr(ours._compiled, "unshared", ours._compiled))
-    ref, rows = make_ref("llama"), list(range(20))
+    ref, rows = make_ref(name), list(range(20))
     prompts = [prompts_of(ref)[row % 3] for row in rows]
     settings = Generation(max_new_tokens=90, do_sample=True, top_k=0, use_cache=use_cache)
     answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0, seed=1)
