@@ -468,7 +468,8 @@ class DataFields:
         group_by_length: Put rows of similar length together, which saves padding; the order of batches stays random.
         shuffle: Draw a new order of the training rows in each epoch.
         pad_to_multiple_of: Lengths of batches are multiples of this.
-        num_workers: Processes that assemble batches; 0 does it in the training process.
+        num_workers: Processes that assemble batches; 0 does it in the training process, as is always done with answers
+            that the network draws itself.
         num_proc: Processes that tokenise; null decides by the size of the source.
         columns: Names in the file -> names that the task expects, for all sources that do not map their own;
             `body.messages` leads into an object.
