@@ -129,11 +129,12 @@ def predicted(run: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.predictions.read_text().splitlines()]
 
 
-def both_engines_agree(head: Any, name: str) -> None:
-    """The same losses step by step, metrics, exports and predictions."""
-    runs = []
+def both_engines_agree(head: Any, name: str, take_turns: bool = False) -> None:
+    """The same losses step by step, metrics, exports and predictions; then each run goes on half way with the other."""
+    runs, half = [], STEPS // 2
+    saves = {"checkpoint": {"every_n_steps": half, "keep_last": 9}} if take_turns else {}
     for engine in ("torch", "jax"):
-        run, arguments = head(name, engine, engine=engine)
+        run, arguments = head(name, engine, engine=engine, **saves)
         assert main(["fit", *arguments]) == 0
         assert main(["predict", *arguments, "--ckpt_path", "last"]) == 0
         runs.append(run)
@@ -144,17 +145,24 @@ def both_engines_agree(head: Any, name: str) -> None:
                  {key: value for key, value in wanted.items() if key not in TIMED})
     assert alike(predicted(runs[0]), predicted(runs[1]))
     assert json.loads(runs[0].data_report.read_text()) == json.loads(runs[1].data_report.read_text())
+    expected = rows(runs[0])
+    for run, then in zip(runs, ("jax", "torch"), strict=True) if take_turns else ():
+        again = ["--config", str(run.config), "--engine", then]
+        assert main(["fit", *again, "--ckpt_path", str(half), "--overwrite", "true"]) == 0
+        for row, wanted in zip(rows(run), expected, strict=True):
+            assert row == pytest.approx(wanted, rel=1e-4, abs=1e-6), row["step"]
 
 
-@pytest.mark.parametrize("name", [
-    "single", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "single")])
+# Pairs of sentences, decoders and rewards on codes are among the other cases and under parity below.
+@pytest.mark.parametrize("name", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES
+                                              if name not in ("single", "pair-decoder", "reward-qlora"))])
 def test_both_engines_say_the_same(head, name):
-    both_engines_agree(head, name)
+    both_engines_agree(head, name, take_turns=name in ("value", "tags-qlora", "reward"))
 
 
 def any_cut_gives_the_same_steps(head: Any, name: str, engine: str) -> None:
     runs = []
-    for size in (6, 2, 1):
+    for size in (6, 1):
         run, arguments = head(name, f"cut{size}", engine=engine, data__init_args__batch_size=size,
                               trainer__accumulate_grad_batches=6 // size)
         assert main(["fit", *arguments]) == 0
@@ -166,45 +174,27 @@ def any_cut_gives_the_same_steps(head: Any, name: str, engine: str) -> None:
 
 @pytest.mark.parametrize(("name", "engine"), [
     ("tags", "torch"), ("reward", "torch"), *(pytest.param(name, engine, marks=pytest.mark.slow) for name, engine in (
-        ("several", "torch"), ("single-qlora", "torch"), ("value", "jax"), ("tags", "jax"), ("reward-qlora", "jax")))])
+        ("several", "torch"), ("single-qlora", "torch"), ("tags", "jax"), ("reward-qlora", "jax")))])
 def test_any_cut_of_a_batch_gives_the_same_steps(head, name, engine):
     any_cut_gives_the_same_steps(head, name, engine)
 
 
-def two_processes_take_the_steps_of_one(head: Any, name: str, strategy: str) -> None:
+def two_processes_take_the_steps_of_one(head: Any, name: str) -> None:
     # Rows of the last round leave one process without any.
     one, arguments = head(name, "one")
     assert main(["fit", *arguments]) == 0
-    two, arguments = head(name, "two", trainer__devices=2, trainer__strategy=strategy,
-                          trainer__accumulate_grad_batches=1)
-    together(["fit", *arguments])
-    same_rows(two, one, CUT)
-    same_export(two, one)
+    for strategy in ("ddp", "fsdp"):
+        two, arguments = head(name, strategy, trainer__devices=2, trainer__strategy=strategy,
+                              trainer__accumulate_grad_batches=1)
+        together(["fit", *arguments])
+        same_rows(two, one, CUT)
+        same_export(two, one)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", ["value", "tags", "reward-qlora"])
-def test_two_processes_take_the_steps_of_one(head, name, strategy):
-    two_processes_take_the_steps_of_one(head, name, strategy)
-
-
-def a_run_may_change_engine(head: Any, name: str) -> None:
-    half, saves = STEPS // 2, {"checkpoint": {"every_n_steps": STEPS // 2, "keep_last": 9}}
-    straight, arguments = head(name, "straight", **saves)
-    assert main(["fit", *arguments]) == 0
-    for first, then in (("torch", "jax"), ("jax", "torch")):
-        run, arguments = head(name, first, engine=first, **saves)
-        assert main(["fit", *arguments]) == 0
-        again = ["--config", str(run.config), "--engine", then]
-        assert main(["fit", *again, "--ckpt_path", str(half), "--overwrite", "true"]) == 0
-        same_rows(run, straight)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["single", "tags-qlora", "reward"])
-def test_a_run_may_change_engine(head, name):
-    a_run_may_change_engine(head, name)
+def test_two_processes_take_the_steps_of_one(head, name):
+    two_processes_take_the_steps_of_one(head, name)
 
 
 def engines_pass_parity(head: Any, name: str, capsys: pytest.CaptureFixture) -> None:
