@@ -96,10 +96,11 @@ def test_an_adapter_that_goes_on_is_compared_with_itself(  # noqa: PLR0913
 # Quantised bases -----------------------------------------------------------------------------------------------------
 
 
-BASES = [*((engine, quantize, reference, False) for engine in ("torch", "jax")
-           for quantize in (None, "nf4", "fp4", "int8") for reference in ("base", "copy", "cache")
-           if engine == "torch" or reference == "base" or quantize == "int8"),
-         *((engine, quantize, "base", True) for engine in ("torch", "jax") for quantize in ("nf4", "int8"))]
+# Each way to store a base and each reference on both engines, but not each with each.
+BASES = [("torch", None, "base", False), ("torch", None, "cache", False), ("torch", "nf4", "copy", False),
+         ("torch", "nf4", "base", True), ("torch", "fp4", "cache", False), ("torch", "int8", "base", False),
+         ("torch", "int8", "copy", False), ("jax", None, "base", False), ("jax", "nf4", "base", True),
+         ("jax", "fp4", "base", False), ("jax", "int8", "base", False), ("jax", "int8", "cache", False)]
 
 
 @pytest.mark.parametrize(("engine", "quantize", "reference", "dora"), [
