@@ -30,8 +30,6 @@ EVERYWHERE = {"trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val
     pytest.param({**EVERYWHERE, "data__init_args__streaming": True, "data__init_args__stream_window": 16,
                   "data__init_args__val_size": 0, "trainer__limit_val_batches": 0}, id="streaming",
                  marks=pytest.mark.slow),
-    pytest.param({**EVERYWHERE, "data__init_args__packing": True, "trainer__limit_val_batches": 0}, id="packing",
-                 marks=pytest.mark.slow),
     pytest.param({**EVERYWHERE, "data__init_args__packing": True, "trainer__limit_val_batches": 0,
                   "model__init_args__optimizer": {"name": "muon", "lr": 1e-3, "b_lr_ratio": 4.0, "layer_decay": 0.8,
                                                   "ema_decay": 0.9},
@@ -41,7 +39,7 @@ EVERYWHERE = {"trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val
 def test_interrupted_at_every_micro_batch(recipe, finished, tmp_path, stop_at, changes):
     """Four runs, each interrupted in every fourth micro-batch and taken up again, meet every place."""
     straight = finished(**changes)
-    special = any(word in str(changes) for word in ("num_workers", "streaming", "packing"))
+    special = changes != EVERYWHERE
     for places in [(1, 5, 8, 11)] if special else [range(first, 16, 4) for first in (1, 2, 3, 4)]:
         broken = RunFolder(tmp_path / f"broken{places[0]}")
         arguments, done = recipe(**changes, trainer__default_root_dir=str(broken.root)), 0
@@ -95,23 +93,24 @@ def assert_same_steps(run: RunFolder, other: RunFolder) -> None:
         assert row == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("changes", [
-    {},
-    pytest.param({"data__init_args__group_by_length": True, "trainer__val_check_interval": 0.4},
-                 marks=pytest.mark.slow),
-    pytest.param({"data__init_args__packing": True}, marks=pytest.mark.slow),
-    pytest.param(STREAM, marks=pytest.mark.slow),
-    pytest.param({**STREAM, "data__init_args__group_by_length": True}, marks=pytest.mark.slow),
-], ids=["plain", "grouped", "packing", "streaming", "streaming-grouped"])
-def test_a_run_goes_on_in_another_cut(recipe, tmp_path, instructions, engine, changes, capfd):
+GROUPED = {"data__init_args__group_by_length": True}
+
+
+@pytest.mark.parametrize(("engine", "changes"), [
+    pytest.param("torch", {}, id="plain-torch"),
+    pytest.param("jax", {}, id="plain-jax", marks=pytest.mark.slow),
+    # Which rows a step has is the data module's, of either engine.
+    pytest.param("torch", {**GROUPED, "trainer__val_check_interval": 0.4}, id="grouped", marks=pytest.mark.slow),
+    pytest.param("jax", {"data__init_args__packing": True}, id="packing", marks=pytest.mark.slow),
+    pytest.param("torch", STREAM, id="streaming", marks=pytest.mark.slow),
+    pytest.param("jax", {**STREAM, **GROUPED}, id="streaming-grouped", marks=pytest.mark.slow)])
+def test_a_run_goes_on_in_another_cut(recipe, finished, tmp_path, instructions, engine, changes, capfd):
     """Inside an epoch, then over its end: 8 rows at once, 2 × 4, and 4 × 2 with the other engine."""
     changes = {"engine": engine, **changes}
     if "data__init_args__streaming" in changes:
         changes["data__init_args__val_source"] = str(instructions)
-    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    straight, run = finished(**cut(8, 1, **changes)), RunFolder(tmp_path / "run")
     root = {"trainer__default_root_dir": str(run.root)}
-    assert main(["fit", *recipe(**cut(8, 1, **changes), trainer__default_root_dir=str(straight.root))]) == 0
     assert main(["fit", *recipe(**cut(8, 1, **changes), **root), "--stop_at", "2"]) == 0
     capfd.readouterr()
     assert main(["fit", *recipe(**cut(2, 4, **changes), **root), "--ckpt_path", "last", "--stop_at", "6"]) == 0
@@ -127,11 +126,10 @@ def test_a_run_goes_on_in_another_cut(recipe, tmp_path, instructions, engine, ch
 
 @pytest.mark.parametrize(("size", "batches", "first", "second"), [
     (1, 2, "step=0+2", "step=0+3"), pytest.param(4, 10, "step=5+1", "step=6", marks=pytest.mark.slow)])
-def test_a_step_is_completed_in_another_cut(recipe, tmp_path, stop_at, size, batches, first, second, capfd):
+def test_a_step_is_completed_in_another_cut(recipe, finished, tmp_path, stop_at, size, batches, first, second, capfd):
     """Begun behind the start, and in the second epoch."""
-    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    straight, run = finished(**cut(8, 1, engine="torch")), RunFolder(tmp_path / "run")
     root = {"trainer__default_root_dir": str(run.root)}
-    assert main(["fit", *recipe(**cut(8, 1), trainer__default_root_dir=str(straight.root))]) == 0
     stop_at(batches)
     assert main(["fit", *recipe(**cut(size, 8 // size), **root)]) == 130 and run.find("last").name == first
     stop_at(0)
@@ -148,15 +146,13 @@ def test_a_step_is_completed_in_another_cut(recipe, tmp_path, stop_at, size, bat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-@pytest.mark.parametrize("changes", [{}, {"data__init_args__group_by_length": True}, STREAM],
-                         ids=["plain", "grouped", "streaming"])
-def test_two_processes_go_on_in_another_cut(recipe, tmp_path, instructions, engine, changes):
+@pytest.mark.parametrize("changes", [GROUPED, STREAM], ids=["grouped", "streaming"])
+def test_two_processes_go_on_in_another_cut(recipe, finished, tmp_path, instructions, engine, changes):
     """8 rows at once, 2 processes × 2 × 2, and again one alone."""
     changes = {"engine": engine, **changes, "data__init_args__val_source": str(instructions),
                "data__init_args__val_size": 0}
-    straight, run = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    straight, run = finished(**cut(8, 1, **changes)), RunFolder(tmp_path / "run")
     root = {"trainer__default_root_dir": str(run.root)}
-    assert main(["fit", *recipe(**cut(8, 1, **changes), trainer__default_root_dir=str(straight.root))]) == 0
     assert main(["fit", *recipe(**cut(8, 1, **changes), **root), "--stop_at", "2"]) == 0
     two = recipe("two.yaml", **cut(2, 2, **changes), **root, trainer__strategy="ddp",
                  trainer__devices=2 if engine == "torch" else 1)
