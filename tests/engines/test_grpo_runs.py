@@ -142,7 +142,7 @@ def test_two_processes_that_share_rows_take_the_steps_of_one(written, whole, nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), [("dapo", "fsdp"), ("sequence", "ddp"), ("cispo", "fsdp")])
+@pytest.mark.parametrize(("name", "strategy"), [("sequence", "ddp"), ("cispo", "fsdp")])
 def test_two_processes_take_the_steps_of_one(written, whole, name, strategy):
     one = whole(name)
     two, arguments = written(name, "two", trainer__devices=2, trainer__strategy=strategy,
