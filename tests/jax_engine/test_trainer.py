@@ -119,6 +119,28 @@ def test_interrupted_inside_a_step_of_a_rollout(jax_recipe, stop_at, tmp_path):
         assert_same_checkpoint(straight, broken)
 
 
+@pytest.mark.slow
+def test_interrupted_inside_a_step_whose_answers_are_drawn_and_on_two_processes(jax_recipe, stop_at, llama_of):
+    changes = {"model__init_args__config_overrides": {"attention_dropout": 0.0},
+               "model__init_args__teacher": {"pretrained": str(llama_of(2)), "on_policy": 0.5, "max_new_tokens": 7},
+               "data__init_args__batch_size": 2, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 8,
+               "trainer__max_steps": 4}
+    straight, arguments = jax_recipe("straight", **changes)
+    assert main(["fit", *arguments]) == 0
+    broken, arguments = jax_recipe("broken", **changes)
+    stop_at(5)
+    assert main(["fit", *arguments]) == 130
+    stop_at(0)
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    assert_same_run(straight, broken)
+    two, arguments = jax_recipe("two", trainer__strategy="ddp", **changes | {"trainer__accumulate_grad_batches": 1})
+    together(["fit", *arguments], 2)
+    timed = TIMED | {"train/epoch"}
+    assert any(0 < row["train/drawn"] < 1 for row in rows(two))
+    for row, expected in zip(rows(two, timed), rows(straight, timed), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
+
+
 MESH = "jax_engine.distributed.devices.MeshSharding"
 
 
