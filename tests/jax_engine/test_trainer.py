@@ -123,8 +123,8 @@ def test_interrupted_inside_a_step_of_a_rollout(jax_recipe, stop_at, tmp_path):
 def test_interrupted_inside_a_step_whose_answers_are_drawn_and_on_two_processes(jax_recipe, stop_at, llama_of):
     changes = {"model__init_args__config_overrides": {"attention_dropout": 0.0},
                "model__init_args__teacher": {"pretrained": str(llama_of(2)), "on_policy": 0.5, "max_new_tokens": 7},
-               "data__init_args__batch_size": 2, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 8,
-               "trainer__max_steps": 4}
+               "data__init_args__batch_size": 2, "trainer__accumulate_grad_batches": 2,
+               "trainer__val_check_interval": 8, "trainer__max_steps": 4}
     straight, arguments = jax_recipe("straight", **changes)
     assert main(["fit", *arguments]) == 0
     broken, arguments = jax_recipe("broken", **changes)
