@@ -94,6 +94,8 @@ def material(tmp_path_factory, tokenizer_folder, bert_folder):  # noqa: F811
         if not folder.exists():
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder if head == "causal" else bert_folder)
             fields = FAMILIES[family] | {"vocab_size": len(tokenizer), "initializer_range": 0.2}
+            if "vocab_size_per_layer_input" in fields:
+                fields["vocab_size_per_layer_input"] = len(tokenizer)
             fields |= {name: 2 * LENGTH for name in ("max_position_embeddings", "n_positions") if name in fields}
             # More than two layers show nothing, and one is compiled fastest, unless they are of several kinds.
             if "layer_types" not in fields:
