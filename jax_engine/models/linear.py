@@ -22,7 +22,7 @@ from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.quant import Quantized
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import Target
-from lmmods.core.initialization import LogUniform, Normal, Uniform, draw_part, lora_a
+from lmmods.core.initialization import Distribution, Normal, draw_part, lora_a
 from lmmods.core.lazy_array import LazyArray, Part
 from lmmods.core.settings import LoRA
 
@@ -341,7 +341,7 @@ class Rows:
 
 
 # Initialiser of a parameter: a number fills it; a function creates it from its shape.
-Start = Normal | Uniform | LogUniform | Rows | float | Callable[..., np.ndarray]
+Start = Distribution | Rows | float | Callable[..., np.ndarray]
 
 
 def parameter(shape: tuple[int, ...], start: Start) -> nnx.Param:

@@ -89,7 +89,7 @@ class CausalTask(CausalFields, Task):
         taught = Taught()
         if DRAWN in rows:  # [N] -> [N, T, 1]
             taught = taught._replace(drawn=jnp.broadcast_to(rows[DRAWN][:, None], targets.shape)[..., None])
-        if self.is_taught_beforehand:
+        elif self.is_taught_beforehand:
             form = form._replace(divergence=form.divergence._replace(num_columns=self._num_columns))
             taught = self._taught(rows)
         sums = token_loss(hidden, targets, head, self.network.config.vocab_size, count_correct, not self.fast_kernels,

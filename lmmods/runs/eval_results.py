@@ -1,34 +1,48 @@
 """Scores on benchmarks of the Hugging Face hub: `.eval_results/` of an exported model."""
 
 import math
+from pathlib import Path
 from typing import Any
 
+from lmmods.core.console import warn
 from lmmods.recipe.block_fields import BenchmarkScore
 from lmmods.recipe.files import as_yaml
+from lmmods.runs.atomic import write_text
+from lmmods.runs.inside import inside
 
 FOLDER = ".eval_results"
 
 
-def eval_results(publish: dict[str, Any], metrics: dict[str, Any]) -> tuple[dict[str, str], list[BenchmarkScore]]:
-    """Return files in the hub's format, one for each benchmark, and the scores without a finite metric.
+def eval_results(recipe: dict[str, Any], metrics: dict[str, Any], measured: set[str]) -> dict[str, str]:
+    """Return the scores that publish.eval_results names as files in the hub's format, one for each benchmark.
+
+    A score without a finite metric is left out; a warning says so once its kind of metric has been measured.
 
     Args:
-        publish: The block of the recipe.
         metrics: Content of metrics.json.
+        measured: Kinds of metrics that were measured just now: `val` of val/loss.
 
     Returns:
-        YAML by path in the model's folder, `.eval_results/<owner>--<name>.yaml`; scores that are in none of them.
+        YAML by path in the model's folder, `.eval_results/<owner>--<name>.yaml`.
     """
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     entries: dict[str, list[EvalResultEntry]] = {}
-    missing = []
-    for score in (BenchmarkScore(**fields) for fields in publish.get("eval_results") or []):
+    for score in (BenchmarkScore(**fields) for fields in (recipe.get("publish") or {}).get("eval_results") or []):
         value = metrics.get(score.metric)
         if isinstance(value, int | float) and math.isfinite(value):
             entries.setdefault(score.dataset, []).append(EvalResultEntry(
                 score.dataset, score.task, value * score.scale, dataset_revision=score.revision, notes=score.notes))
-        else:
-            missing.append(score)
+        elif score.metric.partition("/")[0] in measured:
+            warn(f"publish.eval_results: {score.metric} is {metrics.get(score.metric, 'no metric of this run')}, so "
+                 f"there is no score on {score.dataset}. metrics.json has the metrics.")
     return {f"{FOLDER}/{dataset.replace('/', '--')}.yaml": as_yaml(eval_result_entries_to_yaml(found))
-            for dataset, found in entries.items()}, missing
+            for dataset, found in entries.items()}
+
+
+def write_eval_results(model: Path, files: dict[str, str]) -> None:
+    """Write what `eval_results` returns into a model's folder."""
+    for name, text in files.items():
+        path = inside(model, name)
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, text)

@@ -27,8 +27,8 @@ from lmmods.runs.atomic import (
 )
 from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
 from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_places, place_of, refuse_foreign
-from lmmods.runs.eval_results import eval_results
-from lmmods.runs.inside import check_links, delete, fresh_folder, inside
+from lmmods.runs.eval_results import eval_results, write_eval_results
+from lmmods.runs.inside import check_links, delete, fresh_folder
 from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.lock import FolderLock
 from lmmods.runs.repair import mended_numbers
@@ -286,12 +286,9 @@ class RunFolder:
         merged = {**mended_numbers(self.metrics_json), **metrics}
         write_json(self.metrics_json, merged)
         if self.completed.exists() and self.config.is_file():
-            files, _ = eval_results(read_recipe(self.config).get("publish") or {}, merged)
+            files = eval_results(read_recipe(self.config), merged, {name.partition("/")[0] for name in metrics})
             self.files.claim(*(f"model/{name}" for name in files))
-            for name, text in files.items():
-                path = inside(self.model, name)
-                path.parent.mkdir(exist_ok=True)
-                write_text(path, text)
+            write_eval_results(self.model, files)
 
     def write_predictions(self, found: Any) -> str:
         """Write `rows`, `files` and `scores` of predict. Returns a message for the user."""

@@ -23,7 +23,7 @@ from lmmods.recipe.classes import declared
 from lmmods.recipe.files import Loader, as_yaml
 from lmmods.recipe.tasks.base import CausalFields, TaskFields
 from lmmods.runs.atomic import write_json
-from lmmods.runs.eval_results import eval_results
+from lmmods.runs.eval_results import eval_results, write_eval_results
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.inside import hub_id, shown_path, shown_paths
 from lmmods.runs.repair import read_table
@@ -356,20 +356,10 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
     card = model_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None, labels,
                       bool(task.pretrained and parts_left_out(task.pretrained, task.revision, task.trust_remote_code)))
     (folder / "README.md").write_text(card, encoding="utf-8")
-    _write_eval_results(folder, run)
+    metrics = _metrics(run)
+    # None of a checkpoint in the middle of a run; tests and benchmarks come after it.
+    write_eval_results(folder, eval_results(_recipe(run), metrics, {"val", "mmlu"} if metrics else set()))
     draw_curves(run.metrics_csv, folder / "loss.png")
-
-
-def _write_eval_results(folder: Path, run: RunFolder) -> None:
-    recipe, metrics = _recipe(run), _metrics(run)
-    files, missing = eval_results(recipe.get("publish") or {}, metrics)
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-    for score in missing:
-        if metrics and score.metric.startswith(("val/", "mmlu/")):  # others come after training
-            warn(f"publish.eval_results: {score.metric} is {metrics.get(score.metric, 'no metric of this run')}, so "
-                 f"there is no score on {score.dataset}. {run.metrics_json} has the metrics.")
 
 
 def save_tokenizer(tokenizer: Any, chat_template: str | None, folder: Path, token_types: bool = False) -> None:

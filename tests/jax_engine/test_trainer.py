@@ -49,6 +49,14 @@ def stop_at(monkeypatch):
     return lambda batches: left.update(batches=batches)
 
 
+def go_on(arguments: list[str], stop_at, batches: int) -> None:
+    """Interrupt a run in so many micro-batches, and resume it."""
+    stop_at(batches)
+    assert main(["fit", *arguments]) == 130
+    stop_at(0)
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("changes", "stops"), [
     ({"data__init_args__pad_to_multiple_of": 192}, (1, 4, 8, 11)),  # batches of one length: half the programs
@@ -84,10 +92,7 @@ def test_interrupted_inside_a_step_whose_loss_depends_on_all_its_rows(jax_recipe
     assert main(["fit", *arguments]) == 0
     assert any(row["train/kl"] for row in rows(straight))
     broken, arguments = jax_recipe("broken", **changes)
-    stop_at(5)
-    assert main(["fit", *arguments]) == 130
-    stop_at(0)
-    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    go_on(arguments, stop_at, 5)
     assert_same_run(straight, broken)
 
 
@@ -109,10 +114,7 @@ def test_interrupted_inside_a_step_of_a_rollout(jax_recipe, stop_at, tmp_path):
     assert [path.name for path in sorted(straight.rollouts.glob("*.jsonl"))] == ["step=0.jsonl", "step=4.jsonl"]
     for batch in (4, 7):
         broken, arguments = jax_recipe(f"broken{batch}", **changes)
-        stop_at(batch)
-        assert main(["fit", *arguments]) == 130, batch
-        stop_at(0)
-        assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+        go_on(arguments, stop_at, batch)
         for path in straight.rollouts.iterdir():
             assert path.read_bytes() == (broken.rollouts / path.name).read_bytes()
         assert rows(broken, timed) == rows(straight, timed)
@@ -128,10 +130,7 @@ def test_interrupted_inside_a_step_whose_answers_are_drawn_and_on_two_processes(
     straight, arguments = jax_recipe("straight", **changes)
     assert main(["fit", *arguments]) == 0
     broken, arguments = jax_recipe("broken", **changes)
-    stop_at(5)
-    assert main(["fit", *arguments]) == 130
-    stop_at(0)
-    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
+    go_on(arguments, stop_at, 5)
     assert_same_run(straight, broken)
     two, arguments = jax_recipe("two", trainer__strategy="ddp", **changes | {"trainer__accumulate_grad_batches": 1})
     together(["fit", *arguments], 2)

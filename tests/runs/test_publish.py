@@ -107,15 +107,18 @@ def test_scores_on_benchmarks_are_uploaded_beside_the_model(recipe, folder, hub,
     named = [{"metric": "val/loss", "dataset": "some/bench", "task": "first", "scale": 100.0, "notes": "no tools"},
              {"metric": "test/loss", "dataset": "some/bench", "task": "second", "revision": "abc"},
              {"metric": "eval/mine/acc", "dataset": "other/bench", "task": "mine"},
-             {"metric": "val/loos", "dataset": "other/bench", "task": "third"}]
+             {"metric": "val/loos", "dataset": "other/bench", "task": "third"},
+             {"metric": "test/loos", "dataset": "other/bench", "task": "fourth"}]
     arguments = recipe(engine=engine, data__init_args__test_source=str(instructions), **block(eval_results=named))
     assert main(["fit", *arguments]) == 0
     loss = json.loads(folder.metrics_json.read_text())["val/loss"]
     assert scores(folder) == {"some--bench.yaml": [("some/bench", None, "first", loss * 100, "no tools")]}
     assert "dataset:\n    id: some/bench" in hub.content.decode(errors="ignore")
     said = " ".join(capsys.readouterr().out.split())
-    assert "val/loos is no metric of this run, so there is no score on other/bench" in said and "eval/mine" not in said
+    assert "val/loos is no metric of this run, so there is no score on other/bench" in said
+    assert "eval/mine" not in said and "test/loos" not in said
     assert main(["test", *arguments, "--ckpt_path", "last"]) == 0
+    assert "test/loos is no metric of this run" in capsys.readouterr().out
     tested = json.loads(folder.metrics_json.read_text())["test/loss"]
     assert scores(folder)["some--bench.yaml"][1] == ("some/bench", "abc", "second", tested, None)
     folder.merge_metrics({"eval/mine/acc": 0.5})  # as the command evaluate does

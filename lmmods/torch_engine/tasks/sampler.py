@@ -21,7 +21,7 @@ class TorchSampler:
 
     def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
              max_new_tokens: int, ends: Sequence[int]) -> list[Drawn]:
-        """As of `Policy`."""
+        """As of `Sampler`."""
         task, data = self._task, self._task.trainer.datamodule
         # Prompts of similar length together: less padding. Equal ones stay neighbours, as the sort is stable.
         order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
@@ -66,7 +66,7 @@ class TorchSampler:
         return found
 
     def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
-        """As of `Policy`."""
+        """As of `Sampler`."""
         return gather(parts, self._task.trainer.world_size)
 
     def _most(self, num_rows: int, size: int) -> int:
