@@ -125,6 +125,8 @@ def run_with_recipe(command: str, words: list[str]) -> None:
 def _run_watched(command: str, words: list[str]) -> None:
     from lmmods.commands.help import help_of, wants_help
     from lmmods.commands.registry import COMMANDS, function_of, options_of
+    from lmmods.core.console import say
+    from lmmods.core.waiting import sleep_if_busy
     from lmmods.recipe.reader import parse
 
     if wants_help(words):
@@ -136,6 +138,8 @@ def _run_watched(command: str, words: list[str]) -> None:
         from lmmods.commands.print_config import print_config
 
         return print_config(parsed, prints[-1])
+    if parsed.engine == "torch" and (line := sleep_if_busy()):
+        say(line)
     _import_engine(parsed.engine)
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 

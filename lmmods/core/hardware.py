@@ -202,7 +202,7 @@ _CHANGES_NUMBERS = re.compile(
     r"|XLA_\w+|LIBTPU_\w+|NCCL_(?:ALGO|PROTO)|BNB_CUDA_VERSION|JAX_(?!COMPILATION_CACHE|PERSISTENT_CACHE)\w+|PYTHONHASHSEED)")
 COMPILED = "xla"  # subfolder of the cache: programs compiled by XLA
 REFERENCE = "reference"  # prefix of folders there: log-probabilities of preference data under the reference model
-_NO_NUMBERS = re.compile(r"\w+_(?:DIR|PATH|HOME|CACHE|LOG|LOGS|VERBOSE|DUMP_TO)")
+_NO_NUMBERS = re.compile(r"\w+_(?:DIR|PATH|HOME|CACHE|LOG|LOGS|VERBOSE|DUMP_TO|WAIT_POLICY|SPINCOUNT|BLOCKTIME)")
 
 
 def processor() -> str:

@@ -23,6 +23,7 @@ from lmmods.core.files import read_text
 from lmmods.core.generation_config import BOOKKEEPING, GENERATION_CONFIG, SAMPLING
 from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
+from lmmods.core.waiting import sleep_if_busy
 from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.data.sources.formats import find_format
 from lmmods.recipe.files import read_recipe
@@ -126,6 +127,8 @@ def _loader(engine: str, source: Any, precision: str | None, device: str) -> Cal
         precision = precision or source.precision or answering.choose_precision()
         options: dict[str, Any] = {}
     else:
+        if line := sleep_if_busy():
+            tell(line)
         answering = importlib.import_module("lmmods.torch_engine.answering")
         options = {"device": answering.choose_device(device)}
         precision = precision or source.precision or answering.choose_precision(options["device"])

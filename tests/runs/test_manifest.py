@@ -104,7 +104,8 @@ def test_the_commit_and_what_differs_from_it(tmp_path):
 def test_variables_that_change_numbers_are_kept_without_secrets(monkeypatch):
     monkeypatch.setattr("os.environ", {
         "OMP_NUM_THREADS": "3", "XLA_FLAGS": "--x", "CUDA_VISIBLE_DEVICES": "1", "HF_TOKEN": "hf_" + "a" * 30,
-        "JAX_COMPILATION_CACHE_DIR": "/c", "CUDA_HOME": "/u", "JAX_PLATFORMS": "http://u:word@host", "PATH": "/bin"})
+        "JAX_COMPILATION_CACHE_DIR": "/c", "CUDA_HOME": "/u", "OMP_WAIT_POLICY": "PASSIVE",
+        "JAX_PLATFORMS": "http://u:word@host", "PATH": "/bin"})
     assert hardware.variables() == {"OMP_NUM_THREADS": "3", "XLA_FLAGS": "--x", "CUDA_VISIBLE_DEVICES": "1",
                                    "JAX_PLATFORMS": "http://***@host"}
 

@@ -1,0 +1,52 @@
+"""How torch's threads wait: asleep beside other busy programs, unless the user has chosen."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmmods.core.waiting import CHOSEN_BY, SECONDS, busy_cores
+
+ROOT = Path(__file__).parents[2]
+CHOOSE = """
+import os, sys
+from lmmods.core.waiting import sleep_if_busy
+line = sleep_if_busy()
+assert "torch" not in sys.modules
+print(line is not None, os.environ.get("OMP_WAIT_POLICY"))
+"""
+
+
+@pytest.fixture
+def busy_programs():
+    """As many busy programs as this process may use cores, for as long as the test takes."""
+    command = [sys.executable, "-c", "import time\nend = time.time() + 60\nwhile time.time() < end: pass"]
+    programs = [subprocess.Popen(command) for _ in os.sched_getaffinity(0)]
+    yield
+    for program in programs:
+        program.kill()
+        program.wait()
+
+
+def choose(**environment: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if name not in (*CHOSEN_BY, "LOCAL_RANK")}
+    return subprocess.run([sys.executable, "-c", CHOOSE], cwd=ROOT, env={**kept, **environment}, check=True,
+                          capture_output=True, text=True).stdout.strip()
+
+
+def test_threads_sleep_beside_busy_programs(busy_programs):
+    assert choose() == "True PASSIVE"
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "1000"), ("OMP_NUM_THREADS", "1"), ("LOCAL_RANK", "0")])
+def test_the_user_or_a_launcher_chooses_first(name, value, busy_programs):
+    assert choose(**{name: value}) == f"False {value if name == 'OMP_WAIT_POLICY' else None}"
+
+
+def test_busy_cores_are_those_of_this_process(busy_programs):
+    """All cores are busy by now, and no more than there are; the clock of the system ticks every 10 ms."""
+    cores = len(os.sched_getaffinity(0))
+    assert cores / 2 < busy_cores(5 * SECONDS) < cores * 1.1
