@@ -152,6 +152,11 @@ STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "muon": 4, "adafac
                "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1, "sgd_8bit": 1}
 
 
+# A block that takes more than this fraction of the gap for it fits only just: a batch or a result that is placed inside
+# the gap divides it, and another release of XLA may need a few percent more than the one that compiled a plan.
+TIGHT = 0.8
+
+
 @dataclass(frozen=True)
 class StepMemory:
     """Peak memory of a training step on each device.
@@ -162,6 +167,8 @@ class StepMemory:
         method: How `parts` was found.
         refusal: Message of a compiler that found no room; None if there is none.
         trusts_compiler: Only `refusal` decides whether the step fits, as the compiler may move what it counts.
+        block: Bytes of `parts` that must be one block, such as XLA's temporaries.
+        gap: Bytes of the largest free piece of memory once all but this block is placed.
     """
 
     parts: dict[str, float]
@@ -169,6 +176,8 @@ class StepMemory:
     method: Method
     refusal: str | None = None
     trusts_compiler: bool = False
+    block: float = 0.0
+    gap: float = math.inf
 
     @property
     def needed(self) -> int:
@@ -178,11 +187,19 @@ class StepMemory:
     @property
     def fits(self) -> bool:
         """True if the memory suffices."""
-        return self.refusal is None and (self.trusts_compiler or self.needed <= self.available)
+        suffices = self.needed <= self.available and self.block <= self.gap
+        return self.refusal is None and (self.trusts_compiler or suffices)
+
+    @property
+    def is_tight(self) -> bool:
+        """True if it fits, but leaves little room for the block."""
+        return self.fits and self.block > TIGHT * self.gap
 
     def __str__(self) -> str:
         limit = "" if math.isinf(self.available) else f" of {gibibytes(self.available)}"
-        return f"about {gibibytes(self.needed)}{limit} for a step, {self.method}"
+        piece = (f"; {gibibytes(self.block)} of it must be one block, and the largest free piece has "
+                 f"{gibibytes(self.gap)}" if self.block > TIGHT * self.gap else "")
+        return f"about {gibibytes(self.needed)}{limit} for a step, {self.method}{piece}"
 
 
 def gibibytes(num_bytes: float) -> str:

@@ -24,6 +24,16 @@ def test_one_sentence_says_what_fits_and_how_it_is_known(found, fits, said):
     assert (found.fits, str(found)) == (fits, said)
 
 
+@pytest.mark.parametrize(("block", "gap", "fits", "tight"), [
+    (0.7, 1.0, True, False), (0.9, 1.0, True, True), (1.1, 1.0, False, False), (0.9, math.inf, True, False)])
+def test_a_part_that_must_be_one_block(block, gap, fits, tight):
+    found = memory(GIB, block=block * GIB, gap=gap * GIB)
+    assert (found.fits, found.is_tight) == (fits, tight)
+    piece = f"; {block:.2f} GiB of it must be one block, and the largest free piece has 1.00 GiB"
+    assert str(found).endswith(piece if tight or not fits else "compiled by XLA")
+    assert not memory(3 * GIB, block=0.9 * GIB, gap=GIB).is_tight  # which does not fit anyway
+
+
 @pytest.mark.parametrize(("checkpointing", "kept"), [(False, 2 * (8 * 16 + 3 * 48)), (True, 2 * 16)])
 def test_the_estimate_by_hand(checkpointing, kept):
     """Weights, a float32 gradient and AdamW's two moments, and activations of two blocks and the residual stream."""
