@@ -148,6 +148,22 @@ def test_a_run_and_a_plan_give_the_same_memory(toy, accumulates):
     assert ("summed gradients" in found.parts) is accumulates and found.method == planned.method == "compiled by XLA"
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_the_start_of_a_run_leaves_a_gap_for_what_a_step_computes(make_ref, accumulates):
+    """On a GPU: beside parameters, AdamW's moments in their dtype, and gradients that are added up in float32."""
+    task = CLM(pretrained=str(make_ref("llama", "causal").folder), lora=LORA)
+    trainable, frozen = task.build("bf16-true", data_of(), 0)
+    data = SimpleNamespace(sequences_per_row=1, max_length=32, batch_size=4)
+    found, elsewhere = (task.step_memory(trainable, frozen, "bf16-true", data, target_named(name), 0, accumulates)
+                        for name in ("H100", "v5e-1"))
+    trained = sum(leaf.nbytes for leaf in jax.tree.leaves(trainable))
+    placed = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen))) + (4 if accumulates else 2) * trained
+    assert found.needed - found.block == pytest.approx(placed, abs=50) and found.parts["activations"] < found.block
+    padding = 256 * 6 * len(jax.tree.leaves((trainable, frozen)))  # of arrays
+    assert found.available - found.gap == pytest.approx(placed, abs=padding) and not found.is_tight
+    assert math.isinf(elsewhere.gap)
+
+
 SPANS = {name: ((8, 2), np.int32) for name in ("start_positions", "end_positions")}
 # Family, head, its changes; task, its fields; target; kernels that its program calls.
 LOWERED = {
