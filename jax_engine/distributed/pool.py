@@ -44,7 +44,7 @@ class Pool:
     Args:
         fraction: Fraction of the GPU's memory.
         grows: True if it is extended when needed.
-        has_regions: False for an allocator that maps memory from anywhere into one block.
+        has_regions: False for allocators that make a block of pages from anywhere, so that no gap limits it.
     """
 
     fraction: float
@@ -78,7 +78,7 @@ class Pool:
             sizes: Bytes of the arrays, in the order in which they are placed.
         """
         sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-        if not (self.grows and self.has_regions):
+        if not self.grows:
             return max(limit - sum(sizes), 0)
         # As XLA's allocator (BFC): the smallest free piece that is large enough, or a new region. Regions double.
         gaps, rest, region = [], limit, FIRST_REGION
@@ -101,10 +101,11 @@ class Pool:
 
 
 def largest_gap(on: Target, limit: float, sizes: Iterable[int]) -> float:
-    """Return the bytes of the largest block that a device can place after arrays; infinite for others than GPUs.
+    """Return the bytes of the largest block that a device can place after arrays; infinite if no gap limits it.
 
     Args:
         limit: Bytes that a run may have on the device.
         sizes: Bytes of the arrays there, in the order in which they are placed.
     """
-    return Pool.from_environment().largest_gap(limit, sizes) if on.platform == "gpu" else math.inf
+    pool = Pool.from_environment()
+    return pool.largest_gap(limit, sizes) if on.platform == "gpu" and pool.has_regions else math.inf

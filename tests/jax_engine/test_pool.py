@@ -1,5 +1,6 @@
 """XLA's memory pool on a GPU: who decides how large it is, and which block fits beside what is placed."""
 
+import math
 import os
 
 import pytest
@@ -61,10 +62,14 @@ def test_regions_double_and_are_not_joined():
     assert pool.largest_gap(64 * mib, [mib, mib, 3 * mib]) == 58 * mib  # the first one is full; one of 4 MiB
     assert pool.largest_gap(12 * mib, [mib, 3 * mib, 5 * mib]) == mib  # what is left, 6 MiB, holds the last
     assert pool.largest_gap(8 * mib, [mib, 3 * mib, 5 * mib]) == 0
-    assert Pool(0.9, True, has_regions=False).largest_gap(8 * mib, [mib, 3 * mib]) == 4 * mib
     assert Pool(0.9).largest_gap(8 * mib, [5 * mib, 5 * mib]) == 0
-    assert largest_gap(target_named("cpu"), 8, [9]) == largest_gap(target_named("v5e-8"), 8, [9]) == float("inf")
-    assert largest_gap(target_named("H100"), 8 * mib, [mib]) == 7 * mib
+
+
+def test_gaps_matter_on_gpus_with_regions(monkeypatch):
+    found = {name: largest_gap(target_named(name), 2**20, [2**19]) for name in ("cpu", "v5e-8", "H100")}
+    assert found == {"cpu": math.inf, "v5e-8": math.inf, "H100": 2**19}
+    monkeypatch.setenv(ALLOCATOR, "cuda_async")
+    assert largest_gap(target_named("H100"), 2**20, [2**19]) == math.inf
 
 
 @pytest.mark.parametrize(("grows", "fraction", "verdict"), [
