@@ -276,14 +276,17 @@ class Step:
         hidden, wide, query, size = widths.hidden, widths.wide, widths.query, self.compute_bytes
         # Both norms' results, which are the inputs of products; queries, keys, values and what attention makes of them.
         kept = size * (2 * hidden + 2 * query + 2 * widths.key_value)
-        # Inputs of the norms. A compiler computes their inner steps again.
-        normed = 2 * hidden + widths.has_qk_norm * (query + widths.key_value)
-        kept += normed * (4 if self.runs == "eager" and widths.has_rms_norm else size)
+        # Inputs of the norms: the residual stream, which is float32 if all weights are, or a copy in float32 that the
+        # operations of transformers make. A compiler computes what is inside of a norm again.
+        normed, is_eager = 2 * hidden + widths.has_qk_norm * (query + widths.key_value), self.runs == "eager"
+        is_wide = self.in_full and self.is_mixed
+        kept += normed * (4 if is_eager and widths.has_rms_norm or is_wide else size)
         # The MLP's inner features, and with a gate: gate, up and product; by single operations also the gate's SiLU.
-        kept += size * wide * (2 if not widths.has_rms_norm else 4 if self.runs == "eager" else 3)
-        if self.in_full and self.runs == "eager":
-            # Results of the norms before their weights; if mixed, of float32, and each product casts its own input.
-            kept += (self.param_bytes * normed if widths.has_rms_norm else 0) + self.is_mixed * size * 3 * hidden
+        kept += size * wide * (2 if not widths.has_rms_norm else 4 if is_eager else 3)
+        if self.in_full and is_eager and widths.has_rms_norm:
+            kept += self.param_bytes * normed  # results of the norms before their weights
+        if is_wide and self.runs != "compiled":
+            kept += size * 3 * hidden  # each of the five products casts its own input
         if self.has_dropout:
             # A result of a norm is dropped anew for each product that takes it, and is then not kept itself. So is
             # attention's, which is kept, and the MLP's. A mask takes a byte.
