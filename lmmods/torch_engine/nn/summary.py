@@ -90,9 +90,9 @@ def step_memory(model: nn.Module, step: Step, num_tokens: int, device: torch.dev
     sizes, head = summarize(model), model.get_output_embeddings()
     trained = [param for param in model.parameters() if param.requires_grad]
     num_bytes = sum(num_elements(param) * param.element_size() for param in trained)
-    trained_head = sum(num_elements(param) for param in head.parameters() if param.requires_grad) if head else 0
+    in_head = [] if head is None else [param for param in head.parameters() if param.requires_grad]
     step = replace(step, num_trainable=sizes.num_trainable, param_bytes=num_bytes / max(sizes.num_trainable, 1),
-                   chunk_bytes=step.chunk_bytes if head else 0, trained_head=trained_head)
+                   chunk_bytes=0 if head is None else step.chunk_bytes, trained_head=sum(map(num_elements, in_head)))
     return estimate_step(widths_of(model.config, _has_qk_norm(model)), sizes.weight_bytes + copied, step, num_tokens,
                          available_bytes(device))
 
