@@ -395,7 +395,7 @@ PARTS: dict[str, tuple[Callable[[Sizes, Path, str], Figures], str, int]] = {
 def run_part(name: str, folder: Path, smoke: bool, seconds: float) -> Figures:
     """A part in a process of its own: its figures, or `error`."""
     log = folder / f"{name}.log"
-    environment = {**os.environ, "LMMODS_CACHE": str(folder / "cache"), "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    environment = {**os.environ, "LMMODS_CACHE": str(folder / "cache"),
                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, __file__, "--part", name, "--folder", str(folder), *["--smoke"] * smoke]
     start = time.perf_counter()

@@ -1,10 +1,12 @@
 """Memory of a training step, from its compiled programs."""
 
+import math
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from jax_engine.distributed.pool import largest_gap
 from jax_engine.distributed.steps import Batch, Steps
 from jax_engine.distributed.tree import Tree
 from lmmods.core.errors import is_out_of_memory
@@ -14,13 +16,14 @@ from lmmods.core.memory import StepMemory
 
 
 def compile_step(lowered: dict[str, jax.stages.Lowered], held: dict[str, int], available: float,
-                 trusts_compiler: bool = False) -> tuple[StepMemory, dict[str, jax.stages.Compiled]]:
+                 trusts_compiler: bool = False, gap: float = math.inf
+                 ) -> tuple[StepMemory, dict[str, jax.stages.Compiled]]:
     """Compile the programs of a step; return its memory, and the programs: none if they do not fit.
 
     Args:
         lowered: Programs by name, from `Steps.lower`.
         held: Bytes on each device of the programs' arguments, by part.
-        available: As in `StepMemory`, like `trusts_compiler`.
+        available: As in `StepMemory`, like `trusts_compiler` and `gap`.
     """
     programs, refusal = {}, None
     try:
@@ -33,7 +36,8 @@ def compile_step(lowered: dict[str, jax.stages.Lowered], held: dict[str, int], a
     # The programs of a step run one after the other. Results in donated buffers (aliases) take no memory of their own.
     temporaries = max((part.temp_size_in_bytes + part.output_size_in_bytes - part.alias_size_in_bytes
                        for part in found), default=0)
-    memory = StepMemory({**held, "temporaries": temporaries}, available, "compiled by XLA", refusal, trusts_compiler)
+    memory = StepMemory({**held, "temporaries": temporaries}, available, "compiled by XLA", refusal, trusts_compiler,
+                        temporaries, gap)
     return memory, programs
 
 
@@ -55,7 +59,10 @@ def step_memory(steps: Steps, state: Tree, frozen: Tree, batch: Batch, scalars: 
         accumulation = steps.new_accumulation(state)
         held["summed gradients"] = _held(accumulation["gradients"])
     lowered = steps.lower(state, frozen, rows, scalars, accumulation)
-    memory, _ = compile_step(lowered, held, on.memory, trusts_compiler=on.platform == "tpu")
+    # In the order in which a run places them.
+    arrays = (state["trainable"], frozen, state["optimizer"], accumulation or {}, batch)
+    gap = largest_gap(on, on.memory, (leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays)))
+    memory, _ = compile_step(lowered, held, on.memory, on.platform == "tpu", gap)
     return memory
 
 

@@ -19,6 +19,7 @@ from jax.experimental import topologies
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.pool import FRACTIONS, Pool, largest_gap
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.tree import AT, Tree, flatten, merge, new_state
 from jax_engine.memory import compile_step
@@ -34,8 +35,6 @@ from lmmods.core.memory import score_flops
 from lmmods.core.plan import Drawing, StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
 
-PREALLOCATED = 0.75  # fraction of a GPU's memory that XLA takes by default
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _ATTENTION = re.compile(r'custom_call_target="__(cudnn\$fmha\w*)"|%(splash_mha_(?:fwd|dq|dkv))\S* = .* custom-call\(')
 
 
@@ -106,7 +105,11 @@ class Planner:
         gradients = sum(4 * part.size for part in jax.tree.leaves(_parts(parallel, trainable, "state")))
         if accumulates:
             memory["summed gradients"] = gradients
-        found, programs = compile_step(lowered, memory, self._room())
+        # In the order in which a run places them.
+        kept = [_parts(parallel, tree, "state") for tree in (trainable, frozen, state["optimizer"])]
+        sizes = [part.size * part.dtype.itemsize for part in jax.tree.leaves(kept)]
+        gap = largest_gap(self.on, self._room(), [*sizes, memory.get("summed gradients", 0), memory["rows"]])
+        found, programs = compile_step(lowered, memory, self._room(), gap=gap)
         traffic, notes = self._traffic(programs, variant.accumulated)
         tokens = rows["input_ids"].size * variant.accumulated
         # Without accumulation gradients exist only within the step, so the compiler's temporaries include them.
@@ -115,7 +118,7 @@ class Planner:
             self.on, "simulated" if self.on.is_simulated else "compiled", found.parts, parts, found.available,
             found.refusal, traffic, self._flops(task, trainable, frozen, rows, variant.accumulated),
             task.network.build.dtype.name, tokens, parallel.data_parallel_size, notes, kernels=_kernels(programs),
-            drawing=self._drawing(task, parallel, merge(trainable, without_copies(frozen)), variant))
+            drawing=self._drawing(task, parallel, merge(trainable, without_copies(frozen)), variant), gap=found.gap)
 
     def _drawing(self, task: Task, parallel: Parallel, params: Tree, variant: Variant) -> Drawing | None:
         """Return the drawing of a process's answers: on one of its devices, or on all of a mesh of one process.
@@ -136,7 +139,7 @@ class Planner:
                           self.on.num_devices if isinstance(parallel, ShardedMesh) and processes == 1 else 1)
 
     def _room(self) -> float:
-        return self.on.room(float(os.environ.get(FRACTION, PREALLOCATED)))
+        return self.on.room(Pool.from_environment().fraction)
 
     def _flops(self, task: Task, trainable: Tree, frozen: Tree, rows: dict[str, Any], accumulated: int) -> float:
         """Return the FLOPs of a step per device, including recomputation."""
@@ -178,7 +181,7 @@ class Planner:
             notes.append("the scores of attention, which depend on how long packed documents are, are not in the "
                          "arithmetic")
         if self.on.platform == "gpu":
-            notes.append(f"XLA takes {self._room() / self.on.memory:.0%} of a GPU's memory ({FRACTION})")
+            notes.append(f"XLA takes {self._room() / self.on.memory:.0%} of a GPU's memory ({FRACTIONS[0]})")
         if unknown:
             notes.append(f"loops whose passes the program does not tell count once in the collectives: {unknown}")
         if self.on.platform == "tpu" and not self.on.is_simulated:

@@ -339,7 +339,8 @@ class Trainer(JaxTrainerFields):
                           ) if command == "fit" else None
         clipping = Clipping(self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
         chunk_tokens = model.chunk_tokens(self.parallel.num_devices)
-        memory = model.step_memory(trainable, frozen, self.precision, datamodule, at_hand().memory, chunk_tokens)
+        memory = model.step_memory(trainable, frozen, self.precision, datamodule, at_hand(), chunk_tokens,
+                                   self.accumulate_grad_batches > 1)
         bar = Bar(self.enable_progress_bar and jax.process_index() == 0, machines.peak_memory, compile_clock())
         return Run(
             folder=self.run_folder, data=datamodule, task=model, description=model.describe(trainable, frozen),

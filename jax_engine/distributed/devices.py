@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_engine.distributed.interface import Compiled, Parallel, own_positions, placed
 from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.pool import larger_pool
 from jax_engine.distributed.target import lowering_platforms, target
 from lmmods.core.errors import UserError, first_line
 from lmmods.core.hardware import COMPILED, Target, cache_folder, no_device
@@ -77,7 +78,8 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
     _join(num_nodes, heartbeat_timeout)
     _keep_compiled()
     try:
-        local = jax.local_devices()
+        with larger_pool():
+            local = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError if no JAX plug-in supports the platform
         reason = first_line(error).partition(" (set JAX_PLATFORMS")[0]
         raise no_device(accelerator, "JAX", reason) from error

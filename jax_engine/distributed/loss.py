@@ -30,6 +30,7 @@ from jax_engine.distributed.mesh import partition
 from jax_engine.distributed.target import target
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
+from lmmods.core.memory import CHUNK_BYTES, CHUNK_BYTES_GPU, LEAST_CHUNK
 from lmmods.core.settings import LEAST, NOTHING, Divergence, TokenLoss
 
 
@@ -442,13 +443,6 @@ def _losses_of(logits: Array, targets: Array, axes: tuple[str, ...], form: Token
 # latter case hidden states are exchanged instead of weights, and no device ever holds the whole head, its gradient or
 # all logits of a position.
 
-# Approximate bytes of the float32 logits, or of the hidden states, of one chunk on each device. Each chunk reads the
-# head's weights again, and their gradient if they train: on GPUs larger chunks are worth their memory.
-CHUNK_BYTES = 32 * 2**20
-CHUNK_BYTES_GPU = 256 * 2**20
-LEAST_CHUNK = 128  # positions of a chunk, over which reading the weights of a large vocabulary is spread
-
-
 class Way(NamedTuple):
     """How the output head is applied.
 
@@ -486,6 +480,11 @@ class Lines(NamedTuple):
     num_chunks: Array
 
 
+def chunk_bytes(on: Target | None) -> int:
+    """Return the approximate bytes of a chunk's float32 logits, or of its hidden states, on each device."""
+    return CHUNK_BYTES if target(on).platform == "cpu" else CHUNK_BYTES_GPU
+
+
 def convert(head: Callable[[Array], Array], hidden: Array, vocab_size: int, on: Target | None = None
             ) -> tuple[Callable, Way, list[Array]]:
     """Return the head as a pure function of (positions, *params), how to apply it, and the params it closed over."""
@@ -495,11 +494,10 @@ def convert(head: Callable[[Array], Array], hidden: Array, vocab_size: int, on: 
     pure_head, params = jax.closure_convert(head, flat[:1])
     num_lines, axes = num_visible_ranks() * num_sequence_parts(), _vocabulary_axes(params, vocab_size)
     together = num_lines // num_groups(axes, num_lines)
-    chunk_bytes = CHUNK_BYTES if target(on).platform == "cpu" else CHUNK_BYTES_GPU
     # Per device a chunk has C * V logits, sharded vocabulary or not, and hidden states [together * C, D].
     widest = max(vocab_size, together * flat.shape[1] if axes else 0)
     # At most a whole line.
-    way = Way(min(max(chunk_bytes // (4 * widest), LEAST_CHUNK), len(flat) // num_lines), axes)
+    way = Way(min(max(chunk_bytes(on) // (4 * widest), LEAST_CHUNK), len(flat) // num_lines), axes)
     pure_head, params = jax.closure_convert(head, flat[:together * way.chunk])
     return pure_head, way, params
 

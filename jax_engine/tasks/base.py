@@ -4,6 +4,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 from jax import Array
 
 from jax_engine.distributed.interface import Parallel
-from jax_engine.distributed.loss import LossSums
+from jax_engine.distributed.loss import LossSums, chunk_bytes
+from jax_engine.distributed.pool import largest_gap
 from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps, Survey
 from jax_engine.distributed.target import target
@@ -28,7 +30,15 @@ from jax_engine.tasks.teacher import TEACHER, Guide, without_teacher
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
-from lmmods.core.memory import StepMemory, describe_sizes, describe_teacher, estimate_step, flops_per_token, widths_of
+from lmmods.core.memory import (
+    Step,
+    StepMemory,
+    describe_sizes,
+    describe_teacher,
+    estimate_step,
+    flops_per_token,
+    widths_of,
+)
 from lmmods.core.text_metrics import perplexity
 from lmmods.data.teacher import check_teacher
 from lmmods.recipe.tasks.base import TaskFields
@@ -230,18 +240,37 @@ class Task(TaskFields, ABC):
         by_type = _sizes_by_type(frozen[TEACHER])
         return found + describe_teacher(self.teacher.pretrained, sum(by_type.values()), by_type)
 
-    def step_memory(self, trainable: Tree, frozen: Tree, precision: str, datamodule: Any, available: float,
-                    chunk_tokens: int) -> StepMemory:
-        """Return the memory of a training step on a device that holds all parameters, without compiling it."""
+    def step_memory(self, trainable: Tree, frozen: Tree, precision: str, datamodule: Any, on: Target,
+                    chunk_tokens: int, accumulates: bool) -> StepMemory:
+        """Return the memory of a training step on a device that holds all parameters, without compiling it.
+
+        Args:
+            on: The devices that are present.
+            chunk_tokens: As `chunk_tokens` returns them.
+            accumulates: A step has several micro-batches.
+        """
         per_row = datamodule.sequences_per_row * datamodule.max_length
         tokens = datamodule.batch_size * per_row
         if chunk_tokens:
             tokens = min(tokens, max(chunk_tokens, per_row))
+        trained, has_logits = jax.tree.leaves(trainable), HEADS[self.head].vocabulary
+        num_trained = _size(trainable)
+        shares = HEADS[self.head].shares_table or self.network.config.tie_word_embeddings
+        table = flatten(trainable).get(("embed", "tokens", "weight") if shares else ("head", "weight"))
+        step = Step(num_trained, self.optimizer.name, bool(self.gradient_checkpointing),
+                    4 if precision == "32-true" else 2,
+                    sum(leaf.nbytes for leaf in trained) / max(num_trained, 1), "scanned",
+                    self.optimizer.ema_decay is not None, accumulates, in_full=not self.trains_adapter,
+                    chunk_bytes=chunk_bytes(on) if has_logits else 0,
+                    trained_head=table.size if has_logits and table is not None else 0)
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen)))
-        return estimate_step(
-            widths_of(self.network.config), weights, _size(trainable), self.optimizer.name,
-            tokens, bool(self.gradient_checkpointing), 4 if precision == "32-true" else 2, available,
-            self.optimizer.ema_decay is not None)
+        widths = widths_of(self.network.config, bool(self.network.arch.qk_norm))
+        memory = estimate_step(widths, weights, step, tokens, on.memory)
+        # In the order in which a run places arrays: parameters, optimiser state, summed gradients. The rest is a block.
+        state = memory.parts["optimiser state"] / max(num_trained, 1)
+        sizes = [leaf.nbytes for leaf in (*trained, *jax.tree.leaves(frozen))]
+        sizes += [round(num_bytes * leaf.size) for num_bytes in (state, 4 * accumulates) for leaf in trained]
+        return replace(memory, block=memory.needed - sum(sizes), gap=largest_gap(on, on.memory, sizes))
 
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
         """Return the FLOPs per training token."""

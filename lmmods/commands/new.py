@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import known_fields, load_config, position_limit, saved_quantization, tells_token_types
-from lmmods.core.memory import NetworkShape, StepMemory, estimate_step
+from lmmods.core.memory import CHUNK_BYTES_GPU, NetworkShape, Step, StepMemory, estimate_step
 from lmmods.core.settings import LoRA
 from lmmods.recipe.classes import class_name, declared, implementation
 from lmmods.recipe.files import as_yaml
@@ -384,12 +384,14 @@ class Machine:
         compute_bytes: Bytes per activation value, and per weight of a frozen base.
         tokens_at_once: Tokens of a micro-batch computed at a time; 0 computes it whole.
         name: Human-readable name.
+        chunk_bytes: As in `Step`.
     """
 
     memory: int
     compute_bytes: int
     tokens_at_once: int
     name: str
+    chunk_bytes: int = CHUNK_BYTES_GPU
 
 
 def this_machine(hidden: int) -> Machine:
@@ -397,6 +399,7 @@ def this_machine(hidden: int) -> Machine:
     import torch
 
     from lmmods.torch_engine.nn.gradient_accumulation import tokens_per_piece
+    from lmmods.torch_engine.nn.loss import chunk_bytes
     from lmmods.torch_engine.nn.summary import available_bytes
     from lmmods.torch_engine.precision import choose_precision
 
@@ -404,7 +407,7 @@ def this_machine(hidden: int) -> Machine:
     precision, _ = choose_precision("auto")
     name = "this GPU" if device.type == "cuda" else "this machine"
     return Machine(available_bytes(device), 4 if precision == "32-true" else 2,
-                   tokens_per_piece(None, True, device, hidden), name)
+                   tokens_per_piece(None, True, device, hidden), name, chunk_bytes(device))
 
 
 def gpu_of(gibibytes: float) -> Machine:
@@ -431,8 +434,9 @@ def plan_memory(shape: NetworkShape, machine: Machine, max_length: int, batch: i
         trainable = shape.lora_per_rank * ADAPTER.rank if lora else shape.num_params
         weights = shape.base_bytes(quantize or is_quantized, machine.compute_bytes) + 4 * trainable if lora \
             else 4 * shape.num_params * (2 if has_reference else 1)
-        memory = estimate_step(shape.widths, weights, trainable, "adamw", tokens, checkpointing, machine.compute_bytes,
-                               ROOM * machine.memory)
+        step = Step(trainable, "adamw", checkpointing, machine.compute_bytes, in_full=not lora, has_dropout=lora,
+                    chunk_bytes=machine.chunk_bytes if shape.head else 0, trained_head=0 if lora else shape.head)
+        memory = estimate_step(shape.widths, weights, step, tokens, ROOM * machine.memory)
         tried = MemoryPlan(lora, quantize, size, checkpointing, memory)
         if tried.fits:
             break

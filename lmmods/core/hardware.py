@@ -22,6 +22,9 @@ from lmmods.core.redaction import redacted
 Platform = Literal["cpu", "gpu", "tpu"]  # as JAX calls them
 
 GIGA, TERA = 10**9, 10**12
+# Fraction of a GPU's memory for a run on either engine. The rest is for what no allocator of theirs counts: the CUDA
+# context (half a GiB on an H100), kernels, workspaces of cuBLAS and cuDNN, and NCCL's buffers.
+USABLE = 0.9
 
 
 @dataclass(frozen=True)

@@ -26,22 +26,38 @@ class Widths:
         num_layers: Blocks.
         hidden: Width of the residual stream.
         wide: Width within the MLP.
+        query: Query heads times their size.
+        key_value: Key heads times their size.
+        vocabulary: Tokens that the output head scores.
+        has_rms_norm: True for RMSNorm, which transformers computes by single operations on float32 copies, and a gated
+            MLP; False for LayerNorm, which torch computes at once, and a plain MLP.
+        has_qk_norm: True if queries and keys have norms, too.
     """
 
     num_layers: int
     hidden: int
     wide: int
+    query: int
+    key_value: int
+    vocabulary: int = 0
+    has_rms_norm: bool = True
+    has_qk_norm: bool = False
 
 
-def widths_of(config: Any) -> Widths:
-    """Return the dimensions of a network from its transformers configuration."""
+def widths_of(config: Any, has_qk_norm: bool = False) -> Widths:
+    """Return the dimensions of a network from its transformers configuration, which does not tell `has_qk_norm`."""
     text, mixture = config.get_text_config(), mixture_of(config)
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     if mixture is not None:
         # Activations exist only for the experts that a token uses.
         beside = wide if mixture.beside_mlp else 0
         wide = mixture.per_token * (getattr(text, "moe_intermediate_size", None) or wide) + beside
-    return Widths(text.num_hidden_layers, text.hidden_size, wide)
+    heads, size, key_value_heads = (value if isinstance(value := getattr(text, name, None), int) else 0 for name in (
+        "num_attention_heads", "head_dim", "num_key_value_heads"))  # a few families have a list or none
+    heads = heads or 1
+    size = size or text.hidden_size // heads
+    return Widths(text.num_hidden_layers, text.hidden_size, wide, heads * size, (key_value_heads or heads) * size,
+                  getattr(text, "vocab_size", 0), hasattr(text, "rms_norm_eps"), has_qk_norm)
 
 
 @dataclass(frozen=True)
@@ -53,12 +69,14 @@ class NetworkShape:
         num_linear: Those in linear layers other than the output head, and in experts: the ones that get quantised.
         lora_per_rank: Parameters of adapters on these layers per rank.
         widths: Dimensions of its activations.
+        head: Parameters of the output head over the vocabulary; 0 if there is none.
     """
 
     num_params: int
     num_linear: int
     lora_per_rank: int
     widths: Widths
+    head: int = 0
 
     def base_bytes(self, quantized: bool, compute_bytes: int) -> float:
         """Memory of the weights of a frozen base, whose linear layers may be in 4 bits."""
@@ -146,10 +164,22 @@ def cache_bytes(config: Any, length: int, itemsize: int) -> int:
 # Memory of a step.
 
 GIB = 2**30
+# Losses over the vocabulary, on both engines: approximate bytes of the float32 logits that are computed at once. Each
+# chunk reads the head's weights, and their gradient if they train, once more: on GPUs this costs more than the memory
+# of larger chunks; on CPUs larger chunks are not faster.
+CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES_GPU = 256 * 2**20
+LEAST_CHUNK = 128  # positions of a chunk, over which reading the weights of a large vocabulary is spread
 Method = Literal["counted from the configuration", "counted on fake tensors", "compiled by XLA", "measured"]
-# Bytes of optimiser state per trained parameter.
+# Bytes of optimiser state per trained parameter, in float32.
 STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "muon": 4, "adafactor": 4.1, "sgd": 4, "adamw_8bit": 2,
                "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1, "sgd_8bit": 1}
+LIKE_PARAMETER = ("adamw", "sgd", "muon")  # optimisers whose state has the dtype of its parameter
+
+
+# A block that takes more than this fraction of the gap for it fits only just: a batch or a result that is placed inside
+# the gap divides it, and another release of XLA may need a few percent more than the one that compiled a plan.
+TIGHT = 0.8
 
 
 @dataclass(frozen=True)
@@ -162,6 +192,8 @@ class StepMemory:
         method: How `parts` was found.
         refusal: Message of a compiler that found no room; None if there is none.
         trusts_compiler: Only `refusal` decides whether the step fits, as the compiler may move what it counts.
+        block: Bytes of `parts` that must be one block, such as XLA's temporaries.
+        gap: Bytes of the largest free piece of memory once all but this block is placed.
     """
 
     parts: dict[str, float]
@@ -169,6 +201,8 @@ class StepMemory:
     method: Method
     refusal: str | None = None
     trusts_compiler: bool = False
+    block: float = 0.0
+    gap: float = math.inf
 
     @property
     def needed(self) -> int:
@@ -178,11 +212,19 @@ class StepMemory:
     @property
     def fits(self) -> bool:
         """True if the memory suffices."""
-        return self.refusal is None and (self.trusts_compiler or self.needed <= self.available)
+        suffices = self.needed <= self.available and self.block <= self.gap
+        return self.refusal is None and (self.trusts_compiler or suffices)
+
+    @property
+    def is_tight(self) -> bool:
+        """True if it fits, but leaves little room for the block."""
+        return self.fits and self.block > TIGHT * self.gap
 
     def __str__(self) -> str:
         limit = "" if math.isinf(self.available) else f" of {gibibytes(self.available)}"
-        return f"about {gibibytes(self.needed)}{limit} for a step, {self.method}"
+        piece = (f"; {gibibytes(self.block)} of it must be one block, and the largest free piece has "
+                 f"{gibibytes(self.gap)}" if self.block > TIGHT * self.gap else "")
+        return f"about {gibibytes(self.needed)}{limit} for a step, {self.method}{piece}"
 
 
 def gibibytes(num_bytes: float) -> str:
@@ -191,24 +233,97 @@ def gibibytes(num_bytes: float) -> str:
     return f"{size:,.2f} GiB" if size >= 0.1 else f"{size:.3g} GiB"
 
 
-def estimate_step(widths: Widths, weight_bytes: float, num_trainable: int, optimizer: str, num_tokens: int,
-                  checkpointing: bool, compute_bytes: int, available: float, averages: bool = False) -> StepMemory:
-    """Count the memory of a step from the dimensions of its network, accurate to some tens of percent.
+@dataclass(frozen=True)
+class Step:
+    """How an engine takes a step, as far as its memory depends on it.
+
+    Args:
+        num_trainable: Parameters that train.
+        optimizer: A key of `STATE_BYTES`.
+        checkpointing: True if only the blocks' inputs are kept, and a block is computed again to differentiate it.
+        compute_bytes: Bytes of an activation.
+        param_bytes: Bytes of a parameter that trains, and of its gradient.
+        runs: `eager` by single operations of torch; `compiled` by torch.compile; `scanned` by XLA, block after block.
+        averages: True if parameters are averaged over steps, in float32.
+        sums_gradients: True if gradients are added up over micro-batches apart from those of each, in float32.
+        in_full: True if all weights train, no adapter.
+        has_dropout: True if adapters drop features of their inputs, and masks are saved.
+        chunk_bytes: Bytes of the float32 logits that the loss computes at once, infinite for all; 0 if it is not over
+            the vocabulary.
+        trained_head: Parameters of the output head, if it trains.
+    """
+
+    num_trainable: int
+    optimizer: str
+    checkpointing: bool
+    compute_bytes: int
+    param_bytes: float = 4.0
+    runs: Literal["eager", "compiled", "scanned"] = "eager"
+    averages: bool = False
+    sums_gradients: bool = False
+    in_full: bool = False
+    has_dropout: bool = False
+    chunk_bytes: float = 0.0
+    trained_head: int = 0
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if products are of fewer bytes than the parameters that train."""
+        return self.compute_bytes < self.param_bytes
+
+    def kept_in_block(self, widths: Widths) -> float:
+        """Return the bytes that a block keeps for the backward pass, for each token."""
+        hidden, wide, query, size = widths.hidden, widths.wide, widths.query, self.compute_bytes
+        # Both norms' results, which are the inputs of products; queries, keys, values and what attention makes of them.
+        kept = size * (2 * hidden + 2 * query + 2 * widths.key_value)
+        # Inputs of the norms: the residual stream, which is float32 if all weights are, or a copy in float32 that the
+        # operations of transformers make. A compiler computes what is inside of a norm again.
+        normed, is_eager = 2 * hidden + widths.has_qk_norm * (query + widths.key_value), self.runs == "eager"
+        is_wide = self.in_full and self.is_mixed
+        kept += normed * (4 if is_eager and widths.has_rms_norm or is_wide else size)
+        # The MLP's inner features, and with a gate: gate, up and product; by single operations also the gate's SiLU.
+        kept += size * wide * (2 if not widths.has_rms_norm else 4 if is_eager else 3)
+        if self.in_full and is_eager and widths.has_rms_norm:
+            kept += self.param_bytes * normed  # results of the norms before their weights
+        if is_wide and self.runs != "compiled":
+            kept += size * 3 * hidden  # each of the five products casts its own input
+        if self.has_dropout:
+            # A result of a norm is dropped anew for each product that takes it, and is then not kept itself. So is
+            # attention's, which is kept, and the MLP's. A mask takes a byte.
+            drops = 5 if widths.has_rms_norm else 4
+            kept += size * ((drops - 2) * hidden + query) + drops * hidden + query + wide
+        return kept
+
+    def loss_bytes(self, vocabulary: int, num_tokens: int) -> float:
+        """Return the bytes that the loss takes while it is computed.
+
+        A chunk's logits and their softmax, and the gradient of a head that trains, in float32.
+        """
+        if not (self.chunk_bytes and vocabulary):
+            return 0
+        positions = int(min(max(self.chunk_bytes / (4 * vocabulary), LEAST_CHUNK), num_tokens))
+        return 2 * 4 * vocabulary * positions + 4 * self.trained_head
+
+
+def estimate_step(widths: Widths, weight_bytes: float, step: Step, num_tokens: int, available: float) -> StepMemory:
+    """Count the memory of a step from the dimensions of its network; attention is taken to keep no scores.
 
     Args:
         weight_bytes: Memory of all weights, adapters included.
-        optimizer: A key of `STATE_BYTES`.
         num_tokens: Tokens of a micro-batch, padding included.
-        checkpointing: True if only the blocks' inputs are kept.
-        compute_bytes: Bytes of an activation.
         available: As in `StepMemory`.
-        averages: True if parameters are averaged over steps, in float32.
     """
-    # A block keeps roughly its normed inputs, q, k, v, the attention output and the MLP's gate, up and product.
-    per_layer = widths.hidden if checkpointing else 8 * widths.hidden + 3 * widths.wide
-    activations = num_tokens * (per_layer * widths.num_layers + 4 * widths.hidden) * compute_bytes
-    # Gradients are counted in float32.
-    return StepMemory({"parameters": weight_bytes, "gradients": 4 * num_trainable,
-                       "optimiser state": num_trainable * (STATE_BYTES[optimizer] + 4 * averages),
-                       "activations": activations},
+    inputs, block = widths.hidden * step.compute_bytes, step.kept_in_block(widths)
+    kept = num_tokens * ((inputs if step.checkpointing else block) * widths.num_layers + 4 * inputs)
+    # The peak is at the loss, or at the first block of the backward pass: what it computes again, or in a loop of XLA
+    # the gradients of what it has kept.
+    working = num_tokens * block if step.checkpointing or step.runs == "scanned" else 0
+    loss = step.loss_bytes(widths.vocabulary, num_tokens)
+    state = STATE_BYTES[step.optimizer] * (step.param_bytes / 4 if step.optimizer in LIKE_PARAMETER else 1)
+    gradients = step.param_bytes + 4 * step.sums_gradients
+    # Autocast casts the weights that train once, and keeps the copies for the backward pass.
+    copies = step.compute_bytes * step.num_trainable if step.is_mixed and step.runs != "scanned" else 0
+    return StepMemory({"parameters": weight_bytes, "gradients": gradients * step.num_trainable,
+                       "optimiser state": step.num_trainable * (state + 4 * step.averages),
+                       "activations": kept + copies + max(working - loss, 0), "loss": loss},
                       available, "counted from the configuration")

@@ -1,5 +1,6 @@
 """Requirements of a training step on devices that need not be present, and estimates for the whole run."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -168,6 +169,7 @@ class StepPlan:
         kernels: Number of calls of each fused attention kernel in the programs.
         method: How `memory` was found.
         drawing: Answers that are drawn for it, if any; their time comes on top of `bounds`.
+        gap: As in `StepMemory`, for the temporaries.
     """
 
     target: Target
@@ -186,12 +188,14 @@ class StepPlan:
     kernels: dict[str, int] = field(default_factory=dict)
     method: Method = "compiled by XLA"
     drawing: Drawing | None = None
+    gap: float = math.inf
 
     @property
     def step_memory(self) -> StepMemory:
         """Memory of each device."""
         on_tpu = self.source == "compiled" and self.target.platform == "tpu"  # whose compiler may offload to the host
-        return StepMemory(self.memory, self.room, self.method, self.refusal, trusts_compiler=on_tpu)
+        return StepMemory(self.memory, self.room, self.method, self.refusal, on_tpu, self.memory.get("temporaries", 0),
+                          self.gap)
 
     @property
     def total(self) -> int:
@@ -225,8 +229,9 @@ class StepPlan:
         Args:
             num_steps: Steps of the whole run; None if it has no end.
         """
-        verdict = "fits" if self.fits else "does not fit"
-        yield _line("memory of each device", self.source, f"{verdict}: {self.step_memory}")
+        memory = self.step_memory
+        verdict = "fits, but only just" if memory.is_tight else "fits" if memory.fits else "does not fit"
+        yield _line("memory of each device", self.source, f"{verdict}: {memory}")
         yield from (_line(f"  {part}", self.source, _size(size)) for part, size in self.memory.items())
         yield from (_line(f"    {part}", "assumed", f"about {_size(size)}") for part, size in self.parts.items())
         if self.refusal:

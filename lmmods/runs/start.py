@@ -94,11 +94,11 @@ class RunSummary:
             say(line)
         refusal = f" ({self.memory.refusal})" if self.memory.refusal else ""
         memory = f"Memory: {self.memory}{refusal}."
-        if self.memory.fits:
-            say(memory)
-        else:
-            warn(f"{memory} It will probably not fit: lower data.batch_size or data.max_length, or set "
-                 "model.gradient_checkpointing to true.")
+        if self.memory.fits and not self.memory.is_tight:
+            return say(memory)
+        doubt = "It may not fit" if self.memory.fits else "It will probably not fit"
+        warn(f"{memory} {doubt}: lower data.batch_size or data.max_length, or set model.gradient_checkpointing to "
+             "true.")
 
     def trains(self) -> str:
         """Describe which weights train, and on top of which base."""

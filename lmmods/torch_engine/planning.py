@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
-from lmmods.core.hardware import Target
+from lmmods.core.hardware import USABLE, Target
 from lmmods.core.labels import has_tokens
 from lmmods.core.memory import STATE_BYTES
 from lmmods.core.plan import Drawing, StepPlan, Traffic, Variant
@@ -206,7 +206,6 @@ def _all_places(indices: list[Tensor | None]) -> list[Tensor | None]:
     return found
 
 
-ROOM = 0.9  # usable share of a GPU's memory
 BUCKETS = 2**20, 25 * 2**20  # bytes of DDP's gradient buckets: the first one, and the others
 STEPPING = ("adamw", "sgd", "adafactor", "muon")  # optimisers whose step runs without values
 PARTS = ("parameters", "optimiser state", "gradients", "buckets of gradients", "rows", "activations", "logits",
@@ -374,7 +373,7 @@ class Planner:
             traffic["all-reduce"] = Traffic(num_buckets([grad.nbytes for grad in gradients]), size, ranks)
         dtype = str(COMPUTE_DTYPES[self.precision]).removeprefix("torch.")
         return StepPlan(
-            self.on, "simulated", {part: memory[part] for part in PARTS if part in memory}, {}, self.on.room(ROOM),
+            self.on, "simulated", {part: memory[part] for part in PARTS if part in memory}, {}, self.on.room(USABLE),
             None, traffic, flops, dtype, num_batches * batch["input_ids"].numel() * data_ranks, data_ranks,
             self._notes(task, optimizer), "simulated", method="counted on fake tensors",
             drawing=self._drawing(task, variant, is_sharded))
@@ -430,7 +429,7 @@ class Planner:
     def _notes(self, task: TaskModule, optimizer: Any) -> list[str]:
         notes = [f"rows are as long as they may be, {self.data.max_length} tokens, and all of them are scored"]
         if self.on.platform == "gpu":
-            notes += [f"{1 - ROOM:.0%} of a GPU's memory is left to CUDA, NCCL and what lies between blocks",
+            notes += [f"{1 - USABLE:.0%} of a GPU's memory is left to CUDA, NCCL and what lies between blocks",
                       "attention is counted as torch's flash kernel takes it"]
             if getattr(self.data, "packing", False):
                 notes.append("packed rows are planned with masks, which torch's kernel for them does without")

@@ -11,8 +11,10 @@ from lmmods.commands.new import Machine, gpu_of, plan_memory
 from lmmods.core.memory import NetworkShape, Widths
 from lmmods.recipe.files import header_of
 
-LLAMA_7B = NetworkShape(6_738_415_616, 6_476_005_376, 2_498_560, Widths(32, 4096, 11008))
-GPT2 = NetworkShape(124_439_808, 84_934_656, 147_456, Widths(12, 768, 3072))
+LLAMA_7B = NetworkShape(6_738_415_616, 6_476_005_376, 2_498_560, Widths(32, 4096, 11_008, 4096, 4096, 32_000),
+                        32_000 * 4096)
+GPT2 = NetworkShape(124_439_808, 84_934_656, 147_456, Widths(12, 768, 3072, 768, 768, 50_257, False),
+                    50_257 * 768)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,13 @@ def test_a_step_takes_as_long_as_the_slowest_of_its_bounds():
     assert plan(1, target=target_named("cpu")).bounds() == {}
 
 
+@pytest.mark.parametrize(("gap", "verdict"), [
+    (20, "fits: about 10.00 GiB"), (11, "fits, but only just: about 10.00 GiB"), (9, "does not fit: about 10.00 GiB")])
+def test_temporaries_are_one_block(gap, verdict):
+    first = next(plan(10, gap=gap * GIB).lines(1))
+    assert verdict in first and (f"largest free piece has {gap}.00 GiB" in first) is (gap < 20)
+
+
 def test_drawing_reads_weights_and_cache_for_each_token():
     """By hand: 5 answers, 2 at once, of 3 tokens after prompts of 4, in two layers, one with a window of 5 tokens."""
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, head_dim=16)

@@ -1,11 +1,14 @@
-"""What `jax_engine.distributed.devices` relies on."""
+"""What `jax_engine.distributed` relies on."""
 
 import socket
 
 import jax
+import pytest
 from jax._src import distributed
+from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from jax_engine.distributed.devices import forget_the_others
+from jax_engine.distributed.pool import ALLOCATOR, FRACTIONS, PREALLOCATE, Pool, larger_pool
 from tests.forks import together
 
 
@@ -23,3 +26,19 @@ def test_a_process_leaves_without_the_others():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     assert "left alone" in together([str(port)], program=leave_alone)[0]
+
+
+@pytest.mark.parametrize("asked", [{}, {FRACTIONS[0]: "0.4"}, {FRACTIONS[1]: "0.4"}, {PREALLOCATE: "false"},
+                                   {PREALLOCATE: "0"}, {ALLOCATOR: "cuda_async"}], ids=str)
+def test_a_gpu_starts_with_the_pool_that_is_planned(monkeypatch, asked):
+    """By the options that JAX makes of the environment when it starts its client; 0.75 is XLA's own default."""
+    for name in (*FRACTIONS, PREALLOCATE, ALLOCATOR):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    pool = Pool.from_environment()
+    with larger_pool():
+        options = generate_pjrt_gpu_plugin_options()
+    assert options.get("memory_fraction", 0.75) == pool.fraction
+    assert options.get("preallocate", True) is not pool.grows
+    assert (options["allocator"] == "default") is pool.has_regions

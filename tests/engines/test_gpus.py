@@ -1,34 +1,87 @@
-"""What only a GPU can show; skipped where there is none.
+"""What only a GPU can show; skipped where there is none. TEST_GPUS_ON=cpu tries these tests themselves on a processor.
 
-Runs are processes of their own, as JAX keeps the devices with which it has started.
+The commands of an engine run one after the other in one process, which imports and compiles once. It is not that of the
+tests, as JAX keeps the devices with which it has started. One test at a time uses the GPU.
 """
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
+from filelock import FileLock
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lmmods.rollouts.rollout import read_rollout
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn.attention import VARLEN, prefer_varlen
+from tests import programs
 from tests.finished_runs import TIMED, rows
 
-pytestmark = [pytest.mark.slow,
-              pytest.mark.skipif(not torch.cuda.device_count(), reason="needs an NVIDIA GPU")]
+ON = os.environ.get("TEST_GPUS_ON", "gpu")
+NO_GPU = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs an NVIDIA GPU")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gpu"), *([NO_GPU] if ON == "gpu" else [])]
 ENGINES = ["torch", "jax"]
-TRAIN = Path(__file__).parents[2] / "train.py"
+SPAWN = multiprocessing.get_context("spawn")  # a fork could not use CUDA
+MOST_SECONDS = 240  # of a command, the imports before the first one included
+STEPS = {"trainer__max_steps": 4}
 
 
-def call(*arguments: str) -> None:
-    # torch and JAX share the GPU with the tests of other workers.
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run([sys.executable, TRAIN, *arguments], env=environment, text=True, capture_output=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+class Worker:
+    """A process that runs the commands of an engine."""
+
+    def __init__(self, engine: str) -> None:
+        self._commands, other = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=serve, args=(engine, other))
+        self.process.start()
+        other.close()
+
+    def __call__(self, *arguments: str) -> None:
+        self._commands.send(arguments)
+        assert self._commands.poll(MOST_SECONDS), f"no end after {MOST_SECONDS} seconds: {arguments}"
+        assert self._commands.recv() == 0, arguments
+
+
+def serve(engine: str, commands: Connection) -> None:
+    """Run commands until the other side is gone; runs on JAX share their programs."""
+    from lmmods.cli import main
+
+    if engine == "jax":
+        programs.share()
+    while True:
+        try:
+            arguments = commands.recv()
+        except EOFError:
+            return
+        commands.send(main(list(arguments)))
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[dict[str, Worker]]:
+    """The workers by engine, as far as they have started."""
+    started: dict[str, Worker] = {}
+    yield started
+    for worker in started.values():
+        worker.process.kill()
+
+
+@pytest.fixture
+def call(workers, tmp_path_factory) -> Iterator[Callable[..., None]]:
+    """A function that runs a command on an engine, while no other test uses the GPU."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def run(engine: str, *arguments: str) -> None:
+        if engine not in workers:
+            workers[engine] = Worker(engine)
+        workers[engine](*arguments)
+
+    with FileLock(root / "gpu.lock"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is on the same GPU
+        yield run
 
 
 # bitsandbytes rounds one in 500 scales of double quantisation otherwise on GPUs than on CPUs, and so than JAX.
@@ -40,45 +93,52 @@ def on_gpu(recipe, tmp_path):
     """A function that writes a recipe for the GPU into a run folder of its own; returns both."""
     def write(folder: str, engine: str, precision: str, **changes) -> tuple[RunFolder, list[str]]:
         run = RunFolder(tmp_path / folder)
-        return run, recipe(f"{folder}.yaml", engine=engine, trainer__accelerator="gpu", trainer__precision=precision,
-                           trainer__default_root_dir=str(run.root), **changes)
+        return run, recipe(f"{folder}.yaml", engine=engine, trainer__accelerator=ON, trainer__precision=precision,
+                           trainer__default_root_dir=str(run.root), **STEPS | changes)
 
     return write
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_interrupted_run_ends_with_the_same_bits(on_gpu, engine, precision):
+def test_an_interrupted_run_ends_with_the_same_bits(call, on_gpu, engine, precision):
     straight, arguments = on_gpu("straight", engine, precision)
-    call("fit", *arguments)
+    call(engine, "fit", *arguments)
     run, arguments = on_gpu("stopped", engine, precision)
-    call("fit", *arguments, "--stop_at", "3")
-    call("fit", *arguments, "--ckpt_path", "last")
+    call(engine, "fit", *arguments, "--stop_at", "3")
+    call(engine, "fit", *arguments, "--ckpt_path", "last")
     assert rows(run, TIMED) == rows(straight, TIMED)
     name = "adapter_model.safetensors"
     assert (run.model / name).read_bytes() == (straight.model / name).read_bytes()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_answers_are_those_of_a_cpu(on_gpu, engine):
+def test_answers_are_those_of_a_cpu(call, on_gpu, engine):
+    from lmmods.cli import main
+
     run, arguments = on_gpu("run", engine, "32-true", **ALIKE)
-    call("fit", *arguments)
+    call(engine, "fit", *arguments)
     found = []
-    for accelerator in ("gpu", "cpu"):
-        call("predict", "--config", str(run.config), "--ckpt_path", "last", "--trainer.accelerator", accelerator)
+    for accelerator in (ON, "cpu"):
+        arguments = ("predict", "--config", str(run.config), "--ckpt_path", "last", "--trainer.accelerator",
+                     accelerator)
+        if accelerator == "cpu":  # in this process, where JAX has no GPU
+            assert main(list(arguments)) == 0
+        else:
+            call(engine, *arguments)
         found.append([json.loads(line) for line in run.predictions.read_text().splitlines()])
     assert found[0] and found[0] == found[1]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_trained_and_used_under_bfloat16(on_gpu, engine):
+def test_trained_and_used_under_bfloat16(call, on_gpu, engine):
     run, arguments = on_gpu("run", engine, "bf16-mixed")
     for command, more in (("fit", []), ("validate", ["--ckpt_path", "last"]), ("predict", ["--ckpt_path", "last"])):
-        call(command, *arguments, *more)
+        call(engine, command, *arguments, *more)
     assert run.predictions.read_text()
 
 
-def test_both_engines_draw_the_same_answers(on_gpu, tmp_path):
+def test_both_engines_draw_the_same_answers(call, on_gpu, tmp_path):
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"instruction": f"Say {word} {len(word)} times.", "input": "", "output": word})
                               + "\n" for word in "one two three four five six seven eight".split()))
@@ -90,13 +150,14 @@ def test_both_engines_draw_the_same_answers(on_gpu, tmp_path):
             data__init_args__max_length=128, model__init_args__lora={"rank": 4}, model__init_args__num_generations=4,
             model__init_args__max_new_tokens=12, trainer__max_steps=1, trainer__val_check_interval=1,
             model__init_args__rewards=[{"name": "regex", "pattern": "[a-m]"}])
-        call("fit", *arguments)
+        call(engine, "fit", *arguments)
         found.append([answer for group in read_rollout(run.rollouts, "step=0").groups for answer in group.answers])
     assert len(found[0]) == len(found[1]) == 8
     for ours, theirs in zip(*found, strict=True):
         assert ours.tokens.tolist() == theirs.tokens.tolist()
 
 
+@NO_GPU
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_kernel_for_packed_rows_is_as_near_to_float64_as_sdpa(kv_heads):
     """Outputs and gradients of a network with a row of three documents."""

@@ -14,7 +14,7 @@ from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import shift_labels, token_loss
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.steps import Clipping, Steps
-from jax_engine.distributed.tree import flatten
+from jax_engine.distributed.tree import flatten, merge
 from jax_engine.memory import compile_step, step_memory
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.clm import CLM
@@ -22,6 +22,7 @@ from jax_engine.tasks.mlm import MLM
 from jax_engine.tasks.preference import Preference
 from jax_engine.tasks.qa import QA
 from lmmods.core.hardware import target_named
+from lmmods.core.memory import Step, widths_of
 from lmmods.core.settings import LoRA, Optimizer
 
 LORA = LoRA(rank=4, alpha=8, dropout=0.0, targets="all-linear")
@@ -146,6 +147,46 @@ def test_a_run_and_a_plan_give_the_same_memory(toy, accumulates):
     outline = parallel.outline(full, "batch")
     assert found.parts["rows"] == sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in outline.values())
     assert ("summed gradients" in found.parts) is accumulates and found.method == planned.method == "compiled by XLA"
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_the_start_of_a_run_leaves_a_gap_for_what_a_step_computes(make_ref, accumulates):
+    """On a GPU: beside parameters, AdamW's moments in their dtype, and gradients that are added up in float32."""
+    task = CLM(pretrained=str(make_ref("llama", "causal").folder), lora=LORA)
+    trainable, frozen = task.build("bf16-true", data_of(), 0)
+    data = SimpleNamespace(sequences_per_row=1, max_length=32, batch_size=4)
+    found, elsewhere = (task.step_memory(trainable, frozen, "bf16-true", data, target_named(name), 0, accumulates)
+                        for name in ("H100", "v5e-1"))
+    trained = sum(leaf.nbytes for leaf in jax.tree.leaves(trainable))
+    placed = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen))) + (4 if accumulates else 2) * trained
+    assert found.needed - found.block == pytest.approx(placed, abs=50) and found.parts["activations"] < found.block
+    padding = 256 * 6 * len(jax.tree.leaves((trainable, frozen)))  # of arrays
+    assert found.available - found.gap == pytest.approx(placed, abs=padding) and not found.is_tight
+    assert math.isinf(elsewhere.gap)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize("key_value_heads", [4, 1])
+def test_a_block_keeps_what_the_start_of_a_run_counts(make_ref, key_value_heads, lora, precision):
+    """For the backward pass; besides, attention keeps a number for each head, and an adapter its inner features."""
+    num_layers, heads, length = 3, 4, 33
+    ref = make_ref("llama", "causal", num_hidden_layers=num_layers, head_dim=8, num_attention_heads=heads,
+                   num_key_value_heads=key_value_heads)
+    task = CLM(pretrained=str(ref.folder), lora=lora)
+    trainable, frozen = task.build(precision, data_of(), 0, abstract=True)
+    rows = {name: jnp.ones((1, length), jnp.int32) for name in ("input_ids", "attention_mask", "labels", "token_seeds")}
+
+    def backward(trainable, frozen):
+        return jax.vjp(lambda tree: task.batch_loss(merge(tree, frozen), rows, True, False).total, trainable)[1]
+
+    kept = [x for x in jax.tree.leaves(jax.eval_shape(backward, trainable, frozen))
+            if x.shape[:1] == (num_layers,) and length in x.shape]
+    size = 4 if precision == "32-true" else 2
+    step = Step(1, "adamw", False, size, 2 if precision == "bf16-true" else 4, "scanned", in_full=lora is None)
+    others = 4 * heads + (7 * lora.rank * size if lora else 0)
+    of_token = step.kept_in_block(widths_of(task.network.config)) + others
+    assert sum(x.size * x.dtype.itemsize for x in kept) == num_layers * length * of_token
 
 
 SPANS = {name: ((8, 2), np.int32) for name in ("start_positions", "end_positions")}

@@ -97,7 +97,8 @@ def test_slices_are_powers_of_two():
 
 
 @pytest.mark.slow
-def test_a_recipe_is_planned_on_gpus_that_are_not_here(capsys, tmp_path):
+def test_a_recipe_is_planned_on_gpus_that_are_not_here(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     arguments = ["plan", "--config", "configs/clm.yaml", "--model.config", MODEL, "--engine", "jax",
                  "--on", "8xRTX3090", "--trainer.strategy", "fsdp", "--trainer.precision", "bf16-mixed",
                  "--trainer.default_root_dir", str(tmp_path), "--data.batch_size", "2"]
@@ -107,6 +108,7 @@ def test_a_recipe_is_planned_on_gpus_that_are_not_here(capsys, tmp_path):
     assert all("simulated" in found[kind] and "8 devices" in found[kind] for kind in ("all-reduce", "all-gather"))
     assert "fits" in found["memory of each device"] and "compiler keeps products" in printed
     assert "tokens per second, 4,096 a step" in printed and "300 steps" in printed
+    assert "of 11.18 GiB for a step" in printed and "XLA takes 50% of a GPU's memory" in printed
 
 
 @pytest.mark.slow

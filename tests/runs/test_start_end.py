@@ -30,8 +30,8 @@ def schedule(**changes) -> Schedule:
                                  **changes})
 
 
-def memory(needed: int) -> StepMemory:
-    return StepMemory({"parameters": needed}, 2**31, "counted from the configuration")
+def memory(needed: int, **block: float) -> StepMemory:
+    return StepMemory({"parameters": needed}, 2**31, "counted from the configuration", **block)
 
 
 @pytest.mark.parametrize(("fields", "said"), [
@@ -59,6 +59,8 @@ def test_the_start(capsys):
     said = capsys.readouterr().out
     assert "Step: 4 rows.\nLength: 6 steps; no validations.\nwarning: Memory: about 4.00 GiB" in said
     assert "It will probably not fit: lower data.batch_size" in said
+    RunSummary(TaskFields(pretrained="base"), "", stream, 1, memory(2**30, block=0.9 * 2**30, gap=2**30)).say(DATA)
+    assert "warning: Memory: about 1.00 GiB" in (said := capsys.readouterr().out) and "It may not fit: lower" in said
     task = GRPOFields(pretrained="base", rewards=[{"name": "exact_match"}, {"name": "f1", "weight": 0.5}],
                       num_generations=4, max_new_tokens=10, steps_per_rollout=2, num_iterations=3)
     RunSummary(task, "", schedule(), 2, memory(0)).say(DATA)

@@ -14,14 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmmods.core.labels import IGNORED
+from lmmods.core.memory import CHUNK_BYTES, CHUNK_BYTES_GPU, LEAST_CHUNK
 from lmmods.core.settings import LEAST, NOTHING, Divergence, TokenLoss
 from lmmods.torch_engine.compat.torch import add_to_all
-
-# Approximate bytes of a chunk's float32 logits. Each chunk reads the head's weights, and their gradient if they train,
-# once more: on GPUs this costs more than the memory of larger chunks; on CPUs larger chunks are not faster.
-CHUNK_BYTES = 32 * 2**20
-CHUNK_BYTES_GPU = 256 * 2**20
-LEAST_CHUNK = 128  # positions of a chunk, over which reading the weights of a large vocabulary is spread
 
 
 class LossSums(NamedTuple):
@@ -150,10 +145,15 @@ def _drawn(guide: Guide | Likeliest | None) -> Tensor | None:
     return guide.drawn if isinstance(guide, Guide) else None
 
 
+def chunk_bytes(device: torch.device) -> int:
+    """Return the approximate bytes of a chunk's float32 logits."""
+    return CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_GPU
+
+
 def _chunk_length(vocab_size: int, device: torch.device) -> int:
     """Return the positions of a chunk."""
     # [positions, V] float32 logits
-    return max((CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_GPU) // (4 * vocab_size), LEAST_CHUNK)
+    return max(chunk_bytes(device) // (4 * vocab_size), LEAST_CHUNK)
 
 
 def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None, form: TokenLoss,

@@ -1,6 +1,6 @@
 """Sizes of a network: number of parameters, dtypes, FLOPs and memory of a training step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
-from lmmods.core.memory import NetworkShape, StepMemory, estimate_step, flops_per_token, widths_of
+from lmmods.core.memory import NetworkShape, Step, StepMemory, estimate_step, flops_per_token, widths_of
 from lmmods.torch_engine.nn.experts import is_stacked
 
 
@@ -79,17 +79,26 @@ def training_flops(model: nn.Module) -> int:
     return flops_per_token(sum(count for count, _ in counts), sum(count for count, trains in counts if trains))
 
 
-def step_memory(model: nn.Module, optimizer: str, num_tokens: int, checkpointing: bool, compute_bytes: int,
-                device: torch.device, copied: int = 0, averages: bool = False) -> StepMemory:
+def step_memory(model: nn.Module, step: Step, num_tokens: int, device: torch.device, copied: int = 0) -> StepMemory:
     """Return the estimated memory of a training step on a device.
 
     Args:
+        step: Its parameters are counted here.
+        num_tokens: Tokens of a micro-batch, padding included.
         copied: Bytes of weights that the task holds outside of the network.
-        averages: As in `estimate_step`.
     """
-    sizes = summarize(model)
-    return estimate_step(widths_of(model.config), sizes.weight_bytes + copied, sizes.num_trainable, optimizer,
-                         num_tokens, checkpointing, compute_bytes, available_bytes(device), averages)
+    sizes, head = summarize(model), model.get_output_embeddings()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    num_bytes = sum(num_elements(param) * param.element_size() for param in trained)
+    in_head = [] if head is None else [param for param in head.parameters() if param.requires_grad]
+    step = replace(step, num_trainable=sizes.num_trainable, param_bytes=num_bytes / max(sizes.num_trainable, 1),
+                   chunk_bytes=0 if head is None else step.chunk_bytes, trained_head=sum(map(num_elements, in_head)))
+    return estimate_step(widths_of(model.config, _has_qk_norm(model)), sizes.weight_bytes + copied, step, num_tokens,
+                         available_bytes(device))
+
+
+def _has_qk_norm(model: nn.Module) -> bool:
+    return any(name.endswith((".q_norm", ".query_norm", ".q_layernorm")) for name, _ in model.named_modules())
 
 
 def planned_shape(config: Any, auto_class: str) -> NetworkShape:
@@ -113,7 +122,8 @@ def planned_shape(config: Any, auto_class: str) -> NetworkShape:
     return NetworkShape(num_params=sum(map(num_elements, model.parameters())),
                         num_linear=sum(shape.numel() for shape in linear + stacked),
                         # A [r, in] and B [out, r]: in + out parameters of each layer per rank.
-                        lora_per_rank=sum(map(sum, linear)), widths=widths_of(config))
+                        lora_per_rank=sum(map(sum, linear)), widths=widths_of(config, _has_qk_norm(model)),
+                        head=0 if head is None else sum(map(num_elements, head.parameters())))
 
 
 def available_bytes(device: torch.device) -> int:

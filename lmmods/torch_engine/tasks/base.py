@@ -1,5 +1,6 @@
 """Base class of all torch tasks: the network, exact gradient accumulation, evaluation and checkpoints."""
 
+import math
 import os
 import random
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
-from lmmods.core.memory import StepMemory, describe_sizes, describe_teacher
+from lmmods.core.memory import Step, StepMemory, describe_sizes, describe_teacher
 from lmmods.core.settings import num_layers, require
 from lmmods.core.text_metrics import perplexity
 from lmmods.data.teacher import check_teacher
@@ -29,7 +30,7 @@ from lmmods.torch_engine.nn.context_parallel import ContextParallel
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, split_rows, tokens_per_piece
-from lmmods.torch_engine.nn.loss import IGNORED, LossSums
+from lmmods.torch_engine.nn.loss import IGNORED, LossSums, chunk_bytes
 from lmmods.torch_engine.nn.optim import (
     averages,
     build_optimizer,
@@ -331,8 +332,11 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         if chunk:
             tokens = min(tokens, max(chunk, per_row))  # a row is never split
         tokens = -(-tokens // sharding.num_pieces(self.trainer.strategy))
-        return summary.step_memory(self.model, self.optimizer.name, tokens, self.gradient_checkpointing, compute_bytes,
-                                   self.device, self.copied_bytes(), self.optimizer.ema_decay is not None)
+        step = Step(0, self.optimizer.name, bool(self.gradient_checkpointing), compute_bytes,
+                    runs="compiled" if self.compile else "eager", averages=self.optimizer.ema_decay is not None,
+                    in_full=not self.trains_adapter, has_dropout=self.lora is not None and self.lora.dropout > 0,
+                    chunk_bytes=chunk_bytes(self.device) if self.fast_kernels else math.inf)
+        return summary.step_memory(self.model, step, tokens, self.device, self.copied_bytes())
 
     def flops_per_token(self) -> int:
         """Return the FLOPs per training token."""
