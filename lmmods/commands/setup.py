@@ -147,7 +147,8 @@ class Setup:
                                 trust_remote_code=self.model.trust_remote_code, seed=self.recipe.seed,
                                 max_positions=position_limit(fields), token_types=tells_token_types(fields),
                                 answers=self.model.answers, label_names=self.model.label_names(),
-                                new_tokens=self.model.new_tokens)
+                                new_tokens=self.model.new_tokens,
+                                max_new_tokens=getattr(getattr(self.model, "generation", None), "max_new_tokens", None))
         if self.recipe.command == "predict" and getattr(self.model, "best_of", None) is not None:
             from lmmods.commands.reward_model import read_reward_model
 

@@ -23,10 +23,9 @@ from lmmods.data.batches.on_policy import OnPolicyLoader, stand_ins
 from lmmods.data.batches.packing import PackedSet
 from lmmods.data.batches.sampler import BatchOrder, OrderRule, evaluation_order, mixed_order, training_order
 from lmmods.data.batches.stream import StreamLoader, StreamSource, draw_number
-from lmmods.data.encode.encoder import describe_dropped
 from lmmods.data.encode.tokenizer import TokenizerOptions, encoding_state
 from lmmods.data.hooks import TaskHooks
-from lmmods.data.report import describe, misfit, render_table
+from lmmods.data.report import describe, describe_lost, misfit, render_table
 from lmmods.data.sources.preferences import Answers
 from lmmods.data.splits import STAGE_ROLES, Role, SourceStores, Splits
 from lmmods.data.store.cache import fingerprint
@@ -301,7 +300,8 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
 
     def connect(self, *, pretrained: str | None = None, revision: str | None = None, trust_remote_code: bool = False,
                 seed: int | None = None, max_positions: int | None = None, token_types: bool = True,
-                answers: Answers = "pair", label_names: list[str] | None = None, new_tokens: int = 1) -> None:
+                answers: Answers = "pair", label_names: list[str] | None = None, new_tokens: int = 1,
+                max_new_tokens: int | None = None) -> None:
         """Fill in fields that the user left unset from the model and the run.
 
         Args:
@@ -314,6 +314,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             answers: What a row of preferences is to the loss.
             label_names: Labels of the pretrained model, in the order of its outputs; None if it names none.
             new_tokens: Tokens of an answer, for which a prompt leaves room.
+            max_new_tokens: Maximum length of an answer in predict; None if it generates none.
 
         Raises:
             UserError: `max_length` is more than the model can take.
@@ -326,7 +327,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             self._seed = seed
         self.run_seed = seed or 0
         self.token_types, self.answers, self.label_names = token_types, answers, label_names
-        self.new_tokens = new_tokens
+        self.new_tokens, self.max_new_tokens = new_tokens, max_new_tokens
         if max_positions is not None and (self.max_length or 0) > max_positions:
             raise UserError(f"data.max_length is {self.max_length}, but the model takes at most {max_positions} tokens")
         if self.max_length is None:
@@ -384,19 +385,18 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             self.adopt_contents(strategy.broadcast(self.contents))
         self._report = None
         self._splits.open(stage, self._shard().rank == 0)
-        self._check_splits()
+        self._check_splits(stage)
 
-    def _check_splits(self) -> None:
-        """Warn if the vocabulary does not fit, or predict leaves out rows. Raises UserError: no token of a split is
-        scored by its loss.
+    def _check_splits(self, stage: str | None) -> None:
+        """Warn if the vocabulary does not fit, or if an evaluation does not see all of its rows; `fit` has these in its
+        data report. Raises UserError: no token of a split is scored by its loss.
         """
         for role in [role for role in self._splits.sets if role not in self._checked]:
             self._checked.add(role)
             stores = self._splits.sets[role].stores
             found = [problem for store in stores if (problem := misfit(store.info))]
-            if role == "predict":  # which writes no data report
-                found += [f"Predict leaves out rows of {store.info['path']}, {describe_dropped(store.info)}"
-                          for store in stores if store.info["dropped"]]
+            if role != "train" and stage != "fit" and role in STAGE_ROLES[stage]:
+                found += [line for store in stores for line in describe_lost(role, store.info)]
             items = self._loaders.items(role) if role != "predict" else ()
             if items and not any(self._is_scored(items[number], role) for number in range(len(items))):
                 raise UserError(f"{self._splits.key(role)}: in its rows ({len(items)}) no token is scored, so "
@@ -404,9 +404,23 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
                                 + (found[0] if found else "Rows of one token, of special tokens alone or, in masked "
                                    "language modelling, without a mask score none: add longer ones"))
             for problem in found:
-                if problem not in self._warned and getattr(self.trainer, "is_global_zero", True):
-                    warn(f"{problem}.")
-                self._warned.add(problem)
+                self._warn_once(f"{problem}.")
+
+    def _warn_once(self, message: str) -> None:
+        """Warn in the first process, and not again of the same."""
+        if message not in self._warned and getattr(self.trainer, "is_global_zero", True):
+            warn(message)
+        self._warned.add(message)
+
+    def _can_score(self, role: Role, is_labelled: list[bool]) -> bool:
+        """True if all rows of an evaluation have a right answer: a score over some of them would be taken for one over
+        all. Warns if only some have one.
+        """
+        missing = is_labelled.count(False)
+        if 0 < missing < len(is_labelled):
+            self._warn_once(f"{role} has no scores: {missing} of {len(is_labelled)} rows have no right answer, or one "
+                            "that training did not have. Complete or remove them.")
+        return bool(is_labelled) and not missing
 
     def adopt_contents(self, contents: dict[str, str | None]) -> None:
         """Adopt the content hashes of the first process, so that other processes need not read all sources."""

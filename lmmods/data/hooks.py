@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
@@ -19,6 +19,14 @@ from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import PromptSet, RowSet
 from lmmods.recipe.source import Source
 from lmmods.recipe.tasks.base import DataFields
+
+
+class Generated(NamedTuple):
+    """Text that follows a prompt; `is_cut` is True if it ended only because it reached the maximum length."""
+
+    prompt: str
+    text: str
+    is_cut: bool = False
 
 
 class TaskHooks(DataFields, ABC):
@@ -38,6 +46,7 @@ class TaskHooks(DataFields, ABC):
     on_policy: OnPolicy | None = None  # which answers the network in training draws; set before the training loader
     reward_model: best_of.Scorer | None = None  # chooses among several answers of predict
     new_tokens: int = 1  # of an answer, for which a prompt leaves room
+    max_new_tokens: int | None = None  # of an answer in predict
     label_names: list[str] | None = None  # labels of the pretrained model, in the order of its outputs
     left_over: str = "not_used"  # in the data report: key of the parts of rows that are in no token
     _adds_padding = True  # give a tokenizer without padding token a new one, and the network a row for it
@@ -194,19 +203,24 @@ class TaskHooks(DataFields, ABC):
         return []
 
     def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
-        """Outputs of a predict batch by `index`, without padding rows: here (prompt, generated text), or (prompt,
-        generated texts) where a reward model chooses.
+        """Outputs of a predict batch by `index`, without padding rows: here `Generated`, or (prompt, generated texts)
+        where a reward model chooses.
 
         Args:
             batch: The batch, with `input_ids` [B, T].
-            outputs: Generated tokens [B * answers, T_new], with the answers to a prompt next to each other.
+            outputs: Generated tokens [B * answers, T_new], with the answers to a prompt next to each other; those after
+                the token that ends an answer are padding, and JAX leaves out that token, too.
         """
         prompts = self.tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
         texts: list[Any] = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
         if self.reward_model is not None:
             size = len(texts) // max(len(prompts), 1)
             texts = [texts[first : first + size] for first in range(0, len(texts), size)]
-        return {index: pair for index, *pair in zip(batch["index"].tolist(), prompts, texts) if index >= 0}
+            return {index: pair for index, *pair in zip(batch["index"].tolist(), prompts, texts) if index >= 0}
+        ends = set(self.stop_token_ids)
+        are_cut = [len(tokens) == self.max_new_tokens and ends.isdisjoint(map(int, tokens)) for tokens in outputs]
+        return {index: Generated(*generated) for index, *generated in zip(
+            batch["index"].tolist(), prompts, texts, are_cut, strict=True) if index >= 0}
 
     def judged(self, outputs: dict[int, Any]) -> dict[int, Any]:
         """The outputs of predict that this process has, with the scores of the reward model, if there is one."""
@@ -226,12 +240,19 @@ class TaskHooks(DataFields, ABC):
         raise NotImplementedError(f"{type(self).__name__} has no `answer`")
 
     def predictions(self, outputs: dict[int, Any]) -> Predictions:
-        """Rows, scores and files from all outputs of predict, by index: (prompt, text), or `best_of.Candidates`."""
+        """Rows, scores and files from all outputs of predict, by index: `Generated`, or `best_of.Candidates`.
+
+        With scores, `answers_cut` counts the answers that reached the maximum length, if there are any: such an answer
+        may be right only because it does not go on.
+        """
         if self.reward_model is not None:
             return self._best_predictions(outputs)
-        rows = [{**self.example(index), "prediction_with_input": prompt + text, "prediction": text.strip()}
-                for index, (prompt, text) in sorted(outputs.items())]
-        return Predictions(rows, self.score({index: text for index, (_, text) in outputs.items()}), {})
+        answers = {index: Generated(*output) for index, output in sorted(outputs.items())}
+        rows = [{**self.example(index), "prediction_with_input": answer.prompt + answer.text,
+                 "prediction": answer.text.strip()} for index, answer in answers.items()]
+        scores = self.score({index: answer.text for index, answer in answers.items()})
+        num_cut = sum(answer.is_cut for answer in answers.values())
+        return Predictions(rows, {**scores, "answers_cut": float(num_cut)} if scores and num_cut else scores, {})
 
     def _best_predictions(self, found: dict[int, best_of.Candidates]) -> Predictions:
         texts = {index: each.texts[each.best] for index, each in sorted(found.items())}

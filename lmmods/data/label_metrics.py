@@ -98,16 +98,13 @@ def tag_scores(predicted: np.ndarray, labels: np.ndarray, num_labels: int) -> di
     """`accuracy` and `f1_macro` of words, over the tags that words have or are given.
 
     Args:
-        predicted: [N] integers.
+        predicted: [N] integers, -1 for a word without a prediction.
         labels: [N] integers.
     """
-    import torch
-    from torchmetrics.functional import classification
-
-    macro = classification.multiclass_f1_score(torch.from_numpy(predicted.astype(np.int64)),
-                                               torch.from_numpy(labels.astype(np.int64)), num_classes=num_labels,
-                                               average="macro", validate_args=False)
-    return {"accuracy": float((predicted == labels).mean()), "f1_macro": float(macro)}
+    shares = [_shares(*counts) for counts in zip(*_class_counts(predicted, labels, num_labels), strict=True)
+              if counts[1] + counts[2]]
+    return {"accuracy": float((predicted == labels).mean()),
+            "f1_macro": float(np.mean([share["f1"] for share in shares]))}
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:
@@ -144,7 +141,7 @@ def class_report(predicted: np.ndarray, labels: np.ndarray, names: list[str]) ->
     are given class j.
 
     Args:
-        predicted: [N] integers, or [N, K] bool for several labels.
+        predicted: [N] integers, -1 for a row that is given no class, or [N, K] bool for several labels.
         labels: The same of the right ones.
         names: Of the K classes.
     """
@@ -152,12 +149,18 @@ def class_report(predicted: np.ndarray, labels: np.ndarray, names: list[str]) ->
         hits, given, wanted = ((predicted & labels).sum(0), predicted.sum(0), labels.sum(0))
         return {"names": names, "classes": _table(names, hits, given, wanted)}
     size = len(names)
-    counts = [np.bincount(numbers, minlength=size) for numbers in (labels[predicted == labels], predicted, labels)]
-    table = {"names": names, "classes": _table(names, *counts)}
+    table = {"names": names, "classes": _table(names, *_class_counts(predicted, labels, size))}
     if size > MOST_PAIRS:
         return table
-    confusion = np.bincount(labels * size + predicted, minlength=size * size).reshape(size, size)
-    return {**table, "confusion": confusion.tolist()}
+    has_class = predicted >= 0
+    pairs = labels[has_class] * size + predicted[has_class]
+    return {**table, "confusion": np.bincount(pairs, minlength=size * size).reshape(size, size).tolist()}
+
+
+def _class_counts(predicted: np.ndarray, labels: np.ndarray, size: int) -> list[np.ndarray]:
+    """Count for each class, [K]: rows that have it and are given it, rows that are given it, rows that have it."""
+    return [np.bincount(numbers, minlength=size)
+            for numbers in (labels[predicted == labels], predicted[predicted >= 0], labels)]
 
 
 def _table(names: list[str], hits: Any, given: Any, wanted: Any) -> dict[str, dict[str, float]]:

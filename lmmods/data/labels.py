@@ -16,7 +16,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.files import read_text
 from lmmods.core.hardware import cache_folder
 from lmmods.data.base import DataModule
-from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.encoder import Encoder, RowCounts, describe_dropped, first_usable_row
 from lmmods.data.encode.labels import CuttingTokenizer
 from lmmods.data.encode.tokenizer import tells_texts_apart
 from lmmods.data.scoring import Predictions
@@ -63,7 +63,8 @@ class LabelData(LabelDataFields, DataModule):
 
     def _adopt(self, found: dict[str, Any]) -> None:
         for name in self.found_fields:
-            setattr(self, name, found[name])
+            if name in found:  # checkpoints of earlier versions lack some
+                setattr(self, name, found[name])
         self._are_found = True
 
     def _cached_facts(self, readers: list[SourceReader]) -> dict[str, Any]:
@@ -83,22 +84,21 @@ class LabelData(LabelDataFields, DataModule):
 
     def _first_row(self, readers: list[SourceReader]) -> Row:
         """First usable training row. Raises UserError: there is none."""
-        row = next((row for row in readers[0] if row.problem is None), None)
-        if row is None:
-            raise UserError(f"{readers[0].source.path}: no usable row was found")
-        return row
+        return first_usable_row(readers[0], readers[0].source.path)
 
     def _sampled(self, reader: SourceReader) -> Iterator[Row]:
         """Usable rows of a training source; of a stream the first ones."""
         rows = itertools.islice(reader, FIRST_BUFFER) if self.streaming else reader
         return (row for row in rows if row.problem is None)
 
-    def _known_labels(self, names: Iterable[str], class_names: list[list[str] | None], column: str) -> list[str]:
+    def _known_labels(self, names: Iterable[str], class_names: list[list[str] | None], column: str,
+                      row_counts: RowCounts) -> list[str]:
         """The labels of `data.labels`, else those found, in the order of the data set's own names or sorted.
 
         Args:
             names: Those that the training rows have.
             class_names: What each source calls its numbers.
+            row_counts: Training rows whose labels cannot be read, by reason.
 
         Raises:
             UserError: There are none, too many, or they are those of a part of a stream.
@@ -111,7 +111,9 @@ class LabelData(LabelDataFields, DataModule):
         first = class_names[0]
         found = first if first and all(names == first for names in class_names) else in_order(set(names))
         if not found:
-            raise UserError(f"data.source: no row has a label in the column {column!r}")
+            summary = row_counts.summary()
+            why = f", {describe_dropped(summary)}" if summary["dropped"] else ""
+            raise UserError(f"data.source: no row has a label in the column {column!r}{why}")
         if len(found) > MOST_LABELS:
             raise UserError(f"data.source: the column {column!r} has more than {MOST_LABELS:,} different values, which "
                             "are no labels. Name the column of the labels, or the labels in data.labels")

@@ -75,7 +75,7 @@ class MultipleChoiceData(MultipleChoiceDataFields, DataModule):
             number `choice` from 0, and the `probabilities` of all choices; `accuracy` if all rows say which is right.
         """
         rows = self._rows(role)
-        written, right = [], []
+        written, right = [], []  # is each choice right; None if the row does not say it
         for number, logits in sorted(outputs.items()):
             row = rows[number]
             assert row is not None
@@ -86,9 +86,8 @@ class MultipleChoiceData(MultipleChoiceDataFields, DataModule):
             written.append({**source, "prediction": read_question(source, with_answer=False).choices[choice],
                             "choice": choice, "probabilities": (powers / powers.sum()).tolist()})
             right.append(None if row["answer"] == IGNORED else choice == row["answer"])
-        # A score over some of the questions would be taken for one over all.
-        scores = {"accuracy": float(np.mean(right))} if right and None not in right else {}
-        return Predictions(written, scores, {})
+        is_scored = self._can_score(role, [each is not None for each in right])
+        return Predictions(written, {"accuracy": float(np.mean(right))} if is_scored else {}, {})
 
     def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
         """Logits by `index`; the network already returns them so."""
@@ -117,6 +116,10 @@ class MultipleChoiceData(MultipleChoiceDataFields, DataModule):
                 f"a text before them ({', '.join((*CONTEXTS, *QUESTIONS))}). Map yours with data.columns, for example "
                 "{my_answers: choices}")
         tokenizer = self.tokenizer
+        specials = tokenizer.num_special_tokens_to_add(pair=True)
+        if self.max_length <= specials:
+            raise UserError(f"data.max_length is {self.max_length}, but the tokenizer adds {specials} special tokens "
+                            "to a pair of texts; set it to more")
         encoder = ChoiceEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.unk_token_id, self.max_length,
                                 prompts_only)
         return encoder, {"format": "choices"}

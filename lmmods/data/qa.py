@@ -1,6 +1,7 @@
 """Extractive question answering: SQuAD files as published, or flat rows, encoded as overlapping windows."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -63,16 +64,16 @@ class QAData(QADataFields, DataModule):
         return self._rows(role).source_row(question)
 
     def golds(self, role: Role, question: int) -> list[str]:
-        """Texts of the gold answers; empty for none. Questions with damaged answers have none."""
-        try:
-            return [text for text, _ in gold_answers(self.question_row(role, question))]
-        except RowProblem:
-            return []
+        """Texts of the gold answers; empty for none. Raises RowProblem: they are damaged."""
+        return [text for text, _ in gold_answers(self.question_row(role, question))]
 
     def is_labelled(self, role: Role, question: int) -> bool:
         """True if the data give the right answer, or say that there is none."""
         row = self.question_row(role, question)
-        return row.get("answers") is not None or bool(row.get("is_impossible"))
+        with suppress(RowProblem):  # of damaged answers, which are none
+            self.golds(role, question)
+            return row.get("answers") is not None or bool(row.get("is_impossible"))
+        return False
 
     def answer(self, role: Role, logits: dict[int, tuple[np.ndarray, np.ndarray]]) -> Predictions:
         """Answers, scores and files of an evaluation or of predict.
@@ -99,9 +100,8 @@ class QAData(QADataFields, DataModule):
             chosen.add(key, *choose_answer(as_text(row["context"], "context"), parts, self.spans))
             rows.append({**row, "prediction": chosen.predictions[key]})
         scores = {}
-        # A score over some of the questions would be taken for one over all.
-        if windows and all(self.is_labelled(role, question) for question in windows):
-            scores = self._scores(chosen, {key: self.golds(role, question) for question, key in keys.items()})
+        if self._can_score(role, [self.is_labelled(role, question) for question in windows]):
+            scores = self._scores(role, chosen, {key: self.golds(role, question) for question, key in keys.items()})
         files = {"predictions.json": chosen.predictions, "nbest_predictions.json": chosen.nbest}
         if self.spans.version_2_with_negative:
             files["null_odds.json"] = chosen.null_odds
@@ -129,10 +129,13 @@ class QAData(QADataFields, DataModule):
         self._told_ids.add(role)
         return keys
 
-    def _scores(self, chosen: Answers, golds: dict[str, list[str]]) -> dict[str, float]:
+    def _scores(self, role: Role, chosen: Answers, golds: dict[str, list[str]]) -> dict[str, float]:
         if not self.spans.version_2_with_negative:
-            golds = {key: texts for key, texts in golds.items() if texts}  # v1.1 has no questions without an answer
-            return squad_scores(chosen.predictions, golds, version_2=False) if golds else {}
+            answerable = {key: texts for key, texts in golds.items() if texts}  # v1.1 has no others
+            if len(answerable) < len(golds):
+                self._warn_once(f"The scores of {role} leave out {len(golds) - len(answerable)} of {len(golds)} "
+                                "questions, which have no answer. Set data.version_2_with_negative to score them.")
+            return squad_scores(chosen.predictions, answerable, version_2=False) if answerable else {}
         scores = squad_scores(chosen.predictions, golds, version_2=True)
         for name, score in (("exact_match", exact_match), ("f1", token_f1)):
             threshold, best = best_threshold(chosen.best_non_null, golds, chosen.null_odds, score)

@@ -7,7 +7,7 @@ import numpy as np
 
 from lmmods.data.batches.packing import best_fit_decreasing
 from lmmods.data.batches.sampler import OrderRule, evaluation_order, training_order
-from lmmods.data.encode.encoder import UNUSED
+from lmmods.data.encode.encoder import UNUSED, describe_dropped
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.splits import Role
 from lmmods.data.store.rows import RowSet
@@ -17,6 +17,7 @@ MOST_UNKNOWN = 0.03  # share of unknown tokens above which a vocabulary probably
 MOST_UNUSED = 30  # keys that the table names; data_report.json names all
 # Parts of rows that are in no token, in words.
 LEFT_OVER = {"not_used": "not used", "for_rewards": "for rewards alone"}
+EVALUATIONS = {"val": "Validation", "test": "Test", "predict": "Predict"}
 MOST_LABELS = 12  # labels that the table counts; data_report.json counts all
 
 
@@ -90,6 +91,17 @@ def misfit(info: dict[str, Any]) -> str | None:
             "--which most_unknown shows rows")
 
 
+def describe_lost(role: Role, info: dict[str, Any]) -> list[str]:
+    """Describe which rows of a source an evaluation does not see, or not as a whole, from its store's info.json."""
+    what, counts, lines = EVALUATIONS[role], info["counts"], []
+    if info["dropped"]:
+        lines.append(f"{what} leaves out rows of {info['path']}, {describe_dropped(info)}")
+    if counts.get("rows_cut"):
+        lines.append(f"{what} does not see all of {info['path']}: {counts['rows_cut']} of {info['rows_kept']} rows are "
+                     f"longer than the limits and lose {counts['tokens_cut']} tokens in all")
+    return lines
+
+
 def _key_name(counted: str) -> str:
     """The key that a count of unused keys refers to, in printable characters."""
     return counted.removeprefix(UNUSED)[:80].encode(errors="backslashreplace").decode()
@@ -159,6 +171,14 @@ def render_table(report: dict[str, Any]) -> str:
             lines.append(f"  unknown to the vocabulary: {unknown}")
         if source.get("rows_cut"):
             lines.append(f"  cut {source['rows_cut']} rows by {source['tokens_cut']} tokens in all")
+        if source.get("choices_cut"):
+            lines.append(f"  cut choices, too, in {source['choices_cut']} of these rows, as they leave no room for the "
+                         "text before them")
+        if source.get("questions_cut"):
+            lines.append(f"  cut {source['questions_cut']} questions to data.question_max_length")
+        if source.get("answers_not_in_context"):
+            lines.append(f"  {source['answers_not_in_context']} questions have an answer that is not in their context: "
+                         "the loss leaves them out, exact match and F1 do not")
         if source.get("ends_in_padding"):
             lines.append(f"  {source['ends_in_padding']} rows end in the padding token: transformers classifies a "
                          "decoder's row at an earlier token, see the model card")

@@ -143,6 +143,10 @@ class RewardData(RewardDataFields, ConversationData):
                 written.append({**row, "scores": pairs[-1]})
             else:
                 written.append({**row, "score": judged[1]})
+        num_whole = sum(None not in pair for pair in pairs)
+        if 0 < num_whole < len(found):
+            self._warn_once(f"{role} has no accuracy and margin: {len(found) - num_whole} of {len(found)} rows are not "
+                            "pairs of answers that both have a score.")
         return Predictions(written, _metrics(found, pairs), {})
 
     def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:

@@ -1,17 +1,19 @@
 """Texts, or pairs of texts, with one label, several labels or a number."""
 
+import math
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.collate import Collator, LabelCollator
-from lmmods.data.encode.encoder import Encoder
-from lmmods.data.encode.labels import Labels, SequenceEncoder, cell_list, label_name
+from lmmods.data.encode.encoder import Encoder, RowCounts
+from lmmods.data.encode.labels import DECIMAL_COMMA, Labels, SequenceEncoder, cell_list, label_name, read_bits
 from lmmods.data.label_metrics import class_report, multi_label_scores, regression_scores, single_label_scores
 from lmmods.data.labels import MOST_LABELS, LabelData, find_column
 from lmmods.data.scoring import Predictions
@@ -22,7 +24,7 @@ from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.splits import Role
 from lmmods.recipe.source import Source
-from lmmods.recipe.tasks.sequence_classification import SequenceClassificationDataFields
+from lmmods.recipe.tasks.sequence_classification import ProblemType, SequenceClassificationDataFields
 
 TEXTS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
          ("text1", "text2"), ("text",), ("sentence",))
@@ -31,8 +33,106 @@ NO_TEXTS = ("id", "idx", "label_text")
 OTHER_TASKS = ("tokens", "words", "choices", "endings", "ending0")  # columns of tagging and of multiple choice
 PROBLEMS = {"single_label": "single_label_classification", "multi_label": "multi_label_classification",
             "regression": "regression"}  # transformers' names
+FEW_ROWS, MOST_CLASSES = 20, 0.9  # with more rows, share of them that may have a label of their own
+FRACTIONS, COMMA = "fractions", "decimal comma"
+LabelLists = Literal["positions", "numbers"]
 WHOLE = re.compile(r"\s*[+-]?\d+\s*", re.ASCII)
 NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+
+
+class LabelSurvey:
+    """What the label column of the training rows holds, to decide what a label is.
+
+    Attributes:
+        names: Labels in lists (True) and alone (False).
+        row_counts: Rows whose label cannot be read, by reason.
+    """
+
+    def __init__(self, column: str) -> None:
+        self.names: dict[bool, set[str]] = {False: set(), True: set()}
+        self.row_counts = RowCounts()
+        self._column = column
+        self._kinds: Counter[str] = Counter()  # rows with a list, a fraction, a decimal comma, a whole number or a text
+        self._first: dict[str, str] = {}  # first row of each kind, and the first list with a fraction
+        self._has_bits_only = True  # in lists
+        self._list_lengths: set[int] = set()
+
+    def add(self, row: Row, class_names: list[str] | None) -> None:
+        """Add a row; `class_names` are the names that its numbers stand for."""
+        self.row_counts.num_rows += 1
+        value = _cell(row.values.get(self._column))
+        is_list = isinstance(value, list)
+        try:
+            names = {label_name(item, class_names) for item in (value if is_list else [value])}
+        except RowProblem as problem:
+            self.row_counts.drop(row, str(problem))
+            return
+        kind, shown = _kind(value), f"{row.file}:{row.line}: {reprlib.repr(value)}"
+        self._kinds[kind] += 1
+        self._first.setdefault(kind, shown)
+        if len(self.names[is_list]) <= MOST_LABELS:
+            self.names[is_list] |= names
+        if is_list:
+            self._list_lengths.add(len(value))
+            self._has_bits_only &= class_names is None and read_bits(value) is not None
+            if any(isinstance(item, float) and not item.is_integer() for item in value):
+                self._first.setdefault(FRACTIONS, shown)
+
+    def problem_type(self, labels: list[str] | None) -> ProblemType:
+        """Return the problem type that fits most rows.
+
+        Args:
+            labels: `data.labels`.
+
+        Raises:
+            UserError: The labels look like numbers with a decimal comma.
+        """
+        kinds = self._kinds
+        if 2 * kinds["list"] > kinds.total():
+            return "multi_label"
+        if kinds["text"] or kinds["list"]:
+            return "single_label"
+        if labels is None and kinds[COMMA]:
+            raise UserError(f"{self._first[COMMA]} in the column {self._column!r} looks like a number with a decimal "
+                            "comma. Write numbers with a point and several labels of a row as a list; if these are "
+                            "names of labels, set data.problem_type to single_label")
+        return "regression" if kinds["fraction"] else "single_label"
+
+    def label_lists(self, labels: list[str] | None) -> LabelLists | None:
+        """Return how to read lists of zeros and ones; None if there are other lists, or none.
+
+        They are positions if all have one length (and `data.labels`, if given, too): label numbers would then name the
+        same labels in each row, or one label twice. Lists without any label are left aside.
+
+        Args:
+            labels: `data.labels`.
+
+        Raises:
+            UserError: There are lists of fractions.
+        """
+        if labels is None and FRACTIONS in self._first:
+            raise UserError(f"{self._first[FRACTIONS]} in the column {self._column!r} is a list with fractions, which "
+                            "are no labels. Use lists of labels, or a one or zero for each label")
+        lengths = self._list_lengths - {0}
+        if not lengths or not self._has_bits_only:
+            return None
+        size = max(lengths)
+        is_one_length = len(lengths) == 1 and size > 1 and (labels is None or len(labels) == size)
+        return "positions" if is_one_length else "numbers"
+
+    @property
+    def positions(self) -> set[str]:
+        """Names of the labels that lists of zeros and ones have a position for."""
+        return set(map(str, range(max(self._list_lengths))))
+
+    def check_classes(self) -> None:
+        """Raise UserError if there is about one label for each row."""
+        names, rows = self.names[False], self._kinds.total() - self._kinds["list"]
+        if rows > FEW_ROWS and len(names) > MOST_CLASSES * rows:
+            raise UserError(f"data.source: the column {self._column!r} has {len(names)} different values in {rows} "
+                            f"rows ({', '.join(sorted(names)[:3])} ...), so they are probably no labels. Set "
+                            "data.label_column to the column of the labels, or data.problem_type: regression for "
+                            "numbers, single_label if they are labels")
 
 
 class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
@@ -42,7 +142,8 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
     [B, K], 1 for those of the row; for numbers float32 [B]. Both are NaN in padding rows.
     """
 
-    found_fields: ClassVar[tuple[str, ...]] = ("labels", "problem_type", "text_columns", "label_column")
+    found_fields: ClassVar[tuple[str, ...]] = ("labels", "problem_type", "text_columns", "label_column", "label_lists")
+    label_lists: LabelLists | None = None
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:
@@ -70,35 +171,24 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
         if not columns:
             raise UserError(f"{first.file}:{first.line}: no column of text; the columns are {', '.join(first.values)}. "
                             "Name one or two with data.text_columns")
-        names: dict[bool, set[str]] = {False: set(), True: set()}
-        kinds, class_names = Counter(), [reader.class_names(label_column) for reader in readers]
-        if self._given["problem_type"] is None or self._given["labels"] is None:
+        class_names = [reader.class_names(label_column) for reader in readers]
+        survey, given_labels = LabelSurvey(label_column), self._given["labels"]
+        if given_labels is None or self._given["problem_type"] in (None, "multi_label"):
             for reader, known in zip(readers, class_names, strict=True):
-                self._count(reader, known, label_column, names, kinds)
-        problem_type = self._given["problem_type"] or _problem_type(kinds)
+                for row in self._sampled(reader):
+                    survey.add(row, known)
+        problem_type = self._given["problem_type"] or survey.problem_type(given_labels)
+        label_lists = survey.label_lists(given_labels) if problem_type == "multi_label" else None
+        names = survey.names[problem_type == "multi_label"] if label_lists != "positions" else survey.positions
         labels = [] if problem_type == "regression" else self._known_labels(
-            names[problem_type == "multi_label"], class_names, label_column)
+            names, class_names, label_column, survey.row_counts)
         if problem_type == "single_label" and len(labels) < 2:
             raise UserError(f"data.source: all rows have the label {labels[0]!r} in the column {label_column!r}, so "
                             "there is nothing to tell apart. Add rows with other labels")
+        if problem_type == "single_label" and not (given_labels or self._given["problem_type"] or any(class_names)):
+            survey.check_classes()
         return {"labels": labels, "problem_type": problem_type, "text_columns": list(columns),
-                "label_column": label_column}
-
-    def _count(self, reader: SourceReader, known: list[str] | None, column: str, names: dict[bool, set[str]],
-               kinds: Counter) -> None:
-        """Count how many rows of a source have a list, a fraction, a whole number or a text, and collect the labels in
-        lists (True) and alone (False).
-        """
-        for row in self._sampled(reader):
-            try:
-                value = _cell(row.values.get(column))
-                is_list = isinstance(value, list)
-                found = {label_name(item, known) for item in (value if is_list else [value])}
-            except RowProblem:
-                continue  # counted when the rows are encoded
-            kinds[_kind(value)] += 1
-            if len(names[is_list]) <= MOST_LABELS:
-                names[is_list] |= found
+                "label_column": label_column, "label_lists": label_lists}
 
     def label_counts(self, role: Role) -> dict[str, int]:
         """Rows of a role with each label; empty for numbers."""
@@ -129,12 +219,24 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
             find_column(first, self.label_column, (), "data.label_column")
         is_pair = len(self.text_columns) == 2
         labels = Labels(self.labels, self._class_names(source, self.label_column))
+        positions = self._positions() if self.label_lists == "positions" else None
         encoder = SequenceEncoder(self._cutting_tokenizer(is_pair), prompts_only, self.text_columns, self.label_column,
-                                  self.problem_type, labels)
+                                  self.problem_type, labels, positions)
         return encoder, {"format": "pair of texts" if is_pair else "text", "notes": self._notes(is_pair)}
+
+    def _positions(self) -> list[int]:
+        """Number of the label at each position of lists of zeros and ones: that of its name, if names are positions."""
+        names = list(map(str, range(len(self.labels))))
+        return list(map(self.labels.index, names)) if set(names) == set(self.labels) else list(range(len(names)))
 
     def _notes(self, is_pair: bool) -> list[str]:
         notes = [f"columns: {' and '.join(self.text_columns)}; {self.label_column} ({self.problem_type})"]
+        if self.label_lists == "positions":
+            notes.append(f"lists of {len(self.labels)} zeros and ones in {self.label_column}: a one marks the label at "
+                         "its position")
+        elif self.label_lists == "numbers":
+            notes.append(f"lists of zeros and ones in {self.label_column}, not one for each label: they are label "
+                         "numbers")
         if is_pair and not self.tokenizer.num_special_tokens_to_add(pair=True):
             notes.append("the tokenizer puts nothing between the two texts")
         return notes
@@ -171,8 +273,12 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
         rows = [{**self._example(role, index), **self._predicted(row)}
                 for index, row in zip(indices, logits, strict=True)]
         known = self._rows(role)
-        scores, files = self._scores(logits, [known[index]["label"] for index in indices])
-        return Predictions(rows, scores, files)
+        labels = [known[index]["label"] for index in indices]
+        is_regression = self.problem_type == "regression"
+        if not self._can_score(role, [math.isfinite(label) if is_regression else IGNORED not in np.atleast_1d(label)
+                                      for label in labels]):
+            return Predictions(rows, {}, {})
+        return Predictions(rows, *self._scores(logits, labels))
 
     def _predicted(self, logits: np.ndarray) -> dict[str, Any]:
         if self.problem_type == "regression":
@@ -187,16 +293,11 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
 
     def _scores(self, logits: np.ndarray, labels: list[Any]) -> tuple[dict[str, float], dict[str, Any]]:
         if self.problem_type == "regression":
-            values = np.array(labels)
-            return (regression_scores(logits[:, 0], values), {}) if np.isfinite(values).all() else ({}, {})
+            return regression_scores(logits[:, 0], np.array(labels)), {}
         if self.problem_type == "single_label":
             numbers = np.array(labels)
-            if (numbers == IGNORED).any():
-                return {}, {}
             report = class_report(logits.argmax(1), numbers, self.labels)
             return single_label_scores(logits, numbers), {"classes.json": report}
-        if any(IGNORED in row for row in labels):
-            return {}, {}
         present = np.zeros(logits.shape, bool)
         for place, row in enumerate(labels):
             present[place, row] = True
@@ -226,10 +327,6 @@ def _kind(value: Any) -> str:
         return "text"
     if isinstance(value, int) or isinstance(value, str) and WHOLE.fullmatch(value):
         return "whole number"
-    return "fraction" if isinstance(value, float) or NUMBER.fullmatch(str(value)) else "text"
-
-
-def _problem_type(kinds: Counter) -> str:
-    if 2 * kinds["list"] > kinds.total():
-        return "multi_label"
-    return "regression" if kinds["fraction"] and not kinds["text"] and not kinds["list"] else "single_label"
+    if isinstance(value, float) or NUMBER.fullmatch(value):
+        return "fraction"
+    return COMMA if DECIMAL_COMMA.fullmatch(value) else "text"

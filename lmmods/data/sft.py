@@ -133,6 +133,9 @@ class ConversationData(ConversationFields, DataModule):
         """Share of predictions equal to their reference, ignoring spaces around them; empty without references."""
         pairs = [(text, self.reference(index)) for index, text in predictions.items()]
         hits = [text.strip() == wanted.strip() for text, wanted in pairs if wanted is not None]
+        if 0 < len(hits) < len(pairs):
+            self._warn_once(f"predict/exact_match is over {len(hits)} of {len(pairs)} answers; the other rows have no "
+                            "response to compare with.")
         return {"exact_match": sum(hits) / len(hits)} if hits else {}
 
     @abstractmethod

@@ -12,7 +12,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.hardware import cache_folder
 from lmmods.core.redaction import redact
 from lmmods.data.batches.stream import StreamSource, first_usable_buffer
-from lmmods.data.encode.encoder import EXAMPLES_PER_REASON, Encoder
+from lmmods.data.encode.encoder import EXAMPLES_PER_REASON, Encoder, first_usable_row
 from lmmods.data.encode.overlap import EvaluationNgrams
 from lmmods.data.encode.tokenizer import encoding_state
 from lmmods.data.hooks import TaskHooks
@@ -91,17 +91,8 @@ class SourceStores:
                   ) -> tuple[Iterable[Row], Encoder, dict[str, Any]]:
         """Rows of a source, their encoder, and facts from its first row. Raises UserError if there is none."""
         reader.check_adopted()
-        first, left_out = None, None
         # The first row without a problem decides on the encoder.
-        for row in reader:
-            if row.problem is None:
-                first = row
-                break
-            left_out = left_out or row
-        if first is None and left_out is not None:
-            raise UserError(f"{left_out.file}:{left_out.line}: {left_out.problem}, and there is no other row")
-        if first is None:
-            raise UserError(f"{reader.source.path}: the data set is empty, no row was found")
+        first = first_usable_row(reader, reader.source.path)
         encoder, found = self._task._encoder(reader.source, first, prompts_only)
         info = {"path": redact(reader.source.path), "replaced": reader.replaced, **found}
         if trains and self.evaluation:

@@ -1,12 +1,13 @@
 """Words with tags: named entities, parts of speech."""
 
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
-from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.encoder import Encoder, RowCounts
 from lmmods.data.encode.labels import Labels, TokenEncoder, cell_list, first_tokens, label_name, word_prefix
 from lmmods.data.label_metrics import class_report, entity_scores, entity_spans, have_entities, tag_scores
 from lmmods.data.labels import MOST_LABELS, LabelData, find_column
@@ -20,6 +21,61 @@ from lmmods.recipe.tasks.token_classification import TokenClassificationDataFiel
 
 TOKENS = ("tokens", "words")
 TAGS = ("ner_tags", "tags", "labels", "pos_tags", "chunk_tags")
+OUTSIDE = "O"  # tag of words outside of entities
+NO_TAG = -1
+MOST_TAGS = 20  # with more of them than words, they are no tags
+
+
+class TagSurvey:
+    """The words and tags of the training rows, to find the labels and columns that hold something else.
+
+    Args:
+        tokens_column: Column of the words.
+        tags_column: Column of their tags.
+    """
+
+    def __init__(self, tokens_column: str, tags_column: str) -> None:
+        self._tokens_column, self._tags_column = tokens_column, tags_column
+        self.words: set[str] = set()
+        self.tags: set[str] = set()
+        self.row_counts = RowCounts()  # rows whose tags cannot be read, by reason
+        self._numbers_words = True  # True while the words of each row are 1, 2, 3 ...
+
+    def add(self, row: Row, class_names: list[str] | None) -> None:
+        """Add a row; `class_names` are the names that its numbers stand for."""
+        self.row_counts.num_rows += 1
+        try:
+            tags = cell_list(row.values.get(self._tags_column), self._tags_column)
+            names = {label_name(tag, class_names) for tag in tags}
+        except RowProblem as problem:
+            self.row_counts.drop(row, str(problem))
+            return
+        # Above the limit only their number matters.
+        if len(self.tags) <= MOST_LABELS:
+            self.tags |= names
+        with suppress(RowProblem):  # counted when the rows are encoded
+            words = list(map(str, cell_list(row.values.get(self._tokens_column), self._tokens_column)))
+            if len(self.words) <= MOST_LABELS:
+                self.words.update(words)
+            self._numbers_words &= words == [str(number) for number in range(1, len(words) + 1)]
+
+    def check(self) -> None:
+        """Raise UserError if the columns seem to hold something else than words and their tags."""
+        tokens, tags = repr(self._tokens_column), repr(self._tags_column)
+        if self._numbers_words and len(self.words) > 1:
+            raise UserError(f"data.source: the words in the column {tokens} are 1, 2, 3 and so on in every row. Set "
+                            "data.tokens_column to the column with the words; from a CoNLL file, remove the numbers")
+        are_swapped = have_entities(sorted(self.words)) and not have_entities(sorted(self.tags))
+        if are_swapped or len(self.tags) > max(len(self.words), MOST_TAGS):
+            raise UserError(f"data.source: the columns look swapped: {tokens} has {len(self.words)} different words "
+                            f"({_some(self.words)}), {tags} has {len(self.tags)} different tags ({_some(self.tags)}). "
+                            "Set data.tokens_column and data.tags_column (in a CoNLL file the first column is tokens, "
+                            "the last is tags), or name the tags in data.labels")
+
+
+def _some(names: set[str]) -> str:
+    """A few names in their order."""
+    return ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
 
 
 class TokenClassificationData(TokenClassificationDataFields, LabelData):
@@ -45,22 +101,17 @@ class TokenClassificationData(TokenClassificationDataFields, LabelData):
         tokens = find_column(first, self.tokens_column, TOKENS, "data.tokens_column")
         tags = find_column(first, self.tags_column, TAGS, "data.tags_column")
         class_names = [reader.class_names(tags) for reader in readers]
-        names: set[str] = set()
+        survey = TagSurvey(tokens, tags)
         if self._given["labels"] is None and not self.streaming:
             for reader, known in zip(readers, class_names, strict=True):
                 for row in self._sampled(reader):
-                    names |= self._names(row, tags, known) if len(names) <= MOST_LABELS else set()
-        labels = self._known_labels(names, class_names, tags)
+                    survey.add(row, known)
+            survey.check()
+        labels = self._known_labels(survey.tags, class_names, tags, survey.row_counts)
         if len(labels) < 2:
             raise UserError(f"data.source: all words have the tag {labels[0]!r} in the column {tags!r}, so there is "
                             "nothing to tell apart. Add rows with other tags")
         return {"labels": labels, "tokens_column": tokens, "tags_column": tags}
-
-    def _names(self, row: Row, column: str, known: list[str] | None) -> set[str]:
-        try:
-            return {label_name(tag, known) for tag in cell_list(row.values.get(column), column)}
-        except RowProblem:
-            return set()  # counted when the rows are encoded
 
     def label_counts(self, role: Role) -> dict[str, int]:
         """Tokens of a role that bear each tag."""
@@ -106,39 +157,46 @@ class TokenClassificationData(TokenClassificationDataFields, LabelData):
             outputs: Logits [t, K] of the tokens of each row by `index`, without padding.
 
         Returns:
-            Rows with `prediction`, a tag for each word, None for words that the network did not see: those cut off,
-            and those without a token; and `entities`, if the tags mark some. Scores are over the words that it saw,
-            as transformers' run_ner has it, if all rows have tags; so is classes.json.
+            Rows with `prediction`, a tag for each word, and `entities`, if the tags mark some. Words that the network
+            did not see (cut off, or without a token) are O where tags mark entities, else None, which is never right.
+            Scores are over all words, if all rows have tags; `words_not_seen` counts these, if there are any.
         """
         rows, predicted, gold = [], [], []
         marks_entities = have_entities(self.labels)
+        unseen_name = OUTSIDE if marks_entities else None
+        unseen = self.labels.index(OUTSIDE) if marks_entities and OUTSIDE in self.labels else NO_TAG
+        num_unseen = 0
         for index in sorted(outputs):
             row, source = self._rows(role)[index], self._example(role, index)
             firsts = first_tokens(row["words"])
-            numbers = outputs[index][firsts].argmax(1)
+            seen = row["words"][firsts]
+            numbers = np.full(len(row["tags"]), unseen)  # [W]
+            numbers[seen] = outputs[index][firsts].argmax(1)
+            tags = [unseen_name] * len(numbers)
+            for word in seen:
+                tags[word] = self.labels[numbers[word]]
             words = cell_list(source[self.tokens_column], self.tokens_column)
-            tags: list[str | None] = [None] * len(words)
-            for word, number in zip(row["words"][firsts], numbers, strict=True):
-                tags[word] = self.labels[number]
             entities = {"entities": [
                 {"type": kind, "start": start, "end": end, "text": " ".join(map(str, words[start:end]))}
-                for kind, start, end in entity_spans([tag or "O" for tag in tags])]} if marks_entities else {}
+                for kind, start, end in entity_spans(tags)]} if marks_entities else {}
             rows.append({**source, "prediction": tags, **entities})
             predicted.append(numbers)
-            gold.append(row["labels"][firsts])
-        if not gold or any((tags == IGNORED).any() for tags in gold):
+            gold.append(row["tags"])
+            num_unseen += len(numbers) - len(seen)
+        if not self._can_score(role, [bool((tags != IGNORED).all()) for tags in gold]):
             return Predictions(rows, {}, {})
         scores, files = self._scores(predicted, gold, marks_entities)
-        return Predictions(rows, scores, files)
+        return Predictions(rows, {**scores, **({"words_not_seen": float(num_unseen)} if num_unseen else {})}, files)
 
     def _scores(self, predicted: list[np.ndarray], gold: list[np.ndarray], marks_entities: bool
                 ) -> tuple[dict[str, float], dict[str, Any]]:
-        """Scores of the tags of each row, numbers."""
+        """Scores of the tags of each row, numbers; NO_TAG for a word without one."""
         flat = np.concatenate(predicted), np.concatenate(gold)
         report = class_report(*flat, self.labels)
         if not marks_entities:
             return tag_scores(*flat, len(self.labels)), {"classes.json": report}
-        named = [[[self.labels[number] for number in row] for row in rows] for rows in (predicted, gold)]
+        named = [[[OUTSIDE if number == NO_TAG else self.labels[number] for number in row] for row in rows]
+                 for rows in (predicted, gold)]
         entities, by_type = entity_scores(*named)
         scores = {"accuracy": float((flat[0] == flat[1]).mean()), **entities}
         return scores, {"classes.json": {**report, "entities": by_type}}

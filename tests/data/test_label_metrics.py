@@ -130,6 +130,22 @@ def test_tag_scores_and_the_table_are_scikit_learns():
             {key.replace("-score", ""): value for key, value in wanted[name].items()})
 
 
+def test_words_without_a_tag_are_wrong():
+    """As scikit-learn scores a prediction that is none of the labels."""
+    labels, given = np.array([0, 0, 1, 2, 2]), np.array([0, -1, 1, -1, 1])
+    names = ["a", "b", "c"]
+    assert tag_scores(given, labels, 3) == pytest.approx({
+        "accuracy": metrics.accuracy_score(labels, given),
+        "f1_macro": metrics.f1_score(labels, given, labels=[0, 1, 2], average="macro")})
+    report = class_report(given, labels, names)
+    wanted = metrics.classification_report(labels, given, labels=[0, 1, 2], target_names=names, output_dict=True,
+                                           zero_division=0)
+    assert {name: report["classes"][name]["f1"] for name in names} == pytest.approx(
+        {name: wanted[name]["f1-score"] for name in names})
+    assert report["confusion"] == [[1, 0, 0], [0, 1, 0], [0, 1, 0]]
+    assert [report["classes"][name]["support"] for name in names] == [2, 1, 2]
+
+
 def test_thousands_of_labels():
     """Without a comparison of each with each."""
     draw = np.random.default_rng(0)

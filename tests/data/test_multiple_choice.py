@@ -69,8 +69,7 @@ def test_a_text_that_is_a_choice_comes_before_a_number_unless_it_is_a_label():
     ({**TWO, "choices": ["4"]}, "fewer than two choices"), ({**TWO, "choices": ["4", " "]}, "choice 1 is empty"),
     ({**TWO, "choices": ["4", None]}, "choices is null"), ({**TWO, "choices": "4, 5"}, "choices is text, but not JSON"),
     ({**TWO, "choices": {"text": ["4", "5"], "label": ["A"]}}, "choices is no list of texts"),
-    ({**TWO, "choices": 4}, "choices is no list of texts"),
-    ({**TWO, "choices": ["4", "5 " * 80]}, "a choice alone is longer than max_length")])
+    ({**TWO, "choices": 4}, "choices is no list of texts")])
 def test_rows_that_are_dropped(row, reason, write_jsonl):
     data = data_of(write_jsonl([TWO, row]))
     [source] = data.report["sources"].values()
@@ -109,6 +108,26 @@ def test_the_context_alone_is_truncated(write_jsonl):
     whole = tokenizer([row["context"]] * 2, [f"{row['question']} {choice}" for choice in row["choices"]])["input_ids"]
     [source] = data.report["sources"].values()
     assert (source["rows_cut"], source["tokens_cut"]) == (1, sum(map(len, whole)) - 60)
+
+
+def test_a_question_with_a_choice_that_leaves_no_room_counts(write_jsonl):
+    """Its accuracy would otherwise be that of the shorter questions; all its pairs are cut as by transformers."""
+    row = {**TWO, "choices": ["4", "5 " * 80]}
+    path = write_jsonl([TWO, row], "val.jsonl")
+    data = data_of(write_jsonl([TWO]), "validate", val_source=path)
+    wanted = AutoTokenizer.from_pretrained(BERT)([TWO["question"]] * 2, row["choices"], truncation="longest_first",
+                                                 max_length=64)["input_ids"]
+    assert [answer["input_ids"].tolist() for answer in data._loaders.items("val")[1]["answers"]] == wanted
+    found = data.answer("val", {0: np.array([0, 1, 0], np.float32), 1: np.array([1, 0, 0], np.float32)})
+    assert found.scores == {"accuracy": 0.5} and len(found.rows) == 2
+    [source] = (entry for name, entry in data.report["sources"].items() if name == path)
+    assert source["rows_cut"] == source["choices_cut"] == 1
+    assert "cut choices, too, in 1 of these rows" in data.report_table()
+
+
+def test_a_length_without_room_for_a_token_is_refused(write_jsonl):
+    with pytest.raises(UserError, match="data.max_length is 3, but the tokenizer adds 3 special tokens"):
+        data_of(write_jsonl([TWO]), max_length=3)
 
 
 def test_rows_with_different_numbers_of_choices(write_jsonl):
@@ -158,6 +177,14 @@ def test_predict_needs_no_answers(answers, write_jsonl):
     assert [row["prediction"] for row in found.rows] == ["4"] * 3
     assert found.scores == ({"accuracy": 1.0} if None not in answers else {})
     assert data.example(2)["answer"] == answers[2]
+
+
+def test_predict_says_why_there_are_no_scores(write_jsonl, capsys):
+    source = write_jsonl([TWO, {**TWO, "answer": None}], "asked.jsonl")
+    data = data_of(write_jsonl([TWO]), "predict", predict_source=source)
+    for _ in range(2):
+        assert data.predictions({n: np.array([0, 1, 0], np.float32) for n in range(2)}).scores == {}
+    assert capsys.readouterr().out.count("warning: predict has no scores: 1 of 2 rows have no right answer") == 1
 
 
 def test_csv_cells(tmp_path):

@@ -119,6 +119,7 @@ def test_wrong_offsets_are_found_or_counted(bert_folder, tmp_path):  # noqa: F81
     data = build(path, bert_folder)
     source = data.report["sources"][path]
     assert source["answers_moved_to_their_place"] == 1 and source["answers_not_in_context"] == 1
+    assert "  1 questions have an answer that is not in their context: the loss leaves them out" in data.report_table()
     assert source["questions_without_answer"] == 1 and source["questions"] == 6
     assert {reason: entry["rows"] for reason, entry in source["dropped"].items()} == {
         "answers are not {text, answer_start}": 1,
@@ -157,6 +158,7 @@ def test_long_questions_are_cut_and_counted(bert_folder, tmp_path):  # noqa: F81
     path = squad(tmp_path, more=more)
     data = build(path, bert_folder)
     assert data.report["sources"][path]["questions_cut"] == 1 and data._rows("train").lengths.max() <= 64
+    assert "  cut 1 questions to data.question_max_length" in data.report_table()
 
 
 def test_a_flat_csv_file_says_what_the_same_rows_say_in_json(tmp_path, bert_folder):  # noqa: F811
@@ -244,3 +246,26 @@ def test_windows_are_shown_with_the_place_of_their_question(bert_folder, write_j
     assert [row["index"] for row in shown] == wanted
     assert [row["location"] for row in shown] == [f"{path}:{number + 1}" for number in wanted]
     assert {row["scored"] for row in shown} == {"start and end of 42", "no answer, as this window does not hold it"}
+
+
+def test_questions_without_a_score_are_said(bert_folder, tmp_path, capsys):  # noqa: F811
+    """SQuAD v1.1 has no questions without an answer; a damaged answer is none."""
+    def scores(rows, **fields):
+        path = tmp_path / f"ask{len(list(tmp_path.iterdir()))}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = QAData(squad(tmp_path), tokenizer=bert_folder, max_length=64, stride=16, question_max_length=16,
+                      predict_source=str(path), **fields)
+        data.setup("predict")
+        sizes = data._rows("predict").lengths
+        return data.predictions({n: (np.zeros(size), np.zeros(size)) for n, size in enumerate(sizes)}).scores
+
+    row = {"id": "a", "question": "what?", "context": "the fox", "answers": {"text": ["the"], "answer_start": [0]}}
+    empty = {**row, "id": "b", "answers": {"text": [], "answer_start": []}}
+    assert scores([row])["exact_match"] == scores([row, empty])["exact_match"]
+    assert ("warning: The scores of predict leave out 1 of 2 questions, which have no answer. Set "
+            "data.version_2_with_negative to score them." in capsys.readouterr().out)
+    assert "NoAns_f1" in scores([row, empty], version_2_with_negative=True)
+    assert capsys.readouterr().out == ""
+    for fields in ({}, {"version_2_with_negative": True}):
+        assert scores([row, {**row, "id": "c", "answers": {"text": "the"}}], **fields) == {}
+        assert "predict has no scores: 1 of 2 rows have no right answer" in capsys.readouterr().out

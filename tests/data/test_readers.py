@@ -339,5 +339,5 @@ def test_rows_without_end_are_counted(streaming, spm_folder, write_jsonl, limits
         rows = data.rows_for_inspection(99)
         assert sorted(row["index"] for row in rows) == list(range(3, 12))
     only = write_jsonl(LONG[1:2], "only.jsonl")
-    with pytest.raises(UserError, match=r"only.jsonl:1: a row of more than .* and there is no other row"):
+    with pytest.raises(UserError, match=r"no usable row among 1 read: a row of more than .*first .*only.jsonl:1"):
         SFTData(only, tokenizer=spm_folder, streaming=streaming).setup("fit")

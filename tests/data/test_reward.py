@@ -171,7 +171,9 @@ def test_predict_scores_chats_and_pairs(chat_folder, write_jsonl, capsys):
     assert metrics == {"reward_min": good, "reward_mean": (2 * good + 2 * bad) / 4, "reward_max": bad}
     [source] = [data._splits.sets["predict"].info(0)]
     assert list(source["dropped"]) == ["the conversation does not end in an answer"]
-    assert "4 read: the conversation does not end in an answer (1 rows, first" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "4 read: the conversation does not end in an answer (1 rows, first" in said
+    assert "predict has no accuracy and margin: 2 of 3 rows are not pairs of answers that both have a score" in said
     assert data.example(1) == rows[1] and data.example(2) == rows[1]
 
 

@@ -94,6 +94,69 @@ def test_several_labels(bert_folder, write_jsonl):  # noqa: F811
     assert data.label_counts("train") == {"a": 1, "b": 1, "c": 1}
 
 
+@pytest.mark.parametrize("lists,fields,labels,rows", [
+    # Two classes: read as numbers of labels, each row would have both.
+    ([[1, 0], [0, 1], [1, 0]], {}, ["0", "1"], [[1, 0], [0, 1], [1, 0]]),
+    ([[1.0, 0.0], [False, True], ["1", "0"]], {}, ["0", "1"], [[1, 0], [0, 1], [1, 0]]),
+    ([[1, 0], [0, 1]], {"labels": ["ham", "spam"]}, ["ham", "spam"], [[1, 0], [0, 1]]),
+    ([[1, 0], [0, 1]], {"labels": ["1", "0"]}, ["1", "0"], [[0, 1], [1, 0]]),
+    ([[1, 1, 0, 1], [0, 0, 0, 0]], {}, ["0", "1", "2", "3"], [[1, 1, 0, 1], [0, 0, 0, 0]]),
+    ([[0] * 11 + [1], [1] + [0] * 11], {}, [str(n) for n in range(12)], [[0] * 11 + [1], [1] + [0] * 11]),
+    # Numbers of labels: no list has a number for each label.
+    ([[0, 1], [0], [1], []], {}, ["0", "1"], [[1, 1], [1, 0], [0, 1], [0, 0]]),
+    ([[0], [1]], {}, ["0", "1"], [[1, 0], [0, 1]]),
+    ([[0, 1], [1, 0]], {"labels": ["a", "b", "c"]}, ["a", "b", "c"], [[1, 1, 0], [1, 1, 0]]),
+    ([[0, 2], [0, 1]], {}, ["0", "1", "2"], [[1, 0, 1], [1, 1, 0]])])
+def test_lists_of_zeros_and_ones(lists, fields, labels, rows, bert_folder, write_jsonl):  # noqa: F811
+    path = write_jsonl(labelled(lists))
+    for names in (None, ["1", "0"]):  # a model's own order of the same labels
+        data = build(path, bert_folder, names=names, **fields)
+        found = {n: dict(zip(data.labels, row["labels"].tolist(), strict=True)) for n, row in rows_of(data).items()}
+        assert found == {n: dict(zip(labels, row, strict=True)) for n, row in enumerate(rows)}
+        assert data.problem_type == "multi_label" and set(data.labels) == set(labels)
+    notes = " ".join(data.report["sources"][path]["notes"])
+    sizes = {len(row) for row in lists}
+    reads_positions = len(sizes) == 1 and sizes == {len(labels)} and lists != [[0, 2], [0, 1]]
+    assert ("a one marks the label at its position" in notes) == reads_positions
+    assert ("they are label numbers" in notes) == (not reads_positions and lists != [[0, 2], [0, 1]])
+
+
+def test_other_lists_among_zeros_and_ones_are_dropped(bert_folder, write_jsonl):  # noqa: F811
+    path = write_jsonl(labelled([[1, 0], [0, 1], []]))
+    val = write_jsonl(labelled([[0, 1], [1], [1, 0, 0]]), "val.jsonl")
+    data = build(path, bert_folder, val_source=val)
+    reason = "the label is not a list of 2 zeros and ones, as in other rows"
+    for name, rows in ((path, 1), (val, 2)):
+        assert {why: entry["rows"] for why, entry in data.report["sources"][name]["dropped"].items()} == {reason: rows}
+
+
+def test_lists_of_fractions_are_refused(bert_folder, write_jsonl):  # noqa: F811
+    with pytest.raises(UserError, match=r"rows.jsonl:2: \[0.25, 0.75\] in the column 'label' is a list with fractions"):
+        build(write_jsonl(labelled([[1, 0], [0.25, 0.75], [0, 1]])), bert_folder)
+
+
+def test_decimal_commas_are_no_classes(bert_folder, tmp_path):  # noqa: F811
+    path = tmp_path / "a.tsv"
+    path.write_text("text\tscore\nfox\t3\nfox\t0,5\nfox\t-1,25\n")
+    with pytest.raises(UserError, match="a.tsv:3: '0,5' in the column 'score' looks like .* decimal comma"):
+        build(str(path), bert_folder)
+    with pytest.raises(UserError, match="no usable row.*the label has a decimal comma, which must be a point .2 rows"):
+        path.write_text("text\tscore\nfox\t0,5\nfox\t-1,25\n")
+        build(str(path), bert_folder, problem_type="regression")
+    assert build(str(path), bert_folder, problem_type="single_label").labels == ["-1,25", "0,5"]
+    path.write_text("text\tscore\nfox\t0,5\nfox\tmany\n")  # a label may have a comma
+    assert build(str(path), bert_folder).labels == ["0,5", "many"]
+
+
+def test_about_one_label_for_each_row_is_refused(bert_folder, write_jsonl):  # noqa: F811
+    path = write_jsonl(labelled([f"id-{n}" for n in range(30)]))
+    with pytest.raises(UserError, match=r"'label' has 30 different values in 30 rows \(id-0, id-1, id-10 \.\.\.\)"):
+        build(path, bert_folder)
+    assert len(build(path, bert_folder, problem_type="single_label").labels) == 30
+    assert len(build(path, bert_folder, labels=[f"id-{n}" for n in range(30)]).labels) == 30
+    assert len(build(write_jsonl(labelled([f"id-{n % 20}" for n in range(30)])), bert_folder).labels) == 20
+
+
 def test_numbers(bert_folder, write_jsonl):  # noqa: F811
     path = write_jsonl(labelled([0.5, 2, "3.5", float("nan"), "many", True, None, 1e400]))
     data = build(path, bert_folder, problem_type="regression")
@@ -160,13 +223,14 @@ def test_labels_are_kept_for_other_processes_evaluation_and_checkpoints(bert_fol
     [kept] = (tmp_path / "cache").glob("labels-*.json")
     found = json.loads(kept.read_text())
     assert found == {"labels": ["a", "b", "c"], "problem_type": "single_label", "text_columns": ["text"],
-                     "label_column": "label"}
+                     "label_column": "label", "label_lists": None}
     kept.write_text(json.dumps({**found, "labels": ["c", "b", "a"]}))  # read, and not found anew
     assert build(path, bert_folder).labels == ["c", "b", "a"]
     kept.write_text("{")
     assert build(path, bert_folder).labels == ["a", "b", "c"]
     data.train_dataloader()
     state = json.loads(json.dumps(data.state_dict()))
+    del state["labels"]["label_lists"]  # as in checkpoints of earlier versions
     resumed = SequenceClassificationData(write_jsonl(labelled(["x", "y"]), "other.jsonl"), tokenizer=bert_folder,
                                          test_source=path, max_length=64)
     resumed.resume_from({"SequenceClassificationData": state})
@@ -330,7 +394,8 @@ def test_rows_of_other_tasks(row):
     ({"text": "a", "label": 1}, {"text_columns": ["txt"]}, "no column 'txt'.*did you mean 'text'"),
     ({"n": 1, "label": 1}, {}, "no column of text.*data.text_columns"),
     ({"text": "a", "label": "x"}, {}, "all rows have the label 'x'"),
-    ({"text": "a", "label": None}, {}, "no row has a label in the column 'label'"),
+    ({"text": "a", "label": None}, {},
+     r"no row has a label in the column 'label', 3 read: the label is null \(3 rows, first .*rows.jsonl:1"),
     ({"text": "a", "label": 1}, {"max_length": 2, "labels": ["1", "2"]}, "adds 2 special tokens"),
     ({"text": "a", "label": 1}, {"streaming": True}, "name them in data.labels"),
     ({"text": "a", "label": 1}, {"packing": True}, "data.packing"),
@@ -398,6 +463,14 @@ def test_predict_without_labels_and_with_some(bert_folder, write_jsonl):  # noqa
         assert [row["prediction"] for row in found.rows] == ["a", "a"] and len(found.scores) == num_scores
         assert data.example(1)["text"] == asked[1]["text"]
         assert all(map(math.isfinite, found.scores.values()))
+
+
+def test_predict_says_why_there_are_no_scores(bert_folder, write_jsonl, capsys):  # noqa: F811
+    for label, other in (("a", "b"), ([1, 0], [0, 1]), (0.5, 1.5)):
+        ask = write_jsonl(labelled([label, None]), "ask.jsonl")
+        data = build(write_jsonl(labelled([label, other])), bert_folder, "predict", predict_source=ask)
+        assert data.answer("predict", {n: np.array([1, 0], np.float32) for n in range(2)}).scores == {}
+        assert "warning: predict has no scores: 1 of 2 rows have no right answer" in capsys.readouterr().out
 
 
 def test_rows_are_shown_with_their_label_and_place(bert_folder, write_jsonl):  # noqa: F811

@@ -239,6 +239,24 @@ def test_predict_gives_prompts_references_and_scores(stage, spm_folder, write_js
     assert data.score({index: "x" for index in seen}) == {"exact_match": 0.0}
 
 
+def test_scores_say_what_they_do_not_count(chat_folder, write_jsonl, alpaca_rows, capsys):
+    """Answers that equal the reference only because they were cut, and rows without a reference."""
+    rows = [{"instruction": "Add.", "output": "42"}] * 2 + [{"instruction": "Add."}]
+    data = SFTData(write_jsonl(alpaca_rows), tokenizer=chat_folder, predict_source=write_jsonl(rows, "ask.jsonl"))
+    data.connect(max_new_tokens=4)
+    data.setup("predict")
+    ids = data.tokenizer("42", add_special_tokens=False).input_ids
+    end, padding = data.tokenizer.eos_token_id, data.tokenizer.pad_token_id
+    answers = [ids + [end] * (4 - len(ids)), (ids * 4)[:4], ids]  # with its end, cut, and as JAX leaves out the end
+    batch = {"input_ids": torch.full((4, 1), padding), "index": torch.tensor([0, 1, 2, -1])}
+    outputs = data.outputs_by_index(batch, [*answers, ids])
+    assert [outputs[n].is_cut for n in range(3)] == [False, True, False] and len(outputs) == 3
+    found = data.predictions(outputs)
+    assert found.scores == {"exact_match": 0.5, "answers_cut": 1}
+    assert "predict/exact_match is over 2 of 3 answers; the other rows have no response" in capsys.readouterr().out
+    assert data.predictions({0: outputs[0]}).scores == {"exact_match": 1}
+
+
 def test_batch_lengths_are_multiples_and_report_adds_up(spm_folder, write_jsonl, alpaca_rows):
     data = build(
         write_jsonl(alpaca_rows), spm_folder, batch_size=4, pad_to_multiple_of=16, group_by_length=True, val_size=8

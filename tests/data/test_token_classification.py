@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from seqeval import metrics as seqeval
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -126,7 +127,7 @@ def test_words_without_a_token(num_words, bert_folder, write_jsonl):  # noqa: F8
     found = data.answer("train", {0: logits})
     assert found.rows[0]["prediction"] == [tag if data.tokenizer.tokenize(word) else None
                                            for word, tag in zip(words, tags, strict=True)]
-    assert found.scores["accuracy"] == 1
+    assert found.scores["accuracy"] == (num_words - wanted) / num_words and found.scores["words_not_seen"] == wanted
 
 
 def test_rows_that_cannot_be_used_are_counted_with_their_reason(bert_folder, write_jsonl):  # noqa: F811
@@ -221,6 +222,38 @@ def test_sentences_of_conll_files(text, wanted, tmp_path):
     assert [row.problem or row.values["tokens"] for row in read_file(str(tmp_path / "a.conll"))] == wanted
 
 
+COMMENTS = """#\thttp://example.org/0 [2009-10-17]
+1\tDofun\tB-PER\tO
+2\tlives\tO\tO
+
+#\thttp://example.org/1 [2009-10-17]
+1\tOlek\tB-PER\tO
+2\tlives\tO\tO
+
+1\tOlek\tO
+2\tlives
+"""
+
+
+@pytest.mark.parametrize("text,wanted", [
+    (COMMENTS, r"no usable row among 3 read: a comment line \(#\), which is read as a word: remove such lines "
+     r"\(2 rows, first .*a.conll:1\); lines of a sentence differ in their number of columns \(1 rows, first .*:9\)"),
+    ("1\tDofun\tB-PER\tO\n2\tlives\tO\tO\n\n1\tOlek\tB-PER\tO\n", "1, 2, 3 and so on in every row.*tokens_column"),
+    ("B-PER\tDofun\nO\tlives\n\nO\tin\nB-LOC\tGelumaz\n", r"look swapped: 'tokens' has 3 different words "
+     r"\(B-LOC, B-PER, O\), 'tags' has 4 different tags \(Dofun, Gelumaz, in \.\.\.\)\. Set data.tokens_column"),
+    ("\n\n".join(f"NN\tword{n}\nVB\tis{n}" for n in range(20)), "look swapped: 'tokens' has 2 .* 'tags' has 40 ")])
+def test_files_in_another_form_are_refused_with_the_reason(text, wanted, bert_folder, tmp_path):  # noqa: F811
+    (tmp_path / "a.conll").write_text(text)
+    with pytest.raises(UserError, match=wanted):
+        build(str(tmp_path / "a.conll"), bert_folder)
+
+
+def test_a_file_with_the_tag_first_trains_once_its_columns_are_named(bert_folder, tmp_path):  # noqa: F811
+    (tmp_path / "a.bio").write_text("B-PER\tDofun\nO\tlives\n\nO\tin\nB-LOC\tGelumaz\n")
+    data = build(str(tmp_path / "a.bio"), bert_folder, tokens_column="tags", tags_column="tokens")
+    assert data.labels == ["B-LOC", "B-PER", "O"] and data.rows_for_inspection(1)[0]["scored"] == "Dofun/B-PER lives/O"
+
+
 def test_an_endless_sentence_is_left_out(tmp_path):
     path = tmp_path / "a.conll"
     with open(path, "w") as file:
@@ -277,13 +310,73 @@ def test_answers_from_logits(label_all_tokens, bert_folder, write_jsonl):  # noq
     json.dumps(found)
 
 
-def test_words_that_are_cut_off_get_no_tag(bert_folder, write_jsonl):  # noqa: F811
-    data = build(write_jsonl(tagged()), bert_folder, max_length=10)
-    item = data._rows("train")[0]
-    found = data.answer("train", {0: np.zeros((10, 7), np.float32)})
-    seen = len({word for word in item["words"].tolist() if word >= 0})
-    assert found.rows[0]["prediction"] == ["B-LOC"] * seen + [None] * (9 - seen) and 0 < seen < 9
-    assert found.scores["accuracy"] == 0
+def right_logits(data, role):
+    """Logits that give each word of a set that the model sees its own tag."""
+    rows = data._rows(role)
+    return {n: np.eye(len(data.labels), dtype=np.float32)[np.maximum(rows[n]["labels"], 0)] for n in range(len(rows))}
+
+
+@pytest.mark.parametrize("role", ["val", "test", "predict"])
+def test_words_that_are_cut_off_are_missed_entities(role, bert_folder, write_jsonl):  # noqa: F811
+    """Those beyond the cut are O, as seqeval reads in the predictions; nothing rises when rows are cut."""
+    words = [["Peter", "Blackburn", "saw", "New", "York", "City", "."], ["EU", "again"]]
+    tags = [["B-PER", "I-PER", "O", "B-LOC", "I-LOC", "I-LOC", "O"], ["B-ORG", "O"]]
+    path, other = write_jsonl(tagged(words, tags)), write_jsonl(tagged(words, tags), "other.jsonl")
+    stage, by_length = {"val": "validate"}.get(role, role), []
+    for max_length in (4, 8, 16, 24, 32, 128):
+        data = build(path, bert_folder, stage, max_length=max_length, **{f"{role}_source": other})
+        found = data.answer(role, right_logits(data, role))
+        predicted = [row["prediction"] for row in found.rows]
+        unseen = [len(row) - len(set(data._rows(role)[n]["words"].tolist()) - {-1}) for n, row in enumerate(tags)]
+        assert [row[len(row) - count:] for row, count in zip(predicted, unseen, strict=True)] == [
+            ["O"] * count for count in unseen]
+        assert found.scores.pop("words_not_seen", 0) == sum(unseen)
+        assert found.scores == pytest.approx({"accuracy": seqeval.accuracy_score(tags, predicted), **{
+            name: getattr(seqeval, f"{name}_score")(tags, predicted, zero_division=0)
+            for name in ("precision", "recall", "f1")}})
+        entities = found.files["classes.json"]["entities"]
+        assert sum(entity["support"] for entity in entities.values()) == 3
+        by_length.append([found.scores[name] for name in ("accuracy", "recall", "f1")])
+    assert by_length == sorted(by_length) and by_length[-1] == [1, 1, 1] and by_length[0][2] < 1
+    assert any(0 < f1 < 1 for *_, f1 in by_length)
+
+
+def test_entities_without_the_tag_of_other_words(bert_folder, write_jsonl):  # noqa: F811
+    """O is then none of the labels, but words beyond the cut are missed all the same."""
+    rows = tagged([["Peter", "Blackburn", "Brussels"], ["EU"]], [["B-PER", "I-PER", "B-LOC"], ["B-LOC"]])
+    data = build(write_jsonl(rows), bert_folder, max_length=4)
+    found = data.answer("train", right_logits(data, "train"))
+    assert "O" not in data.labels and found.rows[0]["prediction"][-1] == "O"
+    wanted = [row["ner_tags"] for row in rows]
+    assert found.scores["recall"] == pytest.approx(seqeval.recall_score(
+        wanted, [row["prediction"] for row in found.rows], zero_division=0))
+    assert sum(entry["support"] for entry in found.files["classes.json"]["classes"].values()) == 4
+
+
+def test_evaluation_says_what_it_does_not_see(bert_folder, write_jsonl, capsys):  # noqa: F811
+    path = write_jsonl(tagged())
+    val = write_jsonl([*tagged(), {"tokens": [], "ner_tags": []}, {"tokens": ["a"]}, {"tokens": ["b"]}], "val.jsonl")
+    data = build(path, bert_folder, "validate", val_source=val, max_length=10)
+    said = capsys.readouterr().out
+    assert (f"warning: Validation leaves out rows of {val}, 7 read: ner_tags is missing (2 rows, first {val}:6); empty "
+            f"tokens (1 rows, first {val}:5)." in said)
+    source = data.report["sources"][val]
+    assert (f"warning: Validation does not see all of {val}: {source['rows_cut']} of 4 rows are longer than the limits "
+            f"and lose {source['tokens_cut']} tokens in all." in said) and source["rows_cut"]
+    build(path, bert_folder, "fit", val_source=val, max_length=10)  # has the data report
+    assert "does not see" not in capsys.readouterr().out
+    build(path, bert_folder, "predict", test_source=val, max_length=10)
+    said = capsys.readouterr().out
+    assert said.count("does not see") == 1 and "Predict does not see" in said
+
+
+def test_predict_says_why_there_are_no_scores(bert_folder, write_jsonl, capsys):  # noqa: F811
+    ask = write_jsonl([*tagged(), {"tokens": ["a"], "ner_tags": ["B-GOD"]}], "ask.jsonl")
+    data = build(write_jsonl(tagged()), bert_folder, "predict", predict_source=ask)
+    found = data.answer("predict", right_logits(data, "predict"))
+    assert found.scores == {} and len(found.rows) == 5
+    assert "warning: predict has no scores: 1 of 5 rows have no right answer, or one that training did not have" in (
+        capsys.readouterr().out)
 
 
 def test_parts_of_speech_have_no_entities(bert_folder, write_jsonl):  # noqa: F811
@@ -308,7 +401,8 @@ def test_which_rows_are_recognised(row, is_ours):
     ({"text": "a", "tags": ["O"]}, {}, "none of the usual columns .tokens, words.*data.tokens_column"),
     ({"tokens": ["a"], "tags": ["O"]}, {"tags_column": "tag"}, "no column 'tag'.*did you mean 'tags'"),
     ({"tokens": ["a"], "tags": ["O"]}, {}, "all words have the tag 'O'"),
-    ({"tokens": ["a"], "tags": None}, {}, "no row has a label in the column 'tags'"),
+    ({"tokens": ["a"], "tags": None}, {},
+     r"no row has a label in the column 'tags', 3 read: tags is no list \(3 rows, first .*rows.jsonl:1"),
     ({"tokens": ["a"], "tags": ["O"]}, {"streaming": True}, "name them in data.labels")])
 def test_refused_with_a_remedy(row, fields, wanted, bert_folder, write_jsonl):  # noqa: F811
     with pytest.raises(UserError, match=wanted):

@@ -30,13 +30,14 @@ class ChoiceEncoder:
     prompts_only: bool
 
     def __post_init__(self) -> None:
-        self._whole, self._cut = Tokenizer.from_str(self.backend), Tokenizer.from_str(self.backend)
-        for tokenizer in (self._whole, self._cut):
+        self._whole, self._cut, self._cut_both = (Tokenizer.from_str(self.backend) for _ in range(3))
+        for tokenizer in (self._whole, self._cut, self._cut_both):
             # Settings saved in tokenizer.json do not apply.
             tokenizer.no_padding()
             tokenizer.no_truncation()
             tokenizer.encode_special_tokens = True  # names of special tokens in a text stay text
         self._cut.enable_truncation(self.max_length, strategy="only_first")
+        self._cut_both.enable_truncation(self.max_length, strategy="longest_first")
 
     def __reduce__(self):  # noqa: ANN204 - pickling would drop encode_special_tokens
         return ChoiceEncoder, astuple(self)
@@ -60,10 +61,7 @@ class ChoiceEncoder:
         pairs = iter(self._whole.encode_batch([pair for _, question in questions for pair in _pairs(question)]))
         for place, question in questions:
             encodings = [next(pairs) for _ in question.choices]
-            try:
-                kept.append((place, question, *self._fitted(question, encodings, counts)))
-            except RowProblem as problem:
-                dropped.append((place, str(problem)))
+            kept.append((place, question, *self._fitted(question, encodings, counts)))
         columns = self._columns(kept)
         counts["tokens"] += len(columns["input_ids"].values)
         counts["unknown_tokens"] += int((columns["input_ids"].values == self.unknown_id).sum())
@@ -82,16 +80,17 @@ class ChoiceEncoder:
         return question
 
     def _fitted(self, question: Question, encodings: list[Encoding], counts: Counter) -> tuple[list[Encoding], int]:
-        """The pairs within `max_length`, and the number of removed tokens. Raises RowProblem."""
+        """The pairs within `max_length`, and the number of removed tokens."""
         excess = [max(len(encoding.ids) - self.max_length, 0) for encoding in encodings]
         if not any(excess):
             return encodings, 0
-        for number, encoding in enumerate(encodings):
-            if excess[number] >= max(encoding.sequence_ids.count(0), 1):
-                raise RowProblem("a choice alone is longer than max_length")
         counts["rows_cut"] += 1
         counts["tokens_cut"] += sum(excess)
-        return self._cut.encode_batch(_pairs(question)), sum(excess)
+        # A question with a choice that leaves no room is kept, as one that the model cannot read well is not solved.
+        is_choice_cut = any(removed >= max(encoding.sequence_ids.count(0), 1)
+                            for removed, encoding in zip(excess, encodings, strict=True))
+        counts["choices_cut"] += is_choice_cut
+        return (self._cut_both if is_choice_cut else self._cut).encode_batch(_pairs(question)), sum(excess)
 
     def _columns(self, kept: list[tuple[int, Question, list[Encoding], int]]) -> dict[str, Any]:
         encodings = [encoding for _, _, found, _ in kept for encoding in found]

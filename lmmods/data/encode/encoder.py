@@ -72,11 +72,15 @@ class RowCounts:
         self.num_rows += len(batch)
         self.num_kept += len(encoded.positions)
         for place, reason in encoded.dropped:
-            entry = self._dropped.setdefault(reason, {"rows": 0, "first": []})
-            entry["rows"] += 1
-            if len(entry["first"]) < EXAMPLES_PER_REASON:
-                entry["first"].append(f"{batch[place].file}:{batch[place].line}")
+            self.drop(batch[place], reason)
         self._counts.update(encoded.counts)
+
+    def drop(self, row: Row, reason: str) -> None:
+        """Note why a row is not used."""
+        entry = self._dropped.setdefault(reason, {"rows": 0, "first": []})
+        entry["rows"] += 1
+        if len(entry["first"]) < EXAMPLES_PER_REASON:
+            entry["first"].append(f"{row.file}:{row.line}")
 
     def summary(self) -> dict[str, Any]:
         """Counts, and for each reason the number of dropped rows and their first locations; plain JSON."""
@@ -85,10 +89,29 @@ class RowCounts:
 
 
 def describe_dropped(info: dict[str, Any]) -> str:
-    """Describe the number of rows read and the reasons for dropping rows, from `RowCounts.summary`."""
-    reasons = "; ".join(f"{reason} ({entry['rows']} rows, first {entry['first'][0]})"
-                        for reason, entry in info["dropped"].items())
+    """Describe the number of rows read and the reasons for dropping rows, the most frequent first, from
+    `RowCounts.summary`.
+    """
+    entries = sorted(info["dropped"].items(), key=lambda item: -item[1]["rows"])
+    reasons = "; ".join(f"{reason} ({entry['rows']} rows, first {entry['first'][0]})" for reason, entry in entries)
     return f"{info['rows_read']} read: {reasons}"
+
+
+def first_usable_row(rows: Iterable[Row], path: str) -> Row:
+    """Return the first row of a source that was not skipped during reading.
+
+    Raises:
+        UserError: There is none; the message has the reasons and the first place of each.
+    """
+    row_counts = RowCounts()
+    for row in rows:
+        if row.problem is None:
+            return row
+        row_counts.num_rows += 1
+        row_counts.drop(row, row.problem)
+    if not row_counts.num_rows:
+        raise UserError(f"{path}: the data set is empty, no row was found")
+    raise UserError(f"{path}: no usable row among {describe_dropped(row_counts.summary())}")
 
 
 def arrow_column(column: Ragged | np.ndarray) -> pa.Array:

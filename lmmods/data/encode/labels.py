@@ -5,6 +5,7 @@ Does not import torch, so that worker processes start fast.
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from lmmods.data.sources.cells import as_text, check_unicode, parsed
 from lmmods.data.sources.conversation import RowProblem
 
 Kind = Literal["single_label", "multi_label", "regression"]
+DECIMAL_COMMA = re.compile(r"\s*[+-]?\d*,\d+\s*", re.ASCII)
+BITS = {"0": 0, "1": 1, "false": 0, "true": 1}  # by `label_name`
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Labels in the cells of a row.
@@ -50,6 +53,8 @@ def label_name(value: Any, names: list[str] | None = None) -> str:
 
 def label_number(value: Any) -> float:
     """Number of a cell, for regression. Raises RowProblem: it is none."""
+    if isinstance(value, str) and DECIMAL_COMMA.fullmatch(value):
+        raise RowProblem("the label has a decimal comma, which must be a point")
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -65,6 +70,12 @@ def cell_list(value: Any, name: str) -> list[Any]:
     if not isinstance(found, list):
         raise RowProblem(f"{name} is no list")
     return found
+
+
+def read_bits(items: list[Any]) -> list[int] | None:
+    """Return the zeros and ones of a list; None if it has anything else. Raises RowProblem as `label_name`."""
+    bits = [BITS.get(label_name(item)) for item in items]
+    return None if None in bits else bits  # type: ignore[return-value]
 
 
 @dataclass
@@ -220,12 +231,15 @@ class SequenceEncoder(LabelledEncoder):
         label_column: Column of the label.
         problem_type: What a label is: the name of one, a list of names, or a number.
         labels: Labels by their names; none for numbers.
+        positions: If the lists of labels are zeros and ones, number of the label at each position; None if they are
+            names.
     """
 
     text_columns: list[str]
     label_column: str
     problem_type: Kind
     labels: Labels
+    positions: list[int] | None = None
 
     @property
     def schema(self) -> dict[str, type]:  # type: ignore[override]
@@ -256,9 +270,15 @@ class SequenceEncoder(LabelledEncoder):
             return label_number(value)
         if self.problem_type == "single_label":
             return self.labels.number(value)
-        numbers = [self.labels.number(item) for item in cell_list(value, self.label_column)]
+        items = cell_list(value, self.label_column)
+        if self.positions is not None:
+            bits = read_bits(items)
+            if bits is None or len(bits) != len(self.positions):
+                raise RowProblem(f"the label is not a list of {len(self.positions)} zeros and ones, as in other rows")
+            return np.array(sorted(number for number, bit in zip(self.positions, bits, strict=True) if bit), np.int32)
+        numbers = [self.labels.number(item) for item in items]
         if len(set(numbers)) < len(numbers):
-            raise RowProblem("a label twice (of a list of labels; a list of zeros and ones is none)")
+            raise RowProblem("a label twice in a list of labels")
         return np.array(sorted(numbers), np.int32)
 
     def _columns(self, label: Any, whole: Encoding, cut: Encoding, counts: Counter) -> dict[str, Any]:
@@ -300,7 +320,7 @@ class TokenEncoder(LabelledEncoder):
     prefix: str
 
     are_words: ClassVar[bool] = True
-    schema: ClassVar[dict[str, type]] = {**LabelledEncoder.schema, "labels": Ragged, "words": Ragged}
+    schema: ClassVar[dict[str, type]] = {**LabelledEncoder.schema, "labels": Ragged, "words": Ragged, "tags": Ragged}
 
     def __post_init__(self) -> None:
         numbers = {name: number for number, name in enumerate(self.labels.names)}
@@ -333,7 +353,9 @@ class TokenEncoder(LabelledEncoder):
             return np.full(num_words, IGNORED, np.int32)
 
     def _columns(self, label: np.ndarray, whole: Encoding, cut: Encoding, counts: Counter) -> dict[str, Any]:
-        """`labels`: the tag that each token bears; `words`: the number of its word, -1 for special tokens. Both [T]."""
+        """`labels`: the tag that each token bears; `words`: the number of its word, -1 for special tokens. Both [T].
+        `tags`: the tag of each word, [W], also of those that no token is of.
+        """
         words = word_numbers(cut)
         firsts, inside = first_tokens(words), words >= 0
         labels = np.full(len(words), IGNORED, np.int32)
@@ -345,7 +367,7 @@ class TokenEncoder(LabelledEncoder):
         counts["words"] += len(label)
         counts["words_cut"] += num_found - len(firsts)
         counts["words_without_token"] += len(label) - num_found
-        return {"labels": labels, "words": words}
+        return {"labels": labels, "words": words, "tags": label}
 
 
 def word_numbers(encoding: Encoding) -> np.ndarray:

@@ -521,7 +521,9 @@ def _read_conll(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[
 def _tagged(path: str, line: int, sentence: list[list[str]]) -> Row:
     """A row of CoNLL's lines, split into columns."""
     if len({len(fields) for fields in sentence}) > 1:
-        return Row(path, line, {}, "lines of a sentence differ in their number of columns")
+        has_comment = any(fields[0].startswith("#") for fields in sentence)
+        return Row(path, line, {}, "a comment line (#), which is read as a word: remove such lines" if has_comment else
+                   "lines of a sentence differ in their number of columns")
     tokens = [fields[0] for fields in sentence]
     is_bare = len(sentence[0]) == 1
     return Row(path, line, {"tokens": tokens} if is_bare else {"tokens": tokens, "tags": [row[-1] for row in sentence]})

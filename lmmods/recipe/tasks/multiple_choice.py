@@ -32,8 +32,8 @@ class MultipleChoiceDataFields(DataFields):
         source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
             revision, columns, limit, weight}, or a list of these. Rows {context, question, choices, answer} under these
             or the usual other names.
-        max_length: Longest context with one of its choices in tokens; the context loses what is over it. null is 1024,
-            or what the model can take if that is less.
+        max_length: Longest context with one of its choices in tokens; the context loses what is over it, and the choice
+            too if it leaves no room. null is 1024, or what the model can take if that is less.
         batch_size: Questions per micro-batch and device in training.
     """
 
