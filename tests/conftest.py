@@ -1,5 +1,6 @@
 """Shared by all tests: offline, one thread unless told otherwise, compiled programs and a cache kept, a tiny Llama."""
 
+import ctypes
 import functools
 import gc
 import hashlib
@@ -38,7 +39,10 @@ TEXTS = ["Below is an instruction that describes a task. Write a response.", "##
 LONG = {"benchmarks/test_bench.py", "faults/test_mutations.py", "jax_engine/test_parallel.py",
         "jax_engine/test_trainer.py", "engines/test_engines_agree.py", "commands/test_recipes_agree.py",
         "runs/test_resume.py", "commands/test_startup.py"}
-looked_at = {"seconds": 0.0}  # CPU time of this process when its memory maps were last counted
+STATM = Path("/proc/self/statm")
+LEAST_RESIDENT = 2**30  # bytes of the libraries and what tests share
+# When programs were last released: CPU time of this process, and its resident memory after that.
+released = {"seconds": 0.0, "bytes": LEAST_RESIDENT}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -80,21 +84,27 @@ def cheap_ends():
 
 
 @pytest.fixture(autouse=True)
-def few_memory_maps():
-    """Give compiled programs back before the process has as many memory maps as Linux lets it have (65,530).
+def little_memory():
+    """Release compiled programs and arrays once a worker has grown by half a GiB, or has many memory maps.
 
-    XLA takes about a hundred for each program on a CPU and dies of a segmentation fault where it gets no more. To count
-    them takes milliseconds, so only what has worked for a while is counted.
+    XLA takes about a hundred maps for each program on a CPU and dies of a segmentation fault where Linux gives it no
+    more (65,530). To count them takes milliseconds, so they are counted after some work only.
     """
     yield
-    maps = Path("/proc/self/maps")
-    if "jax" not in sys.modules or time.process_time() - looked_at["seconds"] < 2 or not maps.exists():
+    if "jax" not in sys.modules or time.process_time() - released["seconds"] < 2 or not STATM.exists():
         return
-    if len(maps.read_bytes().splitlines()) > 40_000:
+    if resident() > released["bytes"] + 2**29 or len(Path("/proc/self/maps").read_bytes().splitlines()) > 40_000:
         programs.forget()
         sys.modules["jax"].clear_caches()
         gc.collect()
-    looked_at["seconds"] = time.process_time()
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
+        released["bytes"] = max(resident(), LEAST_RESIDENT)
+    released["seconds"] = time.process_time()
+
+
+def resident() -> int:
+    """Return the resident memory of this process in bytes."""
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)
