@@ -110,13 +110,14 @@ class Rewards:
             rows, inputs = self._inputs(each, answers, reasons)
             limit = self._timeout + (each.timeout if isinstance(each, Code) else 0.0)
             if rows:
-                jobs.append((column, rows, Batch(_scorer(each), inputs, limit, _own(each))))
+                lowest = None if isinstance(each, Function) else 0.0
+                jobs.append((column, rows, Batch(_scorer(each), inputs, limit, _own(each), lowest)))
         found = self._processes.run([batch for *_, batch in jobs])
         for (column, rows, _), outcomes in zip(jobs, found, strict=True):
             for row, outcome in zip(rows, outcomes, strict=True):
                 if outcome.reason is not None:
                     reasons[row][self.names[column]] = outcome.reason
-                elif outcome.value is not None:
+                if outcome.value is not None:
                     values[row, column] = outcome.value
         for name, scorer in self._models.items():
             self._score_by_model(name, scorer, answers, values, reasons)
@@ -154,17 +155,20 @@ class Rewards:
                 raise UserError(f"{KEY}[{number}].function: {each.function} cannot be loaded: {failures[each.name]}")
 
 
-def total(values: np.ndarray, weights: np.ndarray, reasons: Sequence[Mapping[str, str]]) -> np.ndarray:
+def total(values: np.ndarray, weights: np.ndarray, reasons: Sequence[Mapping[str, str]],
+          names: Sequence[str]) -> np.ndarray:
     """Return the weighted sums of the known rewards, [N] float64; NaN where one has failed or none applies.
 
     Args:
         values: [N, F], NaN where a reward is not known.
         weights: [F].
-        reasons: Of each answer, why rewards have failed.
+        reasons: Of each answer, why rewards have failed; those that have a value all the same count with it.
+        names: [F], of the rewards.
     """
     known = ~np.isnan(values)
     sums = (np.where(known, values, 0.0).astype(np.float64) * weights).sum(axis=1)
-    failed = np.array([bool(each) for each in reasons], bool)
+    failed = np.array([not each.keys() <= {name for name, is_known in zip(names, row, strict=True) if is_known}
+                       for each, row in zip(reasons, known, strict=True)], bool)
     return np.where(known.any(axis=1) & ~failed, sums, np.nan)
 
 
