@@ -160,8 +160,15 @@ def _framed(message: bytes) -> bytes:
 
 
 def _send(channel: socket.socket, data: bytes, deadline: float) -> None:
-    channel.settimeout(max(deadline - time.monotonic(), 1e-3))
+    channel.settimeout(_left(deadline))
     channel.sendall(data)
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds that are left. Raises TimeoutError: there are none."""
+    if (seconds := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return seconds
 
 
 def _received(channel: socket.socket, deadline: float) -> bytes:
@@ -170,7 +177,7 @@ def _received(channel: socket.socket, deadline: float) -> bytes:
     def read(size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
-            channel.settimeout(max(deadline - time.monotonic(), 1e-3))
+            channel.settimeout(_left(deadline))
             part = channel.recv(min(size - len(data), 2**16))
             if not part:
                 raise EOFError

@@ -12,12 +12,11 @@ known here with which it could claim a success. Therefore a test comes only afte
 3. This process sends the values to compare, and the token once the test has run to its end.
 """
 
-import _pickle
-import _thread
 import builtins
 import ctypes
 import marshal
 import os
+import pickle
 import runpy
 import signal
 import struct
@@ -93,7 +92,7 @@ def refuse_hooks(event: str, arguments: tuple) -> None:
     """Refuse, as an audit hook, what lets a program act inside of others' frames, or skip lines of a test."""
     # Literals, since a program could change variables.
     if event in {"sys.settrace", "sys.setprofile", "sys.monitoring.register_callback", "sys.addaudithook",
-                 "sys._current_frames", "gc.get_objects", "gc.get_referrers"} or (
+                 "gc.get_objects", "gc.get_referrers"} or (
             event == "object.__setattr__" and arguments[1] == "__code__"):
         raise RuntimeError(f"{event} is not allowed in programs under test")
 
@@ -134,11 +133,11 @@ def test(channel: int) -> None:
     # One expression, so that while the program runs only the interpreter's stack holds the key, and the functions that
     # are called later: a program finds or replaces variables, but has no way to the stack.
     finish(channel, module.__dict__, vars(builtins), dict(vars(builtins)), os.read, os.write, open, exec, marshal.loads,
-           _pickle.dumps, _thread._count,
+           pickle.dumps, sys._current_frames,
            os.write(channel, os.read(channel, SECRET) + (exec(program, module.__dict__) or b"")))
 
 
-def finish(channel, names, current, builtin, read, write, open_, execute, loads, dumps, count_threads, _) -> None:  # noqa: ANN001
+def finish(channel, names, current, builtin, read, write, open_, execute, loads, dumps, threads, _) -> None:  # noqa: ANN001
     """Run the test with the names of the program; send the token if it ends without an exception."""
 
     def report(number: int, value: object) -> None:
@@ -149,7 +148,7 @@ def finish(channel, names, current, builtin, read, write, open_, execute, loads,
 
     current.update(builtin)  # those that the program has replaced
     names.update({"__builtins__": current, REPORT: report})
-    if count_threads():
+    if len(threads()) > 1:
         raise RuntimeError("threads of the program are still running")
     # As in `test`, only the stack holds the token while the test runs.
     write(channel, read(channel, SECRET) + (

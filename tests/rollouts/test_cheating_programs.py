@@ -95,9 +95,9 @@ CHEATS = {
     "speaks": (SPEAKS + "speak()\nos._exit(0)", NEAR),
     "speaks in the test": (SPEAKS + "def add(a, b):\n    speak()\n    os._exit(0)", NEAR),
     "listens in a thread": (
-        "import os, threading, time\n"
+        "import os, _thread, time\n"
         "def echo(fd): os.write(fd, os.read(fd, 10 ** 6)[:36])\n"
-        "for fd in range(3, 30): threading.Thread(target=echo, args=(fd,), daemon=True).start()\n"
+        "for fd in range(3, 30): _thread.start_new_thread(echo, (fd,))\n"
         "time.sleep(0.1)\ndef add(a, b): return 4", NEAR),
     "reads the test": ("import re\ntext = open('test.py').read()\n"
                        "def add(a, b): return int(re.search(r'== (\\d+)', text)[1])", EQUAL),
@@ -199,6 +199,12 @@ def test_nothing_is_left_of_a_program(tmp_path, monkeypatch, program):
         assert not list(tmp_path.iterdir())
     finally:  # pytest cannot remove what is nested so deeply
         subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
+
+
+def test_a_program_that_never_stops_sending_has_its_time():
+    start = time.monotonic()
+    assert share("", "while True:\n    assert 1 == 1", 0.5) == 0
+    assert time.monotonic() - start < 5
 
 
 @needs_isolation
