@@ -234,13 +234,14 @@ def started(folder: Path, way: str, seconds: float) -> Iterator[tuple[subprocess
 def _status(folder: Path, way: str, seconds: float) -> int:
     """Return the status with which the program of a folder ends, negative if a signal ends it or the time is over."""
     with started(folder, way, seconds) as (process, _):
-        if hasattr(os, "pidfd_open"):  # wakes at once; subprocess looks every 50 ms
-            file = os.pidfd_open(process.pid)
-            wait([file], seconds)
-            os.close(file)
-        else:
+        try:
+            file = os.pidfd_open(process.pid)  # wakes at once; subprocess looks every 50 ms
+        except (AttributeError, OSError):  # neither other systems nor Linux before 5.3 have it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
+        else:
+            wait([file], seconds)
+            os.close(file)
         process.poll()
     return process.returncode
 

@@ -64,7 +64,7 @@ def isolate() -> bool:
 
 
 def confine() -> None:
-    """Let this process write only in its folder, and neither reach nor signal processes outside; as far as Linux can.
+    """Let this process write only in its folder, and neither change nor signal processes outside; as far as Linux can.
 
     Landlock needs no privileges and works in containers, where `isolate` often does not.
     """
@@ -79,6 +79,8 @@ def confine() -> None:
     fields = (rights,) + (3,) * (version >= 4) + (3,) * (version >= 6)
     attributes = struct.pack(f"={len(fields)}Q", *fields)
     rules = libc.syscall(CREATE_RULESET, attributes, len(attributes), 0)
+    if rules < 0:
+        return
     for path, allowed in ((".", rights), ("/dev/null", WRITE_FILE | rights & RIGHTS[3])):
         file = os.open(path, os.O_PATH)
         libc.syscall(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", allowed, file), 0)

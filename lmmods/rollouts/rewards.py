@@ -46,7 +46,7 @@ class Scores(NamedTuple):
     """Rewards of N answers.
 
     Args:
-        values: [N, F] float32; NaN where a reward does not apply or has failed.
+        values: [N, F] float32; NaN where a reward does not apply, or has failed and has no lowest value.
         reasons: Of each answer, why rewards have failed, by name.
     """
 
