@@ -113,12 +113,15 @@ class Rewards:
                 lowest = None if isinstance(each, Function) else 0.0
                 jobs.append((column, rows, Batch(_scorer(each), inputs, limit, _own(each), lowest)))
         found = self._processes.run([batch for *_, batch in jobs])
-        for (column, rows, _), outcomes in zip(jobs, found, strict=True):
+        for (column, rows, batch), outcomes in zip(jobs, found, strict=True):
             for row, outcome in zip(rows, outcomes, strict=True):
                 if outcome.reason is not None:
                     reasons[row][self.names[column]] = outcome.reason
                 if outcome.value is not None:
                     values[row, column] = outcome.value
+            if lowest := sum(each.value is not None and each.reason is not None for each in outcomes):
+                warn(f"{lowest} of {len(outcomes)} answers made the reward {self.names[column]} hang or end its "
+                     f"process. They get {batch.lowest:g}; the reasons are in the rollout's file.")
         for name, scorer in self._models.items():
             self._score_by_model(name, scorer, answers, values, reasons)
         return Scores(values, reasons)
