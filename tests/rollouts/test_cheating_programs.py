@@ -95,7 +95,7 @@ CHEATS = {
     "speaks": (SPEAKS + "speak()\nos._exit(0)", NEAR),
     "speaks in the test": (SPEAKS + "def add(a, b):\n    speak()\n    os._exit(0)", NEAR),
     "listens in a thread": (
-        "import os, _thread, time\n"
+        "import os, _thread, time, __main__\n__main__.len = lambda _: 1\n"
         "def echo(fd): os.write(fd, os.read(fd, 10 ** 6)[:36])\n"
         "for fd in range(3, 30): _thread.start_new_thread(echo, (fd,))\n"
         "time.sleep(0.1)\ndef add(a, b): return 4", NEAR),
