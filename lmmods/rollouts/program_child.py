@@ -132,29 +132,47 @@ def test(channel: int) -> None:
     with open("program.py", "rb") as file:
         program = compile(file.read(), "program.py", "exec")
     sys.addaudithook(refuse_hooks)
+    names, signals = module.__dict__, signal.valid_signals()
     # One expression, so that while the program runs only the interpreter's stack holds the key, and the functions that
     # are called later: a program finds or replaces variables, but has no way to the stack.
-    finish(channel, module.__dict__, vars(builtins), dict(vars(builtins)), os.read, os.write, open, exec, marshal.loads,
-           pickle.dumps, sys._current_frames,
-           os.write(channel, os.read(channel, SECRET) + (exec(program, module.__dict__) or b"")))
+    finish(channel, names, os.read, os.write, open, exec, marshal.loads, signal.pthread_sigmask, signal.SIG_UNBLOCK,
+           signals, os.write(channel, os.read(channel, SECRET) + settle(
+               channel, names, vars(builtins), dict(vars(builtins)), signal.pthread_sigmask, signal.SIG_BLOCK, signals,
+               sys._current_frames, os.waitpid, os.WNOHANG, ChildProcessError, os.write, pickle.dumps,
+               exec(program, names))))
 
 
-def finish(channel, names, current, builtin, read, write, open_, execute, loads, dumps, threads, _) -> None:  # noqa: ANN001
-    """Run the test with the names of the program; send the token if it ends without an exception."""
+def settle(channel, names, current, builtin, mask, block, signals, threads, wait, at_once, no_child, write,  # noqa: ANN001
+           dumps, _) -> bytes:  # noqa: ANN001
+    """See that nothing of the program runs until the test does, for it could read the token; return nothing to send.
 
+    Raises:
+        RuntimeError: Threads or processes of the program are still running.
+    """
     def report(number: int, value: object) -> None:
         message = dumps((number, plain(value)), 4)
         message = len(message).to_bytes(HEADER, "big") + message
         while message:
             message = message[write(channel, message):]
 
+    mask(block, signals)
     current.update(builtin)  # those that the program has replaced
     names.update({"__builtins__": current, REPORT: report})
-    if [*threads()][1:]:  # more than one; no name is used that a program could have defined in this module
-        raise RuntimeError("threads of the program are still running")
+    # In this module the program may have defined any name, so none is used that matters.
+    if not [*threads()][1:]:
+        try:
+            while wait(-1, at_once)[0]:
+                pass
+        except no_child:
+            return b""
+    raise RuntimeError("threads or processes of the program are still running")
+
+
+def finish(channel, names, read, write, open_, execute, loads, mask, unblock, signals, _) -> None:  # noqa: ANN001
+    """Run the test with the names of the program; send the token if it ends without an exception."""
     # As in `test`, only the stack holds the token while the test runs.
-    write(channel, read(channel, SECRET) + (
-        execute(loads(open_(channel, "rb", closefd=False).read()), names) or b""))
+    write(channel, read(channel, SECRET) + (execute((
+        loads(open_(channel, "rb", closefd=False).read()), mask(unblock, signals))[0], names) or b""))
 
 
 def main() -> None:

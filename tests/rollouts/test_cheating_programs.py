@@ -65,6 +65,21 @@ def speak():
             except OSError:
                 pass
 """
+LISTENS = """
+import __main__, os, select, stat, time
+__main__.len = lambda _: 1
+def add(a, b): return 4
+def echo(fd):
+    if stat.S_ISSOCK(os.fstat(fd).st_mode):
+        os.write(fd, os.read(fd, 10 ** 6)[:36])
+def later(*_):
+    for fd in range(3, 30):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode) and select.select([fd], [], [], 0.005)[0]:
+                os.write(fd, os.read(fd, 10 ** 6)[:36])
+        except OSError:
+            pass
+"""
 JUMPS = """
 import sys
 def add(a, b):
@@ -94,11 +109,15 @@ CHEATS = {
     "prints": ("print('passed')\nimport os; os._exit(0)", EQUAL),
     "speaks": (SPEAKS + "speak()\nos._exit(0)", NEAR),
     "speaks in the test": (SPEAKS + "def add(a, b):\n    speak()\n    os._exit(0)", NEAR),
-    "listens in a thread": (
-        "import os, _thread, time, __main__\n__main__.len = lambda _: 1\n"
-        "def echo(fd): os.write(fd, os.read(fd, 10 ** 6)[:36])\n"
-        "for fd in range(3, 30): _thread.start_new_thread(echo, (fd,))\n"
-        "time.sleep(0.1)\ndef add(a, b): return 4", NEAR),
+    "listens in a thread": (LISTENS + "import _thread\n"
+                            "for fd in range(3, 30): _thread.start_new_thread(echo, (fd,))\n"
+                            "time.sleep(0.1)", NEAR),
+    "listens in a process": (LISTENS + "for fd in range(3, 30):\n    if os.fork() == 0:\n        echo(fd)\n"
+                             "        os._exit(0)\ntime.sleep(0.1)", NEAR),
+    "listens at a signal": (LISTENS + "import signal\nsignal.signal(signal.SIGALRM, later)\n"
+                            "signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)", NEAR),
+    "listens when it is deleted": (LISTENS + "import builtins\nclass Late: __del__ = later\n"
+                                   "builtins.abs = Late()", NEAR),
     "reads the test": ("import re\ntext = open('test.py').read()\n"
                        "def add(a, b): return int(re.search(r'== (\\d+)', text)[1])", EQUAL),
     "reads the caller": ("import sys\ndef add(a, b):\n"

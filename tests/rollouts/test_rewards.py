@@ -222,10 +222,12 @@ def test_what_a_program_starts_ends_with_it():
 
     program = f"""
 import subprocess, sys
-process = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1000)", {MARKED!r}],
-                           start_new_session=True, stdout=subprocess.PIPE, text=True)
+def start():
+    code = "import time; print('up', flush=True); time.sleep(1000)"
+    return subprocess.Popen([sys.executable, "-c", code, {MARKED!r}], start_new_session=True, stdout=subprocess.PIPE,
+                            text=True)
 """
-    assert code_tests.share_passed(program, ["assert process.stdout.readline() == 'up\\n'"], 20, count_all=True) == 1
+    assert code_tests.share_passed(program, ["assert start().stdout.readline() == 'up\\n'"], 20, count_all=True) == 1
     deadline = time.monotonic() + 5
     while marked() and time.monotonic() < deadline:
         time.sleep(0.02)
