@@ -122,7 +122,7 @@ class Regex(RewardSettings):
 class Format(RewardSettings):
     """1 if the answer is a sequence of tagged parts, as `<think>...</think> <answer>...</answer>`, else 0.
 
-    Nothing but white space may stand outside of them, and each tag occurs once.
+    Nothing but white space may stand outside of them. Each tag occurs once, and none is empty.
 
     Args:
         tags: Names of the tags in their order.

@@ -1,38 +1,51 @@
 """Tests of programs that answers hold, each in a fresh interpreter with limits.
 
-The limits keep a faulty program from harming the run. They are no prison for a hostile one, which may read and write
-what the user may.
+The limits keep a faulty program from harming the run. They are no prison for a hostile one, which may read what the
+user may, and without Landlock write it, too. But no program may report its own success: that is decided here.
 """
 
 import contextlib
+import io
 import json
 import os
+import pickle
 import re
+import secrets
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmmods.rollouts import program_child
+from lmmods.rollouts.asserts import Comparison, compile_test
 
 CHILD = program_child.__file__
 FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 MEMORY = 2**30  # bytes that a program may allocate
 FILE_SIZE = 2**24  # bytes of a file that it writes, its output too
-PROGRAM, TEST, INPUT, OUTPUT = "program.py", "test.py", "input", "output"  # files of a test
+PROGRAM, INPUT, OUTPUT = "program.py", "input", "output"  # files of a test
 # Threads of libraries would take the memory, and the order in sets and dicts must not change from run to run.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8",
                "PYTHONUTF8": "1"}
-KEPT = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
+KEPT = ("PATH", "LD_LIBRARY_PATH")
 
 
 class ProgramTest(NamedTuple):
-    """A test of a program: Python code that runs after it, or what it must write for some input."""
+    """A test of a program: Python code that runs after it, or what it must write for some input.
 
-    code: str | None = None
+    Args:
+        code: As `compile_test` returns it, with `comparisons`.
+    """
+
+    code: bytes | None = None
+    comparisons: Sequence[Comparison] = ()
     input: str = ""
     output: str = ""
 
@@ -89,9 +102,9 @@ def read_tests(tests: Any) -> list[ProgramTest]:
 
 def _read_test(test: Any) -> ProgramTest:
     if isinstance(test, str) and test.strip():
-        return ProgramTest(code=test)
+        return ProgramTest(*compile_test(test))
     if isinstance(test, dict) and test.keys() >= {"input", "output"}:
-        return ProgramTest(None, _stream(test["input"]), _stream(test["output"]))
+        return ProgramTest(input=_stream(test["input"]), output=_stream(test["output"]))
     raise ValueError(f"a test is {test!r:.40}, but must be Python code, or a mapping of input and output")
 
 
@@ -101,15 +114,87 @@ def _stream(value: Any) -> str:
 
 def is_passed(program: str, test: ProgramTest, seconds: float) -> bool:
     """True if a program passes a test within a time."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        for file, text in ((PROGRAM, program), (TEST, test.code), (INPUT, test.input)):
-            (folder / file).write_bytes((text or "").encode(errors="surrogatepass"))
-        status, said = run_program(folder, "test" if test.code is not None else "input", seconds)
+    deadline = time.monotonic() + seconds
+    folder = Path(tempfile.mkdtemp())
+    try:
+        (folder / PROGRAM).write_bytes(program.encode(errors="surrogatepass"))
+        (folder / INPUT).write_bytes(test.input.encode(errors="surrogatepass"))
         if test.code is not None:
-            return said == program_child.PASSED
+            with started(folder, "test", seconds) as (_, channel):
+                return _judged(channel, test.code, test.comparisons, deadline)
         # A program that fails after its last line has still failed.
-        return status == 0 and _lines((folder / OUTPUT).read_bytes().decode(errors="replace")) == _lines(test.output)
+        return _status(folder, "input", seconds) == 0 and (
+            _lines((folder / OUTPUT).read_bytes().decode(errors="replace")) == _lines(test.output))
+    finally:
+        with contextlib.suppress(RecursionError):  # at folders that a program has nested deeply
+            shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
+
+
+def _judged(channel: socket.socket, code: bytes, comparisons: Sequence[Comparison], deadline: float) -> bool:
+    """True if a process of `program_child` passes a test: all values are right, and the test has run to its end.
+
+    The process is the program's, so nothing that it sends is trusted.
+    """
+    key, token = secrets.token_bytes(32), secrets.token_bytes(32)
+    right = set[int]()
+    try:
+        _send(channel, _framed(key), deadline)
+        if _received(channel, deadline) != key:
+            return False
+        _send(channel, _framed(token) + code, deadline)
+        channel.shutdown(socket.SHUT_WR)
+        while (message := _received(channel, deadline)) != token:
+            number, value = _Values(io.BytesIO(message)).load()
+            if not comparisons[number].holds(value):
+                return False
+            right.add(number)
+    except Exception:  # whatever its bytes lead to
+        return False
+    return all(number in right for number, each in enumerate(comparisons) if each.is_required)
+
+
+def _framed(message: bytes) -> bytes:
+    return len(message).to_bytes(program_child.HEADER, "big") + message
+
+
+def _send(channel: socket.socket, data: bytes, deadline: float) -> None:
+    channel.settimeout(_left(deadline))
+    channel.sendall(data)
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds that are left. Raises TimeoutError: there are none."""
+    if (seconds := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return seconds
+
+
+def _received(channel: socket.socket, deadline: float) -> bytes:
+    """Return the next message. Raises OSError or EOFError: there is none in time, or it is too long."""
+
+    def read(size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            channel.settimeout(_left(deadline))
+            part = channel.recv(min(size - len(data), 2**16))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+    size = int.from_bytes(read(program_child.HEADER), "big")
+    if size > FILE_SIZE:
+        raise OSError(f"a message of {size} bytes")
+    return read(size)
+
+
+class _Values(pickle.Unpickler):
+    """Reads values of Python's own types, and nothing with which code could run."""
+
+    def find_class(self, module: str, name: str) -> type:
+        return {("builtins", "object"): object, ("builtins", "complex"): complex}[module, name]
 
 
 def _lines(text: str) -> list[str]:
@@ -117,44 +202,52 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def run_program(folder: Path, way: str, seconds: float) -> tuple[int, bytes]:
-    """Run the program of a folder, and end it with all that it has started.
+@contextlib.contextmanager
+def started(folder: Path, way: str, seconds: float) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """Start the program of a folder, and at the end kill it with all that it has started.
 
     Args:
         way: What to do, as `program_child` names it.
-        seconds: Time after which it is killed.
+        seconds: CPU time that it may take.
 
-    Returns:
-        Its exit status, negative if a signal ended it, and what the process reported.
+    Yields:
+        The process, and the end of the socket to it.
     """
-    reader, writer = os.pipe()
     variables = {name: os.environ[name] for name in (*KEPT, *program_child.MARKS) if name in os.environ}
-    limits = map(str, (writer, MEMORY, FILE_SIZE, int(seconds) + 1))
-    try:
-        with open(folder / INPUT, "rb") as given, open(folder / OUTPUT, "wb") as output:
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs, open(folder / INPUT, "rb") as given, open(folder / OUTPUT, "wb") as output:
+            limits = map(str, (theirs.fileno(), MEMORY, FILE_SIZE, int(seconds) + 1))
             # -I would ignore the hash seed; the variables are given here, so nothing else is left of it but these.
             process = subprocess.Popen(
                 [sys.executable, "-s", "-P", "-B", CHILD, way, *limits], cwd=folder, stdin=given, stdout=output,
-                stderr=subprocess.DEVNULL, pass_fds=(writer,), start_new_session=True,
-                env={**ENVIRONMENT, **variables, "HOME": str(folder)})
+                stderr=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
+                env={**ENVIRONMENT, **variables, "HOME": str(folder), "TMPDIR": str(folder)})
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
+            yield process, ours
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        os.set_blocking(reader, False)  # what it started elsewhere may hold the other end open
-        with contextlib.suppress(BlockingIOError):
-            return process.returncode, os.read(reader, 100)
-        return process.returncode, b""
-    finally:
-        os.close(reader)
-        os.close(writer)
+
+
+def _status(folder: Path, way: str, seconds: float) -> int:
+    """Return the status with which the program of a folder ends, negative if a signal ends it or the time is over."""
+    with started(folder, way, seconds) as (process, _):
+        try:
+            file = os.pidfd_open(process.pid)  # wakes at once; subprocess looks every 50 ms
+        except (AttributeError, OSError):  # neither other systems nor Linux before 5.3 have it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+        else:
+            wait([file], seconds)
+            os.close(file)
+        process.poll()
+    return process.returncode
 
 
 def isolates() -> bool:
     """True if this system lets programs run without network, and end with all that they have started."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / INPUT).touch()
-        return run_program(Path(name), "probe", 10)[1] == program_child.PASSED
+        return _status(Path(name), "probe", 10) == 0

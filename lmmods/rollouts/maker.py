@@ -230,7 +230,7 @@ def set_rewards(rewards: Rewards, prompts: list[Prompt], groups: list[Group], by
         values = np.column_stack([values, np.array(own, np.float32)])
     for answer, reasons in zip(answers, scores.reasons, strict=True):
         answer.reasons = {**reasons, **answer.reasons}
-    sums = total(values, weights, [answer.reasons for answer in answers])
+    sums = total(values, weights, [answer.reasons for answer in answers], names)
     for answer, row, reward in zip(answers, values, sums, strict=True):
         answer.rewards = {name: None if np.isnan(value) else float(value)
                           for name, value in zip(names, row, strict=True)}

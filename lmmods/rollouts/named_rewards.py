@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lmmods.core.text_metrics import token_f1
+from lmmods.core.text_metrics import normalize_answer, token_f1
 from lmmods.recipe.rewards import (
     F1,
     Code,
@@ -106,7 +106,7 @@ def _extracted(pattern: str, text: str) -> str | None:
 
 def contains(settings: Contains, answer: Text) -> float:
     """1 if one of the texts occurs in the answer."""
-    if "" in answer.wanted:
+    if settings.text is None and not all(each.strip() for each in answer.wanted):
         raise Unscorable("the right answer is empty, and would occur in every answer")
     text, wanted = answer.text, answer.wanted
     if settings.ignore_case:
@@ -122,12 +122,13 @@ def regex(settings: Regex, answer: Text) -> float:
 
 
 def tagged(settings: Format, answer: Text) -> float:
-    """1 if the answer is a sequence of tagged parts."""
+    """1 if the answer is a sequence of tagged parts, none of which is empty."""
     text = f"<{settings.tags[0]}>{answer.text}" if settings.opened else answer.text
     if any(text.count(f"<{slash}{tag}>") != 1 for tag in settings.tags for slash in ("", "/")):
         return 0.0
-    parts = r"\s*".join(f"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in settings.tags)
-    return float(re.fullmatch(parts, text.strip(), re.DOTALL) is not None)
+    parts = r"\s*".join(f"<{re.escape(tag)}>(.*)</{re.escape(tag)}>" for tag in settings.tags)
+    found = re.fullmatch(parts, text.strip(), re.DOTALL)
+    return float(found is not None and all(part.strip() for part in found.groups()))
 
 
 def length(settings: Length, answer: Text) -> float:
@@ -140,7 +141,11 @@ def length(settings: Length, answer: Text) -> float:
 
 def f1(settings: F1, answer: Text) -> float:
     """Best F1 of words over the right answers."""
-    return max(token_f1(answer.text, each) for each in answer.wanted)
+    # Without the words that do not count, an answer such as "A" would be equal to an empty one.
+    wanted = [each for each in answer.wanted if normalize_answer(each) or not each.strip()]
+    if not wanted:
+        raise Unscorable(f"the right answer {answer.wanted[0]!r} has only articles and punctuation, which do not count")
+    return max(token_f1(answer.text, each) for each in wanted)
 
 
 def equal_in_mathematics(settings: Math, answer: Text) -> float:

@@ -47,7 +47,7 @@ class Scorer(Protocol):
 
 
 class Outcome(NamedTuple):
-    """Score of an answer; None if the reward does not apply, or has failed for a reason."""
+    """Score of an answer; None if the reward does not apply. If it has failed for a reason, the lowest of its batch."""
 
     value: float | None = None
     reason: str | None = None
@@ -63,12 +63,15 @@ class Batch:
         limit: Seconds for each.
         own: Name of the process that it has for itself; None shares the others with all such batches. Such a reward is
             called with all inputs at once; if that fails, with one after the other, so that only the bad ones fail.
+        lowest: Value of an answer at which the process hangs or ends; None if it has none. Where only the answer can be
+            the cause, it must not pay: in place of a bad value, none at all would.
     """
 
     scorer: Scorer
     inputs: list[Any]
     limit: float
     own: str | None = None
+    lowest: float | None = None
 
 
 @dataclass(eq=False)
@@ -418,6 +421,6 @@ def _fail(task: _Task, reason: str, batches: list[Batch], outcomes: list[list[Ou
         if not batches[task.batch].inputs:  # there was nothing else to do
             found.append(Outcome(reason=reason))
     elif not task.whole:
-        found[task.places.popleft()] = Outcome(reason=reason)
+        found[task.places.popleft()] = Outcome(batches[task.batch].lowest, reason)
     if task.places:
         queue.appendleft(_Task(task.batch, task.places))

@@ -46,7 +46,7 @@ class Scores(NamedTuple):
     """Rewards of N answers.
 
     Args:
-        values: [N, F] float32; NaN where a reward does not apply or has failed.
+        values: [N, F] float32; NaN where a reward does not apply, or has failed and has no lowest value.
         reasons: Of each answer, why rewards have failed, by name.
     """
 
@@ -110,14 +110,18 @@ class Rewards:
             rows, inputs = self._inputs(each, answers, reasons)
             limit = self._timeout + (each.timeout if isinstance(each, Code) else 0.0)
             if rows:
-                jobs.append((column, rows, Batch(_scorer(each), inputs, limit, _own(each))))
+                lowest = None if isinstance(each, Function) else 0.0
+                jobs.append((column, rows, Batch(_scorer(each), inputs, limit, _own(each), lowest)))
         found = self._processes.run([batch for *_, batch in jobs])
-        for (column, rows, _), outcomes in zip(jobs, found, strict=True):
+        for (column, rows, batch), outcomes in zip(jobs, found, strict=True):
             for row, outcome in zip(rows, outcomes, strict=True):
                 if outcome.reason is not None:
                     reasons[row][self.names[column]] = outcome.reason
-                elif outcome.value is not None:
+                if outcome.value is not None:
                     values[row, column] = outcome.value
+            if lowest := sum(each.value is not None and each.reason is not None for each in outcomes):
+                warn(f"{lowest} of {len(outcomes)} answers made the reward {self.names[column]} hang or end its "
+                     f"process. They get {batch.lowest:g}; the reasons are in the rollout's file.")
         for name, scorer in self._models.items():
             self._score_by_model(name, scorer, answers, values, reasons)
         return Scores(values, reasons)
@@ -154,17 +158,20 @@ class Rewards:
                 raise UserError(f"{KEY}[{number}].function: {each.function} cannot be loaded: {failures[each.name]}")
 
 
-def total(values: np.ndarray, weights: np.ndarray, reasons: Sequence[Mapping[str, str]]) -> np.ndarray:
+def total(values: np.ndarray, weights: np.ndarray, reasons: Sequence[Mapping[str, str]],
+          names: Sequence[str]) -> np.ndarray:
     """Return the weighted sums of the known rewards, [N] float64; NaN where one has failed or none applies.
 
     Args:
         values: [N, F], NaN where a reward is not known.
         weights: [F].
-        reasons: Of each answer, why rewards have failed.
+        reasons: Of each answer, why rewards have failed; those that have a value all the same count with it.
+        names: [F], of the rewards.
     """
     known = ~np.isnan(values)
     sums = (np.where(known, values, 0.0).astype(np.float64) * weights).sum(axis=1)
-    failed = np.array([bool(each) for each in reasons], bool)
+    failed = np.array([not each.keys() <= {name for name, is_known in zip(names, row, strict=True) if is_known}
+                       for each, row in zip(reasons, known, strict=True)], bool)
     return np.where(known.any(axis=1) & ~failed, sums, np.nan)
 
 

@@ -3,8 +3,8 @@
 import ast
 from pathlib import Path
 
-# Documented under a name with an underscore: of namedtuples, and of os.
-DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_exit"}
+# Documented under a name with an underscore: of namedtuples, os and sys.
+DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_exit", "_current_frames"}
 READERS = ("getattr", "setattr", "hasattr", "delattr")
 
 

@@ -190,7 +190,8 @@ def test_functions_are_imported_at_the_start(path, message):
         Rewards(read_rewards([{"function": path}]), 1, 1)
 
 
-def test_a_regular_expression_that_hangs_costs_its_answer_only():
+def test_a_regular_expression_that_hangs_costs_its_answer_only(capsys):
+    """It is scored as low as possible: if it had no reward, to hang would be better than to be wrong."""
     rewards = read_rewards([{"name": "regex", "pattern": "^(a+)+$"}, {"name": "exact_match", "column": "right"}])
     texts = ["aa", "b"] * 10  # more than a process takes at once
     texts[5] = "a" * 60 + "b"
@@ -199,8 +200,9 @@ def test_a_regular_expression_that_hangs_costs_its_answer_only():
         values, reasons = scorer.score(answers)
         pids = scorer.pids
     expected = np.array([[1, 0], [0, 1]] * 10, np.float32)
-    expected[5] = np.nan, 0
-    assert np.array_equal(values, expected, equal_nan=True)
+    expected[5] = 0, 0
+    assert np.array_equal(values, expected)
+    assert "1 of 20 answers made the reward regex hang or end its process. They get 0;" in capsys.readouterr().out
     assert reasons == [{}] * 5 + [{"regex": "took longer than 0.5 s"}] + [{}] * 14 and all_end(pids)
 
 

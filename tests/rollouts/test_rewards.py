@@ -41,6 +41,13 @@ def test_exact_match(text, wanted, options, value):
     assert reward(text, wanted, name="exact_match", **options) == value
 
 
+@pytest.mark.parametrize(("name", "right"), [("contains", " "), ("contains", ""), ("f1", "A"), ("f1", "the!")])
+def test_right_answers_that_would_be_in_all(name, right):
+    with pytest.raises(Unscorable, match="the right answer .*(empty|only articles)"):
+        reward("", ["cat", right] if name == "contains" else [right], name=name)
+    assert reward("", [""], name="f1") == 1 and reward("", ["The", "cat"], name="f1") == 0
+
+
 @pytest.mark.parametrize(("text", "wanted", "options", "value"), [
     ("It is Paris.", ["Paris"], {}, 1), ("It is paris.", ["Paris"], {}, 0),
     ("It is paris.", ["Paris"], {"ignore_case": True}, 1), ("Rome", ["Paris", "Rome"], {}, 1)])
@@ -58,7 +65,8 @@ def test_regex(text, options, value):
 
 
 @pytest.mark.parametrize(("text", "options", "value"), [
-    ("<think>a</think><answer>b</answer>", {}, 1), ("\n<think>a\n\nb</think>\n\n<answer></answer>\n", {}, 1),
+    ("<think>a</think><answer>b</answer>", {}, 1), ("\n<think>a\n\nb</think>\n\n<answer>c</answer>\n", {}, 1),
+    ("<think>a</think><answer></answer>", {}, 0), ("<think>\n</think><answer>b</answer>", {}, 0),
     ("x<think>a</think><answer>b</answer>", {}, 0), ("<think>a</think>x<answer>b</answer>", {}, 0),
     ("<think>a</think><answer>b</answer>x", {}, 0), ("<answer>b</answer><think>a</think>", {}, 0),
     ("<think>a</think>", {}, 0), ("<think>a<answer>b</answer></think>", {}, 0),
@@ -208,19 +216,18 @@ needs_isolation = pytest.mark.skipif(not code_tests.isolates(), reason="needs na
 
 
 @needs_isolation
-def test_what_a_program_starts_ends_with_it(tmp_path):
+def test_what_a_program_starts_ends_with_it():
     def marked() -> list[psutil.Process]:
         return [each for each in psutil.process_iter(["cmdline"]) if MARKED in (each.info["cmdline"] or [])]
 
-    started = tmp_path / "started"
     program = f"""
-import os, subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; open({str(started)!r}, 'w'); time.sleep(1000)", {MARKED!r}],
-                 start_new_session=True)
-while not os.path.exists({str(started)!r}):
-    time.sleep(0.01)
+import subprocess, sys
+def start():
+    code = "import time; print('up', flush=True); time.sleep(1000)"
+    return subprocess.Popen([sys.executable, "-c", code, {MARKED!r}], start_new_session=True, stdout=subprocess.PIPE,
+                            text=True)
 """
-    assert code_tests.share_passed(program, ["assert True"], 20, count_all=True) == 1 and started.exists()
+    assert code_tests.share_passed(program, ["assert start().stdout.readline() == 'up\\n'"], 20, count_all=True) == 1
     deadline = time.monotonic() + 5
     while marked() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -281,20 +288,25 @@ def test_scores_have_the_order_of_the_answers_and_reasons(processes):
         values, reasons = rewards.score(many)
         assert values.dtype == np.float32
         no_tests = "the row has no column tests"
-        # The F1 of "a" is 1, as an article is no word: both sides are empty.
-        expected = [[1, 1, 0, 0, 1], [1, 1, -1, 1, 0], [0, 0.5, 0, NAN, 1], [NAN, NAN, 0, NAN, 0], [0, 0, 0, 0, 0]]
+        expected = [[1, NAN, 0, 0, 1], [1, 1, -1, 1, 0], [0, 0.5, 0, NAN, 1], [NAN, NAN, 0, NAN, 0], [0, 0, 0, 0, 0]]
         assert np.array_equal(values, np.array(expected * 5, np.float32), equal_nan=True)
         none = "the row has no reference answer"
-        assert reasons == [{}, {}, {"tests": no_tests}, {"exact_match": none, "f1": none, "tests": no_tests}, {}] * 5
+        no_words = "the right answer 'a' has only articles and punctuation, which do not count"
+        assert reasons == [{"f1": no_words}, {}, {"tests": no_tests},
+                           {"exact_match": none, "f1": none, "tests": no_tests}, {}] * 5
         assert len(rewards.pids) == processes
         values, reasons = rewards.score([])
-        assert values.shape == (0, 5) and reasons == [] and total(values, rewards.weights, reasons).shape == (0,)
+        assert values.shape == (0, 5) and reasons == []
+        assert total(values, rewards.weights, reasons, rewards.names).shape == (0,)
 
 
 def test_totals():
     values = np.array([[1, 2], [NAN, 2], [NAN, NAN], [1, NAN], [0.25, -1]], np.float32)
-    reasons = [{}, {}, {}, {"b": "took longer than 1 s"}, {}]
-    assert np.array_equal(total(values, np.array([1, 0.5]), reasons), [2, 1, NAN, NAN, -0.25], equal_nan=True)
+    late = "took longer than 1 s"
+    reasons = [{}, {}, {}, {"b": late}, {"a": late}]  # the last one has a value all the same
+    sums = total(values, np.array([1, 0.5]), reasons, ["a", "b"])
+    assert np.array_equal(sums, [2, 1, NAN, NAN, -0.25], equal_nan=True)
+    assert np.isnan(total(values, np.array([1, 0.5]), [{"environment": late}] * 5, ["a", "b"])).all()
 
 
 def test_a_reward_model_scores_by_the_function_it_is_given():
