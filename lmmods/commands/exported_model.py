@@ -118,7 +118,8 @@ class FinishedRun:
         auto = getattr(transformers, self.auto_class)
         model = load_pretrained(auto, **source, trust_remote_code=self.trust_remote_code, quantize=quantize,
                                 double_quant=self.double_quant, precision=precision, frozen=True, seed=self.seed,
-                                device=torch.device(device) if device else None)
+                                device=torch.device(device) if device else None,
+                                adapter=self.folder.model if self.has_adapter else None)
         tokenizer = self.tokenizer()
         resize_embeddings(model, len(tokenizer))
         if not self.writes:  # a decoder is pooled at the last token that is not padding
