@@ -258,15 +258,20 @@ def test_the_card_says_how_to_load_the_model(task, lora, recipe, tmp_path, bert_
         torch.testing.assert_close(outputs_of(merged, task), logits)
 
 
-@pytest.mark.parametrize("lora", [True, False])
-def test_the_card_of_a_reward_model_scores_as_predict_does(lora, recipe, tmp_path, bert_base, llama_folder, pairs,
-                                                           monkeypatch, capsys):
+@pytest.mark.parametrize(("lora", "padding"), [(True, "<unk>"), (False, "<unk>"), (True, "</s>")])
+def test_the_card_of_a_reward_model_scores_as_predict_does(lora, padding, recipe, tmp_path, bert_base, llama_folder,
+                                                           pairs, monkeypatch, capsys):
+    """Also where rows end in the padding token, at which transformers would not look."""
     changes = changes_of("Reward", lora, tmp_path, bert_base, str(llama_folder), "", pairs)
+    changes["data"]["init_args"]["pad_token"] = padding
     assert main(["fit", *recipe(**changes)]) == 0
     folder = tmp_path / "run" / "model"
     (folder / llama_folder.name).symlink_to(llama_folder)
     capsys.readouterr()
-    messages = run_card(folder, monkeypatch)["messages"]
+    found = run_card(folder, monkeypatch)
+    messages, is_unset = found["messages"], found["model"].config.pad_token_id is None
+    assert ("## Padding" in (folder / "README.md").read_text()) is (padding == "</s>")
+    assert is_unset or padding != "</s>"
     score = float(capsys.readouterr().out)
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     monkeypatch.chdir(tmp_path)
