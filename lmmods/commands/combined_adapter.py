@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from lmmods.commands.exported_model import FinishedRun
 from lmmods.core.adapters import SETTINGS, WEIGHTS, adapter_config, fitting_adapter
-from lmmods.core.errors import UserError
+from lmmods.core.errors import UserError, first_line
+from lmmods.recipe.classes import declared
 from lmmods.runs.eval_results import FOLDER as EVAL_RESULTS
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.inside import fresh_folder
@@ -17,6 +18,7 @@ from lmmods.runs.inside import fresh_folder
 # `svd` work on the updates themselves, the others on the two factors of each, apart.
 Method = Literal["cat", "svd", "linear", "ties", "dare_linear", "dare_ties"]
 EQUAL_RANKS = ("linear", "ties", "dare_linear", "dare_ties")
+PREFIX = "base_model.model."  # of PEFT's names of layers
 # Settings of an adapter of which PEFT combines nothing or something else.
 NOT_COMBINED = ("modules_to_save", "trainable_token_indices", "target_parameters", "use_dora", "lora_bias")
 
@@ -54,13 +56,16 @@ class Combination:
 
 def read_runs(names: list[str]) -> list[FinishedRun]:
     """Read the runs to combine. Raises UserError: one has no plain LoRA adapter, or another base or tokenizer."""
-    runs = [FinishedRun.read(name, "merge") for name in names]
+    runs = [FinishedRun.read(name, "merge", list(declared("model"))) for name in names]
     if not runs:
         raise UserError("--run names no run.")
     first = runs[0]
     for run in runs:
         if not run.has_adapter:
             raise UserError(f"{run.option}: {run.folder.model} is a whole model, and adapters alone are combined.")
+        if run.auto_class != first.auto_class:
+            raise UserError(f"{run.option} is of {run.task}, and {first.folder.root} of {first.task}, whose adapters "
+                            "belong to other layers. Combine runs of one task.")
         for field in ("pretrained", "revision", "config_overrides", "quantize", "double_quant"):
             if (mine := getattr(run, field)) != (other := getattr(first, field)):
                 raise UserError(f"{run.option}: model.{field} is {mine}, and of {first.folder.root} it is {other}. "
@@ -89,28 +94,45 @@ def combine(runs: list[FinishedRun], combination: Combination, root: Path) -> Fi
     """
     import torch
 
+    from lmmods.torch_engine.compat.peft import lora_layers
     from lmmods.torch_engine.nn.lora import load_adapter
 
     first, names = runs[0], ["default", *(f"run{number}" for number in range(1, len(runs)))]
-    if combination.method in EQUAL_RANKS:
-        ranks = [_rank(run) for run in runs]
-        if len(set(ranks)) > 1:
-            raise UserError(f"--combination {combination.method} takes adapters of one rank, and these have "
-                            f"{', '.join(map(str, ranks))}. Choose cat or svd.")
     model = load_adapter(first.load(None), first.folder.model, first.option)
     for name, run in zip(names[1:], runs[1:]):
         with fitting_adapter(run.folder.model, run.option):
             model.load_adapter(str(run.folder.model), name)
-    # PEFT gives the new adapter the settings of the first, and the alpha with which one without rsLoRA is not scaled.
-    model.peft_config["default"] = replace(model.peft_config["default"], use_rslora=False, init_lora_weights=True)
+    layers = {name.removeprefix(PREFIX): layer for name, layer in lora_layers(model)}
+    adds_factors = combination.method in EQUAL_RANKS
+    for layer_name, layer in layers.items() if adds_factors else ():
+        ranks = {run.folder.root: layer.r[name] for name, run in zip(names, runs) if name in layer.r}
+        if len(set(ranks.values())) > 1:
+            found = ", ".join(f"{rank} in {folder}" for folder, rank in ranks.items())
+            raise UserError(f"--combination {combination.method} adds up the factors of the adapters, which needs one "
+                            f"rank in each layer, but {layer_name} has rank {found}. Use cat or svd.")
+    # PEFT compares the largest ranks of the adapters instead, and gives the new one the settings of the first, but the
+    # alpha with which one without rsLoRA is not scaled.
+    largest = [max(layer.r[name] for layer in layers.values() if name in layer.r) for name in names]
+    for name, rank in zip(names, [max(largest)] * len(names) if adds_factors else largest):
+        model.peft_config[name] = replace(model.peft_config[name], r=rank, rank_pattern={}, use_rslora=False,
+                                          init_lora_weights=True)
     torch.manual_seed(combination.seed or 0)
-    with fitting_adapter(first.folder.model, f"--combination {combination.method}"):
+    try:
         model.add_weighted_adapter(names, combination.weights or [1 / len(runs)] * len(runs), "combined",
                                    combination.method, density=combination.density)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--combination {combination.method}: PEFT cannot combine these adapters "
+                        f"({first_line(error)}). Merge each run by itself.") from error
+    # Sums of factors keep the rank of their layer, which PEFT's settings do not say. They are not scaled either.
+    settings = model.peft_config["combined"]
+    ranks = {name: _rank(layer, "combined") for name, layer in layers.items() if "combined" in layer.r}
+    settings.rank_pattern = {name: rank for name, rank in ranks.items() if rank != settings.r}
+    settings.alpha_pattern = settings.rank_pattern
     exported = fresh_folder(root) / "model"
     others = shutil.ignore_patterns(SETTINGS, WEIGHTS, "README.md", "*.png", EVAL_RESULTS)
     shutil.copytree(first.folder.model, exported, ignore=others)
-    shutil.copyfile(first.folder.config, root / first.folder.config.name)
+    for file in (first.folder.config, first.folder.data_report):
+        shutil.copyfile(file, root / file.name)
     written = exported / "combined"
     model.save_pretrained(exported, selected_adapters=["combined"])
     for name in (SETTINGS, WEIGHTS):
@@ -119,6 +141,7 @@ def combine(runs: list[FinishedRun], combination: Combination, root: Path) -> Fi
     return replace(first, folder=RunFolder(str(root)))
 
 
-def _rank(run: FinishedRun) -> int:
-    settings: dict[str, Any] = adapter_config(run.folder.model, run.option)
-    return max(settings["r"], *(settings.get("rank_pattern") or {}).values(), 0)
+def _rank(layer: Any, adapter: str) -> int:
+    """Return the rank of an adapter's factors in a LoRA layer."""
+    factor = layer.lora_A[adapter].weight if adapter in layer.lora_A else layer.lora_embedding_A[adapter]
+    return factor.shape[0]

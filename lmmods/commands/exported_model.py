@@ -2,11 +2,12 @@
 
 import copy
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from lmmods.core.adapters import SETTINGS, adapter_config, adapter_weights
 from lmmods.core.errors import UserError
-from lmmods.recipe.classes import implementation, tasks_that_write
+from lmmods.recipe.classes import declared, implementation, tasks_that_write
 from lmmods.recipe.files import read_recipe
 from lmmods.recipe.reader import objects, parse
 from lmmods.recipe.tasks.base import DataFields, TaskFields
@@ -21,11 +22,15 @@ class FinishedRun:
     """Output of a finished run of either engine.
 
     Args:
+        task: Name of the task's class.
+        seed: Seed of weights that are in neither base nor adapter, such as the head of a masked LM on a bare encoder.
         has_adapter: True if model/ holds an adapter; a whole model otherwise.
         pretrained: Base model of the adapter, and the fields with which it was loaded.
     """
 
     folder: RunFolder
+    task: str
+    seed: int
     has_adapter: bool
     pretrained: str | None
     config_overrides: dict[str, Any]
@@ -35,8 +40,13 @@ class FinishedRun:
     double_quant: bool
 
     @classmethod
-    def read(cls, run: str, command: str) -> "FinishedRun":
-        """Read the run in a folder. Raises UserError: no run there, not finished, or of another task."""
+    def read(cls, run: str, command: str, tasks: list[str] | None = None) -> "FinishedRun":
+        """Read the run in a folder. Raises UserError: no run there, not finished, or of another task.
+
+        Args:
+            command: Name of the command, for messages.
+            tasks: The tasks that it takes; by default those that write text.
+        """
         folder = RunFolder(run)
         if not folder.config.is_file():
             raise UserError(f"--run {run}: there is no config.yaml, so this is not a run folder.")
@@ -46,15 +56,44 @@ class FinishedRun:
         if has_adapter:
             adapter_config(folder.model, f"--run {run}")
             adapter_weights(folder.model, f"--run {run}")
-        model = model_block(run, command)
+        model = model_block(run, command, tasks)
         options = model["init_args"]
         check_remote_code(options)
         # A principal adapter is exported for the model itself; what was quantised beside it is another base.
         is_principal = has_adapter and (options.get("lora") or {}).get("init") == "pissa"
-        return cls(folder, has_adapter, options.get("pretrained"), options.get("config_overrides") or {},
-                   options.get("revision"), bool(options.get("trust_remote_code")),
-                   None if is_principal else options.get("quantize"),
+        task = model["class_path"].rsplit(".", 1)[-1]
+        seed = read_recipe(folder.config).get("seed_everything")
+        return cls(folder, task, seed if type(seed) is int else 0, has_adapter, options.get("pretrained"),
+                   options.get("config_overrides") or {}, options.get("revision"),
+                   bool(options.get("trust_remote_code")), None if is_principal else options.get("quantize"),
                    bool(options.get("double_quant", True)))
+
+    @property
+    def writes(self) -> bool:
+        """True if the model writes text."""
+        return self.task in tasks_that_write()
+
+    @property
+    def auto_class(self) -> str:
+        """Name of transformers' class that loads the model."""
+        return declared("model")[self.task].auto_class
+
+    @cached_property
+    def network_fields(self) -> dict[str, Any]:
+        """Fields of the base's configuration that the recipe or the rows changed, such as the names of labels.
+
+        Raises:
+            UserError: The labels are in no checkpoint, and the training rows are gone.
+        """
+        if self.writes:
+            return self.config_overrides
+        from lmmods.runs.checkpoint import read_plain
+
+        model, declared_data = read_blocks(self.folder)
+        data = data_module(declared_data)
+        if (checkpoint := self.folder.find("last")) is not None:
+            data.resume_from(read_plain(checkpoint))
+        return {**(model.overrides or {}), **data.network_fields}
 
     def tokenizer(self):
         from transformers import AutoTokenizer
@@ -71,14 +110,20 @@ class FinishedRun:
         import torch
         import transformers
 
+        from lmmods.core.hf_config import set_special_ids
         from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 
-        source = {"pretrained": self.pretrained, "overrides": self.config_overrides, "revision": self.revision
+        source = {"pretrained": self.pretrained, "overrides": self.network_fields, "revision": self.revision
                   } if self.has_adapter else {"pretrained": str(self.folder.model)}
-        model = load_pretrained(transformers.AutoModelForCausalLM, **source, trust_remote_code=self.trust_remote_code,
-                                quantize=quantize, double_quant=self.double_quant, precision=precision, frozen=True,
-                                device=torch.device(device) if device else None)
-        resize_embeddings(model, len(self.tokenizer()))
+        auto = getattr(transformers, self.auto_class)
+        model = load_pretrained(auto, **source, trust_remote_code=self.trust_remote_code, quantize=quantize,
+                                double_quant=self.double_quant, precision=precision, frozen=True, seed=self.seed,
+                                device=torch.device(device) if device else None,
+                                adapter=self.folder.model if self.has_adapter else None)
+        tokenizer = self.tokenizer()
+        resize_embeddings(model, len(tokenizer))
+        if not self.writes:  # a decoder is pooled at the last token that is not padding
+            set_special_ids(model.config, tokenizer, is_causal=False)
         return (model if device is None or quantize or self.saved_quantization() else model.to(device)).eval()
 
     def with_adapter(self, base):
@@ -116,7 +161,8 @@ class FinishedRun:
         quantised = self.load(None)
         config = copy.deepcopy(quantised.config)
         del config.quantization_config
-        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code).eval()
+        auto = getattr(transformers, self.auto_class)
+        model = auto.from_config(config, trust_remote_code=self.trust_remote_code).eval()
         plain = model.state_dict()
         for name, tensor in quantised.state_dict().items():
             if name in plain and plain[name].shape == tensor.shape and tensor.is_floating_point():
@@ -125,13 +171,18 @@ class FinishedRun:
         return model
 
 
-def model_block(run: str, command: str) -> dict[str, Any]:
-    """Return the `model` block of a run's config.yaml. Raises UserError: it is missing, or of a task without text."""
+def model_block(run: str, command: str, tasks: list[str] | None = None) -> dict[str, Any]:
+    """Return the `model` block of a run's config.yaml. Raises UserError: it is missing, or of another task.
+
+    Args:
+        command: Name of the command, for messages.
+        tasks: The tasks that it takes; by default those that write text.
+    """
     model = read_recipe(RunFolder(run).config).get("model")
     if not (isinstance(model, dict) and isinstance(model.get("class_path"), str)
             and isinstance(model.get("init_args"), dict)):
         raise UserError(f"--run {run}: config.yaml holds no model with class_path and init_args, so no run wrote it.")
-    *others, last = tasks_that_write()
+    *others, last = tasks_that_write() if tasks is None else tasks
     if model["class_path"].rsplit(".", 1)[-1] not in (*others, last):
         raise UserError(f"--run {run}: {command} takes runs of {', '.join(others)} and {last}, this one is of "
                         f"{model['class_path']}.")

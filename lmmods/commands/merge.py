@@ -18,7 +18,9 @@ from lmmods.core.generation_config import GENERATION_CONFIG, saved_end_ids
 from lmmods.core.markdown import code, escaped, fenced
 from lmmods.data.encode.chat_template import ChatTemplate
 from lmmods.data.sources.conversation import RowProblem
+from lmmods.recipe.classes import declared
 from lmmods.recipe.files import as_yaml, read_recipe
+from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.runs.folder import commit_folder
 from lmmods.runs.inside import delete, fresh_folder, hub_id
 
@@ -42,7 +44,7 @@ def merge(run: str | list[str], out: str, base: Literal["dequantized", "original
         force: Write although the difference is above `threshold`.
         overwrite: Replace what `out` holds.
         gguf: Also write the model as `model.gguf`, for llama.cpp and Ollama, with matrices of this type. Of a fully
-            tuned run, `out` is a copy of its model with that file.
+            tuned run, `out` is a copy of its model with that file. For models that write text.
         combination: How adapters are combined, see PEFT's `add_weighted_adapter`: `cat` (the default, exact: its rank
             is the sum of theirs), `svd` (of the largest of their ranks), `linear`, `ties`, `dare_linear` or
             `dare_ties`.
@@ -61,12 +63,16 @@ def merge(run: str | list[str], out: str, base: Literal["dequantized", "original
         recipe, origin = _run_to_merge(run if isinstance(run, list) else [run], combined,
                                        Combination(combination or "cat", weights, density, seed), combination)
         if gguf:
+            if not recipe.writes:
+                raise UserError(f"--gguf is for models that write text, but {recipe.option} is a {recipe.task} run. "
+                                "Remove --gguf.")
             require_gguf()
             check_architecture(recipe.config().model_type)
         if recipe.has_adapter:
             _merge(recipe, origin, out_folder, base, dtype, threshold, force, gguf, has_combined=combined.exists())
         elif gguf is None:
-            raise UserError(f"{recipe.option}: {recipe.folder.model} is a plain model already. --gguf converts it.")
+            raise UserError(f"{recipe.option}: {recipe.folder.model} is a plain model already."
+                            + (" --gguf converts it." if recipe.writes else " Use that folder."))
         elif (base, dtype, threshold, force) != ("dequantized", "float32", 0.02, False):
             raise UserError(f"{recipe.option}: {recipe.folder.model} is a plain model already, so --base, --dtype, "
                             "--threshold and --force are of no use. Leave them out.")
@@ -90,7 +96,7 @@ def _run_to_merge(names: list[str], combined: Path, combination: Combination, gi
         if given or combination.weights is not None or combination.density is not None or combination.seed is not None:
             raise UserError("--combination, --weights, --density and --seed combine the adapters of several runs: "
                             "--run '[runs/a, runs/b]'. Leave them out.")
-        recipe = FinishedRun.read(names[0], "merge")
+        recipe = FinishedRun.read(names[0], "merge", list(declared("model")))
         return recipe, "The adapter of this run"
     runs = read_runs(names)
     combination.check(len(runs))
@@ -112,7 +118,7 @@ def _merge(recipe: FinishedRun, origin: str, out_folder: Path, base: str, dtype:
         report.append((kind, _distance(model, reference)))
         if kind == base:
             chosen = model
-    print(_table(report, base))
+    print(_table(report, base, recipe.writes))
     difference = dict(report)[base].largest
     if difference > threshold and not force:
         raise UserError(f"The merged model is {difference:.2g} of the logits' scale away from the adapter, more than "
@@ -143,6 +149,9 @@ def _hand_over(recipe: FinishedRun, tokenizer: Any, temporary: Path, out_folder:
         except UserError:
             shutil.rmtree(temporary)
             raise
+    if not recipe.writes:
+        commit_folder(temporary, out_folder)
+        return print(f"Wrote {out_folder}. Its README.md says how to load it.")
     data = read_recipe(recipe.folder.config)["data"]["init_args"]
     if text := modelfile(temporary, tokenizer, data.get("system_prompt"), data.get("chat_template_kwargs")):
         (temporary / MODELFILE).write_text(text, encoding="utf-8")
@@ -155,8 +164,8 @@ class _Reference:
     """Output of the adapter on the base it was trained on.
 
     Args:
-        ids: [B, T] tokens sampled from the tuned model.
-        logits: [B, T, V] float32.
+        ids: [B, T] tokens sampled from the tuned model, or at random if it does not write text; [B, C, T] of choices.
+        logits: [B, ...] float32, as of `_logits`.
     """
 
     tokenizer: object
@@ -170,12 +179,27 @@ def _reference(recipe: FinishedRun) -> _Reference:
     torch.manual_seed(0)
     tokenizer = recipe.tokenizer()
     model = recipe.with_adapter(recipe.load(recipe.quantize))
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    first = torch.full((8, 1), start)
+    if recipe.writes:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        first = torch.full((8, 1), start)
+        with torch.no_grad():
+            ids = model.generate(input_ids=first, attention_mask=torch.ones_like(first), do_sample=True, top_k=0,
+                                 min_new_tokens=48, max_new_tokens=48, pad_token_id=tokenizer.pad_token_id)
+    else:
+        shape = (8, 2, 32) if recipe.auto_class == "AutoModelForMultipleChoice" else (8, 32)
+        ids = torch.randint(len(tokenizer), shape)
+    return _Reference(tokenizer, ids, _logits(model, ids))
+
+
+def _logits(model, ids):
+    """Return the logits of a network, float32: those of the choices, labels or tokens last, of spans the positions."""
+    import torch
+
     with torch.no_grad():
-        ids = model.generate(input_ids=first, attention_mask=torch.ones_like(first), do_sample=True, top_k=0,
-                             min_new_tokens=48, max_new_tokens=48, pad_token_id=tokenizer.pad_token_id)
-        return _Reference(tokenizer, ids, model(input_ids=ids).logits.float())
+        outputs = [model(input_ids=row) for row in ids.split(1)]  # no padding, which some decoders do not know
+    if "start_logits" in outputs[0]:
+        return torch.cat([torch.stack([output.start_logits, output.end_logits], 1) for output in outputs]).float()
+    return torch.cat([output.logits for output in outputs]).float()
 
 
 def _merged(recipe: FinishedRun, kind: str, dtype: str):
@@ -204,17 +228,14 @@ class _Distance:
 
 
 def _distance(model, reference: _Reference) -> _Distance:
-    import torch
-
-    with torch.no_grad():
-        logits = model.eval()(input_ids=reference.ids).logits.float()
+    logits = _logits(model.eval(), reference.ids)
     difference, scale = (logits - reference.logits).abs(), reference.logits.abs().max()
     same = (logits.argmax(-1) == reference.logits.argmax(-1)).float().mean()
     return _Distance((difference.max() / scale).item(), (difference.mean() / scale).item(), same.item())
 
 
-def _table(report: list[tuple[str, _Distance]], chosen: str) -> str:
-    lines = ["base merged into   largest logit difference   mean        same top token"]
+def _table(report: list[tuple[str, _Distance]], chosen: str, writes: bool) -> str:
+    lines = [f"base merged into   largest logit difference   mean        same top {'token' if writes else 'output'}"]
     for kind, distance in report:
         mark = "*" if kind == chosen else " "
         lines.append(f"{mark} {kind:<16} {distance.largest:<26.3g} {distance.mean:<11.3g} {distance.agreement:.1%}")
@@ -224,14 +245,18 @@ def _table(report: list[tuple[str, _Distance]], chosen: str) -> str:
 
 def _card(recipe: FinishedRun, name: str, origin: str, base: str, report: list[tuple[str, _Distance]], is_chat: bool
           ) -> str:
-    from lmmods.runs.model_card import how_to_load  # imports torch, not needed for help
+    from lmmods.runs.model_card import POOLING, ends_in_padding, how_to_load  # imports torch, not needed for help
 
+    kind = declared("model")[recipe.task]
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
-    header = as_yaml({"library_name": "transformers", "pipeline_tag": "text-generation", **base_model})
+    header = as_yaml({"library_name": "transformers", "pipeline_tag": kind.pipeline_tag, **base_model})
+    is_chat = is_chat and issubclass(declared("data")[kind.takes], ConversationFields)
+    in_padding = ends_in_padding(json.loads(recipe.folder.data_report.read_text(encoding="utf-8")))
+    load = how_to_load({"data": read_recipe(recipe.folder.config)["data"]}, None, kind.auto_class, is_chat,
+                       in_padding=in_padding)
     return (f"---\n{header}---\n\n# {escaped(name)}, merged\n\n{origin} merged into "
-            f"{code(recipe.pretrained)} ({base} weights).\n\n{fenced(_table(report, base))}\n\n"
-            + how_to_load({"data": read_recipe(recipe.folder.config)["data"]}, None, "AutoModelForCausalLM", is_chat)
-            + "\n")
+            f"{code(recipe.pretrained)} ({base} weights).\n\n{fenced(_table(report, base, recipe.writes))}\n\n"
+            + "\n\n".join([load, *([POOLING] if in_padding else [])]) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
     config = load_config(model)
     with _own_names():
         rows = _first_rows(data, columns)
-    chosen, why = _task(task, model, config, rows[0])
+        chosen, why = _task(task, model, config, rows[0])
     kind, settings = declared("model")[chosen], _data_class(chosen).model_settings(rows[0])
     most = min(position_limit(known_fields(config)) or LONGEST, LONGEST)
     if settings.get("max_new_tokens", (0, ""))[0] > most // 2:
@@ -119,7 +119,10 @@ def _own_names() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(re.sub(r"\bdata\.(columns|tokenizer|eos_token)\b", r"--\1", str(error))) from error
+        text = re.sub(r"Name (yours|one or two) with data\.(\w+)_columns?",
+                      r"Map yours with --columns, for example {your_column: \2}", str(error))
+        text = text.replace(", or name data.dataset_format", "")
+        raise UserError(re.sub(r"\bdata\.(columns|tokenizer|eos_token)\b", r"--\1", text)) from error
 
 
 def _free_path(name: str, overwrite: bool) -> Path:

@@ -1,6 +1,9 @@
 """transformers' configurations, for both engines: loading, overriding and reading them."""
 
+import ast
 import copy
+import difflib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
         return _new_config(copy.deepcopy({**(defaults or {}), **source, **(overrides or {})}))
     config = _read_config(source, revision, trust_remote_code)
     config = text_part(config) or config
-    _check_fields(config, overrides or {})
+    _check_fields(config, overrides or {}, "model.config_overrides")
     from huggingface_hub.errors import StrictDataclassError
 
     for name, value in (overrides or {}).items():
@@ -145,8 +148,7 @@ def _new_config(fields: dict[str, Any]) -> Any:
     kind = CONFIG_MAPPING[model_type]
     if "vocab_size" in fields and hasattr(kind, PER_LAYER_VOCABULARY):
         fields.setdefault(PER_LAYER_VOCABULARY, fields["vocab_size"])
-    # transformers accepts unknown fields without a word, so a typing error would have no effect.
-    _check_fields(kind(), fields)
+    _check_fields(kind(), fields, "model.config")
     try:
         config = kind(**fields)  # all at once: head sizes are derived from other fields
     except (StrictDataclassError, KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -155,10 +157,57 @@ def _new_config(fields: dict[str, Any]) -> Any:
     return config
 
 
-def _check_fields(config: Any, fields: dict[str, Any]) -> None:
-    for name in fields:
-        if not hasattr(config, str(name)) and not (name in OLDER and hasattr(config, "rope_parameters")):
-            raise UserError(f"model.config: {type(config).__name__} has no field {name!r}.")
+def _check_fields(config: Any, fields: dict[str, Any], key: str) -> None:
+    """Raise UserError for a field that the network does not read; transformers would accept a misspelt one silently.
+
+    Args:
+        key: Recipe key that sets the fields.
+    """
+    unknown = [name for name in fields if not hasattr(config, str(name))
+               and not (name in OLDER and hasattr(config, "rope_parameters"))]
+    if not unknown:
+        return
+    read = fields_read(type(config))
+    for name in unknown:
+        if name not in read:
+            near = difflib.get_close_matches(str(name), {*vars(config), *config.attribute_map, *read}, 1)
+            raise UserError(f"{key}: {type(config).__name__} has no field {name!r}."
+                            + (f" Did you mean {near[0]}?" if near else ""))
+
+
+def fields_read(kind: type) -> set[str]:
+    """Return the names that the code of a model type reads from its configuration, declared by its class or not.
+
+    Many networks read `head_dim`, which only some of their classes declare. The names are taken from the source code,
+    as importing it would import torch.
+
+    Args:
+        kind: Class of the configuration. The code of the network is in the file beside it.
+    """
+    path = Path(inspect.getfile(kind))
+    code = path.with_name(path.name.replace("configuration_", "modeling_"))
+    if not code.is_file():
+        return set()
+    tree = ast.parse(code.read_text(encoding="utf-8"))
+    # Heads that transformers shares between model types.
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+                and (node.module or "").endswith("modeling_layers") for alias in node.names}
+    from transformers import configuration_utils
+
+    shared = ast.parse(Path(configuration_utils.__file__).with_name("modeling_layers.py").read_text(encoding="utf-8"))
+    parts = [tree, *(node for node in shared.body if isinstance(node, ast.ClassDef) and node.name in imported)]
+    names = set()
+    for node in (node for part in parts for node in ast.walk(part)):
+        if isinstance(node, ast.Attribute) and _is_config(node.value):
+            names.add(node.attr)  # config.head_dim
+        elif (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+              and _is_config(node.args[0]) and isinstance(node.args[1], ast.Constant)):
+            names.add(node.args[1].value)  # getattr(self.config, "head_dim", None)
+    return names
+
+
+def _is_config(node: ast.expr) -> bool:
+    return (node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")) in ("config", "text_config")
 
 
 def known_fields(config: Any) -> dict[str, Any]:

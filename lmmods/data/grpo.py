@@ -81,8 +81,7 @@ class PromptData(PromptDataFields, ConversationData):
 
     @classmethod
     def model_settings(cls, row: Row) -> dict[str, tuple[Any, str]]:
-        layout = format_of(row.values)
-        has_response = layout is not None and find_format(layout).template is None
+        has_response = _has_response(row)
         column = next((name for name in ANSWERS if row.values.get(name) is not None), None)
         reward = {"name": "exact_match"} | ({} if has_response or column is None else {"column": column})
         known = has_response or column is not None
@@ -264,6 +263,18 @@ class PromptData(PromptDataFields, ConversationData):
 
     def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
         return {"input_ids": row["input_ids"], "index": row["index"]}
+
+
+def _has_response(row: Row) -> bool:
+    """True if a row of a known layout ends in a response."""
+    layout = format_of(row.values)
+    if layout is None or find_format(layout).template is not None:
+        return False
+    first = next(iter(find_format(layout).regroup([row])), row)
+    try:
+        return read_conversation(layout, first.values, {}).messages[-1]["role"] == "assistant"
+    except RowProblem:
+        return False
 
 
 class AnswerCollator:

@@ -420,16 +420,21 @@ class Reader:
 
     def _overlaid(self, under: dict[str, Any], over: dict[str, Any], keys: dict[str, Key], layer: Layer
                   ) -> dict[str, Any]:
-        """Return values with those of a layer over them: blocks are merged, and other values replaced."""
+        """Return values with those of a layer over them: blocks are merged, and other values replaced.
+
+        A block that may also be a string, such as a source, is replaced if its mapping names what the string would.
+        """
         result = dict(under)
         for name, value in over.items():
             key, before = keys[name], result.get(name)
             # A class of its own has other keys than the type of its block.
             kind = self.classes.get(key.name) or block_in(key.type)
-            if isinstance(value, dict) and isinstance(before, dict) and kind:
+            is_entry = layer.place.startswith(f"{key.name}.")  # an option that sets one entry of a mapping
+            if (isinstance(value, dict) and isinstance(before, dict) and kind
+                    and (is_entry or not _is_complete(value, kind, key.type))):
                 result[name] = self._overlaid(before, value, keys_of(kind, key.name), layer)
-            elif isinstance(value, dict) and isinstance(before, dict) and layer.place.startswith(f"{key.name}."):
-                result[name] = before | value  # an option that sets one entry of a mapping
+            elif isinstance(value, dict) and isinstance(before, dict) and is_entry:
+                result[name] = before | value
             elif layer.option.endswith("+") and isinstance(value, list):
                 result[name] = [*(before if isinstance(before, list) else [] if before is None else [before]), *value]
             else:
@@ -753,6 +758,12 @@ def shown(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _is_complete(value: dict[str, Any], kind: type, hint: Any) -> bool:
+    """True if a mapping says all that a string would in its place: `{path: rows.jsonl}` is `rows.jsonl`."""
+    needed = {name for name, key in keys_of(kind).items() if key.default is REQUIRED}
+    return str in members(hint) and bool(needed) and needed <= value.keys()
 
 
 def _name(option: str) -> str:

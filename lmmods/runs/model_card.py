@@ -32,11 +32,11 @@ ENDS_IN_PADDING = "ends_in_padding"  # in the data report: rows of a decoder's c
 POOLING = """## Padding
 
 transformers classifies a row at its last token that is not the padding token. Some of the rows that this model was
-trained on end in that token, so score one row at a time, without padding, after
-
-```python
-model.config.pad_token_id = None
-```"""
+trained on end in that token, so the code above sets `pad_token_id` to None. Score one row at a time, without
+padding."""
+OF_TEXT = """The base also takes inputs other than text. The adapter belongs to its text model, which this code loads.
+For some bases, such as Gemma 3, `AutoPeftModelForCausalLM` loads all of it: its layers have other names there, so the
+adapter has no effect."""
 
 
 def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str, is_chat: bool = False,
@@ -57,13 +57,14 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     recipe, metrics = _recipe(folder), _metrics(folder)
     report = json.loads(folder.data_report.read_text(encoding="utf-8"))
     shown_base = base and shown_path(base, folder.root)
+    in_padding = ends_in_padding(report)
     parts = [
         f"---\n{_front_matter(folder.root.name, recipe, metrics, base, is_adapter, auto_class)}---",
         f"# {escaped(folder.root.name)}",
         " ".join(filter(None, [_origin(shown_base, is_adapter), _method(recipe)[1]])),
-        how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat, labels, has_parts),
+        how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat, labels, has_parts, in_padding),
     ]
-    if any(source.get(ENDS_IN_PADDING) for source in report.get("sources", {}).values()):
+    if in_padding:
         parts.append(POOLING)
     if metrics:
         parts.append("## Metrics\n\n" + _table(metrics))
@@ -73,6 +74,11 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     if recipe:
         parts.append("## Recipe\n\n" + fenced(as_yaml(shown_paths(redacted(recipe), folder.root)).strip(), "yaml"))
     return redact("\n\n".join(parts) + "\n")
+
+
+def ends_in_padding(report: dict[str, Any]) -> bool:
+    """True if rows of a classifier end in the padding token, by the data report of its run."""
+    return any(source.get(ENDS_IN_PADDING) for source in report.get("sources", {}).values())
 
 
 def _recipe(run: RunFolder) -> dict[str, Any]:
@@ -153,8 +159,8 @@ def _paths(source: Any) -> list[str]:
 
 
 def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, labels: dict[str, Any] | None = None,
-                has_parts: bool = False) -> str:
-    """Return the card's section with code that loads the model, and prompts it if it is a chat model.
+                has_parts: bool = False, in_padding: bool = False) -> str:
+    """Return the card's section with code that loads the model, and answers or scores a chat if it is a chat model.
 
     Args:
         recipe: Recipe of the run; holds the repository it is published in, and how its rows were rendered.
@@ -163,10 +169,11 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, 
         is_chat: True if its tokenizer has a chat template.
         labels: As in `model_card`.
         has_parts: The same.
+        in_padding: As of `ends_in_padding`.
     """
     repo = recipe.get("publish", {}).get("repo")
-    generates = base is not None and _pipeline_tag(auto_class) == "text-generation"
-    names = [auto_class, "AutoTokenizer", *(["GenerationConfig"] if generates else [])]
+    generates = _pipeline_tag(auto_class) == "text-generation"
+    names = [auto_class, "AutoTokenizer", *(["GenerationConfig"] if generates and base is not None else [])]
     lines = [f"from transformers import {', '.join(names)}", "",
              f'name = "{repo}"' if repo else 'name = "."  # this folder',
              "tokenizer = AutoTokenizer.from_pretrained(name)"]
@@ -189,16 +196,28 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, 
                  "    base.resize_token_embeddings(len(tokenizer))",
                  *(["base.generation_config = GenerationConfig.from_pretrained(name)"] if generates else []),
                  "model = PeftModel.from_pretrained(base, name)"]
-    return "## Load\n\n" + fenced("\n".join([*lines, *(_how_to_ask(recipe) if is_chat else [])]), "python")
+    if in_padding:
+        lines.append("model.config.pad_token_id = None")
+    block = fenced("\n".join([*lines, *(_how_to_ask(recipe, generates) if is_chat else [])]), "python")
+    return "\n\n".join(["## Load", *([OF_TEXT] if base is not None and has_parts else []), block])
 
 
-def _how_to_ask(recipe: dict) -> list[str]:
-    """Code that prompts the model with the system turn and template variables that all rows were trained with."""
+def _how_to_ask(recipe: dict, generates: bool) -> list[str]:
+    """Code that prompts the model with the system turn and template variables that all rows were trained with.
+
+    Args:
+        generates: True if the model writes the answer, False if it scores one.
+    """
     data = recipe.get("data", {}).get("init_args", {})
     messages = [{"role": "user", "content": "Hello!"}]
     if data.get("system_prompt") is not None:
         messages.insert(0, {"role": "system", "content": data["system_prompt"]})
     given = f", **{data['chat_template_kwargs']!r}" if data.get("chat_template_kwargs") else ""
+    if not generates:
+        messages.append({"role": "assistant", "content": "Hello! How can I help?"})
+        return ["", f"messages = {messages!r}",
+                f'answer = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt"{given})',
+                "print(model(**answer.to(model.device)).logits.item())  # the score"]
     return ["", f"messages = {messages!r}",
             "prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, "
             f'return_tensors="pt"{given})',

@@ -210,8 +210,8 @@ class RunEnd:
                                   "best" if self.policy.best else "last"))
         if isinstance(self.task, CausalFields):
             found.append(_command("chat", "--run", root))
-            if self.task.trains_adapter:
-                found.append(_command("merge", "--run", root, "--out", root.with_name(f"{root.name}-merged")))
+        if self.task.trains_adapter and self.task.auto_class != TaskFields.auto_class:
+            found.append(_command("merge", "--run", root, "--out", root.with_name(f"{root.name}-merged")))
         return found + sync_commands(self.loggers)
 
 

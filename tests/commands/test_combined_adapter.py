@@ -30,7 +30,8 @@ def pair(finished, tmp_path):
             path.write_text(json.dumps(settings))
             values = load_file(run.model / "adapter_model.safetensors")
             for name, value in sorted(values.items()):
-                shape = (settings["r"], value.shape[1]) if "lora_A" in name else (value.shape[0], settings["r"])
+                rank = of_layer(settings["rank_pattern"], name, settings["r"])
+                shape = (rank, value.shape[1]) if "lora_A" in name else (value.shape[0], rank)
                 values[name] = random.normal(0, 0.1, shape).astype(np.float32)
             save_file(values, run.model / "adapter_model.safetensors")
         return str(one.root), str(two.root)
@@ -38,13 +39,28 @@ def pair(finished, tmp_path):
     return make
 
 
-def updates(folder, settings=None) -> dict[str, np.ndarray]:
-    """Updates of an adapter's layers in float64."""
-    settings = settings or json.loads((folder / "adapter_config.json").read_text())
+def of_layer(pattern: dict, name: str, default):
+    """The value of a pattern of PEFT's for a layer; the default if it has none."""
+    return next((value for part, value in pattern.items() if f"{part}.lora_" in name), default)
+
+
+def factors(folder) -> dict[str, tuple[float, np.ndarray, np.ndarray]]:
+    """Scale and factors B, A of an adapter's layers in float64."""
+    settings = json.loads((folder / "adapter_config.json").read_text())
     values = load_file(folder / "adapter_model.safetensors")
-    scale = settings["lora_alpha"] / settings["r"] ** (0.5 if settings["use_rslora"] else 1)
-    return {name: scale * values[name.replace("lora_A", "lora_B")].astype(np.float64) @ value
-            for name, value in values.items() if "lora_A" in name}
+    found = {}
+    for name, a in values.items():
+        if "lora_A" in name:
+            alpha = of_layer(settings["alpha_pattern"], name, settings["lora_alpha"])
+            assert len(a) == of_layer(settings["rank_pattern"], name, settings["r"])
+            scale = alpha / len(a) ** (0.5 if settings["use_rslora"] else 1)
+            found[name] = scale, values[name.replace("lora_A", "lora_B")].astype(np.float64), a.astype(np.float64)
+    return found
+
+
+def updates(folder) -> dict[str, np.ndarray]:
+    """Updates of an adapter's layers in float64."""
+    return {name: scale * b @ a for name, (scale, b, a) in factors(folder).items()}
 
 
 @pytest.mark.parametrize(("method", "density", "seed"), [
@@ -75,6 +91,46 @@ def test_cat_is_the_weighted_sum_of_updates(pair, tmp_path):
         for name, value in found.items():
             np.testing.assert_allclose(value, sum(weight * part[name] for weight, part in zip(WEIGHTS, parts)),
                                        rtol=0, atol=1e-7)
+
+
+PATTERNS = {"rank_pattern": {"q_proj": 2, "down_proj": 3}, "alpha_pattern": {"q_proj": 8, "v_proj": 5}}
+
+
+@pytest.mark.parametrize("changes", [{"lora_alpha": 3}, {
+    # the same ranks, told in another way, which PEFT itself refuses
+    "r": 8, "rank_pattern": {**dict.fromkeys(["k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"], 4),
+                             **PATTERNS["rank_pattern"]}}])
+def test_linear_sums_factors_of_layers_with_ranks_of_their_own(changes, pair, tmp_path):
+    runs = read_runs(list(pair(PATTERNS, **changes)))
+    made = combine(runs, Combination("linear", WEIGHTS, None, None), tmp_path / "combined")
+    parts = [factors(run.folder.model) for run in runs]
+    model = PeftModel.from_pretrained(runs[0].load(None), made.folder.model)
+    for name, update in updates(made.folder.model).items():
+        scales = [weight * part[name][0] for weight, part in zip(WEIGHTS, parts)]
+        b = sum(abs(scale) ** 0.5 * part[name][1] for scale, part in zip(scales, parts))
+        a = sum(np.sign(scale) * abs(scale) ** 0.5 * part[name][2] for scale, part in zip(scales, parts))
+        np.testing.assert_allclose(update, b @ a, rtol=0, atol=1e-6)
+        layer = model.get_submodule(name.removesuffix(".lora_A.weight"))
+        np.testing.assert_allclose(layer.get_delta_weight("default").detach().numpy(), update, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("method", "density"), [("cat", None), ("svd", None), ("ties", 0.6)])
+def test_layers_with_ranks_of_their_own_are_combined_as_peft_does(method, density, pair, tmp_path):
+    runs = read_runs(list(pair(PATTERNS)))
+    made = combine(runs, Combination(method, WEIGHTS, density, None), tmp_path / "combined")
+    model = PeftModel.from_pretrained(runs[0].load(None), runs[0].folder.model)
+    model.load_adapter(str(runs[1].folder.model), "other")
+    model.add_weighted_adapter(["default", "other"], WEIGHTS, "both", method, density=density)
+    for name, update in updates(made.folder.model).items():
+        layer = model.get_submodule(name.removesuffix(".lora_A.weight"))
+        np.testing.assert_allclose(layer.get_delta_weight("both").detach().numpy(), update, rtol=0, atol=1e-6)
+
+
+def test_factors_of_other_ranks_are_not_summed(pair, tmp_path):
+    one, two = pair(rank_pattern={"v_proj": 2})
+    with pytest.raises(UserError, match=r"--combination ties adds up .* model.layers.0.self_attn.v_proj has rank 4 in "
+                                        r".*one, 2 in .*two. Use cat or svd."):
+        combine(read_runs([one, two]), Combination("ties", None, 0.5, None), tmp_path / "combined")
 
 
 def test_merge_writes_the_combined_adapter_and_the_model(pair, tmp_path, capsys):
@@ -122,6 +178,3 @@ def test_other_bases_and_adapters_are_refused(pair, tmp_path):
         settings.write_text(json.dumps(kept | changes))
         with pytest.raises(UserError, match=f"two: its adapter .*{reason}"):
             read_runs([one, two])
-    settings.write_text(json.dumps(kept | {"r": 8}))
-    with pytest.raises(UserError, match="--combination linear takes adapters of one rank, and these have 4, 8"):
-        combine(read_runs([one, two]), Combination("linear", None, None, None), tmp_path / "combined")

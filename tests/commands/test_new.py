@@ -82,8 +82,12 @@ def test_instructions(made, llama_folder, capsys, tmp_path):
     (ALPACA, {"name": "exact_match"}),
     ([{"prompt": row["instruction"], "answer": str(n)} for n, row in enumerate(ALPACA)],
      {"name": "exact_match", "column": "answer"}),
+    ([{"instruction": "Say it.", "input": row["instruction"], "solution": str(n)} for n, row in enumerate(ALPACA)],
+     {"name": "exact_match", "column": "solution"}),
+    ([{"messages": [{"role": "user", "content": row["instruction"]}], "answer": str(n)}
+      for n, row in enumerate(ALPACA)], {"name": "exact_match", "column": "answer"}),
     ([{"prompt": row["instruction"], "level": n} for n, row in enumerate(ALPACA)], {"name": "exact_match"})],
-    ids=["responses", "answers", "prompts"])
+    ids=["responses", "answers", "inputs", "turns", "prompts"])
 def test_rewards(made, llama_folder, capsys, tmp_path, rows, reward):
     """A row is as many rows of a step as it has answers, each of which has room beside the longest prompt."""
     said, recipe = made(llama_folder, rows, "--task", "GRPO")
@@ -201,7 +205,8 @@ def test_choices_are_of_an_encoder(made, llama_folder):
 
 def test_columns_task_and_memory_of_a_gpu(made, llama_folder, capsys):
     rows = [{"q": "what", "a": "that " * n} for n in range(30)]
-    assert "fit no known format" in made(llama_folder, rows)
+    assert "for example {your_column: instruction}\n" in made(llama_folder, rows)
+    assert "Map yours with --columns, for example {your_column: text}" in made(llama_folder, rows, "--task", "CLM")
     said, recipe = made(llama_folder, rows, "--columns", "{q: instruction, a: output}", "--memory", "0.0005")
     assert recipe["data"]["init_args"]["columns"] == {"q": "instruction", "a": "output"}
     assert recipe["model"]["init_args"]["gradient_checkpointing"] is True

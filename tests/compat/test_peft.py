@@ -4,12 +4,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from lmmods.core.errors import UserError
+from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat import peft as compat
 from lmmods.torch_engine.nn.building import compile_layers
-from lmmods.torch_engine.nn.lora import fuse_adapters
+from lmmods.torch_engine.nn.lora import add_lora, fuse_adapters, load_adapter
 from tests.compat.contract import mend
 
 
@@ -115,3 +117,15 @@ def test_adapters_are_switched_off_without_ending_their_training():
         assert base[0].lora_A["default"].weight.requires_grad
     torch.testing.assert_close(model(x), adapted_output)
     assert not torch.allclose(adapted_output, wanted)
+
+
+def test_a_tied_layer_that_trains_in_full_is_told_once_in_our_words(tmp_path, capsys, recwarn):
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                         num_attention_heads=2, tie_word_embeddings=True)
+    lora = LoRA(rank=2, modules_to_save=["lm_head"])
+    add_lora(LlamaForCausalLM(config), lora, [], torch.float32).save_pretrained(tmp_path)
+    assert capsys.readouterr().out.startswith("lora.modules_to_save: lm_head: the base ties its embedding")
+    load_adapter(LlamaForCausalLM(config), tmp_path)
+    assert not capsys.readouterr().out
+    told = [str(warning.message) for warning in recwarn]
+    assert not [text for text in told if "tied layer" in text], mend("peft", compat.quiet_about_tying)

@@ -28,11 +28,41 @@ def test_fields_that_do_not_fit_are_named(fields, told):
 @pytest.mark.parametrize(("overrides", "told"), [
     ({"hidden_size": "x"}, "model.config_overrides.hidden_size.*expected int, got str"),
     ({"hidden_size": None}, "got NoneType"),
-    ({"hiden_size": 1}, "LlamaConfig has no field 'hiden_size'"),
+    ({"hiden_size": 1}, "model.config_overrides: LlamaConfig has no field 'hiden_size'. Did you mean hidden_size"),
 ])
 def test_changed_fields_that_do_not_fit_are_named(overrides, told, llama_folder):
     with pytest.raises(UserError, match=told):
         load_config(str(llama_folder), overrides)
+
+
+# Families whose networks read `head_dim`, but whose configurations do not declare it.
+@pytest.mark.parametrize("model_type", ["granite", "olmo2", "phi3", "qwen2", "qwen3_moe", "smollm3", "starcoder2"])
+def test_what_the_network_reads_may_be_set(model_type, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    fields = {"model_type": model_type, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0,
+              "bos_token_id": 1, "eos_token_id": 2}
+    load_config(fields).save_pretrained(tmp_path)
+    for config in (load_config({**fields, "head_dim": 16}), load_config(str(tmp_path), {"head_dim": 16})):
+        with torch.device("meta"):
+            attention = AutoModelForCausalLM.from_config(config).model.layers[0].self_attn
+        assert attention.o_proj.weight.shape == (32, 4 * 16)
+    with pytest.raises(UserError, match="has no field 'head_dims'. Did you mean head_dim?"):
+        load_config({**fields, "head_dims": 16})
+
+
+@pytest.mark.parametrize(("fields", "is_read"), [
+    ({"model_type": "llama", "classifier_dropout": 0.5}, True),  # by a head that model types share
+    ({"model_type": "bert", "head_dim": 16}, False), ({"model_type": "gpt2", "head_dim": 16}, False),
+    ({"model_type": "bert", "hidden_dropout": 0.5}, False)])
+def test_what_only_other_networks_read_is_refused(fields, is_read):
+    if is_read:
+        assert load_config(fields).classifier_dropout == 0.5
+    else:
+        with pytest.raises(UserError, match="has no field"):
+            load_config(fields)
 
 
 @pytest.mark.parametrize(("fields", "rope"), [

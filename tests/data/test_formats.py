@@ -124,6 +124,26 @@ def test_the_layout_is_recognised_and_converted(name):
     assert conversations(name, row) == [wanted]
 
 
+@pytest.mark.parametrize(("columns", "layout"), [
+    ("instruction input solution", "alpaca"), ("instruction context solution", "dolly"),
+    ("instruction solution", "alpaca"), ("prompt answer", "prompt-completion"), ("prompt", "prompt-completion"),
+    ("question context", "question-answer"), ("input target", "input-output"),
+    ("instruction_with_input input", "input-output")])
+def test_prompts_have_the_layout_that_reads_most_of_their_columns(columns, layout):
+    row = {name: f"the {name}" for name in columns.split()}
+    assert detect_format(row, "f:1", prompts_only=True) == layout
+    [message] = read_conversation(layout, row, {}).messages
+    read = {message["content"], message.get("input")} - {None}
+    context = {"input", "context"} & row.keys() if layout != "input-output" else set()
+    assert read == {row[name] for name in context | {find_format(layout).convert.prompt}}
+
+
+@pytest.mark.parametrize("columns", ["problem solution", "context answer", "chosen_answer", "custom_id", "message_id"])
+def test_prompts_of_no_layout_are_refused(columns):
+    with pytest.raises(UserError, match="fit no known format, also without the column of the response .*alpaca: "):
+        detect_format(dict.fromkeys(columns.split(), "x"), "f:1", prompts_only=True)
+
+
 def test_every_layout_is_tested():
     assert set(FORMATS) == {*ROWS, "oasst1-messages"}
 

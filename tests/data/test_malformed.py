@@ -68,7 +68,7 @@ ERRORS = [
         "sft",
         "r.jsonl",
         lines({"instruction": None, "output": "a"}),
-        r"no usable row among 1 read: instruction is null \(1 rows, first .*:1",
+        r"no usable row among 1 read: instruction is null \(1 rows, first .*:1\); layout: alpaca",
     ),
     ("sft", "s.jsonl", lines({"instruction": "a", "output": ""}), "no usable row among 1 read: empty response"),
     ("sft", "t.jsonl", lines(GOOD) + b'\n{"id": ' + b"7" * 4301 + b"}", r"t.jsonl:2: .*more than 4300 digits"),

@@ -345,5 +345,5 @@ def test_columns_lead_into_objects(spm_folder, write_jsonl):
     data.setup("fit")
     source = next(iter(data.report["sources"].values()))
     assert source["format"] == "messages" and source["rows_kept"] == 3 and source["not_used"] == {"chat": 3}
-    with pytest.raises(UserError, match=r"no column 'chat.turns' \(named in data.columns\); .* are chat, meta"):
+    with pytest.raises(UserError, match="no column 'chat.turns', which `columns` renames to '.*'; .* are chat, meta"):
         SFTData(path, columns={"chat.turns": "messages"}, **fields).setup("fit")

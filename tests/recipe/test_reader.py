@@ -199,6 +199,19 @@ def test_layers_go_over_each_other(recipe, tmp_path):
     assert given["data"]["add_tokens"] == ["x", "y", "z"]
 
 
+def test_a_mapping_that_names_a_source_replaces_one(recipe, tmp_path):
+    """As its path alone would. One without a path, and an option for one entry, change the source that is there."""
+    (tmp_path / "over.yaml").write_text("data: {source: {path: over.jsonl}}\n")
+    first = recipe(data__init_args__source={"path": "first.jsonl", "columns": {"q": "instruction"}, "limit": 3})
+    for words, source in (
+            (["--data.source", "{path: x.jsonl}"], {"path": "x.jsonl"}), (["--data.source", "x.jsonl"], "x.jsonl"),
+            (["--config", str(tmp_path / "over.yaml")], {"path": "over.jsonl"}),
+            (["--data.source", "{limit: 5}"], {"path": "first.jsonl", "columns": {"q": "instruction"}, "limit": 5}),
+            (["--data.source.path", "x.jsonl"],
+             {"path": "x.jsonl", "columns": {"q": "instruction"}, "limit": 3})):
+        assert read(["fit", *first, *words]).given["data"]["source"] == source
+
+
 opened: list[str] | None = None  # files opened in this process, while a test counts them
 
 

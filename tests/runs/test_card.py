@@ -10,9 +10,10 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel
 
 from lmmods.cli import main
+from lmmods.recipe.classes import declared
 from lmmods.runs.folder import RunFolder, write_json, write_text
 from lmmods.runs.inside import hub_id
 from lmmods.runs.model_card import model_card
@@ -169,50 +170,132 @@ def test_a_local_base_is_no_hub_id(tmp_path):
 
 @pytest.fixture(scope="session")
 def bert_base(tmp_path_factory, bert_folder):  # noqa: F811
-    """A random BERT body with its tokenizer."""
+    """A random BERT with its tokenizer."""
     folder = tmp_path_factory.mktemp("base") / "bert"
     shutil.copytree(bert_folder, folder)
     torch.manual_seed(0)
     config = BertConfig(vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
                         num_attention_heads=2, max_position_embeddings=64)
-    BertModel(config).save_pretrained(folder)
+    BertForMaskedLM(config).save_pretrained(folder)
     return str(folder)
 
 
-def changes_of(task: str, lora: bool, tmp_path, bert: str, llama: str, rows: str) -> dict:
-    causal = task in ("SFT", "CLM")
+LABELLED = {
+    "SequenceClassification": [{"text": f"the {['cat', 'dog'][n % 2]}", "label": "ab"[n % 2]} for n in range(12)],
+    "TokenClassification": [{"tokens": ["the", "cat", "sat"], "tags": ["O", "B-X", ["O", "B-Y"][n % 2]]}
+                            for n in range(12)],
+    "MultipleChoice": [{"context": "the cat", "choices": ["sat", "ran"], "answer": n % 2} for n in range(12)]}
+CHATS = ("SFT", "GRPO", "Preference", "Reward")
+CAUSAL = ("SFT", "CLM", "GRPO", "Preference")
+
+
+def changes_of(task: str, lora: bool, tmp_path, bert: str, llama: str, rows: str, pairs: str) -> dict:
     (tmp_path / "text.txt").write_text("\n".join(CORPUS))
-    model = {"pretrained": llama if causal else bert, "lora": {"rank": 2} if lora else None}
-    sources = {"SFT": {"source": rows}, "QA": {"source": squad(tmp_path), "question_max_length": 16, "stride": 16}}
-    data = {"val_size": 0.2, "max_length": 64, "batch_size": 4, **sources.get(task, {
-        "source": str(tmp_path / "text.txt"), "documents": "paragraph" if causal else "line"})}
-    return {"model": {"class_path": task, "init_args": model}, "data": {"class_path": f"{task}Data", "init_args": data},
-            "trainer__max_steps": 1, "trainer__val_check_interval": 1, "trainer__limit_val_batches": 0}
+    (tmp_path / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LABELLED.get(task, [])))
+    model = {"pretrained": llama if task in (*CAUSAL, "Reward") else bert, "lora": {"rank": 2} if lora else None,
+             "optimizer": {"lr": 0.01, "schedule": "constant", "warmup": 0}}
+    if task == "GRPO":
+        model |= {"rewards": [{"name": "exact_match"}], "num_generations": 2, "max_new_tokens": 4}
+    texts = {"source": str(tmp_path / "text.txt"), "documents": "paragraph" if task == "CLM" else "line"}
+    sources = {"SFT": {"source": rows}, "GRPO": {"source": rows}, "Preference": {"source": pairs},
+               "Reward": {"source": pairs}, "CLM": texts, "MLM": texts,
+               "QA": {"source": squad(tmp_path), "question_max_length": 16, "stride": 16}}
+    data = {"val_size": 0.2, "max_length": 256 if task in CHATS else 64, "batch_size": 4,
+            **sources.get(task, {"source": str(tmp_path / "labelled.jsonl")})}
+    return {"model": {"class_path": task, "init_args": model},
+            "data": {"class_path": "PromptData" if task == "GRPO" else f"{task}Data", "init_args": data},
+            "trainer__max_steps": 2, "trainer__val_check_interval": 1, "trainer__limit_val_batches": 0}
 
 
-@pytest.mark.parametrize(("task", "lora"), [("SFT", True), ("CLM", False), ("MLM", True), ("MLM", False), ("QA", True),
-                                            ("QA", False)])
-def test_the_card_says_how_to_load_the_model(task, lora, recipe, tmp_path, bert_base, llama_folder, instructions,
-                                             monkeypatch):
-    changes = changes_of(task, lora, tmp_path, bert_base, str(llama_folder), str(instructions))
-    assert main(["fit", *recipe(**changes)]) == 0
-    folder = tmp_path / "run" / "model"
+def run_card(folder, monkeypatch) -> dict:
+    """Run the code of a card in its folder, as a reader would; return its variables."""
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(folder)
+    found: dict = {}
+    exec(code, found)  # noqa: S102 - the point of the test
+    return found
+
+
+def outputs_of(network, task: str) -> torch.Tensor:
+    ids = torch.tensor([[[3, 4, 5], [3, 6, 7]]]) if task == "MultipleChoice" else torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        output = network(input_ids=ids)
+    return torch.stack([output.start_logits, output.end_logits]) if task == "QA" else output.logits
+
+
+TASKS = [("SFT", True), ("GRPO", True), ("Preference", True), ("CLM", False), ("MLM", True), ("MLM", False),
+         ("QA", True), ("QA", False), ("Reward", True), ("Reward", False), ("SequenceClassification", True),
+         ("SequenceClassification", False), ("TokenClassification", True), ("MultipleChoice", True)]
+
+
+def test_the_code_of_every_task_is_run():
+    assert {task for task, _ in TASKS} == set(declared("model"))
+
+
+@pytest.mark.parametrize(("task", "lora"), TASKS)
+def test_the_card_says_how_to_load_the_model(task, lora, recipe, tmp_path, bert_base, llama_folder, instructions, pairs,
+                                             monkeypatch, capsys):
+    """The model, and what `merge` makes of an adapter: both give the same logits, and know their labels."""
+    changes = changes_of(task, lora, tmp_path, bert_base, str(llama_folder), str(instructions), pairs)
+    assert main(["fit", *recipe(**changes)]) == 0
+    folder = tmp_path / "run" / "model"
     if lora:  # a base that only this machine has goes by its last name: the reader puts it in place
         base = changes["model"]["init_args"]["pretrained"]
         (folder / base.rsplit("/", 1)[-1]).symlink_to(base)
-    found: dict = {}
-    exec(code, found)  # noqa: S102 - the point of the test
-    network = found["model"].get_base_model() if lora else found["model"]
-    ending = {"MLM": "ForMaskedLM", "QA": "ForQuestionAnswering"}.get(task, "ForCausalLM")
-    assert type(network).__name__.endswith(ending)
-    ids = torch.tensor([[3, 4, 5]])
-    output = network(input_ids=ids)
-    assert torch.isfinite(output.start_logits if task == "QA" else output.logits).all()
+    capsys.readouterr()
+    model = run_card(folder, monkeypatch)["model"]
+    assert bool(capsys.readouterr().out) is (task in CHATS)  # the answer, or its score
+    network = model.get_base_model() if lora else model
+    assert type(network).__name__.endswith(declared("model")[task].auto_class.removeprefix("AutoModel"))
+    logits = outputs_of(network, task)
+    assert torch.isfinite(logits).all()
     if lora:
-        adapter = json.loads((folder / "adapter_config.json").read_text())
-        assert adapter["r"] == 2
+        assert json.loads((folder / "adapter_config.json").read_text())["r"] == 2
+        assert main(["merge", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "merged")]) == 0
+        assert "start at random" not in capsys.readouterr().out  # the adapter has the head
+        merged = run_card(tmp_path / "merged", monkeypatch)["model"]
+        assert type(merged) is type(network) and merged.config.id2label == network.config.id2label
+        torch.testing.assert_close(outputs_of(merged, task), logits)
+
+
+@pytest.mark.parametrize(("lora", "padding"), [(True, "<unk>"), (False, "<unk>"), (True, "</s>")])
+def test_the_card_of_a_reward_model_scores_as_predict_does(lora, padding, recipe, tmp_path, bert_base, llama_folder,
+                                                           pairs, monkeypatch, capsys):
+    """Also where rows end in the padding token, at which transformers would not look."""
+    changes = changes_of("Reward", lora, tmp_path, bert_base, str(llama_folder), "", pairs)
+    changes["data"]["init_args"]["pad_token"] = padding
+    assert main(["fit", *recipe(**changes)]) == 0
+    folder = tmp_path / "run" / "model"
+    (folder / llama_folder.name).symlink_to(llama_folder)
+    capsys.readouterr()
+    found = run_card(folder, monkeypatch)
+    messages, is_unset = found["messages"], found["model"].config.pad_token_id is None
+    assert ("## Padding" in (folder / "README.md").read_text()) is (padding == "</s>")
+    assert is_unset or padding != "</s>"
+    score = float(capsys.readouterr().out)
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["predict", "--config", "run/config.yaml", "--ckpt_path", "last",
+                 "--data.predict_source", "chat.jsonl"]) == 0
+    [row] = (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()
+    assert score == pytest.approx(json.loads(row)["score"], rel=1e-4)
+
+
+def test_merge_draws_a_head_that_no_file_has_as_the_run_did(recipe, tmp_path, bert_folder):  # noqa: F811
+    """An adapter of a masked LM on an encoder without its head: the merged model has the loss of the run."""
+    base = tmp_path / "body"
+    shutil.copytree(bert_folder, base)
+    config = BertConfig(vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                        num_attention_heads=2, max_position_embeddings=64)
+    BertModel(config).save_pretrained(base)
+    changes = changes_of("MLM", True, tmp_path, str(base), "", "", "") | {"trainer__limit_val_batches": 1.0}
+    assert main(["fit", *recipe(**changes)]) == 0
+    assert main(["merge", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "merged")]) == 0
+    assert main(["validate", "--config", str(tmp_path / "run" / "config.yaml"), "--model.lora", "null",
+                 "--model.pretrained", str(tmp_path / "merged"), "--trainer.default_root_dir",
+                 str(tmp_path / "again")]) == 0
+    losses = [json.loads((tmp_path / name / "metrics.json").read_text())["val/loss"] for name in ("run", "again")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_the_card_loads_the_text_of_a_base_with_images(recipe, tmp_path, tokenizer_folder, monkeypatch):
@@ -222,13 +305,11 @@ def test_the_card_loads_the_text_of_a_base_with_images(recipe, tmp_path, tokeniz
     assert main(["fit", *recipe(model__init_args__pretrained=str(tmp_path / "base"), trainer__max_steps=1,
                                 model__init_args__quantize=None, trainer__limit_val_batches=0)]) == 0
     folder = tmp_path / "run" / "model"
-    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     (folder / "base").symlink_to(tmp_path / "base")
-    monkeypatch.chdir(folder)
-    found: dict = {}
-    exec(code, found)  # noqa: S102 - the point of the test
+    found = run_card(folder, monkeypatch)
     saved = load_file(folder / "adapter_model.safetensors")
     loaded = {name: param for name, param in found["model"].named_parameters() if "lora_" in name}
     assert {name.replace(".default", "") for name in loaded} == saved.keys()
     assert all(torch.equal(param, saved[name.replace(".default", "")]) for name, param in loaded.items())
     assert type(found["model"].get_base_model()).__name__ == "Gemma3ForCausalLM"
+    assert "`AutoPeftModelForCausalLM` loads all of it" in " ".join((folder / "README.md").read_text().split())

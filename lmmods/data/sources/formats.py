@@ -25,27 +25,37 @@ HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 PROMPTS = ("prompt", "instruction", "question")  # columns of what a chosen answer answers
 
 
-def pair(prompt: str, response: str, context: str | None = None, end_marker: str = "") -> Converter:
-    """Return a converter of rows with a prompt and a response: texts, or lists of turns as in TRL.
+@dataclass(frozen=True)
+class Pair:
+    """Converter of rows with a prompt and a response: texts, or lists of turns as in TRL.
 
     A row without response becomes a prompt alone. A `history` of [question, answer] pairs, as in LLaMA-Factory, comes
     first.
+
+    Args:
+        prompt: Column of the prompt.
+        response: Column of the response.
+        context: Column of a text that follows the prompt; rows may lack it.
+        end_marker: Removed from the end of the response.
     """
 
-    def convert(row: RowReader) -> list[Message]:
-        messages = row.said(prompt, "user")
-        if context and (text := row.optional(context)).strip():
+    prompt: str
+    response: str
+    context: str | None = None
+    end_marker: str = ""
+
+    def __call__(self, row: RowReader) -> list[Message]:
+        messages = row.said(self.prompt, "user")
+        if self.context and (text := row.optional(self.context)).strip():
             messages[-1]["input"] = text
         if "history" in row.values:
             messages = _history(row) + messages
-        if row.values.get(response) is None:
+        if row.values.get(self.response) is None:
             return messages
-        answer = row.said(response, "assistant")
-        if end_marker:
-            answer[-1]["content"] = answer[-1]["content"].removesuffix(end_marker)
+        answer = row.said(self.response, "assistant")
+        if self.end_marker:
+            answer[-1]["content"] = answer[-1]["content"].removesuffix(self.end_marker)
         return messages + answer
-
-    return convert
 
 
 def _history(row: RowReader) -> list[Message]:
@@ -115,7 +125,7 @@ def preferred(row: RowReader) -> list[Message]:
             row.values.pop(asked)  # the conversation contains it
         before = row.turns(asked) if isinstance(prompt, list) else []
         return answer if answer[: len(before)] == before else before + answer
-    return pair(asked, "chosen", "input" if asked == "instruction" else None)(row) + answer
+    return Pair(asked, "chosen", "input" if asked == "instruction" else None)(row) + answer
 
 
 # MOSS
@@ -273,20 +283,20 @@ FORMATS: dict[str, Format] = {
     "chip2": Format(("text",), marked("text", "<human>:", "<bot>:"), _holds("text", "<human>:")),
     "text-pair": Format(("chosen", "rejected"), whole_text("chosen"), _are_plain_texts, template="plain"),
     "hh-rlhf": Format(("chosen",), preferred),
-    "unnatural-instructions": Format(("instruction", "instances"), pair("instruction_with_input", "output"),
+    "unnatural-instructions": Format(("instruction", "instances"), Pair("instruction_with_input", "output"),
                                      _instances_have("instruction_with_input"), flat_instances,
                                      spent=("instruction",)),  # contained in instruction_with_input
-    "self-instruct-nested": Format(("instruction", "instances"), pair("instruction", "output", "input"),
+    "self-instruct-nested": Format(("instruction", "instances"), Pair("instruction", "output", "input"),
                                    regroup=flat_instances),
-    "alpaca": Format(("instruction", "output"), pair("instruction", "output", "input")),
-    "dolly": Format(("instruction", "context", "response"), pair("instruction", "response", "context")),
-    "instruction-response": Format(("instruction", "response"), pair("instruction", "response", "input")),
-    "self-instruct": Format(("prompt", "completion"), pair("prompt", "completion", end_marker=END_OF_TEXT),
+    "alpaca": Format(("instruction", "output"), Pair("instruction", "output", "input")),
+    "dolly": Format(("instruction", "context", "response"), Pair("instruction", "response", "context")),
+    "instruction-response": Format(("instruction", "response"), Pair("instruction", "response", "input")),
+    "self-instruct": Format(("prompt", "completion"), Pair("prompt", "completion", end_marker=END_OF_TEXT),
                             _holds("completion", END_OF_TEXT)),
-    "prompt-completion": Format(("prompt", "completion"), pair("prompt", "completion")),
-    "prompt-response": Format(("prompt", "response"), pair("prompt", "response")),
-    "question-answer": Format(("question", "answer"), pair("question", "answer", "context")),
-    "input-output": Format(("input", "output"), pair("input", "output")),
+    "prompt-completion": Format(("prompt", "completion"), Pair("prompt", "completion")),
+    "prompt-response": Format(("prompt", "response"), Pair("prompt", "response")),
+    "question-answer": Format(("question", "answer"), Pair("question", "answer", "context")),
+    "input-output": Format(("input", "output"), Pair("input", "output")),
     "text": Format(("text",), whole_text("text"), template="plain"),
     "conversation": Format(("conversation",), turns("conversation")),
     "moss": Format(("chat",), moss, lambda row: isinstance(row["chat"], list | dict)),
@@ -399,10 +409,20 @@ def detect_format(row: Values, where: str, prompts_only: bool = False) -> str:
     """
     if (name := format_of(row)) is not None:
         return name
-    if prompts_only:
-        for name, layout in FORMATS.items():
-            if len(layout.columns) > 1 and layout.columns[0] in row:
-                return name
+    if prompts_only and (name := _format_of_prompt(row)) is not None:
+        return name
     known = "; ".join(f"{name}: {', '.join(layout.columns)}" for name, layout in FORMATS.items())
-    raise UserError(f"{where}: the columns {', '.join(row) or '(none)'} fit no known format ({known}). Map them with "
-                    "data.columns, for example {your_column: instruction}, or name data.dataset_format")
+    lacking = ", also without the column of the response" if prompts_only else ""
+    raise UserError(f"{where}: the columns {', '.join(row) or '(none)'} fit no known format{lacking} ({known}). Map "
+                    "them with data.columns, for example {your_column: instruction}, or name data.dataset_format")
+
+
+def _format_of_prompt(row: Values) -> str | None:
+    """Return the layout of pairs that reads most columns of a row without a response; None if none fits."""
+    read: dict[str, int] = {}
+    for name, layout in FORMATS.items():
+        pair = layout.convert
+        if (isinstance(pair, Pair) and all(column in row for column in layout.columns if column != pair.response)
+                and layout.sniff(row)):
+            read[name] = sum(column in row for column in (pair.prompt, pair.context))
+    return max(read, key=read.__getitem__, default=None)  # the first of several

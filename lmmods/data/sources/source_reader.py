@@ -84,7 +84,7 @@ class SourceReader:
             # Columns are taken out, so that they appear under the new name alone.
             found = _taken(rest, name)
             if found is None:
-                raise UserError(f"{file}:{line}: no column {name!r} (named in data.columns); "
+                raise UserError(f"{file}:{line}: no column {name!r}, which `columns` renames to {new!r}; "
                                 f"the columns are {', '.join(values)}{did_you_mean(name, list(values))}")
             renamed[new] = found[0]
         self.replaced.update(name for name in renamed if name in rest)

@@ -71,7 +71,8 @@ class Cache:
         store = self._opened(folder, reader, prepare, rebuild, contents)
         self._checked.add(folder)
         if not len(store):
-            raise UserError(f"{reader.source.path}: no usable row among {describe_dropped(store.info)}")
+            layout = f"; layout: {store.info['format']}" if "format" in store.info else ""
+            raise UserError(f"{reader.source.path}: no usable row among {describe_dropped(store.info)}{layout}")
         return store
 
     def _opened(self, folder: Path, reader: SourceReader, prepare: Prepare, rebuild: bool, contents: bool) -> Store:

@@ -4,6 +4,7 @@ Tested by tests/compat/test_peft.py. The adapter's own parts (`lora_A`, `lora_B`
 `base_layer`, `active_adapters`, `merged`, `disable_adapters`) are those that PEFT documents for custom layers.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -108,3 +109,14 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+@contextmanager
+def quiet_about_tying() -> Iterator[None]:
+    """Do not show PEFT's warning about an adapter on one of two tied layers, which names a setting of PEFT's own.
+
+    By its first words. Such a layer is saved and merged as a copy of its own.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True` and a tied layer is part of")
+        yield

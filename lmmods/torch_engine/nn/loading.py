@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import Mxfp4Config, PreTrainedConfig
 
 from lmmods.core import hub
-from lmmods.core.adapters import ANSWER_HEADS, check_weights, reading_weights
+from lmmods.core.adapters import ANSWER_HEADS, adapter_config, check_weights, reading_weights
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
 from lmmods.core.experts import note_quantized
@@ -54,8 +55,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                     double_quant: bool = True, quant_storage: str | None = None, precision: str = "32-true",
                     frozen: bool = False, attention: str | None = None, device: torch.device | None = None,
                     max_memory: str | dict[int | str, str] | None = None, seed: int = 0, by_parts: bool = False,
-                    abstract: bool = False, before_quantising: Callable[[nn.Module, str, Any], Any] | None = None
-                    ) -> nn.Module:
+                    abstract: bool = False, before_quantising: Callable[[nn.Module, str, Any], Any] | None = None,
+                    adapter: str | Path | None = None) -> nn.Module:
     """Load weights, quantised or not, in the dtypes of the precision, in training mode.
 
     A frozen base is stored in the compute dtype with its norms in float32; a trained one in float32 under mixed
@@ -73,6 +74,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         by_parts: Put placeholders into the network, of which each process reads its rows later; see `stored`.
         abstract: Build the same network from its configuration alone, with arbitrary values; no weights are read.
         before_quantising: Returns what is quantised to 4 bits instead of a linear layer's weight; see `quantising`.
+        adapter: Folder of the adapter that comes next. Modules that it has in full are not reported as random.
 
     Raises:
         UserError: The model cannot be found or read, or its files are quantised in a way that `abstract` cannot build.
@@ -140,7 +142,9 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                         f"them {', '.join(missing[:3])}: its config.json is of another architecture, or files are "
                         "missing. Fetch it again.")
     unneeded = [name for name in found["unexpected_keys"] if not left_out or text_name(name) is not None]
-    for line in loading_notes(pretrained, list(found["missing_keys"]), unneeded):
+    in_adapter = adapter_config(adapter).get("modules_to_save") or [] if adapter else []
+    missing = [name for name in found["missing_keys"] if not any(f".{module}." in f".{name}" for module in in_adapter)]
+    for line in loading_notes(pretrained, missing, unneeded):
         say(line)
     note_quantized(config, saved if is_packed else quantize, in_files=is_packed)
     pack(model, states)

@@ -38,7 +38,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.bitsandbytes import is_8bit, matrix_of
-from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear, lora_layers
+from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear, lora_layers, quiet_about_tying
 from lmmods.torch_engine.compat.torch import has_forward_hooks, version_of
 from lmmods.torch_engine.nn.classifier import has_new_head, head_modules
 from lmmods.torch_engine.nn.experts import is_stacked, packed_names, stand_ins
@@ -102,7 +102,12 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         exclude_modules=in_heads or None,  # an adapter on modules that train in full would clash
         task_type=task_type,
     )
-    with stand_ins(model):
+    layers = {model.get_input_embeddings(), model.get_output_embeddings()}
+    untied = sorted(name for name in in_full if model.get_submodule(name) in layers)
+    if untied and getattr(model.config, "tie_word_embeddings", False):
+        say(f"lora.modules_to_save: {' and '.join(untied)}: the base ties its embedding to its output layer. The "
+            "adapter trains its own copy, so that they differ afterwards.")
+    with stand_ins(model), quiet_about_tying():
         # PEFT would cast an adapter in half precision to float32; `_cast_trainable` sets the dtype instead.
         wrapped = _outlined(model, config) if abstract else get_peft_model(model, config, autocast_adapter_dtype=False)
     # PEFT may move targets there, for model types whose experts used to be modules of these names.
@@ -175,7 +180,7 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
             say(f"Base: each process reads all of it, which the adapter in {folder} may need.")
         if not drops and hasattr(config, "lora_dropout"):
             config.lora_dropout = 0.0
-        with stand_ins(model):
+        with stand_ins(model), quiet_about_tying():
             if abstract:
                 config.inference_mode = False
                 return _outlined(model, config)
