@@ -1,7 +1,8 @@
 """Hooks of a task's data: everything that a custom data module may override."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from lmmods.core.errors import UserError
@@ -10,6 +11,7 @@ from lmmods.data import best_of
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.on_policy import OnPolicy
 from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.tokenizer import decode
 from lmmods.data.encode.words import texts_in
 from lmmods.data.scoring import Predictions
 from lmmods.data.sources.conversation import Conversation
@@ -179,6 +181,18 @@ class TaskHooks(DataFields, ABC):
         """Tokens on which generation must stop."""
         return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
 
+    @cached_property
+    def _answer_ends(self) -> list[int]:
+        return self.stop_token_ids  # a task may have to read its template for them
+
+    def decode_answers(self, rows: Iterable[Sequence[int]]) -> list[str]:
+        """Return the texts of generated ids, without the tokens that end an answer and padding; see `decode`."""
+        return [decode(self.tokenizer, ids, self._answer_ends) for ids in rows]
+
+    def decode_prompts(self, rows: Iterable[Sequence[int]]) -> list[str]:
+        """Return the texts of the ids of prompts, without begin token and padding; see `decode`."""
+        return [decode(self.tokenizer, ids) for ids in rows]
+
     @property
     def chat_template(self) -> str | None:
         """Jinja template that renders conversations as in training; None if the rows are not conversations."""
@@ -201,8 +215,8 @@ class TaskHooks(DataFields, ABC):
             batch: The batch, with `input_ids` [B, T].
             outputs: Generated tokens [B * answers, T_new], with the answers to a prompt next to each other.
         """
-        prompts = self.tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
-        texts: list[Any] = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        prompts = self.decode_prompts(batch["input_ids"])
+        texts: list[Any] = self.decode_answers(outputs)
         if self.reward_model is not None:
             size = len(texts) // max(len(prompts), 1)
             texts = [texts[first : first + size] for first in range(0, len(texts), size)]

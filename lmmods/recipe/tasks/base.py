@@ -455,7 +455,8 @@ class DataFields:
         bos_token: Token that begins a text, where the tokenizer names none.
         eos_token: Token that ends a text, where the tokenizer names none.
         add_tokens: Tokens to keep whole wherever they occur in texts, and where the chat template writes them, there
-            alone. Those that the vocabulary holds keep their ids; it grows by the others, whose embeddings are trained.
+            alone. Those that the vocabulary contains keep their ids, special tokens among them are found in texts from
+            then on; the vocabulary grows by the others, whose embeddings are trained.
         tokenizer_options: How a tokenizer of BERT's kind reads text, where its folder does not say it or says it
             wrongly: do_lower_case, strip_accents, tokenize_chinese_chars, each true or false.
         max_length: Longest row in tokens; null is 1024, or what the model can take if that is less.
