@@ -108,6 +108,14 @@ class TaskHooks(DataFields, ABC):
         """
         return texts_in(row)
 
+    def _context(self, row: dict[str, Any], info: dict[str, Any]) -> str:
+        """What rows that repeat each other have in common besides `_texts`, such as system turns. Default: nothing."""
+        return ""
+
+    def _compared_settings(self) -> Any:
+        """Settings that change `_context`, besides those of encoding. Default: none."""
+        return None
+
     @property
     def sequences_per_row(self) -> int:
         """Sequences of a batch that a training row is, such as the answers of a pair; after `setup`. Default: 1."""

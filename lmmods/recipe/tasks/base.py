@@ -443,8 +443,8 @@ class DataFields:
         predict_source: The same for predict; null takes the test set, else the validation set.
         mixing: Share of each source in the batches of training; null takes each row once, or as often as the weight of
             its source says. See docs/data.md.
-        deduplicate: Leave out training rows that repeat an earlier one, of any source: `exact` those of the same text,
-            `minhash` also those of nearly the same. The report counts them. See docs/data.md.
+        deduplicate: Leave out training rows that repeat an earlier one, of any source: `exact` those of the same prompt
+            and answer, `minhash` also those of nearly the same text. The report counts them. See docs/data.md.
         minhash_threshold: With `minhash`, the share of common 5-grams of words from which a row is nearly the same.
         decontaminate: Evaluation sets, in any layout, that training rows must not repeat: rows of `source` that share
             an n-gram of words with them are left out and counted. See docs/data.md.
