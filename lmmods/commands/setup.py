@@ -3,6 +3,7 @@
 import inspect
 import os
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -158,8 +159,10 @@ class Setup:
             rewards = read_rewards(self.model.rewards or [])
             if self.recipe.command in ("fit", "validate", "test"):
                 from lmmods.commands.reward_model import answer_scorers
+                from lmmods.rollouts.rewards import check_prompts
 
                 self.datamodule.reward_scorers = answer_scorers(rewards)
+                self.datamodule.check_prompts = partial(check_prompts, rewards)
             self.datamodule.reward_columns = columns_of(rewards, self.model.environment is not None)
             if self.model.environment is not None:
                 from lmmods.rollouts.turns import show_tools

@@ -1,7 +1,7 @@
 """Reinforcement learning: prompts, the answers that the network gives to them, and what rewards see of both."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -62,6 +62,8 @@ class PromptData(PromptDataFields, ConversationData):
         begin_rollout: As in `RolloutLoader`; None takes stand-ins for answers.
         token_columns: Further columns of answers, [T] float32 each.
         reward_scorers: Reward models by the label of their reward.
+        check_prompts: Checks the prompts of a set, given its recipe key, the prompts, and whether it may warn. Raises
+            UserError: no answer to them could have a reward.
         reward_columns: Columns that rewards read; None are all.
         tools: Specifications of the tools of `model.environment`, which all prompts show. Set before rows are encoded.
         is_scored_by_environment: True if `model.environment` gives a reward.
@@ -72,6 +74,7 @@ class PromptData(PromptDataFields, ConversationData):
     left_over = "for_rewards"
     token_columns: tuple[str, ...] = ()
     reward_scorers: dict[str, Callable[[list[Any]], list[float | None]]] | None = None
+    check_prompts: Callable[[str, Iterator[Prompt], bool], None] | None = None
     reward_columns: tuple[str, ...] | None = ()
     tools: list[dict[str, Any]] = []  # noqa: RUF012 - replaced, not changed
     is_scored_by_environment = False
@@ -213,6 +216,16 @@ class PromptData(PromptDataFields, ConversationData):
                                    self.pad_to_multiple_of, self.max_length, seed=self.run_seed), self.token_columns)
 
     # Rows ------------------------------------------------------------------------------------------------------------
+
+    def _check_splits(self) -> None:
+        """As of `DataModule`. Raises UserError: no answer to the prompts of a set could have a reward."""
+        roles: list[Role] = [role for role in ("train", "val", "test")
+                             if role in self._splits.sets and role not in self._checked]
+        super()._check_splits()
+        for role in roles if self.check_prompts is not None else ():
+            self.check_prompts(self._splits.key(role), (self.prompt(role, place) for place in
+                                                        range(self.num_prompts(role))),
+                               getattr(self.trainer, "is_global_zero", True))
 
     def _choices(self) -> Choices:
         return Choices("responses", "all", self.reasoning, self.system_prompt, self.replace_system_prompt)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data import best_of
@@ -256,6 +257,9 @@ class TaskHooks(DataFields, ABC):
         return Predictions(rows, self.score({index: text for index, (_, text) in outputs.items()}), {})
 
     def _best_predictions(self, found: dict[int, best_of.Candidates]) -> Predictions:
+        if found and all(score is None for each in found.values() for score in each.scores):
+            warn("model.best_of: the reward model scores none of the answers, so the first answer to each prompt is "
+                 "taken. Use a reward model that accepts such texts, or lower model.generation.max_new_tokens.")
         texts = {index: each.texts[each.best] for index, each in sorted(found.items())}
         rows = [{**self.example(index), "prediction_with_input": found[index].prompt + text, "prediction": text.strip(),
                  "answers": found[index].listed()} for index, text in texts.items()]
