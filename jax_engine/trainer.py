@@ -441,7 +441,7 @@ class Evaluation:
             tokens = generate(run.task.network, weights.replica, self.samples.prompt_ids, self.samples.generation,
                               run.data.stop_token_ids, tokenizer.pad_token_id)
             if run.is_first:
-                self.samples.write(step, tokenizer.batch_decode(tokens, skip_special_tokens=True), run.loggers)
+                self.samples.write(step, run.data.decode_answers(tokens), run.loggers)
         self.samples.latest_step = step
 
 

@@ -70,6 +70,7 @@ class GRPO(GRPOFields, ReferencedTask):
         run, table = self._run, RolloutTable()
 
         def report(metrics: dict[str, float], rollout: Rollout) -> None:
+            run.metrics.fetch()  # those of the steps before
             run.metrics.log(metrics, run.progress.step)
             table.log(run.loggers, rollout.lines(), run.progress.step, run.metrics.every)
 

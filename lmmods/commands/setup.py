@@ -3,6 +3,7 @@
 import inspect
 import os
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,7 @@ from lmmods.recipe.engines import load_engine
 from lmmods.recipe.keys import BLOCKS
 from lmmods.recipe.library_classes import LibraryClasses, whole
 from lmmods.recipe.reader import Recipe, filled, objects
-from lmmods.recipe.rewards import read_rewards
+from lmmods.recipe.rewards import columns_of, read_rewards
 from lmmods.recipe.tasks.base import ConversationFields, TokenLossFields
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
@@ -156,10 +157,14 @@ class Setup:
                                                              isinstance(self.datamodule, ConversationFields))
 
         if isinstance(self.model, GRPOFields):
+            rewards = read_rewards(self.model.rewards or [])
             if self.recipe.command in ("fit", "validate", "test"):
                 from lmmods.commands.reward_model import answer_scorers
+                from lmmods.rollouts.rewards import check_prompts
 
-                self.datamodule.reward_scorers = answer_scorers(read_rewards(self.model.rewards or []))
+                self.datamodule.reward_scorers = answer_scorers(rewards)
+                self.datamodule.check_prompts = partial(check_prompts, rewards)
+            self.datamodule.reward_columns = columns_of(rewards, self.model.environment is not None)
             if self.model.environment is not None:
                 from lmmods.rollouts.turns import show_tools
 

@@ -1,7 +1,7 @@
 """Reinforcement learning: prompts, the answers that the network gives to them, and what rewards see of both."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -62,6 +62,9 @@ class PromptData(PromptDataFields, ConversationData):
         begin_rollout: As in `RolloutLoader`; None takes stand-ins for answers.
         token_columns: Further columns of answers, [T] float32 each.
         reward_scorers: Reward models by the label of their reward.
+        check_prompts: Checks the prompts of a set, given its recipe key, the prompts, and whether it may warn. Raises
+            UserError: no answer to them could have a reward.
+        reward_columns: Columns that rewards read; None are all.
         tools: Specifications of the tools of `model.environment`, which all prompts show. Set before rows are encoded.
         is_scored_by_environment: True if `model.environment` gives a reward.
     """
@@ -71,6 +74,8 @@ class PromptData(PromptDataFields, ConversationData):
     left_over = "for_rewards"
     token_columns: tuple[str, ...] = ()
     reward_scorers: dict[str, Callable[[list[Any]], list[float | None]]] | None = None
+    check_prompts: Callable[[str, Iterator[Prompt], bool], None] | None = None
+    reward_columns: tuple[str, ...] | None = ()
     tools: list[dict[str, Any]] = []  # noqa: RUF012 - replaced, not changed
     is_scored_by_environment = False
 
@@ -211,6 +216,16 @@ class PromptData(PromptDataFields, ConversationData):
 
     # Rows ------------------------------------------------------------------------------------------------------------
 
+    def _check_splits(self) -> None:
+        """As of `DataModule`. Raises UserError: no answer to the prompts of a set could have a reward."""
+        roles: list[Role] = [role for role in ("train", "val", "test")
+                             if role in self._splits.sets and role not in self._checked]
+        super()._check_splits()
+        for role in roles if self.check_prompts is not None else ():
+            self.check_prompts(self._splits.key(role), (self.prompt(role, place) for place in
+                                                        range(self.num_prompts(role))),
+                               getattr(self.trainer, "is_global_zero", True))
+
     def _choices(self) -> Choices:
         return Choices("responses", "all", self.reasoning, self.system_prompt, self.replace_system_prompt)
 
@@ -254,6 +269,16 @@ class PromptData(PromptDataFields, ConversationData):
         messages = read_conversation(info["format"], row, self.roles, self.turn_fields).messages
         is_answered = bool(messages) and messages[-1]["role"] == "assistant"
         return self._spoken(messages[:-1] if is_answered else messages)
+
+    def _context(self, row: dict[str, Any], info: dict[str, Any]) -> str:
+        """What decides on the right answer, too: the reference, and the columns that rewards read."""
+        messages = read_conversation(info["format"], row, self.roles, self.turn_fields).messages
+        reference = messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
+        columns = row if self.reward_columns is None else {name: row.get(name) for name in self.reward_columns}
+        return super()._context(row, info) + json.dumps([reference, columns], sort_keys=True, default=str)
+
+    def _compared_settings(self) -> Any:
+        return self.reward_columns
 
     def _is_scored(self, item: dict[str, Any], role: str) -> bool:
         return True  # answers are

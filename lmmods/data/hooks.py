@@ -1,15 +1,18 @@
 """Hooks of a task's data: everything that a custom data module may override."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
+from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data import best_of
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.on_policy import OnPolicy
 from lmmods.data.encode.encoder import Encoder
+from lmmods.data.encode.tokenizer import decode
 from lmmods.data.encode.words import texts_in
 from lmmods.data.scoring import Predictions
 from lmmods.data.sources.conversation import Conversation
@@ -115,6 +118,14 @@ class TaskHooks(DataFields, ABC):
         """
         return texts_in(row)
 
+    def _context(self, row: dict[str, Any], info: dict[str, Any]) -> str:
+        """What rows that repeat each other have in common besides `_texts`, such as system turns. Default: nothing."""
+        return ""
+
+    def _compared_settings(self) -> Any:
+        """Settings that change `_context`, besides those of encoding. Default: none."""
+        return None
+
     @property
     def sequences_per_row(self) -> int:
         """Sequences of a batch that a training row is, such as the answers of a pair; after `setup`. Default: 1."""
@@ -188,6 +199,18 @@ class TaskHooks(DataFields, ABC):
         """Tokens on which generation must stop."""
         return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
 
+    @cached_property
+    def _answer_ends(self) -> list[int]:
+        return self.stop_token_ids  # a task may have to read its template for them
+
+    def decode_answers(self, rows: Iterable[Sequence[int]]) -> list[str]:
+        """Return the texts of generated ids, without the tokens that end an answer and padding; see `decode`."""
+        return [decode(self.tokenizer, ids, self._answer_ends) for ids in rows]
+
+    def decode_prompts(self, rows: Iterable[Sequence[int]]) -> list[str]:
+        """Return the texts of the ids of prompts, without begin token and padding; see `decode`."""
+        return [decode(self.tokenizer, ids) for ids in rows]
+
     @property
     def chat_template(self) -> str | None:
         """Jinja template that renders conversations as in training; None if the rows are not conversations."""
@@ -211,13 +234,13 @@ class TaskHooks(DataFields, ABC):
             outputs: Generated tokens [B * answers, T_new], with the answers to a prompt next to each other; those after
                 the token that ends an answer are padding, and JAX leaves out that token, too.
         """
-        prompts = self.tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
-        texts: list[Any] = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        prompts = self.decode_prompts(batch["input_ids"])
+        texts: list[Any] = self.decode_answers(outputs)
         if self.reward_model is not None:
             size = len(texts) // max(len(prompts), 1)
             texts = [texts[first : first + size] for first in range(0, len(texts), size)]
             return {index: pair for index, *pair in zip(batch["index"].tolist(), prompts, texts) if index >= 0}
-        ends = set(self.stop_token_ids)
+        ends = set(self._answer_ends)
         are_cut = [len(tokens) == self.max_new_tokens and ends.isdisjoint(map(int, tokens)) for tokens in outputs]
         return {index: Generated(*generated) for index, *generated in zip(
             batch["index"].tolist(), prompts, texts, are_cut, strict=True) if index >= 0}
@@ -255,6 +278,9 @@ class TaskHooks(DataFields, ABC):
         return Predictions(rows, {**scores, "answers_cut": float(num_cut)} if scores and num_cut else scores, {})
 
     def _best_predictions(self, found: dict[int, best_of.Candidates]) -> Predictions:
+        if found and all(score is None for each in found.values() for score in each.scores):
+            warn("model.best_of: the reward model scores none of the answers, so the first answer to each prompt is "
+                 "taken. Use a reward model that accepts such texts, or lower model.generation.max_new_tokens.")
         texts = {index: each.texts[each.best] for index, each in sorted(found.items())}
         rows = [{**self.example(index), "prediction_with_input": found[index].prompt + text, "prediction": text.strip(),
                  "answers": found[index].listed()} for index, text in texts.items()]

@@ -230,7 +230,7 @@ class MLMData(MLMDataFields, DataModule):
                 fills[-1].append([{"token": self.tokenizer.decode([token]), "probability": probability}
                                   for token, probability in zip(tokens[gap], probabilities[gap])])
                 gap += 1
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = self.decode_prompts(ids)
         # -1 is the index of padding rows.
         return {index: pair for index, *pair in zip(batch["index"].tolist(), texts, fills) if index >= 0}
 

@@ -119,6 +119,10 @@ class PreferenceData(PreferenceDataFields, ConversationData):
         # The turns before both answers are there twice.
         return list(dict.fromkeys(text for answer in answers for text in self._spoken(answer.conversation.messages)))
 
+    def _context(self, row: dict[str, Any], info: dict[str, Any]) -> str:
+        answers = read_answers(info["format"], row, self.roles, self.turn_fields)
+        return "\n".join(dict.fromkeys(self._surroundings(answer.conversation) for answer in answers))
+
     @property
     def sequences_per_row(self) -> int:
         """Answers of a row; 2 also where another row lends one."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from lmmods.data.batches.packing import best_fit_decreasing
 from lmmods.data.batches.sampler import OrderRule, evaluation_order, training_order
-from lmmods.data.encode.encoder import UNUSED, describe_dropped
+from lmmods.data.encode.encoder import SPELLED, UNUSED, describe_dropped
 from lmmods.data.hooks import TaskHooks
 from lmmods.data.splits import Role
 from lmmods.data.store.rows import RowSet
@@ -57,8 +57,10 @@ def describe_source(info: dict[str, Any], left_over: str) -> dict[str, Any]:
     Args:
         left_over: Key of the counts of what is in no token.
     """
-    counts = {name: number for name, number in info["counts"].items() if not name.startswith(UNUSED)}
+    counts = {name: number for name, number in info["counts"].items() if not name.startswith((UNUSED, SPELLED))}
     unused = {_key_name(name): number for name, number in info["counts"].items() if name.startswith(UNUSED)}
+    spelled = {name.removeprefix(SPELLED): number for name, number in info["counts"].items()
+               if name.startswith(SPELLED)}
     notes = [*info.get("notes", []), *(f"column {name!r} of {rows} rows gave way to the one that data.columns gives "
                                        "this name" for name, rows in info.get("replaced", {}).items())]
     tokens, kept = counts.get("tokens", 0), info["rows_kept"]
@@ -68,6 +70,7 @@ def describe_source(info: dict[str, Any], left_over: str) -> dict[str, Any]:
         "rows_dropped": sum(entry["rows"] for entry in info["dropped"].values()),
         "dropped": info["dropped"],
         **({left_over: dict(sorted(unused.items(), key=lambda item: (-item[1], item[0])))} if unused else {}),
+        **({"special_tokens_spelled": dict(sorted(spelled.items()))} if spelled else {}),
         **counts,
         **({"labelled_share": counts["labelled_tokens"] / tokens} if tokens and "labelled_tokens" in counts else {}),
         **({"eos_share": counts["responses_complete"] / kept} if kept and "responses_complete" in counts else {}),
@@ -194,6 +197,10 @@ def render_table(report: dict[str, Any]) -> str:
             if named := [f"{name} ({rows} rows)" for name, rows in source.get(key, {}).items()]:
                 lines.append(f"  {words}: {', '.join(named[:MOST_UNUSED])}"
                              + (f" and {len(named) - MOST_UNUSED} more" if len(named) > MOST_UNUSED else ""))
+        if spelled := source.get("special_tokens_spelled"):
+            named = [f"{name} ({rows} rows)" for name, rows in spelled.items()]
+            lines.append(f"  special tokens spelled in what is learned, where they stay text: "
+                         f"{', '.join(named[:MOST_UNUSED])}")
         if source.get("words_cut"):
             lines.append(f"  cut {source['words_cut']} of {source['words']} words with them")
         if source.get("words_without_token"):

@@ -1,5 +1,6 @@
 """Supervised fine-tuning: conversations with a loss on the responses."""
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -164,6 +165,17 @@ class ConversationData(ConversationFields, DataModule):
 
     def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
         return self._spoken(read_conversation(info["format"], row, self.roles, self.turn_fields).messages)
+
+    def _context(self, row: dict[str, Any], info: dict[str, Any]) -> str:
+        """System turns, tools and the like, which decide on the answer."""
+        return self._surroundings(read_conversation(info["format"], row, self.roles, self.turn_fields))
+
+    def _surroundings(self, conversation: Conversation) -> str:
+        is_replaced = self.replace_system_prompt and self.system_prompt is not None
+        system = [message["content"] for message in conversation.messages
+                  if message["role"] == "system" and not is_replaced]
+        parts = [system, conversation.tools, conversation.documents, conversation.template_kwargs]
+        return json.dumps(parts, sort_keys=True, default=str) if any(parts) else ""
 
     def _spoken(self, messages: list[Message]) -> list[str]:
         """Texts of turns, without those of the system, which many rows share."""

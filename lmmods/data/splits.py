@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -210,19 +210,17 @@ class Splits:
         threshold = task.minhash_threshold if task.deduplicate == "minhash" else None
         # The names of stores stand for their contents and how they are encoded.
         key = fingerprint({"task": type(task).__name__, "stores": [store.name for store in rows.stores],
-                           "threshold": threshold})
+                           "threshold": threshold, "compared": task._compared_settings()})
         path = cache_folder(task.cache_dir) / f"duplicates-{key}.npz"
         found = None if task.rebuild_cache and is_first else read_duplicates(path)
         if found is None:
             # Windows of one row as read are one text.
-            found = find_duplicates(np.unique(rows.index).tolist(), self._texts_of(rows), threshold)
+            read = lru_cache(1)(lambda number: (rows.source_row(number), rows.info(number)))
+            found = find_duplicates(np.unique(rows.index).tolist(), lambda number: task._texts(*read(number)),
+                                    threshold, _encoded_of(rows), lambda number: task._context(*read(number)))
             write_duplicates(path, found)
         self._duplicates = found
         return found
-
-    def _texts_of(self, rows: RowSet) -> Callable[[int], list[str]]:
-        """Return a function of the texts of a row as read, by its number."""
-        return lambda number: self._task._texts(rows.source_row(number), rows.info(number))
 
     def _without_duplicates(self, rows: RowSet, is_first: bool) -> RowSet:
         """Return the training rows that repeat no other one, and note the others in `left_out`."""
@@ -293,3 +291,16 @@ class Splits:
                 readers = [self._stores.reader(source) for source in self._stores.evaluation]
                 self._hashed_readers["decontaminate"] = [(reader, reader.content) for reader in readers]
         return self._hashed_readers
+
+
+def _encoded_of(rows: RowSet) -> Callable[[int], bytes]:
+    """Return a function of the tokens and labels of a row as read, by its number: of all its windows."""
+    index = rows.index  # ascending
+
+    def encoded(number: int) -> bytes:
+        start, stop = np.searchsorted(index, [number, number + 1])
+        return b"".join(f"{name} {np.size(value)} ".encode() + np.asarray(value).tobytes()
+                        for place in range(start, stop) for name, value in rows[place].items()
+                        if name not in ("index", "weight", "truncated"))
+
+    return encoded

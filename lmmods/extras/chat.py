@@ -24,6 +24,7 @@ from lmmods.core.generation_config import BOOKKEEPING, GENERATION_CONFIG, SAMPLI
 from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
 from lmmods.core.waiting import sleep_if_busy
+from lmmods.data.encode.tokenizer import decode
 from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.data.sources.formats import find_format
 from lmmods.recipe.files import read_recipe
@@ -465,8 +466,8 @@ class Session:
 
     def _answer(self, model: TextModel, prompt: list[int], settings: Generation, row: int) -> str:
         tokenizer = self.source.data.tokenizer
-        text = Detokenizer(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True,
-                                                           clean_up_tokenization_spaces=False))
+        text = Detokenizer(lambda tokens: decode(tokenizer, tokens, self.source.stop_token_ids,
+                                                 clean_up_tokenization_spaces=False))
 
         def on_token(token: int) -> bool:
             _write(text.add(token))

@@ -3,6 +3,7 @@
 import difflib
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, get_args, get_origin
@@ -256,6 +257,18 @@ def read_rewards(rewards: list[dict[str, Any]], key: str = "model.rewards") -> l
     return found
 
 
+def columns_of(rewards: Sequence[RewardSettings], has_environment: bool = False) -> tuple[str, ...] | None:
+    """Return the columns of a row that rewards read; None if code of the user's may read any.
+
+    Args:
+        has_environment: Answers have an environment, which sees the row, too.
+    """
+    if has_environment or any(isinstance(each, Function) for each in rewards):
+        return None
+    names = (getattr(each, "tests", None) or getattr(each, "column", None) for each in rewards)
+    return tuple(sorted({name for name in names if name is not None}))
+
+
 def _read(given: Any, key: str) -> RewardSettings:
     if not isinstance(given, dict):
         raise UserError(f"{key} is {as_yaml_word(given)}, but must be a mapping, as {{name: exact_match}}.")
@@ -272,7 +285,7 @@ def _read(given: Any, key: str) -> RewardSettings:
             continue
         if name not in keys:
             raise UserError(f"{key}.{name} is no key of a reward {given.get('name', ways[0])}, which has "
-                            f"{', '.join(each for each in keys if each not in WAYS)}.{_meant(name, list(keys))}")
+                            f"{', '.join(each for each in keys if each not in WAYS)}.{did_you_mean(name, list(keys))}")
         options[name] = _converted(value, keys[name].type)
         if options[name] is WRONG:
             raise UserError(f"{key}.{name} is {as_yaml_word(value)}, but must be {in_words(keys[name].type)}.")
@@ -284,11 +297,12 @@ def _read(given: Any, key: str) -> RewardSettings:
 def _named(name: Any, key: str) -> type[RewardSettings]:
     if not isinstance(name, str) or name not in NAMED:
         raise UserError(f"{key} is {as_yaml_word(name)}, but must be one of {', '.join(NAMED)}."
-                        + _meant(str(name), list(NAMED)))
+                        + did_you_mean(str(name), list(NAMED)))
     return NAMED[name]
 
 
-def _meant(name: Any, known: list[str]) -> str:
+def did_you_mean(name: Any, known: list[str]) -> str:
+    """Return a sentence that names the nearest known name, for the end of a message; "" if none is near."""
     near = difflib.get_close_matches(str(name), known, 1)
     return f" Did you mean {near[0]}?" if near else ""
 

@@ -1,6 +1,7 @@
 """Makes rollouts: answers are drawn, scored, compared with the others to their prompt, and written; also evaluation."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -8,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
+from lmmods.core.labels import IGNORED
 from lmmods.data.batches.rollouts import Place, RolloutPlan
 from lmmods.data.grpo import Prompt, PromptData
 from lmmods.recipe.rewards import read_rewards
@@ -45,6 +48,7 @@ class RolloutMaker:
         self._policy = policy if task.rollouts is None else ServedPolicy(policy, read_server(task.rollouts), folder,
                                                                          step)
         self._step, self._report, self._is_first = step, report, is_first
+        self._has_told_of_idle = False
 
     @cached_property
     def _rewards(self) -> Rewards:
@@ -95,6 +99,16 @@ class RolloutMaker:
             self._folder.files.claim("rollouts")
             rollout.write(self._folder.rollouts)
             self._drop_old(rollout.step)
+        if (reason := missing_reason(groups)) is not None:
+            raise UserError(f"None of the {len(groups) * task.num_generations} answers that were drawn at step "
+                            f"{rollout.step} has a reward, so there is nothing to learn from them: {reason}. Correct "
+                            f"the reward; the answers are in {self._folder.rollouts / rollout.name}.jsonl.")
+        if not self._has_told_of_idle and all((item["labels"] == IGNORED).all() for item in rollout.items(task)):
+            self._has_told_of_idle = True
+            why = ("model.mask_truncated leaves out all that are better or worse than others to their prompt. "
+                   "train/truncated counts them") if any(group.advantages.any() for group in groups) else (
+                   "all answers to a prompt have the same reward. train/groups_without_spread counts such prompts")
+            warn(f"Nothing is learned from the answers drawn at step {rollout.step}: {why}. This is said once.")
         seconds["all"] = time.perf_counter() - began
         self._report({f"train/{name}": value for name, value in metrics(rollout).items()}, rollout)
         return rollout
@@ -139,10 +153,10 @@ class RolloutMaker:
         else:
             drawn = self._policy.draw([prompt.ids for prompt in prompts for _ in range(size)], numbers,
                                       task.temperature, task.max_new_tokens, data.stop_token_ids)
-            texts = data.tokenizer.batch_decode([each.tokens.tolist() for each in drawn], skip_special_tokens=True)
+            texts = data.decode_answers(each.tokens for each in drawn)
             answers = [_answer(each, text) for each, text in zip(drawn, texts, strict=True)]
             seconds["drawing"] += time.perf_counter() - began
-        asked = data.tokenizer.batch_decode([prompt.ids for prompt in prompts], skip_special_tokens=True)
+        asked = data.decode_prompts(prompt.ids for prompt in prompts)
         groups = [Group(prompt.number, prompt.ids, text, answers[place * size : (place + 1) * size])
                   for place, (prompt, text) in enumerate(zip(prompts, asked, strict=True))]
         began = time.perf_counter()
@@ -205,6 +219,8 @@ class RolloutMaker:
         drawn = self._answered(prompts, size, None, seconds) if size else [None] * len(prompts)
         parts = self._policy.gather({prompt.number: pair for prompt, *pair in zip(prompts, greedy, drawn, strict=True)})
         groups = [parts[number] for number in sorted(parts)]
+        if self._is_first and (reason := missing_reason([group for group, _ in groups])) is not None:
+            warn(f"None of the {len(groups)} answers to the prompts of {role} has a reward: {reason}.")
         found = _rewards_of([group for group, _ in groups])
         found["pass@1"] = _passed([group for group, _ in groups], task.pass_reward)
         if size:
@@ -235,6 +251,18 @@ def set_rewards(rewards: Rewards, prompts: list[Prompt], groups: list[Group], by
         answer.rewards = {name: None if np.isnan(value) else float(value)
                           for name, value in zip(names, row, strict=True)}
         answer.reward = None if np.isnan(reward) else float(reward)
+
+
+def missing_reason(groups: list[Group]) -> str | None:
+    """Return the most common reason why answers have no reward; None if one has a reward, or there are no answers."""
+    answers = [answer for group in groups for answer in group.answers]
+    if not answers or any(answer.reward is not None for answer in answers):
+        return None
+    reasons = Counter(f"{name}: {reason}" for answer in answers for name, reason in answer.reasons.items())
+    if not reasons:
+        return f"{', '.join(answers[0].rewards)} returned None for every answer"
+    reason, count = reasons.most_common(1)[0]
+    return f"{reason} ({count} answers)"
 
 
 def score_again(rewards: Rewards, data: PromptData, groups: list[Group]) -> list[Group]:

@@ -1,14 +1,16 @@
 """Rewards of answers."""
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
-from lmmods.recipe.rewards import Code, Function, Math, Model, RewardSettings
+from lmmods.data.grpo import Prompt
+from lmmods.recipe.rewards import Code, Function, Math, Model, RewardSettings, did_you_mean
 from lmmods.recipe.trust import refuse_function
 from lmmods.rollouts import code_tests
 from lmmods.rollouts.named_rewards import NamedScorer, Text, Unscorable, wanted_by
@@ -16,6 +18,7 @@ from lmmods.rollouts.own_functions import Completion, FunctionScorer
 from lmmods.rollouts.reward_processes import Batch, RewardProcesses
 
 KEY = "model.rewards"
+LOOKED_AT = 10_000  # rows of a set that are looked through for what rewards need
 
 
 class Answered(NamedTuple):
@@ -23,7 +26,7 @@ class Answered(NamedTuple):
 
     Args:
         prompt: Text, or messages.
-        text: The answer without special tokens.
+        text: The answer, without the tokens that end it and padding.
         ids: Its tokens.
         row: The row that the prompt is from.
         reference: The reference answer of the row, if it has one.
@@ -156,6 +159,52 @@ class Rewards:
         for number, each in functions.items():
             if failures[each.name] is not None:
                 raise UserError(f"{KEY}[{number}].function: {each.function} cannot be loaded: {failures[each.name]}")
+
+
+def check_prompts(settings: Sequence[RewardSettings], key: str, prompts: Iterable[Prompt], warns: bool) -> None:
+    """Check that rows have what rewards need, such as a column with the right answer; warn of rows that do not.
+
+    Args:
+        key: Recipe key of the rows.
+        prompts: Of the rows.
+        warns: False leaves out the warning.
+
+    Raises:
+        UserError: No row has what a reward needs, so no answer would have a reward.
+    """
+    # A reward needs something if it cannot score an answer to an empty row.
+    missing = {number: Counter() for number, each in enumerate(settings) if _lacks(each, {}, None) is not None}
+    unmet, count, row = set(missing), 0, {}
+    for prompt in prompts if missing else ():
+        if count >= LOOKED_AT and not unmet:
+            break
+        count, row = count + 1, prompt.row
+        for number, reasons in missing.items():
+            if (reason := _lacks(settings[number], row, prompt.reference)) is None:
+                unmet.discard(number)
+            else:
+                reasons[reason] += 1
+    for number in sorted(unmet) if count else ():
+        each = settings[number]
+        column = each.tests if isinstance(each, Code) else each.column
+        advice = "Name another one" if column else "Name the column with the right answer, as column: NAME"
+        meant = did_you_mean(column, list(row)) if column and column not in row else ""
+        raise UserError(f"{KEY}[{number}]: {each.name} cannot score an answer to any of the {count} rows of {key}: "
+                        f"{missing[number].most_common(1)[0][0]}. {advice}. The columns are {', '.join(row)}.{meant}")
+    for number, reasons in missing.items():
+        if reasons and warns:
+            reason, first = reasons.most_common(1)[0]
+            warn(f"{KEY}[{number}]: answers to {sum(reasons.values())} of {count} rows of {key} have no reward and are "
+                 f"not trained on, as {settings[number].name} cannot score them: {reason} ({first} rows).")
+
+
+def _lacks(settings: RewardSettings, row: dict[str, Any], reference: str | None) -> str | None:
+    """Return what a reward lacks to score an answer to a row; None if nothing."""
+    try:
+        wanted_by(settings, row, reference)
+    except Unscorable as reason:
+        return str(reason)
+    return None
 
 
 def total(values: np.ndarray, weights: np.ndarray, reasons: Sequence[Mapping[str, str]],

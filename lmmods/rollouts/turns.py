@@ -48,18 +48,13 @@ class Call(NamedTuple):
     problem: str | None = None
 
 
-def read_calls(written: str, text: str) -> list[Call]:
-    """Return the calls in a turn, those that cannot be read with their problem.
-
-    Args:
-        written: The turn with its special tokens.
-        text: The same without.
-    """
-    written, text = written.rpartition(THOUGHT)[2], text.rpartition(THOUGHT)[2]
-    if TAGGED.search(written):
-        return [_read(part) for part in TAGGED.findall(written)]
-    is_marked = any(mark in written for mark in MARKS)
-    for mark in MARKS:  # where the tokenizer has no such token
+def read_calls(text: str) -> list[Call]:
+    """Return the calls in the text of a turn, those that cannot be read with their problem."""
+    text = text.rpartition(THOUGHT)[2]
+    if TAGGED.search(text):
+        return [_read(part) for part in TAGGED.findall(text)]
+    is_marked = any(mark in text for mark in MARKS)
+    for mark in MARKS:
         text = text.replace(mark, "")
     if not text.strip().startswith(("{", "[")):
         return [Call(UNKNOWN, {}, FORM)] if is_marked else []
@@ -191,8 +186,8 @@ class Turns:
             written = self._encoder.tool_call(name, arguments)
         except RowProblem as problem:
             raise UserError(f"{KEY} has tools, but {problem}") from problem
-        text = self._encoder.text.control_pattern.sub("", written)
-        if read_calls(written, text) != [Call(name, arguments)]:
+        end = re.compile(rf"(?:{self._encoder.text.control_pattern.pattern})\s*\Z")
+        if read_calls(end.sub("", written)) != [Call(name, arguments)]:
             raise UserError(f"{KEY} has tools, but the chat template writes a call of one as {written!r}, of which "
                             'nothing is known here: <tool_call>{"name": ..., "arguments": {...}}</tool_call> and '
                             "JSON alone are. Name a file of Jinja as data.template that writes it so.")
@@ -363,21 +358,18 @@ class Turns:
         talk.calls = calls if talk.is_open else []
 
     def _calls(self, tokens: list[int]) -> list[Call]:
-        decode: Callable[..., str] = self._data.tokenizer.decode
-        known = ", ".join(self._tools)
+        known, [text] = ", ".join(self._tools), self._data.decode_answers([tokens])
         return [call if call.problem is not None or call.name in self._tools else
                 call._replace(problem=f"there is no tool {call.name}, only {known}")
-                for call in read_calls(decode(tokens[:-1]), decode(tokens, skip_special_tokens=True))]
+                for call in read_calls(text)]
 
     def _answer(self, talk: _Talk) -> Answer:
-        decode: Callable[..., str] = self._data.tokenizer.decode
-        is_scored = self._data.is_scored_by_environment
+        is_scored, [text] = self._data.is_scored_by_environment, self._data.decode_answers([talk.tokens[talk.begun :]])
         return Answer(
             np.array(talk.tokens, np.int32), np.array(talk.logps, np.float32), np.array(talk.entropies, np.float32),
-            np.array(talk.drawn, bool), talk.ended, decode(talk.tokens[talk.begun :], skip_special_tokens=True),
-            rewards={ENVIRONMENT: talk.reward} if is_scored else {},
-            reasons={} if talk.reason is None else {ENVIRONMENT: talk.reason},
-            tools=talk.counts, whole=decode(talk.tokens))
+            np.array(talk.drawn, bool), talk.ended, text, rewards={ENVIRONMENT: talk.reward} if is_scored else {},
+            reasons={} if talk.reason is None else {ENVIRONMENT: talk.reason}, tools=talk.counts,
+            whole=self._data.tokenizer.decode(talk.tokens))
 
 
 def _cut(text: str, left_out: int, longest: int) -> str:

@@ -117,11 +117,15 @@ class RunSummary:
                 f"{targets if isinstance(targets, str) else ', '.join(targets)}{fully}, over {base}")
 
     def _step(self, data: Any) -> list[str]:
-        micro = self.schedule.batches_per_step
+        # An epoch ends with a step, however few rows are left for it.
+        micro = min(self.schedule.batches_per_step, self.schedule.batches_per_epoch)
         rows = data.batch_size * micro * self.ranks
         factors = [*([f"{micro} micro-batches"] if micro > 1 else []), *([f"{self.ranks} devices"] * (self.ranks > 1))]
         made_of = f" ({' x '.join([str(data.batch_size), *factors])})" if factors else ""
         train = data.report["splits"].get("train")  # a stream has not been read
+        if not self.schedule.is_endless and train and train["rows"] * self.task.rows_per_prompt < rows:
+            made_of = f" (an epoch, which is less than {' x '.join([f'data.batch_size {data.batch_size}', *factors])})"
+            rows = train["rows"] * self.task.rows_per_prompt
         count, tokens = self.task.describe_step(rows, rows * train["tokens"] / train["rows"] if train else None)
         return [f"Step: {count}{made_of}{', ' if tokens else ''}{tokens}.",
                 *self.task.describe_training(rows, train["rows"] if train else None)]
@@ -178,6 +182,8 @@ class RunEnd:
         """Print the results. Called by the first process."""
         steps = f"{self.step} steps" if not self.first_step else f"steps {self.first_step + 1} to {self.step}"
         say(f"Done: {steps} in {clock(self.seconds)}, {self.metrics.num_tokens:,} tokens since the start of the run.")
+        if not self.metrics.num_tokens:
+            warn("Nothing was learned: no step had a token to learn.")
         if self.policy is not None and self.policy.best:
             value, name = self.policy.best[0]
             step = name.partition("=")[2]

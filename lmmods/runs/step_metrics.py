@@ -160,8 +160,8 @@ class StepMetrics:
 
     def _summary(self) -> str:
         """Return the latest metrics in short, with the smoothed loss next to the step's own."""
-        row = {name: f"{name} {self.latest[f'train/{name}']:.4g}" for name in ("loss", "lr", "tokens_per_second")
-               if f"train/{name}" in self.latest}
+        names = ("loss", "reward", "lr", "tokens_per_second")
+        row = {name: f"{name} {self.latest[f'train/{name}']:.4g}" for name in names if f"train/{name}" in self.latest}
         if "loss" in row:
             row["loss"] += f" (smoothed {self.smoothed.value:.4g})"
         return "  ".join(row.values())

@@ -88,6 +88,20 @@ def test_a_loss_that_is_no_number_ends_the_run_at_its_step():
                 metrics.fetch()
 
 
+def test_the_reward_of_the_latest_rollout_is_shown():
+    shown, clock = [], Clock()
+    stopwatch = Stopwatch(clock)
+    metrics = StepMetrics(stopwatch, show=lambda step, text: shown.append(text))
+    stopwatch.start()
+    for step, reward in ((1, None), (2, 0.25)):
+        if reward is not None:
+            metrics.log({"train/reward": reward}, step - 1)
+        metrics.add(step, 0.0, figures)
+        clock.now += 1
+        metrics.fetch()
+    assert "reward" not in shown[0] and "  reward 0.25  " in shown[1]
+
+
 def test_steps_that_wait_to_be_counted_do_not_pile_up():
     fetched = []
     metrics = StepMetrics(Stopwatch(Clock()), every=10**9)

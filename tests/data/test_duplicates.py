@@ -141,8 +141,8 @@ ANSWER = "Water is drawn up on the near side and left behind on the far side"
 @pytest.fixture
 def sources(write_jsonl):
     first = [{"id": n, "instruction": f"Say {n % 9}.", "output": f"{n % 9}"} for n in range(12)]
-    second = [{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Say  {n}."},
-                            {"role": "assistant", "content": str(n)}]} for n in (3, 20)]
+    second = [{"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": str(n)}]}
+              for n in (3, 20)]
     second += [{"messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": ANSWER + end}]}
                for end in ("", "!", " too", ", which is more than I can say here in the few words that I have")]
     return [write_jsonl(first, "first.jsonl"), write_jsonl(second, "second.jsonl")]
@@ -205,16 +205,23 @@ def test_weights_repeat_what_stays(spm_folder, sources):
 CHAT = [{"role": "user", "content": "Say one."}, {"role": "assistant", "content": "one"}]
 SQUAD = {"context": "The tide follows the moon.", "answers": {"text": ["moon"], "answer_start": [21]}}
 PAIR = {"prompt": "Say one.", "chosen": "one", "rejected": "two"}
+TOOL = [{"type": "function", "function": {"name": "f", "description": "Count.", "parameters": {"type": "object"}}}]
 
 
 @pytest.mark.parametrize(("kind", "fields", "same", "other"), [
-    (CLMData, {}, {"text": "one  two"}, {"text": "one three"}),
+    (CLMData, {}, {"text": "one  two"}, {"text": "one two"}),
+    (CLMData, {}, {"text": "if a:\n    b()\nc()"}, {"text": "if a:\n    b()\n    c()"}),
     (PreferenceData, {}, PAIR, {**PAIR, "rejected": "three"}),
     (RewardData, {}, PAIR, {**PAIR, "chosen": "three"}),
     (PromptData, {}, {"prompt": "Say one.", "answer": "1"}, {"prompt": "Say two.", "answer": "1"}),
     (PromptData, {}, {"messages": CHAT}, {"messages": [{**CHAT[0], "content": "Say two."}, CHAT[1]]}),
     (SFTData, {}, {"messages": CHAT}, {"messages": [CHAT[0], {**CHAT[1], "content": "1"}]}),
-    (SFTData, {}, {"text": "one  two"}, {"text": "one three"}),
+    (SFTData, {}, {"text": "one  two"}, {"text": "one two"}),
+    (SFTData, {}, {"messages": [{"role": "system", "content": "In base 8."}, *CHAT]}, {"messages": CHAT}),
+    (PromptData, {}, {"messages": [{"role": "system", "content": "In base 8."}, *CHAT[:1]]}, {"messages": CHAT[:1]}),
+    (PromptData, {}, {"messages": CHAT}, {"messages": [CHAT[0], {**CHAT[1], "content": "1"}]}),
+    (PreferenceData, {}, {**PAIR, "prompt": [{"role": "system", "content": "In base 8."}, CHAT[0]]},
+     {**PAIR, "prompt": CHAT[:1]}),
 ], ids=str)
 def test_what_tells_rows_of_a_task_apart(kind, fields, same, other, spm_folder, write_jsonl):
     path = write_jsonl([{**row, "id": f"row {n}"} for n, row in enumerate([same, other, same])])
@@ -222,9 +229,37 @@ def test_what_tells_rows_of_a_task_apart(kind, fields, same, other, spm_folder, 
     assert len(data._rows("train")) == 2 and data.report["sources"][path]["rows_dropped"] == 1
 
 
+@pytest.mark.parametrize("columns", [("answer",), None])
+def test_what_rewards_read_tells_prompts_apart(columns, spm_folder, write_jsonl):
+    """Also of nearly equal ones. If any code may read a row, all its columns count."""
+    rows = [{"prompt": f"{LONG}?", "answer": answer, "id": id} for answer, id in (("1", 1), ("1", 2), ("2", 1))]
+    for option in ("exact", "minhash"):
+        data = PromptData(write_jsonl(rows), tokenizer=spm_folder, max_length=512, deduplicate=option)
+        data.reward_columns = columns
+        data.prepare_data()
+        data.setup("fit")
+        assert len(data._rows("train")) == (3 if columns is None else 2)
+
+
+WITH_TOOLS = "{{ tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+
+
+def test_nearly_equal_rows_have_equal_system_turns_and_tools(spm_folder, write_jsonl, tmp_path):
+    (tmp_path / "chat.jinja").write_text(WITH_TOOLS)
+    chat = [{"role": "user", "content": LONG}, {"role": "assistant", "content": ANSWER}]
+    rows = [{"messages": [{"role": "system", "content": system}, chat[0], {**chat[1], "content": ANSWER + end}]}
+            for system in ("Base 8.", "Base 16.") for end in ("", "!")]
+    path = write_jsonl([*rows, {"messages": chat, "tools": TOOL}, {"messages": chat}])
+    for option, stays in (("minhash", [0, 2, 4, 5]), ("exact", [0, 1, 2, 3, 4, 5])):
+        data = build(path, spm_folder, deduplicate=option, template=str(tmp_path / "chat.jinja"))
+        assert data._rows("train").index.tolist() == stays
+
+
 @pytest.mark.parametrize(("kind", "same", "other"), [
     (QAData, {"question": "What?", **SQUAD}, {"question": "Which?", **SQUAD}),
-    (SequenceClassificationData, {"text": "one two", "label": "a"}, {"text": "one", "label": "b"}),
+    (QAData, {"question": "What?", **SQUAD}, {"question": "What?", **SQUAD, "answers": {"text": ["tide"],
+                                                                                     "answer_start": [4]}}),
+    (SequenceClassificationData, {"text": "one two", "label": "a"}, {"text": "one two", "label": "b"}),
     (TokenClassificationData, {"tokens": ["one", "two"], "tags": ["A", "B"]}, {"tokens": ["one"], "tags": ["A"]}),
     (MultipleChoiceData, {"question": "What?", "choices": ["one", "two"], "label": 0},
      {"question": "What?", "choices": ["one", "three"], "label": 0}),

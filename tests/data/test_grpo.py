@@ -1,6 +1,7 @@
 """Prompts of reinforcement learning, and the division of epochs into rollouts."""
 
 import json
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -12,6 +13,8 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.batches.loader import Shard
 from lmmods.data.batches.rollouts import RolloutLoader, RolloutPlan
 from lmmods.data.grpo import PromptData
+from lmmods.recipe.rewards import read_rewards
+from lmmods.rollouts.rewards import check_prompts
 
 ROWS = [{"instruction": "Say one.", "input": "", "output": "one", "level": 1},
         {"instruction": "Say a much longer thing than the others, please.", "input": "", "output": "thing", "level": 2},
@@ -25,6 +28,18 @@ def data_of(folder, path, rows=ROWS, new_tokens=4, **settings) -> PromptData:
     data.prepare_data()
     data.setup("fit")
     return data
+
+
+def test_prompts_are_checked_as_soon_as_they_are_there(llama_folder, tmp_path):
+    rewards = read_rewards([{"name": "exact_match", "column": "levle"}])
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = PromptData(source=str(path), max_length=256, template="alpaca")
+    data.connect(pretrained=str(llama_folder), seed=7, new_tokens=4)
+    data.check_prompts = partial(check_prompts, rewards)
+    data.prepare_data()
+    with pytest.raises(UserError, match=r"any of the 3 rows of data.source: the row has no column levle.*mean level\?"):
+        data.setup("fit")
 
 
 # Prompts --------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.batches.rollouts import RolloutPlan
 from lmmods.data.grpo import PromptData
 from lmmods.recipe.tasks.grpo import GRPOFields
+from lmmods.recipe.trust import trusting
 from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
 from lmmods.rollouts.policy import Drawn
 from lmmods.rollouts.rollout import read_rollout
@@ -24,6 +25,7 @@ class Policy:
     """Answers a prompt with its number's parity: the text `a` or `b`, as the first uniform number says."""
 
     rank, num_ranks = 0, 1
+    ends = True
 
     def __init__(self, tokenizer) -> None:
         self.letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab"]
@@ -34,8 +36,8 @@ class Policy:
         chosen = np.zeros(len(prompts), int) if numbers is None else (numbers[:, 0] > 0.5).astype(int)
         # The second letter is cut off before its end.
         return [Drawn(np.array([self.letters[letter], END][: 2 - letter], np.int32),
-                      np.full(2 - letter, -0.5, np.float32), np.full(2 - letter, 0.25, np.float32), bool(letter == 0))
-                for letter in chosen]
+                      np.full(2 - letter, -0.5, np.float32), np.full(2 - letter, 0.25, np.float32),
+                      bool(letter == 0) and self.ends) for letter in chosen]
 
     def logps(self, rows, temperature, reference=False):
         return [np.where(row.labels != IGNORED, -1.0 if reference else -0.75, 0).astype(np.float32) for row in rows]
@@ -132,17 +134,51 @@ def test_answers_that_are_cut_off_may_be_left_out(made):
             assert item["idle_weight"] == 0 and (item["labels"] == IGNORED).all()
 
 
-def test_missing_rewards_are_stored_with_their_reason(made):
+def test_missing_rewards_are_stored_with_their_reason(made, capsys):
     given = made(rewards=[{"name": "exact_match"}, {"name": "contains", "column": "nothing"}])
-    begun(given)
+    with pytest.raises(UserError, match=r"None of the 8 answers that were drawn at step 0 has a reward.*: contains: "
+                       r"the row has no column nothing \(8 answers\).*step=0.jsonl"):
+        begun(given)
     answers = [json.loads(line) for line in (given.folder.rollouts / "step=0.jsonl").read_text().splitlines()]
     assert all(answer["reward"] is None and "nothing" in answer["missing"]["contains"] for answer in answers)
     assert all(answer["rewards"]["exact_match"] in (0.0, 1.0) and answer["rewards"]["contains"] is None
                for answer in answers)
-    assert given.told[0]["train/missing_rewards"] == 8 and "train/reward" not in given.told[0]
+    assert not given.told
     rollout = read_rollout(given.folder.rollouts, "step=0")
     items = rollout.items(given.task)
     assert all((item["labels"] == IGNORED).all() and item["idle_weight"] == 0 for item in items)
+    # An evaluation ends nothing, but says so.
+    assert "reward" not in given.maker.evaluate("val", [0, 1])[0]
+    assert "None of the 2 answers to the prompts of val has a reward: contains: the row has no column nothing (2 " \
+           "answers)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("nothing", "nothing returned None for every answer"), ("fails", r"fails: .*no network.* \(8 answers\)")])
+def test_a_function_without_any_value_stops_the_run(made, name, reason):
+    with trusting(True), pytest.raises(UserError, match=reason):
+        begun(made(rewards=[{"function": f"tests.rollouts.valueless_rewards.{name}"}]))
+
+
+def test_equal_rewards_are_said_once(made, capsys):
+    given = made(rewards=[{"name": "regex", "pattern": ""}])
+    for step in (0, 1):
+        given.state.step = step
+        _, items = begun(given)
+        assert not any(item["advantages"] for item in items) and given.told[-1]["train/groups_without_spread"] == 1
+    assert capsys.readouterr().out.count("Nothing is learned from the answers drawn at step 0: all answers to a prompt "
+                                         "have the same reward.") == 1
+    begun(made())
+    assert "Nothing is learned" not in capsys.readouterr().out
+    # With a divergence there is something to learn; where only answers with an end count, there may be nothing.
+    begun(made(rewards=[{"name": "regex", "pattern": ""}], beta=0.1, reference="copy"))
+    assert "Nothing is learned" not in capsys.readouterr().out
+    given = made(mask_truncated=True)
+    begun(given)
+    assert "Nothing is learned" not in capsys.readouterr().out
+    given.maker._policy.ends = False
+    begun(given)
+    assert "step 0: model.mask_truncated leaves out all that are better or worse" in capsys.readouterr().out
 
 
 def test_draws_differ_between_steps_prompts_and_samples(made):

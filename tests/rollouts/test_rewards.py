@@ -10,10 +10,11 @@ import psutil
 import pytest
 
 from lmmods.core.errors import UserError
+from lmmods.data.grpo import Prompt
 from lmmods.recipe.rewards import read_rewards
 from lmmods.rollouts import code_tests
 from lmmods.rollouts.named_rewards import NamedScorer, Text, Unscorable, wanted_by
-from lmmods.rollouts.rewards import Answered, Rewards, total
+from lmmods.rollouts.rewards import LOOKED_AT, Answered, Rewards, check_prompts, total
 
 NAN = np.nan
 
@@ -330,6 +331,49 @@ def test_math_without_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r"rewards\[0\]: math needs math-verify. Install it: pip install -e '.\[math"):
         Rewards(read_rewards([{"name": "math"}]), 30, 1)
+
+
+def prompts_of(*rows: dict, reference: str | None = None) -> list[Prompt]:
+    return [Prompt(number, [1], None, row, reference) for number, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("options", "prompts", "message"), [
+    ({"name": "exact_match", "column": "anwser"}, prompts_of({"answer": "1", "text": "a"}),
+     "model.rewards[0]: exact_match cannot score an answer to any of the 1 rows of data.source: the row has no column "
+     "anwser. Name another one. The columns are answer, text. Did you mean answer?"),
+    ({"name": "f1"}, prompts_of({"answer": "1"}, {"answer": "2"}),
+     "model.rewards[0]: f1 cannot score an answer to any of the 2 rows of data.source: the row has no reference "
+     "answer. Name the column with the right answer, as column: NAME. The columns are answer."),
+    ({"name": "code"}, prompts_of({"tests": None}),
+     "model.rewards[0]: code cannot score an answer to any of the 1 rows of data.source: column tests is empty. Name "
+     "another one. The columns are tests.")])
+def test_a_reward_that_no_row_serves_is_refused(options, prompts, message):
+    with pytest.raises(UserError) as error:
+        check_prompts(read_rewards([options]), "data.source", prompts, True)
+    assert str(error.value) == message
+
+
+def test_rows_that_lack_what_a_reward_needs_are_counted(capsys):
+    prompts = prompts_of({"a": "1"}, {"a": None}, {"a": []}, {}, {}, reference="x")
+    rewards = read_rewards([{"name": "exact_match", "column": "a"}, {"name": "f1"}, {"name": "format"},
+                            {"name": "contains", "text": "y"}])
+    check_prompts(rewards, "data.source", prompts, True)
+    assert capsys.readouterr().out == (
+        "warning: model.rewards[0]: answers to 4 of 5 rows of data.source have no reward and are not trained on, as "
+        "exact_match cannot score them: the row has no column a (2 rows).\n")
+    check_prompts(rewards, "data.source", prompts, False)
+    check_prompts(rewards[1:], "data.source", prompts, True)
+    check_prompts(rewards, "data.source", [], True)
+    assert not capsys.readouterr().out
+
+
+def test_only_the_first_of_many_rows_are_looked_through():
+    rewards = read_rewards([{"name": "exact_match", "column": "a"}])
+    seen = []
+    check_prompts(rewards, "data.source", (seen.append(number) or prompt for number in range(3 * LOOKED_AT)
+                                           for prompt in prompts_of({"a": "1" if number == LOOKED_AT + 1 else None})),
+                  True)
+    assert len(seen) == LOOKED_AT + 3  # one more is taken to see that it is enough
 
 
 @pytest.mark.slow

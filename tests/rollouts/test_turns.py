@@ -57,11 +57,11 @@ HERMES = '<tool_call>\n{"name": "f", "arguments": {"word": "a", "n": [1]}}\n</to
      "quotes: line 1 column 2 (char 1)")]),
     ("[TOOL_CALLS]f", [Call(UNKNOWN, {}, FORM)]), ("[TOOL_CALLS][]", [Call(UNKNOWN, {}, FORM)])])
 def test_calls_are_read(written, calls):
-    assert read_calls(written, written) == calls
+    assert read_calls(written) == calls
 
 
 def test_deep_json_is_no_call():
-    [found] = read_calls(f"<tool_call>{'[' * 100_000}</tool_call>", "")
+    [found] = read_calls(f"<tool_call>{'[' * 100_000}</tool_call>")
     assert found.name == UNKNOWN and found.problem.startswith(FORM)
 
 

@@ -12,9 +12,11 @@ from lmmods.cli import main
 from lmmods.core import fingerprints, hardware, versions
 from lmmods.core.errors import UserError
 from lmmods.extras import verify
+from lmmods.extras.doctor import Findings
 from lmmods.rollouts.rollout import read_rollout
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.manifest import Manifest
+from lmmods.runs.repair import read_table
 from tests.finished_runs import assert_same_run
 
 ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
@@ -139,6 +141,28 @@ def test_stretches_of_a_run():
         found([start(3)], 9)
 
 
+def test_a_replay_does_not_compare_the_rollout_after_its_last_step(tmp_path):
+    run, again = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "again")
+    again.rollouts.mkdir(parents=True)
+    (again.rollouts / "step=0.safetensors").touch()
+
+    def problems(was: str, now: str) -> list[str]:
+        findings = Findings()
+        for folder, lines in ((run, was), (again, now)):
+            folder.root.mkdir(exist_ok=True)
+            folder.metrics_csv.write_text(f"step,train/reward,train/loss,val/reward\n{lines}")
+        rows = {int(row["step"]): row for row in read_table(run.metrics_csv).rows}
+        verify._compare_rows(rows, again, 2, findings)
+        return findings.problems
+
+    was = "0,0.5,,\n1,,0.1,\n2,0.75,0.2,0.5\n"
+    assert not problems(was, "0,0.5,,\n1,,0.1,\n2,,0.2,\n")
+    assert problems(was, "0,0.5,,\n1,,0.1,\n2,,0.3,\n") and problems(was, "0,0.5,,\n1,,0.1,\n")
+    assert problems(was, "0,,,\n1,,0.1,\n2,,0.2,\n")  # the first rollout was drawn again
+    (again.rollouts / "step=2.safetensors").touch()
+    assert problems(was, "0,0.5,,\n1,,0.1,\n2,,0.2,\n")
+
+
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +254,8 @@ def test_rewards_of_rollouts_are_computed_again(engine, recipe, in_process, caps
     run = RunFolder(Path(arguments[1]).parent / "run")
     assert main(["fit", *arguments]) == 0
     capsys.readouterr()
+    assert main(["verify", str(run.root), "--replay", "1"]) == 0  # the second rollout is not drawn again
+    assert "rollouts: 1 are the same files" in capsys.readouterr().out
     assert main(["verify", str(run.root), "--replay", "2"]) == 0
     said = capsys.readouterr().out
     assert "rollouts: 2 are the same files" in said

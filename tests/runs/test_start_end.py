@@ -53,6 +53,14 @@ def test_the_start(capsys):
         "Parameters: 7.", "Trains: all weights of base.", "Step: 24 rows (4 x 3 micro-batches x 2 devices), about 240 "
         "tokens.", "Length: 6 steps (1.6 epochs of 4 steps); 2 validations.",
         "Memory: about 1.00 GiB of 2.00 GiB for a step, counted from the configuration."]
+    few = SimpleNamespace(batch_size=16, report={"splits": {"train": {"rows": 5, "tokens": 50}}})
+    for batch_size, accumulated, said in (
+            (16, 1, "5 rows (an epoch, which is less than data.batch_size 16), about 50 tokens"),
+            (4, 4, "5 rows (an epoch, which is less than data.batch_size 4 x 2 micro-batches), about 50 tokens")):
+        few.batch_size = batch_size
+        lengths = schedule(batches_per_epoch=-(-5 // batch_size), batches_per_step=accumulated)
+        RunSummary(TaskFields(pretrained="base"), "", lengths, 1, memory(0)).say(few)
+        assert f"Step: {said}." in capsys.readouterr().out.splitlines()
     stream = schedule(batches_per_epoch=10**12, batches_per_step=1, num_val_batches=0)
     RunSummary(TaskFields(pretrained="base"), "", stream, 1, memory(2**32)).say(
         SimpleNamespace(batch_size=4, report={"splits": {}}))
@@ -68,6 +76,12 @@ def test_the_start(capsys):
         "Step: 6 prompts x 4 answers (4 x 3 micro-batches x 2 devices), about 60 tokens of prompts and at most 240 of "
         "answers.", "Rollouts: 4 in an epoch, each of 12 prompts x 4 answers for 2 steps, taken 3 times.",
         "Rewards: exact_match (weight 1), f1 (weight 0.5)."]
+    few.batch_size = 8
+    RunSummary(task, "", schedule(batches_per_epoch=3), 1, memory(0)).say(few)
+    assert capsys.readouterr().out.splitlines()[2:4] == [
+        "Step: 5 prompts x 4 answers (an epoch, which is less than data.batch_size 8 x 3 micro-batches), about 50 "
+        "tokens of prompts and at most 200 of answers.",
+        "Rollouts: 1 in an epoch, each of 5 prompts x 4 answers for 2 steps, taken 3 times."]
     say_engine("jax", 2, "CPU", "bf16-mixed", "this CPU multiplies bfloat16")
     assert capsys.readouterr().out == ("Engine jax on 2 devices (CPU), precision bf16-mixed: this CPU multiplies "
                                        "bfloat16; trainer.precision sets another.\n")
@@ -95,6 +109,9 @@ def test_the_end_names_what_can_be_done_next(capsys, monkeypatch, tmp_path):
     assert "predict --config 'runs/my run/config.yaml' --ckpt_path best\n" in resumed
     assert "merge" not in said(CausalFields(pretrained="base")) and "predict" not in said(policy=None, data=data)
     assert "Next" not in said(TaskFields(pretrained="base"))
+    assert "Nothing was learned" not in said()
+    metrics.num_tokens = 0
+    assert "warning: Nothing was learned: no step had a token to learn.\n" in said()
 
 
 @pytest.mark.parametrize(("accuracies", "said"), [

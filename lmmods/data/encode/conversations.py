@@ -111,7 +111,9 @@ class SFTEncoder:
                 dropped.append((place, str(problem)))
                 continue
             rendered += [(place, each) for each in found]
-        encoded = self.text.encode_rows([self.text.runs(each.segments) for _, each in rendered], self.renderer.apart)
+        runs = [self.text.runs(each.segments) for _, each in rendered]
+        counts.update(self.text.count_spelled(runs))
+        encoded = self.text.encode_rows(runs, self.renderer.apart)
         fitted, problems = [], {}
         for (place, row), (ids, response) in zip(rendered, encoded, strict=True):
             try:

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from lmmods.core.errors import UserError
+from lmmods.data.encode.tokenizer import content_tags
 from lmmods.data.sources.cells import as_text, check_unicode
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.readers import Row
 
 EXAMPLES_PER_REASON = 3
 UNUSED = "unused:"  # prefix of counts; the rest names a key that rows fill but that is not used
+SPELLED = "spelled:"  # prefix of counts; the rest names a special token that a text to be learned spells
 
 
 class Ragged(NamedTuple):
@@ -125,8 +127,9 @@ def arrow_column(column: Ragged | np.ndarray) -> pa.Array:
 # ---------------------------------------------------------------------------------------------------------------------
 # Text and control tokens to ids, in batches.
 #
-# Special tokens come only from templates: text is encoded without recognising them, so that user input stays text. A
-# response is encoded separately from its prompt, so the prompt at inference is an exact prefix of the training row.
+# Special tokens come only from templates: text is encoded without recognising them, so that user input stays text.
+# Content tags such as <think> are recognised everywhere, like added tokens that are not special.
+# A response is encoded separately from its prompt, so the prompt at inference is an exact prefix of the training row.
 # Tokenizers that prepend a space to every text (Llama's) must not do so within a row; there a text is encoded after a
 # line break, whose ids are then removed.
 
@@ -152,10 +155,14 @@ class TextEncoder:
         unknown = tokenizer.unk_token_id
         # GPT-2's unknown token is its end token: ends of documents would be counted as unknown.
         self.unk_id: int | None = None if unknown in (self.eos_id, self.bos_id) else unknown
-        self.control: dict[str, int] = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()
-                                        if token.special}
+        tags = content_tags(tokenizer)
+        self.control: dict[str, int] = {name: number for number, token in tokenizer.added_tokens_decoder.items()
+                                        if token.special and (name := str(token)) not in tags}
         # A copy: the settings below must not change the tokenizer of others.
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        if tags:
+            backend.add_tokens([AddedToken(name, special=False, normalized=False) for name in tags])
+            backend = Tokenizer.from_str(backend.to_str())  # otherwise they stay special for text
         # Some tokenizers (GPT-2) name their end token as the begin token, but begin no text with it.
         first = backend.encode("a").ids[:1]
         self.uses_bos = self.bos_id is not None and (first == [self.bos_id] or self.bos_id != self.eos_id)
@@ -229,6 +236,12 @@ class TextEncoder:
                     texts.append(part)
                     joined = response
         return [*runs, Run("".join(texts), joined)] if texts else runs
+
+    def count_spelled(self, rows: list[list[Run]]) -> Counter:
+        """Count the rows that spell a special token in a response, by `SPELLED` and its name. There it stays text."""
+        names = ({match.group() for run in runs if run.response >= 0 and isinstance(run.content, str)
+                  for match in self.control_pattern.finditer(run.content)} for runs in rows)
+        return Counter(f"{SPELLED}{name}" for found in names for name in found)
 
     def encode_rows(self, rows: list[list[Run]], apart: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return ids and response numbers (int32, one pair per row) of rows of runs.
@@ -351,6 +364,7 @@ class TextRowEncoder:
         counts["tokens"] += len(columns["input_ids"].values)
         counts["unknown_tokens"] += int((columns["input_ids"].values == self.text.unk_id).sum())
         counts["labelled_tokens"] = counts["tokens"]  # all are learned
+        counts.update(self.text.count_spelled([[Run(text, 0)] for text in texts]))
         return Encoded(columns, np.array(places, np.int64), dropped, counts)
 
     def _text(self, row: dict[str, Any]) -> str:

@@ -63,7 +63,7 @@ class PreferenceEncoder:
             except RowProblem as problem:
                 problems[place] = str(problem)
         # All answers of the batch in one call of the tokenizer, in the order in which `found` holds them.
-        written = iter(self._encoded([each for row in found for each in row.rendered]))
+        written = iter(self._encoded([each for row in found for each in row.rendered], counts))
         kept = []
         for row in found:
             tokens = [next(written) for _ in row.rendered]
@@ -127,10 +127,11 @@ class PreferenceEncoder:
 
     # Tokens
 
-    def _encoded(self, rendered: list[RenderedRow]) -> list[Tokens]:
+    def _encoded(self, rendered: list[RenderedRow], counts: Counter) -> list[Tokens]:
         encoder = self.conversations
-        return encoder.text.encode_rows([encoder.text.runs(each.segments) for each in rendered],
-                                        encoder.renderer.apart)
+        runs = [encoder.text.runs(each.segments) for each in rendered]
+        counts.update(encoder.text.count_spelled(runs))
+        return encoder.text.encode_rows(runs, encoder.renderer.apart)
 
     def _fitted(self, row: _Row, tokens: list[Tokens], counts: Counter) -> tuple[list[Tokens], int, int]:
         """Ids and labels of each answer within the limits, the prompt's length, and the number of removed tokens.
@@ -188,7 +189,9 @@ class PreferenceEncoder:
         """The answers with the system turn and the turns from `first` on; None if a template splits them."""
         shorter = [replace(each, messages=[*each.messages[:start], *each.messages[first:]]) for each in conversations]
         rows = [self.conversations.renderer.rows(each, "all") for each in shorter]
-        return self._encoded([found[0] for found in rows]) if all(len(found) == 1 for found in rows) else None
+        if any(len(found) != 1 for found in rows):
+            return None
+        return self._encoded([found[0] for found in rows], Counter())  # what is spelled has been counted
 
 
 def _prompt_length(tokens: Tokens) -> int:

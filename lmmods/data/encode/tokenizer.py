@@ -1,6 +1,8 @@
 """Loads a fast tokenizer and adds what small or old repositories lack."""
 
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,6 +12,8 @@ from tokenizers import AddedToken, normalizers
 from lmmods.core import hub
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
+from lmmods.data.encode.chat_template import ChatTemplate
+from lmmods.data.sources.conversation import RowProblem
 
 # Known names of each role, looked up in the vocabulary in this order.
 KNOWN_NAMES = {
@@ -21,7 +25,9 @@ KNOWN_NAMES = {
     "sep_token": ["[SEP]"],
     "mask_token": ["[MASK]", "<mask>"],
 }
-
+AROUND_TEXT = ("bos_token", "eos_token", "pad_token", "cls_token", "sep_token")  # roles of tokens that are no text
+TAG = re.compile(r"<(/?)([^<>/|\s]+)>")
+PROBE = "\U0010fffd"  # content of a turn
 
 # For each of `data.tokenizer_options`: its name in tokenizers' BertNormalizer, a character, and the result of
 # normalising that if the option is true.
@@ -52,7 +58,8 @@ class TokenizerOptions:
 
     Args:
         pad_token: Padding token, existing or new; None keeps the tokenizer's, or finds one.
-        add_tokens: Tokens that must not be split. Those in the chat template become special: text never yields them.
+        add_tokens: Tokens that must not be split. Those in the chat template become special: text never yields them,
+            unless they are content tags.
         options: Options of the tokenizer's class.
         new_padding: Add [PAD] if no padding token is found; otherwise another token pads.
         whole_words: False makes all of `add_tokens` special, so that they are recognised in templates only.
@@ -139,21 +146,74 @@ def _add_tokens(result: RepairedTokenizer, options: TokenizerOptions) -> None:
     """Add `add_tokens` as unsplit tokens; those in the vocabulary keep their ids."""
     tokenizer, size = result.tokenizer, len(result.tokenizer)
     written = None if options.template is None else f"{options.template}{tokenizer.chat_template}"
-    vocabulary, known = tokenizer.get_vocab(), tokenizer.added_tokens_encoder
+    vocabulary = tokenizer.get_vocab()
+    known = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+    protected = _roles(tokenizer)
     for name in options.add_tokens or []:
+        # Tokens of the template are special, so that users cannot type them; others must be found in text.
+        is_special = not options.whole_words or name in protected or written is not None and name in written
         if name in known and options.whole_words:
-            result.notes.append(f"data.add_tokens: {name} is a token already")
-            continue
+            if is_special or not known[name].special:
+                result.notes.append(f"data.add_tokens: {name} is a token already")
+                continue
+            result.notes.append(f"data.add_tokens: {name} was a special token and is found in text now")
         if name in vocabulary and name not in known:
             result.notes.append(f"data.add_tokens: {name} keeps its id {vocabulary[name]} and is no longer split")
-        # Tokens of the template are special, so that users cannot type them; others must be found in text.
-        is_special = not options.whole_words or written is not None and name in written
         # Not normalised: matched in the text as written, before lower-casing and the like.
         tokenizer.add_tokens([AddedToken(name, special=is_special, normalized=False)], special_tokens=is_special)
     # New tokens get the ids after the old ones.
     added = list(range(size, len(tokenizer)))
     result.new_tokens += added
     result.trainable_new_tokens += added
+
+
+def decode(tokenizer, ids: Sequence[int], ends: Sequence[int] = (), **options: Any) -> str:  # noqa: ANN001
+    """Return the text of ids without the begin, end and padding tokens around it.
+
+    All other special tokens are part of the text: rewards, predictions and their references must see the same.
+
+    Args:
+        ids: A list, or an array or tensor [T].
+        ends: Further tokens that end an answer, such as the end of a turn.
+        options: For transformers' `decode`.
+    """
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    around = {getattr(tokenizer, f"{role}_id") for role in AROUND_TEXT} | set(ends)
+    inside = [place for place, token in enumerate(ids) if token not in around]
+    text: str = tokenizer.decode(ids[inside[0] : inside[-1] + 1] if inside else [], **options)
+    return text
+
+
+def content_tags(tokenizer) -> list[str]:  # noqa: ANN001
+    """Return the special tokens that texts may contain, such as <think> and </think>.
+
+    They are tags in pairs, <name> and </name>, that have no role such as the end token, and do not mark turns.
+    """
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - _roles(tokenizer)
+    tags = {name for name in special if (match := TAG.fullmatch(name))
+            and f"<{'' if match[1] else '/'}{match[2]}>" in special}
+    marks = _turn_marks(tokenizer) if tags and tokenizer.chat_template else ()
+    return sorted(name for name in tags if TAG.fullmatch(name)[2] not in marks)
+
+
+def _turn_marks(tokenizer) -> set[str]:  # noqa: ANN001
+    """Names of the tags that the chat template opens before a turn's content and closes after it, or the other way.
+
+    All tags of a template that refuses such turns.
+    """
+    turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
+    try:
+        template = ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
+        parts = template.render(turns, False).split(PROBE)
+    except (RowProblem, UserError):
+        return {name for _, name in TAG.findall(str(tokenizer.chat_template))}
+    return {name for part in parts for _, name in TAG.findall(part)
+            if part.count(f"<{name}>") != part.count(f"</{name}>")}
+
+
+def _roles(tokenizer) -> set[str]:  # noqa: ANN001
+    """Names of the tokens that have a role, such as the end token."""
+    return {name for role in KNOWN_NAMES if (name := getattr(tokenizer, role)) is not None}
 
 
 def encoding_state(tokenizer) -> dict[str, Any]:  # noqa: ANN001

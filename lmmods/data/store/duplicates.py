@@ -1,4 +1,5 @@
-"""Rows that repeat an earlier one: equal ones by a hash of their text, nearly equal ones by MinHash (Broder 1997).
+"""Rows that repeat an earlier one: equal ones by a hash of all that is learned of them, nearly equal ones by MinHash
+(Broder 1997) of their text.
 
 Memory: 16 bytes for each row, for nearly equal ones 8 more for each band of the signature (18 at a threshold of 0.8);
 no text is held.
@@ -42,8 +43,9 @@ class Duplicates(NamedTuple):
     near: np.ndarray
 
 
-def find_duplicates(numbers: Sequence[int], texts_of: Callable[[int], list[str]], threshold: float | None
-                    ) -> Duplicates:
+def find_duplicates(numbers: Sequence[int], texts_of: Callable[[int], list[str]], threshold: float | None,
+                    encoded_of: Callable[[int], bytes] = lambda number: b"",
+                    context_of: Callable[[int], str] = lambda number: "") -> Duplicates:
     """Find the rows that repeat one before them, which stays.
 
     Args:
@@ -51,6 +53,8 @@ def find_duplicates(numbers: Sequence[int], texts_of: Callable[[int], list[str]]
         texts_of: Returns the texts of a row. A row without any is no duplicate.
         threshold: Least Jaccard similarity of the word 5-grams of two rows that are nearly equal; None finds equal rows
             only. Of nearly equal rows, each is compared with those that stay.
+        encoded_of: Returns the tokens and labels of a row, which equal rows have in common.
+        context_of: Returns what equal and nearly equal rows have in common besides their texts.
     """
     count = len(numbers)
     digests, has_text = np.zeros((count, 2), np.uint64), np.zeros(count, bool)
@@ -60,9 +64,14 @@ def find_duplicates(numbers: Sequence[int], texts_of: Callable[[int], list[str]]
     for place, number in enumerate(tqdm(numbers, desc="comparing", unit=" rows", disable=None, delay=2)):
         text = normalised(texts_of(number))
         has_text[place] = bool(text)
-        digests[place] = np.frombuffer(blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest(), "<u8")
+        context = context_of(number).encode(errors="surrogatepass")
+        parts = text.encode(errors="surrogatepass"), context, encoded_of(number)
+        digest = blake2b(b"".join(len(part).to_bytes(8, "little") + part for part in parts), digest_size=16).digest()
+        digests[place] = np.frombuffer(digest, "<u8")
         if signer is not None and len(found := shingles(text)):
-            has_words[place], bands[:, place] = True, signer(found)
+            # Added, so that rows of different contexts share no band.
+            own = np.frombuffer(blake2b(context, digest_size=8).digest(), "<u8") if context else np.uint64(0)
+            has_words[place], bands[:, place] = True, signer(found) + own
     first = _first_equal(digests)
     first[~has_text] = np.flatnonzero(~has_text)
     stays = first == np.arange(count)

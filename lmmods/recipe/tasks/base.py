@@ -443,8 +443,8 @@ class DataFields:
         predict_source: The same for predict; null takes the test set, else the validation set.
         mixing: Share of each source in the batches of training; null takes each row once, or as often as the weight of
             its source says. See docs/data.md.
-        deduplicate: Leave out training rows that repeat an earlier one, of any source: `exact` those of the same text,
-            `minhash` also those of nearly the same. The report counts them. See docs/data.md.
+        deduplicate: Leave out training rows that repeat an earlier one, of any source: `exact` those of the same prompt
+            and answer, `minhash` also those of nearly the same text. The report counts them. See docs/data.md.
         minhash_threshold: With `minhash`, the share of common 5-grams of words from which a row is nearly the same.
         decontaminate: Evaluation sets, in any layout, that training rows must not repeat: rows of `source` that share
             an n-gram of words with them are left out and counted. See docs/data.md.
@@ -455,7 +455,8 @@ class DataFields:
         bos_token: Token that begins a text, where the tokenizer names none.
         eos_token: Token that ends a text, where the tokenizer names none.
         add_tokens: Tokens to keep whole wherever they occur in texts, and where the chat template writes them, there
-            alone. Those that the vocabulary holds keep their ids; it grows by the others, whose embeddings are trained.
+            alone. Those that the vocabulary contains keep their ids, special tokens among them are found in texts from
+            then on; the vocabulary grows by the others, whose embeddings are trained.
         tokenizer_options: How a tokenizer of BERT's kind reads text, where its folder does not say it or says it
             wrongly: do_lower_case, strip_accents, tokenize_chinese_chars, each true or false.
         max_length: Longest row in tokens; null is 1024, or what the model can take if that is less.

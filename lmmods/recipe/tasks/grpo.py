@@ -151,6 +151,7 @@ class GRPOFields(CausalFields):
 
     def describe_training(self, rows: int, num_rows: int | None) -> list[str]:
         steps, prompts = self.steps_per_rollout, rows // self.num_generations * self.steps_per_rollout
+        prompts = prompts if num_rows is None else min(prompts, num_rows)
         count = "" if num_rows is None else f"{-(-num_rows // prompts)} in an epoch, each "
         times = f", taken {self.num_iterations} times" if self.num_iterations > 1 else ""
         weights = ", ".join(f"{each.name} (weight {each.weight:g})" for each in read_rewards(self.rewards))

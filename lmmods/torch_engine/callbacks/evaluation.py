@@ -87,7 +87,7 @@ class Samples(SampleWriter, L.Callback):
         with undisturbed(trainer, module):
             tokens = self._generate(trainer, module)
             if trainer.is_global_zero:
-                self.write(step, data.tokenizer.batch_decode(tokens, skip_special_tokens=True), trainer.loggers)
+                self.write(step, data.decode_answers(tokens), trainer.loggers)
         self.latest_step = step
 
     def _generate(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
