@@ -1,6 +1,6 @@
 """Checkpoints of a JAX run: their content, restoring, and saving in the background of training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_engine.callbacks import EarlyStopping
 from jax_engine.distributed import devices as machines
-from jax_engine.distributed.tree import SUMS, Tree
+from jax_engine.distributed.tree import Tree
 from jax_engine.optim import AVERAGE
 from jax_engine.run import Run, Training
 from jax_engine.tasks.base import Weights
@@ -18,7 +18,6 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
 from lmmods.runs.averaging import averaged_parameters
 from lmmods.runs.checkpoint import (
-    AccumulatedGradients,
     BackgroundWriter,
     CheckpointContent,
     WriterRank,
@@ -28,7 +27,7 @@ from lmmods.runs.checkpoint import (
 from lmmods.runs.checkpoint_policy import CheckpointPolicy, KeptCheckpoints
 from lmmods.runs.folder import checkpoint_name
 from lmmods.runs.identity import RunIdentity, check_parameters
-from lmmods.runs.progress import Cut, read_progress
+from lmmods.runs.progress import Cut, read_progress, rewind
 from lmmods.runs.wandb import log_checkpoint
 
 
@@ -53,7 +52,7 @@ class Checkpointer:
     def restore(self, checkpoint: Path) -> None:
         """Restore the run from a checkpoint written by either engine."""
         run, network, parallel = self._run, self._run.task.network, self._run.parallel
-        content = _opened(checkpoint)
+        content = rewind(_opened(checkpoint))
         # The data module's state is under its class name.
         key = type(run.data).__qualname__
         # First: the steps below read the position from it.
@@ -61,12 +60,6 @@ class Checkpointer:
         host = unpack(content, parallel.shapes(run.state), run.task.optimizer, network.to_torch, network.from_torch,
                       network.num_named_layers)
         run.replace_state(parallel.put_state(host))
-        if content["window"]:
-            run.num_accumulated = run.progress.accumulated
-            accumulation = unpack_accumulation(content["window"], network.from_torch, run.task.metric_names)
-            # Tokens trained on before the interruption must not count for the speed after it.
-            run.metrics.laps.leave_out(int(accumulation["sums"]["num_tokens"]))
-            run.accumulation = parallel.put_sums(accumulation)
         run.metrics.load_state_dict(content["callbacks"]["Metrics"])
         self._policy.load_state_dict(content["callbacks"]["Checkpoint"])
         for callback in self._callbacks:
@@ -83,8 +76,8 @@ class Checkpointer:
 
     @property
     def path(self) -> Path:
-        """Path of a checkpoint at the current position: optimiser step and micro-batches accumulated after it."""
-        return self._run.folder.checkpoint(checkpoint_name(self._run.progress.step, self._run.num_accumulated))
+        """Path of a checkpoint of the last step done."""
+        return self._run.folder.checkpoint(checkpoint_name(self._run.progress.step))
 
     def is_saved(self) -> bool:
         """Return True if the current position was restored from, or saved as, a checkpoint."""
@@ -122,19 +115,12 @@ class Checkpointer:
     def _content(self) -> CheckpointContent:
         """Return the content of a checkpoint of the current position. All processes must call this."""
         run, network, progress = self._run, self._run.task.network, self._run.progress
-        fetch, accumulation = run.parallel.shards if self._writer_rank else run.parallel.fetch_state, {}
-        state = fetch(run.state)
-        if run.num_accumulated:
-            added = run.parallel.add_up(run.accumulation)
-            # Sums are a few numbers that every process may hold; gradients are as large as the parameters, and written
-            # in shards.
-            sums = {**run.parallel.fetch_state({"sums": added["sums"]}), "gradients": fetch(added["gradients"])}
-            accumulation = pack_accumulation(sums, run.num_accumulated, network.to_torch, run.task.metric_names)
+        state = (run.parallel.shards if self._writer_rank else run.parallel.fetch_state)(run.state)
         return {
             "engine": "jax",
             "epoch": progress.epoch,
             "global_step": progress.step,
-            "loops": progress.loops(run.ends_epoch, run.num_accumulated > 0),
+            "loops": progress.loops(run.ends_epoch),
             **pack(state, run.task.optimizer, progress.step, run.schedule.num_steps, network.to_torch,
                    network.num_named_layers),
             "callbacks": {
@@ -142,7 +128,6 @@ class Checkpointer:
                 "Checkpoint": self._policy.state_dict(),
                 **{callback.state_key: callback.state_dict() for callback in self._callbacks},
             },
-            "window": accumulation,
             "world_size": run.parallel.data_parallel_size,
             "identity": self._identity.tree,
             type(run.data).__qualname__: run.data.state_at(run.data_position),
@@ -171,8 +156,7 @@ def load_weights(run: Run, checkpoint: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Conversion of parameters, optimiser state and accumulated gradients to the names and indices of the torch engine, and
-# back.
+# Conversion of parameters and optimiser state to the names and indices of the torch engine, and back.
 
 # In the torch engine the network is the attribute `model` of a LightningModule.
 PREFIX = "model."
@@ -254,36 +238,6 @@ def unpack_trainable(content: CheckpointContent, like: Tree, to_torch: ToTorch, 
     check_parameters(*({name: array.shape for name, array in arrays.items()} for arrays in (saved, wanted)))
     # Parameters of another dtype are cast, so that a run can resume with another precision.
     return from_torch({name.removeprefix(PREFIX): saved[name].astype(array.dtype) for name, array in wanted.items()})
-
-
-def pack_accumulation(accumulation: Tree, num_batches: int, to_torch: ToTorch, metric_names: Sequence[str] = ()
-                      ) -> AccumulatedGradients:
-    """Return the gradients and sums accumulated in the current step, in checkpoint form.
-
-    Statistics are not saved: they are recomputed from the step's rows on resuming.
-
-    Args:
-        accumulation: On the host, summed over devices (`Parallel.add_up`).
-        num_batches: Micro-batches of each rank in it.
-        metric_names: The task's metrics, in the order of their sums in the checkpoint.
-    """
-    gradients = {PREFIX + name: gradient for name, gradient in to_torch(accumulation["gradients"]).items()}
-    # One float64 vector, which the torch engine has too: SUMS first, then a pair per metric.
-    sums = np.concatenate([np.ravel(accumulation["sums"][name]).astype(np.float64) for name in (*SUMS, *metric_names)])
-    return {"sums": sums, "num_batches": num_batches, "divisor": 1.0, "gradients": gradients}
-
-
-def unpack_accumulation(saved: AccumulatedGradients, from_torch: FromTorch, metric_names: Sequence[str] = ()) -> Tree:
-    """Inverse of `pack_accumulation`; the result goes to `Parallel.put_sums`."""
-    # The torch engine may have divided the gradients to keep them in range.
-    divisor = np.float32(saved["divisor"])
-    gradients = {name.removeprefix(PREFIX): lazy_array.lazy(gradient).astype(np.float32).scaled(divisor)
-                 for name, gradient in saved["gradients"].items()}
-    numbers = np.asarray(saved["sums"])
-    sums = {name: np.asarray(value, dtype) for (name, dtype), value in zip(SUMS.items(), numbers)}
-    pairs = numbers[len(SUMS):].reshape(-1, 2).astype(np.float32)
-    sums |= dict(zip(metric_names, pairs, strict=True))
-    return {"gradients": from_torch(gradients), "sums": sums}
 
 
 def _schedule_state(groups: list[dict[str, Any]], step: int) -> dict[str, Any]:

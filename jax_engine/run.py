@@ -93,10 +93,8 @@ class Training(Run):
         schedule: Length of the run and when it validates.
         metrics: Collects the metrics of steps and evaluations.
         state: Trainable parameters and optimiser state, on the devices.
-        accumulation: Gradients and sums accumulated in the current step; None if no step is in progress.
         lengths: Lengths that training batches are padded to (see `few_lengths`).
-        num_accumulated: Micro-batches of each rank in `accumulation`.
-        data_position: `state_dict()` of the training loader after the last micro-batch trained on.
+        data_position: `state_dict()` of the training loader after the last step done.
         should_stop: Set by early stopping to end the run.
     """
 
@@ -104,8 +102,6 @@ class Training(Run):
     metrics: StepMetrics
     state: Tree
     lengths: tuple[int, ...] = ()
-    accumulation: Tree | None = None
-    num_accumulated: int = 0
     data_position: dict[str, Any] = field(default_factory=dict)
     should_stop: bool = False
 
@@ -145,7 +141,7 @@ class Training(Run):
 
     @property
     def ends_epoch(self) -> bool:
-        """True if the latest micro-batch was the last of its epoch."""
+        """True if the last step done was the last of its epoch."""
         return self.schedule.ends_epoch(self.progress)
 
     @property

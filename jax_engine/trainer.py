@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -500,14 +500,14 @@ class Exporter:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The training loop. For each micro-batch: feed, step, events (log, sample, validate, save, stop); then the end.
+# The training loop. For each step: feed, compute, events (log, sample, validate, save, stop); then the end.
 
 class Loop:
     """Train until the schedule or early stopping ends the run.
 
     Args:
         accumulate: Micro-batches of each rank per optimiser step; the last step of an epoch may have fewer.
-        events: Which events follow a micro-batch, and in which order.
+        events: Which events follow a step, and in which order.
         interruption: Says whether the user has asked to stop.
     """
 
@@ -524,22 +524,24 @@ class Loop:
         run, progress = self.run, self.run.progress
         self._perform(self._events.at_start(resumed))
         run.bar.open("train", run.schedule.num_steps, progress.step, "compiling", run.schedule.validations_after)
-        # Until a micro-batch has been trained on, the position is where the loader starts.
+        # Until a step is done, the position is where the loader starts.
         run.data_position = run.data.state_dict()
         run.stopwatch.start()
         while not run.is_done:
             if run.ends_epoch:
                 progress.epoch, progress.batches = progress.epoch + 1, 0
-                # The prefetcher has read ahead of the last trained micro-batch: rewind the loader to it.
+                # The prefetcher has read ahead of the last step: rewind the loader to it.
                 loader.load_state_dict(run.data_position)
             # A resumed run begins inside an epoch.
             left = run.schedule.batches_per_epoch - progress.batches
             if isinstance(loader, SegmentLoader):
                 left = min(left, self._begin_segment(loader))
-            for batch in self._with_statistics(run.batches(loader, run.data.batch_size, left, lengths=run.lengths)):
-                self.train_batch(batch)
-                if run.is_done:
-                    break
+            batches = run.batches(loader, run.data.batch_size, left, lengths=run.lengths)
+            while left > 0 and not run.is_done:
+                num_batches = min(self._accumulate, left)
+                self.train_step(islice(batches, num_batches), num_batches)
+                left -= num_batches
+            batches.close()  # stops reading ahead
 
     def _begin_segment(self, loader: SegmentLoader) -> int:
         """Draw the answers that the next steps train on, unless they exist; return how many batches they are.
@@ -556,52 +558,52 @@ class Loop:
         loader.load_state_dict(run.data_position)
         return -(-loader.begin_segment() // run.parallel.data_parallel_size)
 
-    def train_batch(self, batch: GlobalBatch) -> None:
-        """Train on one micro-batch per rank, take the optimiser step if it is complete, and perform the due events."""
-        run, progress, steps, frozen = self.run, self.run.progress, self.run.steps, self.run.weights.frozen
-        run.metrics.look()
-        # Counted before the step, because `ends_epoch` asks about the latest micro-batch; `progress.step` is counted
-        # after it, because `scalars` are those of the step to take.
-        progress.batches, progress.total_batches = progress.batches + 1, progress.total_batches + 1
-        run.data_position = batch.position
-        step_done = run.num_accumulated + 1 == self._accumulate or run.ends_epoch
+    def train_step(self, batches: Iterator[GlobalBatch], num_batches: int) -> None:
+        """Take an optimiser step and perform the events that are due after it.
 
-        # Step. None of these calls waits for the device, so it computes while the host collates the next batches.
-        # A step of a single micro-batch needs no accumulation, which is as large as the parameters in float32.
-        if step_done and not run.num_accumulated:
-            state, self._step_metrics = steps.full_step(run.state, frozen, batch.arrays, run.scalars())
-            run.replace_state(state)
+        Args:
+            batches: Its micro-batches, each one of every rank.
+        """
+        run, steps, frozen = self.run, self.run.steps, self.run.weights.frozen
+        run.metrics.look()
+        # None of these calls waits for the device, so it computes while the host collates the next batches.
+        if num_batches == 1:
+            # Needs no accumulation, which is as large as the parameters in float32.
+            batch = next(batches)
+            state, step_metrics = steps.full_step(run.state, frozen, batch.arrays, run.scalars())
         else:
-            # It may exist already: restored from a checkpoint, or holding the statistics of the step.
-            if run.accumulation is None:
-                run.accumulation = steps.new_accumulation(run.state)
-            run.accumulation = steps.accumulate(run.state, frozen, run.accumulation, batch.arrays)
-            run.num_accumulated += 1
-            if step_done:
-                state, self._step_metrics = steps.update(run.state, run.accumulation, run.scalars())
-                run.accumulation, run.num_accumulated = None, 0
-                run.replace_state(state)
-        progress.step += step_done
+            accumulation = steps.new_accumulation(run.state)
+            if steps.surveys:  # the loss needs statistics of the whole step
+                batches = list(batches)
+                for batch in batches:
+                    accumulation = steps.survey(run.state, frozen, accumulation, batch.arrays)
+            for batch in batches:
+                # Other processes would go on without this one.
+                if jax.process_count() == 1 and self.interruption.is_due:
+                    self._perform(self._events.inside_step(self._run_state()))
+                accumulation = steps.accumulate(run.state, frozen, accumulation, batch.arrays)
+            state, step_metrics = steps.update(run.state, accumulation, run.scalars())
+        run.replace_state(state)
+        run.progress.count_step(num_batches)
+        run.data_position, self._step_metrics = batch.position, step_metrics
 
         # Events. `--stop_at` the last step of the run interrupts nothing.
         if not run.is_done:
-            self.interruption.note_step(progress.step)
+            self.interruption.note_step(run.progress.step)
         # An error of the background writer ends the run here, not at the next checkpoint.
         self._checkpointer.check()
-        self._perform(self._events.after_batch(self._run_state(step_done)))
+        self._perform(self._events.after_step(self._run_state()))
 
     def finish(self) -> None:
         """Perform the events of the end of the run, and return once everything is on disk."""
-        self._perform(self._events.at_end(self._run_state(step_done=True)))
+        self._perform(self._events.at_end(self._run_state()))
 
     # Events ----------------------------------------------------------------------------------------------------------
 
-    def _run_state(self, step_done: bool) -> RunState:
+    def _run_state(self) -> RunState:
         run = self.run
         return RunState(
-            run.progress.step, step_done, run.ends_epoch,
-            # Asking the other processes makes all wait, so several do it only between steps.
-            stops_inside_step=jax.process_count() == 1,
+            run.progress.step, run.ends_epoch,
             validates=lambda: run.schedule.num_val_batches > 0 and (
                 run.is_done or run.schedule.validates_after(run.progress)),
             run_ends=lambda: run.is_done,
@@ -663,45 +665,6 @@ class Loop:
         machines.barrier("checkpoint")
         self.interruption.stop(self.run.progress.step,
                                self._checkpointer.path if self._events.checkpoint is not None else None)
-
-    # Losses that depend on all rows of a step ------------------------------------------------------------------------
-
-    def _with_statistics(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """Yield the batches; if the loss needs statistics of a whole step, compute them before its first batch."""
-        run, surveys = self.run, self.run.steps.surveys
-        if surveys:
-            # Statistics are not in checkpoints: a step that was interrupted surveys all its rows again.
-            again = self._survey(self._batches_of_step())  # no batches unless resumed within a step
-            if run.num_accumulated:
-                run.accumulation["statistics"] = again["statistics"]
-        # With a survey a window is a whole step (the rest of it after a resume), held on the devices until trained on;
-        # without, a single micro-batch.
-        while window := list(islice(batches, self._accumulate - run.num_accumulated if surveys else 1)):
-            # A step of one micro-batch is surveyed by `full_step`.
-            if surveys and len(window) > 1 and not run.num_accumulated:
-                run.accumulation = self._survey(window)
-            yield from window
-
-    def _survey(self, batches: Iterable[GlobalBatch]) -> Tree:
-        """Return a new accumulation that holds the statistics of these batches."""
-        run, accumulation = self.run, self.run.steps.new_accumulation(self.run.state)
-        for batch in batches:
-            accumulation = run.steps.survey(run.state, run.weights.frozen, accumulation, batch.arrays)
-        return accumulation
-
-    def _batches_of_step(self) -> Iterator[GlobalBatch]:
-        """Return all batches of the current step, trained on or not; none if no step is in progress.
-
-        Raises:
-            UserError: The data cannot be read twice.
-        """
-        run, ranks = self.run, self.run.parallel.data_parallel_size
-        # In micro-batches of each rank; the data module counts those of all ranks.
-        first, count = run.progress.batches - run.num_accumulated, self._accumulate if run.num_accumulated else 0
-        # The last step of an epoch may be shorter.
-        count = min(count, run.schedule.batches_per_epoch - first)
-        batches = run.data.micro_batches(first * ranks, count * ranks)
-        return run.batches(batches, run.data.batch_size, count, lengths=run.lengths)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

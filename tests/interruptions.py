@@ -1,10 +1,11 @@
-"""An interruption in the n-th micro-batch of a run on torch, by a callback that Lightning finds as a plugin.
+"""An interruption in the n-th micro-batch of a run: on torch by a callback that Lightning finds as a plugin.
 
 `plugins/` holds the entry point by which every Trainer takes the callbacks of `callbacks`: nothing of the product is
 changed, and processes that are forked from this one are interrupted at the same place.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning as L
@@ -30,3 +31,22 @@ def stop_at(batches: int) -> None:
 def callbacks() -> list[L.Callback]:
     """What Lightning adds to a trainer."""
     return [Interrupt()] if left["batches"] > 0 else []
+
+
+def stop_jax_at(monkeypatch) -> Callable[[int], None]:
+    """Return `stop_at` of the JAX engine, whose loop asks for each micro-batch of a step."""
+    from jax_engine.trainer import Loop
+
+    remaining, train_step = {"batches": 0}, Loop.train_step
+
+    def interrupted(loop, batches, num_batches):
+        def counted():
+            for batch in batches:
+                remaining["batches"] -= 1
+                loop.interruption.requested |= remaining["batches"] == 0
+                yield batch
+
+        train_step(loop, counted(), num_batches)
+
+    monkeypatch.setattr(Loop, "train_step", interrupted)
+    return lambda batches: remaining.update(batches=batches)

@@ -348,15 +348,6 @@ class Replicas(Parallel):
     def fetch_rows(self, tree):
         return jax.tree.map(np.array, tree)
 
-    def put_sums(self, tree):
-        # Rank 0 gets the whole sum, all others zeros, so that the sum over devices is unchanged.
-        is_first = np.array(self.local_ranks) == 0
-        return jax.tree.map(lambda x: self._place(np.where(
-            is_first.reshape(-1, *[1] * np.ndim(x)), x, np.zeros(np.shape(x), x.dtype))), tree)
-
-    def add_up(self, tree):
-        return self.compile(lambda tree: (self.sum(tree),), ("state",), ("state",))(tree)[0]
-
     def shards(self, tree):
         # Every process holds everything, and writes its share of it.
         return jax.tree.map(lambda x: Shards(x.shape[1:], own_shard(

@@ -109,14 +109,6 @@ class Parallel(ABC):
     def fetch_rows(self, tree: Any) -> Any:
         """Return results of kind batch for this process's ranks, as host arrays [len(local_ranks), ...]."""
 
-    def put_sums(self, tree: Tree) -> Tree:
-        """Inverse of `add_up`, for host arrays."""
-        return self.put_state(tree)
-
-    def add_up(self, tree: Tree) -> Tree:
-        """Sum state that each device has accumulated locally over all devices; all processes must call this."""
-        return tree
-
     @abstractmethod
     def shards(self, tree: Tree) -> Tree:
         """Return this process's shards of a state for a distributed checkpoint: `Shards` copied to host memory."""

@@ -53,10 +53,6 @@ class Laps:
         self._num_tokens += num_tokens
         self._end = seconds
 
-    def leave_out(self, num_tokens: int) -> None:
-        """Exclude this many tokens of the current step: an earlier process computed them, before a resume."""
-        self._num_tokens -= num_tokens
-
     def tokens_per_second(self) -> float:
         """Speed of the steps counted since the last call."""
         speed = self._num_tokens / (self._end - self._begin)

@@ -2,7 +2,7 @@
 
     model.safetensors       trainable parameters, by torch's names
     optimizer.safetensors   optimiser state, numbered as torch's optimisers number parameters
-    state.safetensors       accumulated gradients, and other arrays
+    state.safetensors       other arrays
     state.json              everything else, and where the arrays go
     manifest.json           size and checksum of each file
 
@@ -44,7 +44,8 @@ from lmmods.runs.inside import fresh_folder
 # Files of the arrays by the first key of their paths; all others are in REST.
 SHARDED = {"state_dict": "model", "optimizer_states": "optimizer"}
 REST = "state"
-LARGE = ("state_dict/", "optimizer_states/", "window/gradients/")  # path prefixes of arrays that are read lazily
+# Path prefixes of arrays that are read lazily. Earlier versions wrote gradients of unfinished steps.
+LARGE = ("state_dict/", "optimizer_states/", "window/gradients/")
 SHARDS_KEY = "pieces"  # in the metadata of a file: JSON of {name in the file: [name, shape, begin]}
 POLL_SECONDS = 0.05
 SMALL = 2**20  # bytes; smaller arrays are not divided among processes that all hold them
@@ -53,23 +54,6 @@ SMALL = 2**20  # bytes; smaller arrays are not divided among processes that all 
 # Content: all that a run needs to resume exactly, as a tree of plain data and arrays.
 #
 # The tree has the layout of Lightning's checkpoints, so that a run can change engine.
-
-class AccumulatedGradients(TypedDict):
-    """Accumulated micro-batches of an incomplete optimiser step; key `window` of a checkpoint.
-
-    Args:
-        sums: [4 + 2 M] float64: summed loss, weight, real tokens and rows, over all processes and devices, then for
-            each of the task's M metrics its summed values and their weight.
-        num_batches: Micro-batches of each data-parallel rank.
-        divisor: Divisor applied to the gradients so far.
-        gradients: Summed over all ranks, by the names of `state_dict`.
-    """
-
-    sums: Any
-    num_batches: int
-    divisor: float
-    gradients: dict[str, Any]
-
 
 class CheckpointContent(TypedDict, total=False):
     """The keys of a checkpoint.
@@ -86,7 +70,6 @@ class CheckpointContent(TypedDict, total=False):
         lr_schedulers: One state of torch's LambdaLR.
         callbacks: `Metrics` (lmmods.runs.step_metrics), `Checkpoint` (lmmods.runs.checkpoint_policy), and other
             callbacks' state under their keys.
-        window: Gradients of an incomplete optimiser step; empty between two steps.
         world_size: Number of data-parallel ranks; `loops` counts micro-batches of all of them together.
     """
 
@@ -98,7 +81,6 @@ class CheckpointContent(TypedDict, total=False):
     optimizer_states: list[dict[str, Any]]
     lr_schedulers: list[dict[str, Any]]
     callbacks: dict[str, dict[str, Any]]
-    window: AccumulatedGradients | dict[str, Any]
     world_size: int
     identity: dict[str, Any]
 
@@ -478,7 +460,7 @@ def read_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointCo
 
 
 def open_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointContent:
-    """Like `read_checkpoint`, but parameters, optimiser state and gradients are lazy, and no checksum is verified.
+    """Like `read_checkpoint`, but parameters and optimiser state are lazy, and no checksum is verified.
 
     Raises:
         UserError: A file is damaged.
@@ -616,7 +598,7 @@ _KINDS = {dict: "an object", list: "a list", int: "a whole number"}
 _REQUIRED = {
     "state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int, "epoch": int,
     "callbacks|Metrics|num_tokens": int, "callbacks|Metrics|num_rows": int, "callbacks|Metrics|latest": dict,
-    "callbacks|Checkpoint|best": list, "window": dict,
+    "callbacks|Checkpoint|best": list,
     "loops|fit_loop|epoch_progress": dict, "loops|fit_loop|epoch_loop.batch_progress|current": dict,
 }
 

@@ -1,4 +1,4 @@
-"""Order of the events after a micro-batch and at the end of a run: decided here, performed by each engine."""
+"""Order of the events after an optimiser step and at the end of a run: decided here, performed by each engine."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,10 +47,7 @@ class RunState:
     """Current position of a run. Callables are evaluated again after each event, since early stopping may end the run.
 
     Args:
-        step_done: True if the micro-batch completed an optimiser step.
-        epoch_ends: True if it was the last of its epoch.
-        stops_inside_step: True if interruptions are checked after every micro-batch. Several processes agree on one
-            once a step only, because asking each other makes them wait.
+        epoch_ends: True if the last step done was the last of its epoch.
         validates: Returns True if a validation follows, by its interval or because the run ends.
         run_ends: Returns True if the run is known to end here.
         is_interrupted: Returns True if any process has been asked to stop. All processes call it at the same place.
@@ -58,9 +55,7 @@ class RunState:
     """
 
     step: int
-    step_done: bool
     epoch_ends: bool
-    stops_inside_step: bool
     validates: Callable[[], bool]
     run_ends: Callable[[], bool]
     is_interrupted: Callable[[], bool]
@@ -83,22 +78,30 @@ class Events:
     may_stop_early: bool
 
     def at_start(self, resumed: bool) -> Iterator[Event]:
-        """Events before the first micro-batch of a new or resumed run."""
+        """Events before the first step of a new or resumed run."""
         if self.samples.wants_base and not resumed:
             yield Event.SAMPLE
 
-    def after_batch(self, now: RunState) -> Iterator[Event]:
-        """Events after a micro-batch."""
-        if now.step_done:
-            yield Event.LOG
+    def inside_step(self, now: RunState) -> Iterator[Event]:
+        """Events that abandon an unfinished step at the user's request: what is saved is the state before it.
+
+        Only for a run of one process. Several processes stop after a step, as agreeing earlier makes them wait.
+        """
+        if self.checkpoint is not None and not now.is_saved():
+            yield Event.SAVE
+        yield Event.STOP
+
+    def after_step(self, now: RunState) -> Iterator[Event]:
+        """Events after an optimiser step."""
+        yield Event.LOG
         # A validation checks early stopping itself, with fresh metrics.
         if self.may_stop_early and now.epoch_ends and not now.validates():
             yield Event.CHECK_EPOCH
-        if now.step_done and self.samples.is_due(now.step, now.run_ends()):
+        if self.samples.is_due(now.step, now.run_ends()):
             yield Event.SAMPLE
         # If a validation follows, they are asked within it, so that its metrics include them.
         asked_later = now.validates() and self.mmlu.at_validation
-        if now.step_done and not asked_later and self.mmlu.is_due(now.step, now.run_ends()):
+        if not asked_later and self.mmlu.is_due(now.step, now.run_ends()):
             yield Event.ASK
         if now.validates():
             yield Event.VALIDATE
@@ -122,7 +125,7 @@ class Events:
         yield from self._save(now)
 
     def at_end(self, now: RunState) -> Iterator[Event]:
-        """Events after the last micro-batch, which is not known to be the last if a callback ends the run."""
+        """Events after the last step, which is not known to be the last if a callback ends the run."""
         if self.samples.is_due(now.step, ends=True):
             yield Event.SAMPLE
         if self.mmlu.is_due(now.step, ends=True):
@@ -135,10 +138,8 @@ class Events:
             yield Event.PUBLISH
 
     def _saves(self, now: RunState) -> bool:
-        by_rule = self.checkpoint is not None and now.step_done and self.checkpoint.is_due(now.step)
-        # A run without checkpoints stops only after a whole step.
-        may_stop = now.step_done or now.stops_inside_step and self.checkpoint is not None
-        return by_rule or now.run_ends() or may_stop and now.is_interrupted()
+        by_rule = self.checkpoint is not None and self.checkpoint.is_due(now.step)
+        return by_rule or now.run_ends() or now.is_interrupted()
 
     def _save(self, now: RunState) -> Iterator[Event]:
         if self.checkpoint is not None:

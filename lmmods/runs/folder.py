@@ -180,7 +180,8 @@ class RunFolder:
         if ckpt_path in ("last", "best"):
             found = self.find(ckpt_path)
         elif CHECKPOINT_NAME.fullmatch(f"{CHECKPOINT_PREFIX}{ckpt_path.removeprefix(CHECKPOINT_PREFIX)}"):
-            found = self.checkpoint(checkpoint_name(*checkpoint_position(ckpt_path)))
+            found = next((self.checkpoint(name) for name in self.names()
+                          if checkpoint_position(name) == checkpoint_position(ckpt_path)), None)
         else:
             found = place_of(ckpt_path)
         if found is None or not found.exists():
@@ -313,9 +314,9 @@ def continued(folder: RunFolder, ckpt_path: str | None) -> Path | None:
     return folder.find("last") if ckpt_path == "auto" else folder.resolve(ckpt_path)
 
 
-def checkpoint_name(step: int, open_batches: int = 0) -> str:
-    """Return `step=50`, or `step=50+3` if 3 micro-batches of the next step are done."""
-    return f"{CHECKPOINT_PREFIX}{step}" + (f"+{open_batches}" if open_batches else "")
+def checkpoint_name(step: int) -> str:
+    """Return `step=50`."""
+    return f"{CHECKPOINT_PREFIX}{step}"
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -326,7 +327,10 @@ def checkpoint_names(folder: Path) -> list[str]:
 
 
 def checkpoint_position(name: str) -> tuple[int, int]:
-    """Return (optimiser step, micro-batches since) from a checkpoint's name."""
+    """Return (optimiser step, micro-batches since) from a checkpoint's name.
+
+    Earlier versions saved inside steps, too: `step=50+3` was saved after 3 micro-batches of the next step.
+    """
     step, _, open_batches = name.removeprefix(CHECKPOINT_PREFIX).partition("+")
     return int(step), int(open_batches or 0)
 

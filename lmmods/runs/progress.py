@@ -52,21 +52,20 @@ class Progress:
         batches: Batches done in the current epoch.
         total_batches: Batches done in all epochs.
         step: Optimiser steps done.
-        accumulated: Batches done of the current optimiser step.
     """
 
     epoch: int = 0
     batches: int = 0
     total_batches: int = 0
     step: int = 0
-    accumulated: int = 0
 
-    def loops(self, is_last_of_epoch: bool, is_in_step: bool = False) -> dict[str, Any]:
-        """Return the state of Lightning's loops at this moment, as it saves it in the hook after a micro-batch.
+    def count_step(self, num_batches: int) -> None:
+        """Count an optimiser step of so many batches."""
+        self.batches, self.total_batches = self.batches + num_batches, self.total_batches + num_batches
+        self.step += 1
 
-        Args:
-            is_in_step: The current optimiser step has further micro-batches.
-        """
+    def loops(self, is_last_of_epoch: bool) -> dict[str, Any]:
+        """Return the state of Lightning's loops between two steps, as it saves it in the hook after a micro-batch."""
         # Lightning reads many more counts than this project has; those of finished work are all equal.
         steps = {"ready": self.step, "completed": self.step}
         none = {"total": dict(_NO_BATCHES), "current": dict(_NO_BATCHES)}
@@ -74,11 +73,10 @@ class Progress:
         # one of an epoch, and cut the first step of the next one short.
         total, current = ({**dict.fromkeys(_NO_BATCHES, count), "completed": max(count - 1, 0)}
                           for count in (self.total_batches, self.batches))
-        stepped = bool(self.batches and not is_in_step)  # in this micro-batch
         return {
             "fit_loop": {
                 "state_dict": {},
-                "epoch_loop.state_dict": {"_batches_that_stepped": self.step - stepped},
+                "epoch_loop.state_dict": {"_batches_that_stepped": max(self.step - 1, 0)},
                 "epoch_loop.batch_progress": {"total": total, "current": current, "is_last_batch": is_last_of_epoch},
                 "epoch_loop.scheduler_progress": {"total": dict(steps), "current": dict(steps)},
                 "epoch_loop.automatic_optimization.state_dict": {},
@@ -110,14 +108,42 @@ def read_progress(content: CheckpointContent, data_key: str, now: Cut) -> Progre
     """
     fit, data = content["loops"]["fit_loop"], content[data_key]
     # "ready" includes the micro-batch in whose hook Lightning saved, which is not counted as completed yet.
-    counts, accumulated = fit["epoch_loop.batch_progress"], content["window"].get("num_batches", 0)
+    counts = fit["epoch_loop.batch_progress"]
     batches, total = counts["current"]["ready"], counts["total"]["ready"]
     # Counts are of global micro-batches: those of all ranks together.
     before = data["batch_size"] * content.get("world_size", 1)
     if before != now.at_once:
         batches, total = recount(batches, data, before, now)
-        accumulated = accumulated * before // now.at_once  # the same rows, in micro-batches of the new size
-    return Progress(fit["epoch_progress"]["current"]["completed"], batches, total, content["global_step"], accumulated)
+    return Progress(fit["epoch_progress"]["current"]["completed"], batches, total, content["global_step"])
+
+
+def rewind(content: CheckpointContent) -> CheckpointContent:
+    """Return a checkpoint that an earlier version wrote inside a step as of the start of that step.
+
+    The gradients of the micro-batches done (`window`) are dropped: the resumed run computes the step again, from the
+    same weights, rows and seed. Nothing else in a checkpoint changes within a step, except counts of micro-batches.
+
+    Raises:
+        UserError: The step began in an earlier buffer of a stream, of which the checkpoint has no position.
+    """
+    if not (window := content.get("window")):
+        return content
+    key = next(key for key, value in content.items() if isinstance(value, dict) and "batch_size" in value)
+    data, fit, done = dict(content[key]), content["loops"]["fit_loop"], window["num_batches"]  # of each rank
+    unit, size = ("rows", data["batch_size"]) if "rows" in data else ("batches", 1)
+    data[unit] -= done * content.get("world_size", 1) * size
+    if data[unit] < 0:
+        raise UserError("An earlier version wrote this checkpoint inside a step that spans two buffers of the stream. "
+                        "Resume from an earlier checkpoint.")
+    progress = fit["epoch_loop.batch_progress"]
+    # Between steps the latest micro-batch is not counted as completed; at the start of an epoch there is none.
+    latest = min(progress["current"]["ready"] - done, 1)
+    counts = {name: {**dict.fromkeys(_NO_BATCHES, ready := progress[name]["ready"] - done),
+                     "completed": ready - latest} for name in ("total", "current")}
+    # Lightning's own copy of the loader's state goes.
+    state = {name: value for name, value in fit["state_dict"].items() if name != "combined_loader"}
+    fit = {**fit, "state_dict": state, "epoch_loop.batch_progress": {**counts, "is_last_batch": False}}
+    return {**content, "window": {}, key: data, "loops": {**content["loops"], "fit_loop": fit}}
 
 
 def recount(ready: int, data: dict[str, Any], before: int, now: Cut) -> tuple[int, int]:
@@ -138,25 +164,20 @@ def recount(ready: int, data: dict[str, Any], before: int, now: Cut) -> tuple[in
         rows = min(rows, data["num_rows"])  # a last micro-batch that is not full counts as its real rows
     if rows % now.at_once and not ends:
         raise UserError(
-            f"This checkpoint was written inside a step, after {rows} rows of an epoch, which {now.devices} with "
-            f"data.batch_size {now.rows} do not come to in whole micro-batches. Resume from a checkpoint between two "
-            "steps, whose name has no +, or with the batch size and devices that wrote it.")
+            f"This checkpoint was written after {rows} rows of an epoch, which {now.devices} with data.batch_size "
+            f"{now.rows} do not come to in whole micro-batches. Resume with the batch size and devices that wrote it.")
     current = -(-rows // now.at_once)  # rounded up for the last micro-batch of the epoch
     return current, earlier + current
 
 
-def recount_loops(content: CheckpointContent, data_key: str, now: Cut) -> Progress:
-    """Convert the loops of a checkpoint to batches of the current batch split, in place.
-
-    Returns and raises as `read_progress` does.
-    """
+def recount_loops(content: CheckpointContent, data_key: str, now: Cut) -> None:
+    """Convert the loops of a checkpoint to batches of the current batch split, in place. Raises as `read_progress`."""
     progress = read_progress(content, data_key, now)
     counts = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for part, ready in ((counts["current"], progress.batches), (counts["total"], progress.total_batches)):
         shift = ready - part["ready"]
         for name in part:  # shift each: the current batch may not be completed yet
             part[name] += shift
-    return progress
 
 
 def correct_epochs(content: CheckpointContent) -> None:

@@ -11,7 +11,7 @@ from jax_engine.trainer import COMPILE_EVENTS, CompileClock
 from lmmods.cli import main
 from lmmods.core import throughput
 from lmmods.core.errors import UserError
-from lmmods.core.throughput import Laps, Pace, Stopwatch
+from lmmods.core.throughput import Pace, Stopwatch
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.step_metrics import MOST_PENDING, SMOOTHING, StepMetrics
 
@@ -157,15 +157,6 @@ def test_the_clock_stands_while_programs_are_made(monkeypatch):
         clock.now += seconds
         compiling.note(event, 5.0 if counted == 5 else seconds)
         assert clock.now - compiling() == counted
-
-
-def test_tokens_from_before_a_resume_are_left_out():
-    laps = Laps()
-    laps.leave_out(60)
-    laps.add(100, 4.0)
-    assert laps.tokens_per_second() == 10.0
-    laps.add(100, 9.0)
-    assert laps.tokens_per_second() == 20.0
 
 
 @pytest.fixture

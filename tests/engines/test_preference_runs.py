@@ -14,6 +14,7 @@ from lmmods.data.preference import PreferenceData
 from lmmods.torch_engine.tasks.preference import OPERATIONS
 from tests.engines.test_reference_cache import CACHE, arguments, fit, losses  # noqa: F401 - fixtures
 from tests.finished_runs import assert_same_run, rows
+from tests.interruptions import stop_jax_at
 
 QLORA = {"model__init_args__quantize": "nf4", "model__init_args__lora": {"rank": 4, "dropout": 0.1},
          "model__init_args__optimizer": {"lr": 0.01}, "model__init_args__gradient_checkpointing": True,
@@ -23,17 +24,8 @@ QLORA = {"model__init_args__quantize": "nf4", "model__init_args__lora": {"rank":
 @pytest.fixture
 def stop_anywhere(stop_at, monkeypatch):
     """`stop_at` of both engines."""
-    from jax_engine.trainer import Loop
-
-    left, train_batch = {"batches": 0}, Loop.train_batch
-
-    def counted(loop, group):
-        left["batches"] -= 1
-        loop.interruption.requested |= left["batches"] == 0
-        train_batch(loop, group)
-
-    monkeypatch.setattr(Loop, "train_batch", counted)
-    return lambda batches: (left.update(batches=batches), stop_at(batches))
+    stop_jax = stop_jax_at(monkeypatch)
+    return lambda batches: (stop_jax(batches), stop_at(batches))
 
 
 # Adapters on adapters ------------------------------------------------------------------------------------------------

@@ -46,11 +46,12 @@ def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None
         return wrapper
 
     if call in ("train_batch", "evaluate"):
-        from jax_engine.trainer import Evaluation, Loop
+        from jax_engine.distributed.steps import Steps
+        from jax_engine.trainer import Evaluation
         from lmmods.torch_engine.callbacks.run_events import StartReport
         from lmmods.torch_engine.tasks.base import TaskModule
 
-        batch = (StartReport, "on_train_batch_start"), (Loop, "train_batch")
+        batch = (StartReport, "on_train_batch_start"), (Steps, "accumulate"), (Steps, "full_step")
         evaluation = (TaskModule, "on_validation_batch_start"), (Evaluation, "evaluate")
         for owner, name in batch if call == "train_batch" else evaluation:
             setattr(owner, name, watched(getattr(owner, name, lambda *_: None), lambda *_, **__: ""))

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 import torch
+from accumulations import accumulation_of
 
-from jax_engine.checkpoint import pack, pack_accumulation, unpack, unpack_accumulation
+from jax_engine.checkpoint import pack, unpack
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.steps import Steps
@@ -37,7 +38,7 @@ def stepped(toy, parallel, settings, num_steps=2):
     steps = Steps(parallel, None, build(settings, toy.decays(params)))
     state = steps.new_state(parallel.put_state(params))
     for step in range(num_steps):
-        accumulation = parallel.put_sums(gradients_of(params, step))
+        accumulation = accumulation_of(steps, state, **gradients_of(params, step))
         state, _ = steps.update(state, accumulation, parallel.put_scalars(step_scalars(settings, step, 9)))
     return steps, state
 
@@ -127,7 +128,7 @@ def test_torch_goes_on_where_jax_stopped_and_back(toy, tmp_path, settings):
     assert all(np.array_equal(toy.to_torch(restored["trainable"])[name.removeprefix("model.")], p.detach())
                for name, p in named)
     state = one.put_state(restored)
-    accumulation = one.put_sums(gradients_of(toy.init(jax.random.key(0)), 3))
+    accumulation = accumulation_of(steps, state, **gradients_of(toy.init(jax.random.key(0)), 3))
     state, _ = steps.update(state, accumulation, one.put_scalars(step_scalars(settings, 3, 9)))
     torch_step(3)
     for (name, p), ours in zip(named, toy.to_torch(one.fetch_state(state["trainable"])).values(), strict=True):
@@ -142,20 +143,6 @@ def test_groups_of_torch(toy):
     assert matrices["params"] == [0, 1, 2, 3] and matrices["weight_decay"] == 0.1
     assert others["params"] == list(range(4, 11)) and others["weight_decay"] == 0.0
     assert optimizer["state"][0]["exp_avg"].shape == (64, 16) and optimizer["state"][0]["step"] == 2
-
-
-def test_accumulated_gradients_return(toy, tmp_path):
-    four = Replicas(jax.devices()[:4])
-    params = toy.init(jax.random.key(0))
-    sums = gradients_of(params, 0)
-    packed = pack_accumulation(four.fetch_state(four.add_up(four.put_sums(sums))), 3, toy.to_torch)
-    write_checkpoint(tmp_path / "c", {"window": packed})
-    content = open_checkpoint(tmp_path / "c")["window"]
-    assert content["num_batches"] == 3 and content["sums"].dtype == np.float64
-    assert equal(unpack_accumulation(content, toy.from_torch), sums)
-    content["divisor"] = 8.0
-    assert equal(unpack_accumulation(content, toy.from_torch)["gradients"],
-                 jax.tree.map(lambda g: 8 * g, sums["gradients"]))
 
 
 def test_before_the_first_step_there_is_no_optimizer_state(toy, tmp_path):

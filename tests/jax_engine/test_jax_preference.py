@@ -14,7 +14,6 @@ from peft import LoraConfig, get_peft_model
 from test_lora import wrapped
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jax_engine.checkpoint import pack_accumulation, unpack_accumulation
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED
 from jax_engine.distributed.mesh import ShardedMesh
@@ -158,7 +157,7 @@ def steps_of(task, trainable, parallel):
                  metric_names=task.metric_names, survey=task.survey, statistic_names=task.statistic_names)
 
 
-def stepped(task, trainable, frozen, parallel, groups, steps, stop_after=None):
+def stepped(task, trainable, frozen, parallel, groups, steps):
     """Figures of one step over micro-batches, arrays [ranks, B, ...] each, and by how much it moves the parameters."""
     state, frozen = steps.new_state(parallel.put_state(trainable)), parallel.put_state(frozen)
     scalars = parallel.put_scalars(step_scalars(SGD, 0, 9))
@@ -166,19 +165,10 @@ def stepped(task, trainable, frozen, parallel, groups, steps, stop_after=None):
     if len(batches) == 1:
         state, figures = steps.full_step(state, frozen, batches[0], scalars)
     else:
-        def surveyed():
-            accumulation = steps.new_accumulation(state)
-            for batch in batches if task.survey else []:
-                accumulation = steps.survey(state, frozen, accumulation, batch)
-            return accumulation
-
-        accumulation = surveyed()
-        for number, batch in enumerate(batches):
-            if number == stop_after:
-                net, names = task.network, task.metric_names
-                summed = parallel.fetch_state(parallel.add_up(accumulation))
-                packed = pack_accumulation(summed, number, net.to_torch, names)
-                accumulation = {**surveyed(), **parallel.put_sums(unpack_accumulation(packed, net.from_torch, names))}
+        accumulation = steps.new_accumulation(state)
+        for batch in batches if task.survey else []:
+            accumulation = steps.survey(state, frozen, accumulation, batch)
+        for batch in batches:
             accumulation = steps.accumulate(state, frozen, accumulation, batch)
         state, figures = steps.update(state, accumulation, scalars)
     moved = jax.tree.map(np.subtract, parallel.fetch_state(state["trainable"]), trainable)
@@ -204,11 +194,11 @@ def assert_same(found, wanted):
 
 
 def check_cuts(task, trainable, frozen, one, steps, everything):
-    """8 x 1 = 4 x 2, stopped in between, = 1 x 8 among rows of padding."""
+    """8 x 1 = 4 x 2 = 1 x 8 among rows of padding."""
     whole = stepped(task, trainable, frozen, one, [{name: x[None] for name, x in everything.items()}], steps)
     assert whole[0]["num_rows"] == B and whole[0]["grad_norm"] > 0 and {*task.metric_names} <= whole[0].keys()
     pieces = [{name: x[start : start + 4][None] for name, x in everything.items()} for start in (0, 4)]
-    assert_same(stepped(task, trainable, frozen, one, pieces, steps, stop_after=1), whole)
+    assert_same(stepped(task, trainable, frozen, one, pieces, steps), whole)
     single = [{name: x[None] for name, x in padded({name: x[n : n + 1] for name, x in everything.items()}, 4).items()}
               for n in range(B)]
     assert_same(stepped(task, trainable, frozen, one, single, steps), whole)
@@ -259,7 +249,7 @@ def test_several_devices_take_the_step_of_one(any_of_pairs, any_of_answers, spre
     quarters = [{name: x[:, part] for name, x in halves.items()} for part in (slice(0, 2), slice(2, 4))]
     steps = both[0] if is_paired else both[1]
     assert_same(stepped(task, trainable, frozen, devices, [halves], steps), whole)
-    assert_same(stepped(task, trainable, frozen, devices, quarters, steps, stop_after=1), whole)
+    assert_same(stepped(task, trainable, frozen, devices, quarters, steps), whole)
 
 
 # Twenty steps on torch ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from accumulations import accumulation_of
 
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.steps import Steps
@@ -62,7 +63,7 @@ def test_steps_on_a_mesh_are_those_of_one_device(ref):
         optimizer = build(SETTINGS, ref.net.decays(trainable), ref.net.depths(trainable))
         steps = Steps(parallel, None, optimizer)
         state = steps.new_state(parallel.put_state(trainable))
-        state, _ = steps.update(state, parallel.put_sums({"gradients": gradients, "sums": sums}),
+        state, _ = steps.update(state, accumulation_of(steps, state, gradients, sums),
                                 parallel.put_scalars(step_scalars(SETTINGS, 0, 9, ref.net.num_named_layers)))
         joined = parallel.compile(lambda first, second: (merge(first, second),), ("state", "state"), ("state",))
         found.append(parallel.fetch_state(joined(state["trainable"], parallel.put_state(frozen))[0]))

@@ -16,6 +16,7 @@ from lmmods.cli import main
 from lmmods.runs.folder import RunFolder
 from tests.finished_runs import TIMED, assert_same_checkpoint, assert_same_run, rows
 from tests.forks import Fork, together, train
+from tests.interruptions import stop_jax_at
 
 ROOT = Path(__file__).parent.parent.parent
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
@@ -37,16 +38,7 @@ def jax_recipe(recipe, tmp_path):
 @pytest.fixture
 def stop_at(monkeypatch):
     """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""
-    left, train_batch = {"batches": 0}, Loop.train_batch
-
-    def counted(loop, group):
-        left["batches"] -= 1
-        if left["batches"] == 0:
-            loop.interruption.requested = True
-        train_batch(loop, group)
-
-    monkeypatch.setattr(Loop, "train_batch", counted)
-    return lambda batches: left.update(batches=batches)
+    return stop_jax_at(monkeypatch)
 
 
 def go_on(arguments: list[str], stop_at, batches: int) -> None:
@@ -218,7 +210,7 @@ def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, fin
 
 @pytest.mark.slow
 def test_devices_take_up_a_step_that_one_has_begun(jax_recipe, stop_at):
-    """Behind four of its eight rows, in the second epoch; and one device takes the run back."""
+    """Behind four of its eight rows, in the second epoch; and one device takes the run back inside the next step."""
     common = {**FULL, "data__init_args__pad_to_multiple_of": 192, "trainer__max_steps": 8,
               "model__init_args__optimizer": {"name": "sgd", "lr": 0.1}, "data__init_args__eval_batch_size": 4}
     straight, arguments = jax_recipe("straight", **common, data__init_args__batch_size=8,
@@ -227,11 +219,11 @@ def test_devices_take_up_a_step_that_one_has_begun(jax_recipe, stop_at):
     one = {"data__init_args__batch_size": 2, "trainer__accumulate_grad_batches": 4}
     run, arguments = jax_recipe("run", **common, **one)
     stop_at(18)
-    assert main(["fit", *arguments]) == 130 and run.find("last").name == "step=4+2"
+    assert main(["fit", *arguments]) == 130 and run.find("last").name == "step=4"
     _, arguments = jax_recipe("run", **common, data__init_args__batch_size=1, trainer__accumulate_grad_batches=2,
                               trainer__devices=4, trainer__strategy="ddp")
-    stop_at(2)
-    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 130 and run.find("last").name == "step=5+1"
+    stop_at(4)
+    assert main(["fit", *arguments, "--ckpt_path", "last"]) == 130 and run.find("last").name == "step=5"
     _, arguments = jax_recipe("run", **common, **one)
     stop_at(0)
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
@@ -327,15 +319,15 @@ def test_no_step_waits_for_the_device(jax_recipe, monkeypatch):
     monkeypatch.setattr(jax, "device_get", lambda tree: fetched.append(1) or get(tree))
     _, arguments = jax_recipe("run", trainer__log_every_n_steps=3, trainer__max_steps=9, checkpoint={
         "every_n_steps": None}, trainer__limit_val_batches=0)
-    train_batch = Loop.train_batch
+    train_step = Loop.train_step
 
-    def guarded(loop, group):
+    def guarded(loop, *batches):
         before = len(fetched)
         step = loop.run.progress.step
         with jax.transfer_guard_device_to_host("allow" if step == 8 or step % 3 == 0 else "disallow"):
-            train_batch(loop, group)
+            train_step(loop, *batches)
         assert len(fetched) == before or step == 8 or loop.run.progress.step % 3 == 1
 
-    monkeypatch.setattr(Loop, "train_batch", guarded)
+    monkeypatch.setattr(Loop, "train_step", guarded)
     assert main(["fit", *arguments]) == 0
     assert fetched

@@ -64,7 +64,7 @@ def pieces_of(rank: int) -> dict:
                            "b": Shards((2,), (((0,), np.ones(2)),) if rank == 0 else ())},
             "optimizer_states": [{"state": {0: {"step": step, "m": Shards((4, 3), (((2 * rank, 0),
                                                                                  matrix[2 * rank:2 * rank + 2]),))}}}],
-            "window": {"sums": np.ones(4)}, "global_step": 3}
+            "sums": np.ones(4), "global_step": 3}
 
 
 def test_pieces_of_several_processes_are_read_by_both_engines(tmp_path):
@@ -88,7 +88,7 @@ def test_pieces_of_several_processes_are_read_by_both_engines(tmp_path):
         state = found["optimizer_states"][0]["state"][0]
         assert np.array_equal(found["state_dict"]["w"], whole) and np.array_equal(state["m"], whole)
         assert np.array_equal(found["state_dict"]["b"], np.ones(2)) and state["step"] == 7
-        assert found["window"]["sums"].shape == (4,) and found["global_step"] == 3
+        assert found["sums"].shape == (4,) and found["global_step"] == 3
     assert np.array_equal(state["m"][1:3, 0:2], whole[1:3, 0:2])  # across pieces
 
 

@@ -1,4 +1,4 @@
-"""What follows a micro-batch, and in which order: as a table, and as both engines perform it."""
+"""What follows a step, and in which order: as a table, and as both engines perform it."""
 
 import pytest
 
@@ -17,15 +17,14 @@ RULES = {"checkpoint": CheckpointPolicy(every_n_steps=2), "samples": SampleWrite
 AT_VALIDATION = {"mmlu": MMLUEvaluator("questions.csv")}
 UNSAVED = {"checkpoint": None}
 QUIET = {"samples": SampleWriter(), "mmlu": MMLUEvaluator(), "publish": Publisher(), "may_stop_early": False}
-# What differs from the middle of an epoch, after a micro-batch that completed no step.
-STEP, EPOCH, VALIDATES = {"step_done": True}, {"epoch_ends": True}, {"validates": True}
+# What differs from the middle of an epoch.
+EPOCH, VALIDATES = {"epoch_ends": True}, {"validates": True}
 ENDS, INTERRUPTED = {"run_ends": True}, {"is_interrupted": True}
 
 
 def moment(step: int, **facts: bool) -> RunState:
     names = ("validates", "run_ends", "is_interrupted", "is_saved")
-    return RunState(step, facts.get("step_done", False), facts.get("epoch_ends", False),
-                    facts.get("stops_inside_step", True), *(lambda name=name: facts.get(name, False) for name in names))
+    return RunState(step, facts.get("epoch_ends", False), *(lambda name=name: facts.get(name, False) for name in names))
 
 
 def words(events) -> str:
@@ -33,32 +32,34 @@ def words(events) -> str:
 
 
 @pytest.mark.parametrize(("rules", "step", "facts", "due"), [
-    ({}, 1, {}, ""),
-    ({}, 2, {}, ""),  # still inside step 3
-    ({}, 1, STEP, "log"),
-    ({}, 2, STEP, "log, sample, ask, save, upload"),
-    (QUIET, 2, STEP, "log, save"),
-    ({}, 1, STEP | EPOCH, "log, check epoch"),
-    (QUIET, 1, STEP | EPOCH, "log"),
-    ({}, 1, STEP | EPOCH | VALIDATES, "log, validate, check validation, rank, save, upload"),
-    ({}, 2, STEP | VALIDATES, "log, sample, ask, validate, check validation, rank, save, upload"),
-    (AT_VALIDATION, 2, STEP | VALIDATES, "log, sample, validate, ask, check validation, rank, save, upload"),
-    (AT_VALIDATION, 2, STEP, "log, sample, save, upload"),
-    (QUIET, 1, VALIDATES, "validate, rank, save"),
-    ({}, 1, STEP | ENDS, "log, sample, ask, save, upload"),
-    (AT_VALIDATION, 1, STEP | ENDS, "log, sample, ask, save, upload"),
-    (AT_VALIDATION, 1, STEP | ENDS | VALIDATES, "log, sample, validate, ask, check validation, rank, save, upload"),
-    ({}, 1, STEP | INTERRUPTED, "log, save, stop"),
-    ({}, 1, INTERRUPTED, "save, stop"),
-    ({}, 1, INTERRUPTED | {"stops_inside_step": False}, ""),
-    ({}, 2, STEP | INTERRUPTED | VALIDATES, "log, sample, ask, validate, check validation, rank, save, stop"),
-    (UNSAVED, 2, STEP, "log, sample, ask"),
-    (UNSAVED, 2, STEP | VALIDATES, "log, sample, ask, validate, check validation"),
-    (UNSAVED, 1, INTERRUPTED, ""),
-    (UNSAVED, 1, STEP | INTERRUPTED, "log, stop"),
+    ({}, 1, {}, "log"),
+    ({}, 2, {}, "log, sample, ask, save, upload"),
+    (QUIET, 2, {}, "log, save"),
+    ({}, 1, EPOCH, "log, check epoch"),
+    (QUIET, 1, EPOCH, "log"),
+    ({}, 1, EPOCH | VALIDATES, "log, validate, check validation, rank, save, upload"),
+    ({}, 2, VALIDATES, "log, sample, ask, validate, check validation, rank, save, upload"),
+    (AT_VALIDATION, 2, VALIDATES, "log, sample, validate, ask, check validation, rank, save, upload"),
+    (AT_VALIDATION, 2, {}, "log, sample, save, upload"),
+    (QUIET, 1, VALIDATES, "log, validate, rank, save"),
+    ({}, 1, ENDS, "log, sample, ask, save, upload"),
+    (AT_VALIDATION, 1, ENDS, "log, sample, ask, save, upload"),
+    (AT_VALIDATION, 1, ENDS | VALIDATES, "log, sample, validate, ask, check validation, rank, save, upload"),
+    ({}, 1, INTERRUPTED, "log, save, stop"),
+    ({}, 2, INTERRUPTED | VALIDATES, "log, sample, ask, validate, check validation, rank, save, stop"),
+    (UNSAVED, 2, {}, "log, sample, ask"),
+    (UNSAVED, 2, VALIDATES, "log, sample, ask, validate, check validation"),
+    (UNSAVED, 1, INTERRUPTED, "log, stop"),
 ])
-def test_after_a_micro_batch(rules, step, facts, due):
-    assert words(Events(**RULES | rules).after_batch(moment(step, **facts))) == due
+def test_after_a_step(rules, step, facts, due):
+    assert words(Events(**RULES | rules).after_step(moment(step, **facts))) == due
+
+
+def test_an_unfinished_step_is_abandoned():
+    """The state before it is saved, unless it is already."""
+    assert words(Events(**RULES).inside_step(moment(2))) == "save, stop"
+    assert words(Events(**RULES).inside_step(moment(2, is_saved=True))) == "stop"
+    assert words(Events(**RULES | UNSAVED).inside_step(moment(2))) == "stop"
 
 
 @pytest.mark.parametrize(("rules", "facts", "due"), [
@@ -69,7 +70,7 @@ def test_after_a_micro_batch(rules, step, facts, due):
     (QUIET, {"is_saved": True}, "finish"),
 ])
 def test_at_the_end(rules, facts, due):
-    assert words(Events(**RULES | rules).at_end(moment(3, **STEP, **facts))) == due
+    assert words(Events(**RULES | rules).at_end(moment(3, **facts))) == due
 
 
 def test_before_the_first_step():
@@ -80,10 +81,10 @@ def test_before_the_first_step():
 def test_each_event_may_change_what_follows():
     """Early stopping ends the run at the end of an epoch: the run is sampled, validated and saved there."""
     ended = []
-    now = RunState(3, True, True, True, validates=lambda: bool(ended), run_ends=lambda: bool(ended),
+    now = RunState(3, True, validates=lambda: bool(ended), run_ends=lambda: bool(ended),
                    is_interrupted=lambda: False, is_saved=lambda: False)
     performed = []
-    for event in Events(**RULES).after_batch(now):
+    for event in Events(**RULES).after_step(now):
         performed.append(event)
         if event is Event.CHECK_EPOCH:
             ended.append(True)

@@ -3,7 +3,7 @@
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.runs.progress import Cut, Progress, correct_epochs, read_progress, recount, recount_loops
+from lmmods.runs.progress import Cut, Progress, correct_epochs, read_progress, recount, recount_loops, rewind
 from tests.finished_runs import paths
 
 DATA = {"num_rows": 38, "batch_size": 3}  # 13 micro-batches an epoch
@@ -28,24 +28,50 @@ def test_a_stream_is_one_epoch():
 
 @pytest.mark.parametrize("now", [(3, 2), (2, 1), (1, 4)])
 def test_inside_a_round_is_refused(now):
-    with pytest.raises(UserError, match="inside a step, after 21 rows of an epoch.*do not come to"):
+    with pytest.raises(UserError, match="after 21 rows of an epoch.*do not come to"):
         recount(7, {**DATA, "epoch": 0}, 3, Cut(now[0], 1, now[1]))
 
 
 def content(progress: Progress, **data: int) -> dict:
     return {"loops": progress.loops(is_last_of_epoch=False), "global_step": progress.step, "world_size": 1,
-            "window": {"num_batches": progress.accumulated} if progress.accumulated else {}, "Data": {**DATA, **data}}
+            "Data": {**DATA, **data}}
 
 
 def test_a_checkpoint_says_where_the_run_is():
-    """Inside a step of eight micro-batches of three rows, and the same in fewer and larger ones."""
-    progress = Progress(epoch=1, batches=8, total_batches=21, step=7, accumulated=4)
+    """After eight micro-batches of three rows, and the same in fewer and larger ones."""
+    progress = Progress(epoch=1, batches=8, total_batches=21, step=7)
     saved = content(progress, epoch=1, batches=8)
     assert read_progress(saved, "Data", Cut(3, 8, 1)) == progress
-    assert read_progress(saved, "Data", Cut(3, 4, 2)) == Progress(1, 4, 11, step=7, accumulated=2)
-    assert read_progress(saved, "Data", Cut(12, 2, 1)) == Progress(1, 2, 6, step=7, accumulated=1)
-    assert recount_loops(saved, "Data", Cut(1, 12, 2)) == Progress(1, 12, 31, step=7, accumulated=6)
-    assert read_progress({**saved, "Data": {**saved["Data"], "batch_size": 2}}, "Data", Cut(1, 12, 2)).batches == 12
+    assert read_progress(saved, "Data", Cut(3, 4, 2)) == Progress(1, 4, 11, step=7)
+    assert read_progress(saved, "Data", Cut(12, 2, 1)) == Progress(1, 2, 6, step=7)
+    recount_loops(saved, "Data", Cut(1, 12, 2))
+    saved["Data"]["batch_size"], saved["world_size"] = 1, 2
+    assert read_progress(saved, "Data", Cut(1, 12, 2)) == Progress(1, 12, 31, step=7)
+
+
+@pytest.mark.parametrize(("batches", "done"), [(8, 4), (4, 4), (3, 1)])
+def test_a_checkpoint_inside_a_step_is_read_as_of_its_start(batches, done):
+    """As earlier versions wrote it; gradients of its micro-batches are not read."""
+    inside = content(Progress(epoch=1, batches=batches, total_batches=13 + batches, step=7), epoch=1, batches=batches)
+    inside["window"] = {"num_batches": done, "gradients": {"w": object()}}
+    inside["loops"]["fit_loop"]["state_dict"] = {"combined_loader": [{"batches": batches}]}
+    start = rewind(inside)
+    wanted = Progress(epoch=1, batches=batches - done, total_batches=13 + batches - done, step=7)
+    assert read_progress(start, "Data", Cut(3, 8, 1)) == wanted and start["Data"]["batches"] == batches - done
+    assert not start["window"] and not start["loops"]["fit_loop"]["state_dict"]
+    counts = start["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+    # At the start of an epoch nothing is left to complete: Lightning would lose a micro-batch.
+    assert counts["completed"] == max(batches - done - 1, 0) and counts["ready"] == batches - done
+    assert inside["Data"]["batches"] == batches and rewind(start) is start
+
+
+def test_a_checkpoint_inside_a_step_of_two_ranks_and_of_a_stream():
+    inside = content(Progress(batches=3, total_batches=3), epoch=0, window=2, rows=20)
+    inside |= {"window": {"num_batches": 2}, "world_size": 2}
+    assert rewind(inside)["Data"]["rows"] == 20 - 2 * 2 * 3
+    inside["Data"]["rows"] = 11
+    with pytest.raises(UserError, match="spans two buffers.*Resume from an earlier checkpoint"):
+        rewind(inside)
 
 
 def test_a_checkpoint_of_the_end_of_an_epoch_stands_before_the_next():

@@ -6,7 +6,7 @@ import pytest
 
 from lmmods.core.errors import UserError
 from lmmods.runs.checkpoint import write_manifest
-from lmmods.runs.folder import RunFolder, checkpoint_name, commit_folder, write_text
+from lmmods.runs.folder import RunFolder, commit_folder, write_text
 
 
 @pytest.fixture
@@ -108,8 +108,3 @@ def test_commit_replaces_a_folder_whole(tmp_path):
     commit_folder(tmp_path / "new", tmp_path / "final")
     assert [p.name for p in tmp_path.iterdir()] == ["final"]
     assert (tmp_path / "final" / "x").read_text() == "2"
-
-
-def test_names_tell_open_windows():
-    assert checkpoint_name(50) == "step=50"
-    assert checkpoint_name(50, 3) == "step=50+3"

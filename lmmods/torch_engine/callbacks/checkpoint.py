@@ -2,15 +2,16 @@
 
 Save: `RunEvents` calls `Checkpoint.save`, and this Lightning's `save_checkpoint`, which collects the states of model,
 optimiser, loops and callbacks. `Checkpoint.on_save_checkpoint` adds the run's identity; `TaskModule.on_save_checkpoint`
-leaves frozen parameters out and adds accumulated gradients; the strategy passes the result to `FolderCheckpointIO`.
+leaves frozen parameters out; the strategy passes the result to `FolderCheckpointIO`.
 
 Resume: `Trainer.fit` gives Lightning the folder, which the strategy reads through `FolderCheckpointIO`.
-`TaskModule.on_load_checkpoint` checks the parameters and takes over accumulated gradients;
-`Checkpoint.on_load_checkpoint` converts the counts of micro-batches; Lightning restores the rest.
+`TaskModule.on_load_checkpoint` checks the parameters; `Checkpoint.on_load_checkpoint` converts the counts of
+micro-batches; Lightning restores the rest.
 `Checkpoint.on_train_start` completes the clean-up of an interrupted run.
 """
 
 import collections
+import copy
 import os
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -39,8 +40,9 @@ from lmmods.runs.checkpoint import (
 from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import checkpoint_name
-from lmmods.runs.progress import correct_epochs, recount_loops
+from lmmods.runs.progress import correct_epochs, recount_loops, rewind
 from lmmods.runs.wandb import log_checkpoint
+from lmmods.torch_engine.compat.lightning import correct_logged_step
 
 
 class Checkpoint(CheckpointPolicy, L.Callback):
@@ -48,20 +50,29 @@ class Checkpoint(CheckpointPolicy, L.Callback):
 
     _inside_epoch = True
     _latest: Path | None = None
+    _noted: dict[str, Any] = {}  # what a checkpoint says of the position, as of the last step done
 
     # Save; called by RunEvents ---------------------------------------------------------------------------------------
 
     def path(self, trainer: L.Trainer) -> Path:
-        """Return the path of a checkpoint of the current position."""
-        accumulation = trainer.lightning_module.accumulation
-        return trainer.run_folder.checkpoint(checkpoint_name(trainer.global_step, accumulation.num_batches))
+        """Return the path of a checkpoint of the last step done."""
+        return trainer.run_folder.checkpoint(checkpoint_name(trainer.global_step))
+
+    def note_step(self, trainer: L.Trainer) -> None:
+        """Remember the position after a step: a checkpoint saved inside the next step is one of this position.
+
+        Weights, optimiser and metrics do not change before the next step is complete.
+        """
+        if trainer.accumulate_grad_batches > 1 and trainer.world_size == 1:
+            data = trainer.datamodule
+            self._noted = {"fit_loop": trainer.fit_loop.state_dict(), type(data).__qualname__: data.state_dict()}
 
     def rank_now(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Rank the checkpoint about to be written by the monitored metric."""
         self.rank({name: value.item() for name, value in trainer.callback_metrics.items()}, self.path(trainer).name)
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Write a checkpoint of the current position, update `last` and `best`, and remove checkpoints not kept."""
+        """Write a checkpoint of the last step done, update `last` and `best`, and remove checkpoints not kept."""
         # A checkpoint of weights that are not finite could replace the last good one.
         module.accumulation.check_finite(trainer.global_step, trainer.current_epoch)
         path = self._latest = self.path(trainer)
@@ -78,6 +89,10 @@ class Checkpoint(CheckpointPolicy, L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
         """Add the run's identity and its number of ranks."""
+        if module.accumulation.is_open:
+            noted = copy.deepcopy(self._noted)
+            checkpoint["loops"]["fit_loop"] = noted.pop("fit_loop")
+            checkpoint |= noted
         checkpoint["world_size"] = trainer.num_data_ranks
         checkpoint["identity"] = trainer.identity.tree
         if self._inside_epoch:  # at the end of a run Lightning's own counts are right
@@ -112,13 +127,15 @@ class Checkpoint(CheckpointPolicy, L.Callback):
         """Convert Lightning's counts of micro-batches if their size or number per optimiser step has changed."""
         if trainer.state.fn == "fit":  # evaluation uses the weights alone
             data = trainer.datamodule
-            progress = recount_loops(checkpoint, type(data).__qualname__, trainer.cut(data))
-            module.accumulation.num_batches = progress.accumulated
+            recount_loops(checkpoint, type(data).__qualname__, trainer.cut(data))
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """After StartReport has made the run folder ready."""
         if trainer.resumed_from and trainer.is_global_zero:
             self.resume(trainer.run_folder, trainer.resumed_from)
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        correct_logged_step(trainer)
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -177,7 +194,7 @@ def frozen(content: CheckpointContent) -> CheckpointContent:
 
 def _of_lightning(content: CheckpointContent) -> dict[str, Any]:
     # Lightning requires the version that wrote a checkpoint, which those of the JAX engine do not have.
-    return {"pytorch-lightning_version": L.__version__, **content}
+    return {"pytorch-lightning_version": L.__version__, **rewind(content)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

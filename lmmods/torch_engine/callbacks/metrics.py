@@ -48,9 +48,6 @@ class Metrics(L.Callback):
     # Training --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        # Resumed inside a step: its first micro-batches do not count for the speed of this process.
-        if module.accumulation.is_open:
-            self.steps.laps.leave_out(int(module.accumulation.sums()[2]))
         self.stopwatch.start()
 
     def log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:

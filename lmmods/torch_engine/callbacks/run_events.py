@@ -16,7 +16,6 @@ from lmmods.torch_engine.callbacks.evaluation import MMLU, Samples
 from lmmods.torch_engine.callbacks.export import Publish, export_run
 from lmmods.torch_engine.callbacks.metrics import Metrics
 from lmmods.torch_engine.compat.lightning import epoch_ends
-from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
 
 NEEDS_CHECKPOINT = (Event.STOP, Event.UPLOAD, Event.FINISH)  # the latest one must be complete
 Performer = Callable[[L.Trainer, L.LightningModule], None]
@@ -55,9 +54,15 @@ class RunEvents(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._began = trainer.global_step, time.perf_counter()
+        if self._checkpoint is not None:
+            self._checkpoint.note_step(trainer)
         self._perform(self._events.at_start(trainer.resumed_from is not None), trainer, module)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        if module.accumulation.is_open:
+            if trainer.world_size == 1 and trainer.interruption.is_due:
+                self._perform(self._events.inside_step(self._run_state(trainer)), trainer, module)
+            return
         if trainer.is_last_batch_of_run():
             trainer.should_stop = True  # makes Lightning validate now, so the final metrics are the final model's
         else:
@@ -65,7 +70,8 @@ class RunEvents(L.Callback):
         # An error of the background writer ends the run now, not at the next checkpoint.
         if self._checkpoint is not None:
             self._checkpoint.check(trainer)
-        self._perform(self._events.after_batch(self._run_state(trainer, module)), trainer, module)
+            self._checkpoint.note_step(trainer)
+        self._perform(self._events.after_step(self._run_state(trainer)), trainer, module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Perform events that log metrics: in later hooks Lightning does not allow callbacks to log."""
@@ -74,13 +80,13 @@ class RunEvents(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._perform(self._events.after_validation(self._run_state(trainer, module)), trainer, module)
+            self._perform(self._events.after_validation(self._run_state(trainer)), trainer, module)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         at_end = {Event.ASK: self._mmlu.ask_at_end}
         if self._checkpoint is not None:
             at_end[Event.SAVE] = self._checkpoint.save_at_end
-        self._perform(self._events.at_end(self._run_state(trainer, module)), trainer, module, self._performers | at_end)
+        self._perform(self._events.at_end(self._run_state(trainer)), trainer, module, self._performers | at_end)
         if trainer.is_global_zero:
             first_step, began = self._began
             RunEnd(trainer.run_folder, module, trainer.datamodule, self._metrics.steps, self._checkpoint, first_step,
@@ -88,12 +94,10 @@ class RunEvents(L.Callback):
 
     # Events ----------------------------------------------------------------------------------------------------------
 
-    def _run_state(self, trainer: L.Trainer, module: L.LightningModule) -> RunState:
+    def _run_state(self, trainer: L.Trainer) -> RunState:
         return RunState(
             trainer.global_step,
-            step_done=not module.accumulation.is_open,
             epoch_ends=epoch_ends(trainer),
-            stops_inside_step=trainer.world_size == 1 and not isinstance(trainer.strategy, DeepSpeed),
             validates=trainer.validation_is_due,
             run_ends=trainer.is_last_batch_of_run,
             is_interrupted=trainer.interrupt_requested,

@@ -75,6 +75,14 @@ def validation_follows(trainer: L.Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
 
 
+def correct_logged_step(trainer: L.Trainer) -> None:
+    """Set the step that callbacks log at to the steps done: `epoch_loop._batches_that_stepped`.
+
+    After some resumes Lightning's own count is one behind or ahead.
+    """
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
 def checks_at_epoch_end(callback: EarlyStopping) -> bool | None:
     """Return its argument `check_on_train_epoch_end`, stored only in `_check_on_train_epoch_end`."""
     return callback._check_on_train_epoch_end

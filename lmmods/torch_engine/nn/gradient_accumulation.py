@@ -4,13 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import has_tokens
-from lmmods.core.lazy_array import LazyArray
-from lmmods.runs.checkpoint import AccumulatedGradients
 from lmmods.runs.step_metrics import check_finite
 from lmmods.torch_engine.compat.torch import scale_all
 from lmmods.torch_engine.nn import sharding
@@ -50,9 +47,7 @@ class GradientAccumulation:
     def __init__(self, metric_names: tuple[str, ...] = ()) -> None:
         self._metric_names = metric_names
         self._sums: Tensor | None = None
-        self.num_batches = 0  # micro-batches of the current step
         self.last: StepSums | None = None
-        self._gradients: dict[str, Tensor] = {}  # from a checkpoint, until `put_gradients`
 
     @classmethod
     def divisor(cls, accumulated: int) -> float:
@@ -71,18 +66,12 @@ class GradientAccumulation:
         return self._sums is not None
 
     def add(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
-        """Add a micro-batch: its loss sums, number of real (not padding) tokens and number of scored rows."""
-        self.add_chunk(sums, num_tokens, num_rows)
-        self.num_batches += 1
-
-    def add_chunk(self, sums: LossSums, num_tokens: Tensor, num_rows: Tensor) -> None:
-        """Add a further chunk of the micro-batch added last."""
+        """Add a chunk of a micro-batch: its loss sums, number of real (not padding) tokens and of rows."""
         # float64, as float32 rounds counts of tokens from 2^24 on.
         new = torch.stack([sums.total.detach(), sums.weight, num_tokens, num_rows]).double()
         if sums.metrics is not None:
             new = torch.cat([new, sums.metrics.flatten().double()])
-        # Sums from a checkpoint are on the CPU.
-        self._sums = new if self._sums is None else self._sums.to(new.device) + new
+        self._sums = new if self._sums is None else self._sums + new
 
     def sums(self) -> Tensor:
         """Return the sums of the current step on this rank, [4 + 2 M] float64.
@@ -126,57 +115,12 @@ class GradientAccumulation:
         if hasattr(grad_norm, "full_tensor"):  # sharded gradients
             grad_norm = grad_norm.full_tensor()
         self.last = StepSums(torch.cat([sums, grad_norm.to(sums).unsqueeze(0)]), lr, self._metric_names)
-        self._sums, self.num_batches = None, 0
+        self._sums = None
 
     def check_finite(self, step: int, epoch: int) -> None:
         """Raise UserError if the last step's loss or gradient norm is not finite. Synchronises with the device."""
         if self.last is not None:
             check_finite(self.last.step_metrics(), step, epoch)
-
-    # Checkpoints -----------------------------------------------------------------------------------------------------
-
-    def pack(self, params: dict[str, nn.Parameter], accumulated: int) -> AccumulatedGradients | dict[str, Any]:
-        """Return the state of the current step; empty between steps, where several processes always save.
-
-        Args:
-            accumulated: As in `divisor`.
-        """
-        if not self.is_open:
-            return {}
-        return {"sums": self._sums.clone(), "num_batches": self.num_batches, "divisor": self.divisor(accumulated),
-                "gradients": {name: _whole(param.grad) for name, param in params.items() if param.grad is not None}}
-
-    def unpack(self, state: AccumulatedGradients | dict[str, Any], accumulated: int, is_first: bool) -> None:
-        """Restore a packed step; its gradients are held until `put_gradients`.
-
-        Args:
-            accumulated: As in `divisor`, in this run.
-            is_first: True if this rank computes the first loss, which takes over the saved sums; others start at zero.
-        """
-        self._sums, self.num_batches, self._gradients = None, state.get("num_batches", 0), {}
-        if state:
-            # The sums are added over processes, so only one may start with the saved ones.
-            self._sums = state["sums"] if is_first else torch.zeros_like(state["sums"])
-            # The saved gradients were divided by the divisor of the run that saved them.
-            factor = state["divisor"] / self.divisor(accumulated)
-            self._gradients = {name: grad.scaled(factor) if isinstance(grad, LazyArray) else grad * factor
-                               for name, grad in state["gradients"].items()}
-
-    def put_gradients(self, params: dict[str, nn.Parameter], num_losses: int, is_first: bool) -> None:
-        """Set the gradients of an unpacked step; `num_losses` as in `sharding`, `is_first` as in `unpack`."""
-        for name, grad in self._gradients.items():
-            param = params[name]
-            if isinstance(param, DTensor):
-                # FSDP2 adds means over the losses to `.grad`, so the saved sum enters as a mean.
-                param.grad = sharding.placed_like(grad, param) / num_losses
-            elif is_first:
-                # DDP averages `.grad` over processes in the step's last backward pass: one process holds the sum.
-                param.grad = sharding.placed_like(grad, param)
-        self._gradients = {}
-
-
-def _whole(grad: Tensor) -> Tensor:
-    return sharding.whole(grad) if isinstance(grad, DTensor) else grad.clone()
 
 
 def gather(parts: dict[int, Any], world_size: int) -> dict[int, Any]:

@@ -60,11 +60,6 @@ def num_losses(strategy: Any) -> int:
     return strategy.world_size // num_repeats(strategy)
 
 
-def is_first(strategy: Any) -> bool:
-    """True if this process computes the first of these losses."""
-    return strategy.global_rank < num_repeats(strategy)
-
-
 def num_copies(tensor: Tensor) -> int:
     """Return how many processes hold each shard of a sharded tensor."""
     # Mesh dimensions that split the tensor; processes along the others hold equal shards.

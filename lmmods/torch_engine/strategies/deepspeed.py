@@ -190,9 +190,6 @@ class DeepSpeed(DDPStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
-        if checkpoint["window"]:
-            raise UserError("This checkpoint was saved between two optimiser steps, where DeepSpeed cannot resume. "
-                            "Take one without + in its name, or strategy ddp or fsdp.")
         saved, = checkpoint["optimizer_states"]
         zero, values = self.model.optimizer, saved["state"][0]
         sharded = [key for key, value in values.items() if torch.is_tensor(value) and value.ndim]

@@ -184,7 +184,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             self._dropout.begin(chunk)
             with self.trainer.precision_plugin.forward_context():
                 sums = self(self.batch_loss, self.complete(chunk))
-            self.accumulation.add_chunk(sums, *self._counts(chunk))
+            self.accumulation.add(sums, *self._counts(chunk))
             # Divided as the first chunk's loss was: there by `training_step` and by Lightning.
             (sums.total / GradientAccumulation.divisor(self.trainer.accumulate_grad_batches)).backward()
         self._chunks = []
@@ -236,10 +236,8 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Restore the recipe's settings over those of a loaded checkpoint, and set its accumulated gradients."""
+        """Restore the recipe's settings over those of a loaded checkpoint."""
         follow_recipe(self.trainer.optimizers[0], self.lr_schedulers(), self._group_settings)
-        strategy = self.trainer.strategy
-        self.accumulation.put_gradients(self.trainable(), sharding.num_losses(strategy), sharding.is_first(strategy))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -287,12 +285,11 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """Reduce the checkpoint to trainable parameters, and add the gradients of an unfinished optimiser step."""
+        """Reduce the checkpoint to trainable parameters."""
         trainable = self.trainable()
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: state[name] for name in trainable}  # without the frozen base
         checkpoint["param_names"] = list(trainable)
-        checkpoint["window"] = self.accumulation.pack(trainable, self.trainer.accumulate_grad_batches)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         if self.trainer.state.fn != "fit":
@@ -300,8 +297,6 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
                 checkpoint, num_layers(name for name, _ in self.named_parameters()))
         check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()}
                            for tensors in (checkpoint["state_dict"], self.trainable())))
-        self.accumulation.unpack(checkpoint["window"], self.trainer.accumulate_grad_batches,
-                                 sharding.is_first(self.trainer.strategy))
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 

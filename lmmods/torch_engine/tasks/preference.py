@@ -117,12 +117,9 @@ class Preference(PreferenceFields, CausalModule):
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         accumulated = self.trainer.accumulate_grad_batches
-        # At a first micro-batch, or inside a step after a resume. Weights change between steps only, so the whole
-        # step has the same baseline then.
-        if self._has_baseline and (self._baseline is None or batch_idx % accumulated == 0):
-            first = batch_idx - batch_idx % accumulated
+        if self._has_baseline and batch_idx % accumulated == 0:  # the first of a step
             batches = self.trainer.datamodule.micro_batches(
-                first, min(accumulated, self.trainer.num_training_batches - first))
+                batch_idx, min(accumulated, self.trainer.num_training_batches - batch_idx))
             self.survey(map(self.trainer.strategy.batch_to_device, batches))
 
     def survey(self, batches: Iterable[dict[str, Tensor]]) -> None:
