@@ -27,7 +27,7 @@ class Comparison(NamedTuple):
         compare: Its operator, as a function of the left and the right side.
         literal: One of the sides.
         is_left: True if the literal is the left side.
-        is_required: True if each run of the test makes this comparison.
+        is_required: True if each run of the test makes this comparison, so that it must have been reported.
     """
 
     compare: Callable[[Any, Any], Any]
@@ -67,6 +67,24 @@ def _is_definition(statement: ast.stmt) -> bool:
     return isinstance(statement, DEFINITIONS)
 
 
+def _statements_that_run(tree: ast.Module) -> set[int]:
+    """Return the ids of the statements that every run of a test reaches, unless it ends with an exception.
+
+    These are its own and those of functions that such statements call by name, as HumanEval's `check(candidate)`.
+    """
+    # Without those that may return early, and generators, which a call does not run.
+    functions = {statement.name: statement.body for statement in tree.body if isinstance(statement, ast.FunctionDef)
+                 and not any(isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) for node in ast.walk(statement))}
+    reached, bodies = set[int](), [tree.body]
+    while bodies:
+        for statement in bodies.pop():
+            reached.add(id(statement))
+            call = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+                bodies.append(functions.pop(call.func.id, []))
+    return reached
+
+
 class _Asserts(ast.NodeTransformer):
     """Replaces asserts that compare with literals by reports of the values.
 
@@ -76,13 +94,14 @@ class _Asserts(ast.NodeTransformer):
     def __init__(self, tree: ast.Module) -> None:
         self.comparisons: list[Comparison] = []
         self._top = {id(statement) for statement in tree.body}
+        self._required = _statements_that_run(tree)
         self._may_catch = any(isinstance(node, ast.Try | ast.TryStar | ast.With | ast.AsyncWith)
                               for node in ast.walk(tree))
 
     def visit_Assert(self, node: ast.Assert) -> Any:
-        is_required = id(node) in self._top
-        if self._may_catch and not is_required:
+        if self._may_catch and id(node) not in self._top:
             return node
+        is_required = id(node) in self._required
         is_and = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
         statements = []
         for part in node.test.values if is_and else [node.test]:

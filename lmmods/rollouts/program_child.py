@@ -94,7 +94,7 @@ def refuse_hooks(event: str, arguments: tuple) -> None:
     """Refuse, as an audit hook, what lets a program act inside of others' frames, or skip lines of a test."""
     # Literals, since a program could change variables.
     if event in {"sys.settrace", "sys.setprofile", "sys.monitoring.register_callback", "sys.addaudithook",
-                 "gc.get_objects", "gc.get_referrers"} or (
+                 "gc.get_objects", "gc.get_referents", "gc.get_referrers"} or (
             event == "object.__setattr__" and arguments[1] == "__code__"):
         raise RuntimeError(f"{event} is not allowed in programs under test")
 

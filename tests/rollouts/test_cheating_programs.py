@@ -17,6 +17,7 @@ from tests.rollouts.test_rewards import needs_isolation, reward
 EQUAL = "assert add(1, 2) == 3"  # compared by the judge
 NEAR = "three, x = 3, add(1, 2)\nassert abs(x - three) < three / 1e9\nx = None"  # decided beside the program
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)"
+CHECKS = "def more(f):\n    assert f(2, 2) == 4\ndef check(f):\n    assert f(1, 2) == 3\n    more(f)\ncheck(add)"
 
 
 def has_landlock() -> bool:
@@ -127,6 +128,12 @@ CHEATS = {
         CHECK),
     "tries the values": ("n = 0\ndef add(a, b):\n    global n\n    n += 1\n    return n", [EQUAL] * 3),
     "equals everything": (EVERYTHING + "def add(a, b): return Everything()", EQUAL),
+    "silences the asserts of a check": (
+        "def add(a, b):\n    globals()['__report__'] = lambda *_: None\n    return 3", CHECKS),
+    "silences an assert of a check": (
+        "def add(a, b):\n    for cell in globals()['__report__'].__closure__:\n"
+        "        if getattr(cell.cell_contents, '__name__', '') == 'write':\n"
+        "            cell.cell_contents = lambda _, message: len(message)", CHECKS),
     "equals everything in a check": (EVERYTHING + "def add(a, b): return Everything()", CHECK),
     "equals everything in a list": (EVERYTHING + "def add(a, b): return [Everything()]", "assert add(1, 2) == [3]"),
     "equals everything on the right": (EVERYTHING + "def add(a, b): return Everything()", "assert 3 == add(1, 2)"),
