@@ -216,11 +216,11 @@ class PromptData(PromptDataFields, ConversationData):
 
     # Rows ------------------------------------------------------------------------------------------------------------
 
-    def _check_splits(self) -> None:
+    def _check_splits(self, stage: str | None) -> None:
         """As of `DataModule`. Raises UserError: no answer to the prompts of a set could have a reward."""
         roles: list[Role] = [role for role in ("train", "val", "test")
                              if role in self._splits.sets and role not in self._checked]
-        super()._check_splits()
+        super()._check_splits(stage)
         for role in roles if self.check_prompts is not None else ():
             self.check_prompts(self._splits.key(role), (self.prompt(role, place) for place in
                                                         range(self.num_prompts(role))),
