@@ -536,12 +536,11 @@ class Loop:
             left = run.schedule.batches_per_epoch - progress.batches
             if isinstance(loader, SegmentLoader):
                 left = min(left, self._begin_segment(loader))
-            batches = run.batches(loader, run.data.batch_size, left, lengths=run.lengths)
-            while left > 0 and not run.is_done:
-                num_batches = min(self._accumulate, left)
-                self.train_step(islice(batches, num_batches), num_batches)
-                left -= num_batches
-            batches.close()  # stops reading ahead
+            with closing(run.batches(loader, run.data.batch_size, left, lengths=run.lengths)) as batches:
+                while left > 0 and not run.is_done:
+                    num_batches = min(self._accumulate, left)
+                    self.train_step(islice(batches, num_batches), num_batches)
+                    left -= num_batches
 
     def _begin_segment(self, loader: SegmentLoader) -> int:
         """Draw the answers that the next steps train on, unless they exist; return how many batches they are.
@@ -578,6 +577,7 @@ class Loop:
                 for batch in batches:
                     accumulation = steps.survey(run.state, frozen, accumulation, batch.arrays)
             for batch in batches:
+                run.metrics.look()
                 # Other processes would go on without this one.
                 if jax.process_count() == 1 and self.interruption.is_due:
                     self._perform(self._events.inside_step(self._run_state()))

@@ -108,7 +108,7 @@ def pace_jax(asked: dict) -> None:
 
     rounds, check, draws = Rounds(asked), read_check(asked["folder"]), asked.get("task") == "grpo"
     drawn = watch_rollouts(rounds) if draws else []
-    begin, train_batch = Loop.train, Loop.train_batch
+    begin, train_step = Loop.train, Loop.train_step
 
     def train(self, loader, resumed):  # noqa: ANN001, ANN202
         rounds.ready()
@@ -125,13 +125,14 @@ def pace_jax(asked: dict) -> None:
         rounds.start_loss(float(figures["total"]) / float(figures["weight"]))
         begin(self, loader, resumed)
 
-    def counted(self, group):  # noqa: ANN001, ANN202
-        train_batch(self, group)
+    def counted(self, batches, num_batches):  # noqa: ANN001, ANN202
+        batches = list(batches)
+        train_step(self, iter(batches), num_batches)
         if rounds.closing:
             jax.block_until_ready(self.run.state)
-        rounds.step(drawn.pop() if draws else int(group.host["attention_mask"].sum()))
+        rounds.step(drawn.pop() if draws else sum(int(batch.host["attention_mask"].sum()) for batch in batches))
 
-    Loop.train, Loop.train_batch = train, counted
+    Loop.train, Loop.train_step = train, counted
 
 
 def main() -> None:

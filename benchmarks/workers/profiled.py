@@ -181,15 +181,17 @@ def watch_jax(asked: dict[str, Any]) -> None:
         return {"parts": parts_of(folder, Path(asked["folder"]) / "hlo", model["vocab_size"])}
 
     watch = Watch(asked, begin, end)
-    train_batch = Loop.train_batch
+    train_step = Loop.train_step
 
-    def counted(self, group):  # noqa: ANN001, ANN202
-        train_batch(self, group)
+    def counted(self, batches, num_batches):  # noqa: ANN001, ANN202
+        batches = list(batches)
+        train_step(self, iter(batches), num_batches)
         if watch.closing:
             jax.block_until_ready(self.run.state)
-        watch.step(group.host)
+        for batch in batches:
+            watch.step(batch.host)
 
-    Loop.train_batch = counted
+    Loop.train_step = counted
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ class Widths:
         num_layers: Blocks.
         hidden: Width of the residual stream.
         wide: Width within the MLP.
-        query: Query heads times their size.
-        key_value: Key heads times their size.
+        query: Query heads times their size, the mean over layers.
+        key_value: Key heads times their size, the same.
         vocabulary: Tokens that the output head scores.
         has_rms_norm: True for RMSNorm, which transformers computes by single operations on float32 copies, and a gated
             MLP; False for LayerNorm, which torch computes at once, and a plain MLP.
@@ -52,12 +52,18 @@ def widths_of(config: Any, has_qk_norm: bool = False) -> Widths:
         # Activations exist only for the experts that a token uses.
         beside = wide if mixture.beside_mlp else 0
         wide = mixture.per_token * (getattr(text, "moe_intermediate_size", None) or wide) + beside
-    heads, size, key_value_heads = (value if isinstance(value := getattr(text, name, None), int) else 0 for name in (
+    queries, keys = zip(*(_attention_widths(layer_config(text, layer)) for layer in range(text.num_hidden_layers)))
+    return Widths(text.num_hidden_layers, text.hidden_size, wide, sum(queries) // len(queries), sum(keys) // len(keys),
+                  getattr(text, "vocab_size", 0), hasattr(text, "rms_norm_eps"), has_qk_norm)
+
+
+def _attention_widths(layer: Any) -> tuple[int, int]:
+    """Return the query heads times their size, and the key heads times their size, of a layer's configuration."""
+    heads, size, key_value_heads = (value if isinstance(value := getattr(layer, name, None), int) else 0 for name in (
         "num_attention_heads", "head_dim", "num_key_value_heads"))  # a few families have a list or none
     heads = heads or 1
-    size = size or text.hidden_size // heads
-    return Widths(text.num_hidden_layers, text.hidden_size, wide, heads * size, (key_value_heads or heads) * size,
-                  getattr(text, "vocab_size", 0), hasattr(text, "rms_norm_eps"), has_qk_norm)
+    size = size or layer.hidden_size // heads
+    return heads * size, (key_value_heads or heads) * size
 
 
 @dataclass(frozen=True)

@@ -69,15 +69,11 @@ class Progress:
         # Lightning reads many more counts than this project has; those of finished work are all equal.
         steps = {"ready": self.step, "completed": self.step}
         none = {"total": dict(_NO_BATCHES), "current": dict(_NO_BATCHES)}
-        # Where the micro-batch of the hook counted as completed, Lightning would not begin to count anew after the last
-        # one of an epoch, and cut the first step of the next one short.
-        total, current = ({**dict.fromkeys(_NO_BATCHES, count), "completed": max(count - 1, 0)}
-                          for count in (self.total_batches, self.batches))
         return {
             "fit_loop": {
                 "state_dict": {},
                 "epoch_loop.state_dict": {"_batches_that_stepped": max(self.step - 1, 0)},
-                "epoch_loop.batch_progress": {"total": total, "current": current, "is_last_batch": is_last_of_epoch},
+                "epoch_loop.batch_progress": _batch_progress(self.batches, self.total_batches, is_last_of_epoch),
                 "epoch_loop.scheduler_progress": {"total": dict(steps), "current": dict(steps)},
                 "epoch_loop.automatic_optimization.state_dict": {},
                 "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {
@@ -136,14 +132,21 @@ def rewind(content: CheckpointContent) -> CheckpointContent:
         raise UserError("An earlier version wrote this checkpoint inside a step that spans two buffers of the stream. "
                         "Resume from an earlier checkpoint.")
     progress = fit["epoch_loop.batch_progress"]
-    # Between steps the latest micro-batch is not counted as completed; at the start of an epoch there is none.
-    latest = min(progress["current"]["ready"] - done, 1)
-    counts = {name: {**dict.fromkeys(_NO_BATCHES, ready := progress[name]["ready"] - done),
-                     "completed": ready - latest} for name in ("total", "current")}
+    progress = _batch_progress(progress["current"]["ready"] - done, progress["total"]["ready"] - done, False)
     # Lightning's own copy of the loader's state goes.
     state = {name: value for name, value in fit["state_dict"].items() if name != "combined_loader"}
-    fit = {**fit, "state_dict": state, "epoch_loop.batch_progress": {**counts, "is_last_batch": False}}
+    fit = {**fit, "state_dict": state, "epoch_loop.batch_progress": progress}
     return {**content, "window": {}, key: data, "loops": {**content["loops"], "fit_loop": fit}}
+
+
+def _batch_progress(batches: int, total_batches: int, is_last_of_epoch: bool) -> dict[str, Any]:
+    """Return Lightning's counts of micro-batches between two steps, in the hook after a micro-batch."""
+    # The micro-batch of the hook is not completed yet: otherwise Lightning would not begin to count anew after the last
+    # one of an epoch. At the start of an epoch there is none: otherwise Lightning would skip the first micro-batch.
+    latest = min(batches, 1)
+    counts = {name: {**dict.fromkeys(_NO_BATCHES, count), "completed": count - latest}
+              for name, count in (("total", total_batches), ("current", batches))}
+    return {**counts, "is_last_batch": is_last_of_epoch}
 
 
 def recount(ready: int, data: dict[str, Any], before: int, now: Cut) -> tuple[int, int]:

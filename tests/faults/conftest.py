@@ -26,15 +26,19 @@ def short_runs(monkeypatch):
         left["batches"] += 1
         trainer.interruption.requested = left["batches"] >= 2
 
-    train_batch = Loop.train_batch
+    train_step = Loop.train_step
 
-    def counted(loop, group):
-        left["batches"] += 1
-        loop.interruption.requested = left["batches"] >= 2
-        train_batch(loop, group)
+    def counted(loop, batches, num_batches):
+        def interrupting():
+            for batch in batches:
+                left["batches"] += 1
+                loop.interruption.requested = left["batches"] >= 2
+                yield batch
+
+        train_step(loop, interrupting(), num_batches)
 
     monkeypatch.setattr(StartReport, "on_train_batch_start", on_train_batch_start)
-    monkeypatch.setattr(Loop, "train_batch", counted)
+    monkeypatch.setattr(Loop, "train_step", counted)
     monkeypatch.setattr(_SubprocessScriptLauncher, "launch", starts_processes)
     monkeypatch.setattr(jax.distributed, "initialize", starts_processes)
     return lambda: left.update(batches=0)

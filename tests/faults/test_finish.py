@@ -95,7 +95,7 @@ def test_a_full_disk_at_the_end_is_one_message_and_goes_on(recipe, tmp_path, mon
 
 @SLOW_ON_JAX
 def test_without_checkpoints_the_first_signal_ends_the_run(recipe, tmp_path, engine, capfd, monkeypatch):
-    """The signal comes inside a window of two micro-batches; the run ends with its step and says what it kept."""
+    """The signal comes inside a step of two micro-batches; the run abandons it and says what it kept."""
     from lmmods.core.signals import Interruption
 
     arguments = recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 9}, trainer__enable_checkpointing=False,
@@ -109,6 +109,6 @@ def test_without_checkpoints_the_first_signal_ends_the_run(recipe, tmp_path, eng
     monkeypatch.setattr(Interruption, "listen", listen_and_hear)
     assert main(["fit", *arguments]) == 130
     output = capfd.readouterr()
-    assert "Interrupted at step 1. Nothing was saved: trainer.enable_checkpointing is false." in output.err
+    assert "Interrupted at step 0. Nothing was saved: trainer.enable_checkpointing is false." in output.err
     assert "saving" not in output.out and "ckpt_path" not in output.out + output.err
     assert not any(tmp_path.joinpath("run").glob("checkpoints/*"))

@@ -135,7 +135,7 @@ def test_out_of_memory_says_what_to_lower_and_where_to_go_on(engine, fails, reci
     else:
         from jax_engine.trainer import Loop
 
-        owner, name = Loop, "train_batch"
+        owner, name = Loop, "train_step"
     whole = getattr(owner, name)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, after(3, whole, fails))

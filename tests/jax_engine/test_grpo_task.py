@@ -176,7 +176,7 @@ def test_any_cut_is_the_same_step(name):
     assert whole[0]["num_rows"] == B - 2 and whole[0]["grad_norm"] > 0 and {*task.metric_names} <= whole[0].keys()
     assert name == "grpo" or abs(whole[0]["ratio"] - 1) > 1e-3
     halves = [{name: x[part][None] for name, x in batch.items()} for part in PARTS]
-    assert_same(stepped(task, trainable, frozen, one, halves, steps, stop_after=1), whole)
+    assert_same(stepped(task, trainable, frozen, one, halves, steps), whole)
     single = [{name: x[None] for name, x in padded({name: x[n : n + 1] for name, x in batch.items()}, 4).items()}
               for n in range(B)]
     assert_same(stepped(task, trainable, frozen, one, single, steps), whole)
@@ -198,7 +198,7 @@ def test_several_devices_take_the_step_of_one(devices):
     steps = steps_of(task, trainable, several)
     assert_same(stepped(task, trainable, frozen, several, [halves], steps), whole)
     quarters = [{name: x[:, part] for name, x in halves.items()} for part in (slice(0, 2), slice(2, 4))]
-    assert_same(stepped(task, trainable, frozen, several, quarters, steps, stop_after=1), whole)
+    assert_same(stepped(task, trainable, frozen, several, quarters, steps), whole)
 
 
 # The reference --------------------------------------------------------------------------------------------------------
