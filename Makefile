@@ -4,10 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOCK := .ci/lock.txt
-# Two workers, each of about 3 GB; who has nothing left to do takes tests from the other.
+# Two workers; who has nothing left to do takes tests from the other.
 PYTEST := python -m pytest -q -n 2 --dist worksteal
-QUICK := $(PYTEST) -m "not slow"
 NUMERICS := $(PYTEST) -m "numerics and not slow"
+# Three sessions, whose workers take at most 3 GB each: what libraries keep in a process grows with every program.
+SESSIONS := tests/jax_engine "tests/engines tests/evaluation" \
+	"tests --ignore tests/jax_engine --ignore tests/engines --ignore tests/evaluation"
+# Python's folder, and further options.
+in_sessions = @status=0; for tests in $(SESSIONS); do $(1)/$(PYTEST) $$tests $(2) || status=1; done; exit $$status
 # Each changes the order in which float32 sums are taken, and where their terms are rounded.
 ROUNDINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 OMP_NUM_THREADS=4
@@ -33,10 +37,10 @@ demo: $(READY) ## Fine-tune the demo model with QLoRA and show its answers besid
 	$(BIN)/python demo/answers.py --run runs/sft_qlora
 
 test: $(READY) ## Run the tests, but for the slow ones
-	$(BIN)/$(QUICK)
+	$(call in_sessions,$(BIN),-m "not slow")
 
 test-all: $(READY) ## Run all tests
-	$(BIN)/$(PYTEST)
+	$(call in_sessions,$(BIN))
 
 test-numerics: $(READY) ## Run the tests of float32 sums as other CPUs and other numbers of threads round them
 	@status=0; for setting in $(ROUNDINGS); do \
@@ -46,14 +50,14 @@ test-numerics: $(READY) ## Run the tests of float32 sums as other CPUs and other
 test-newest: ## Run the quick tests with the newest releases that pyproject.toml admits, in .venv-newest
 	rm -rf .venv-newest && $(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/pip install --quiet --quiet -e '.[dev]'
-	.venv-newest/bin/$(QUICK)
+	$(call in_sessions,.venv-newest/bin,-m "not slow")
 
 test-oldest: .venv-lock/bin/uv ## Run the quick tests with the oldest ones, in .venv-oldest
 	rm -rf .venv-oldest && $(PYTHON) -m venv .venv-oldest
 	$< pip compile --quiet --resolution lowest-direct --python .venv-oldest/bin/python --extra dev \
 		pyproject.toml -o .venv-oldest/lock.txt
 	.venv-oldest/bin/pip install --quiet --quiet -c .venv-oldest/lock.txt -e '.[dev]'
-	.venv-oldest/bin/$(QUICK)
+	$(call in_sessions,.venv-oldest/bin,-m "not slow")
 
 lock: .venv-lock/bin/uv ## Write .ci/lock.txt anew: the newest releases of all that pyproject.toml asks for, on each Python
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $< pip compile --quiet --universal --python-version 3.11 --all-extras \
