@@ -1,7 +1,7 @@
 """How torch's threads wait for each other on a CPU: spinning, or asleep.
 
 By default a thread that has finished its part of an operation spins until the others have finished theirs. That is
-fastest while every thread has a core. Beside another busy program it is several times slower: the spinning thread uses
+fastest while every thread has a core. Next to another busy program it is several times slower: the spinning thread uses
 up time in which the thread that it waits for could run. OpenMP reads the setting once, when torch is imported.
 """
 

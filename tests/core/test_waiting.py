@@ -1,4 +1,4 @@
-"""How torch's threads wait: asleep beside other busy programs, unless the user has chosen."""
+"""How torch's threads wait: asleep next to other busy programs, unless the user has chosen."""
 
 import os
 import subprocess
@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from lmmods.core.hardware import num_cores
 from lmmods.core.waiting import CHOSEN_BY, SECONDS, busy_cores
 
 ROOT = Path(__file__).parents[2]
 CHOOSE = """
 import os, sys
+from lmmods.core.hardware import num_cores
 from lmmods.core.waiting import sleep_if_busy
 line = sleep_if_busy()
 assert "torch" not in sys.modules
@@ -23,7 +25,7 @@ print(line is not None, os.environ.get("OMP_WAIT_POLICY"))
 def busy_programs():
     """As many busy programs as this process may use cores, for as long as the test takes."""
     command = [sys.executable, "-c", "import time\nend = time.time() + 60\nwhile time.time() < end: pass"]
-    programs = [subprocess.Popen(command) for _ in os.sched_getaffinity(0)]
+    programs = [subprocess.Popen(command) for _ in range(num_cores())]
     yield
     for program in programs:
         program.kill()
@@ -36,7 +38,7 @@ def choose(**environment: str) -> str:
                           capture_output=True, text=True).stdout.strip()
 
 
-def test_threads_sleep_beside_busy_programs(busy_programs):
+def test_threads_sleep_next_to_busy_programs(busy_programs):
     assert choose() == "True PASSIVE"
 
 
@@ -48,5 +50,5 @@ def test_the_user_or_a_launcher_chooses_first(name, value, busy_programs):
 
 def test_busy_cores_are_those_of_this_process(busy_programs):
     """All cores are busy by now, and no more than there are; the clock of the system ticks every 10 ms."""
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     assert cores / 2 < busy_cores(5 * SECONDS) < cores * 1.1
