@@ -65,9 +65,12 @@ def tokenizer(tokenizer_folder):
     return AutoTokenizer.from_pretrained(tokenizer_folder)
 
 
-@pytest.fixture(autouse=True)
-def little_memory():
-    """An attack that gets through fails instead of taking the machine's memory."""
+@pytest.fixture
+def bounded_memory():
+    """An attack that gets through fails instead of taking the machine's memory.
+
+    Not for tests that start processes: the server that forks them, which later tests use, too, would inherit the limit.
+    """
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
     if used:
@@ -77,6 +80,7 @@ def little_memory():
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
+@pytest.mark.usefixtures("bounded_memory")
 def test_what_does_not_end_is_stopped(source):
     said = "chat template does not come to an end.*(too m|recursion|is not offered).* in line [12]"
     with pytest.raises(UserError, match=said):
@@ -166,6 +170,7 @@ def test_what_ends_is_rendered_as_transformers_renders_it(source, open_response,
         assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=open_response) == wanted
 
 
+@pytest.mark.usefixtures("bounded_memory")
 def test_transformers_renders_under_the_limits(tokenizer, monkeypatch):
     """What lm-eval and `inspect` ask of it: an answer that goes on, refusals as they are, an end to what has none."""
     ask = functools.partial(tokenizer.apply_chat_template, CHAT, tokenize=False)
