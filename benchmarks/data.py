@@ -138,7 +138,7 @@ def measure_rows(tokenizer: str, folder: Path, num_rows: int, num_proc: int) -> 
 
 def epoch_rate(data: SFTData) -> float:
     """Real tokens per second of one epoch from the cache."""
-    loader = data.train_dataloader()
+    loader = data.train_batches()
     start = time.perf_counter()
     tokens = sum(int(batch["attention_mask"].sum()) for batch in loader)
     return tokens / (time.perf_counter() - start)
@@ -179,7 +179,7 @@ def measure_corpus(tokenizer: str, folder: Path, megabytes: int, num_proc: int) 
         f"{megabytes} MiB of text: {tokens:,} tokens in {taken:,.0f} s, {megabytes / taken:.1f} MiB/s, "
         f"memory {before:,.0f} MiB before, peak {peak:,.0f} MiB"
     )
-    for _, batch in zip(range(2000), data.train_dataloader(), strict=False):
+    for _, batch in zip(range(2000), data.train_batches(), strict=False):
         np.asarray(batch["input_ids"])
     print(
         f"after 2,000 batches of 8 x 1024: peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f} MiB "

@@ -296,7 +296,7 @@ def tokenised(sizes: Sizes, folder: Path) -> list[dict[str, list[int]]]:
     data.setup("fit")
     wanted = sizes.steps * sizes.sft_batch_size
     return [{name: batch[name][0].tolist() for name in ("input_ids", "labels")}
-            for _, batch in zip(range(wanted), data.train_dataloader(), strict=False)]
+            for _, batch in zip(range(wanted), data.train_batches(), strict=False)]
 
 
 def repeat_first_batch() -> None:

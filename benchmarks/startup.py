@@ -137,7 +137,7 @@ def measure_hits(rounds: int) -> list[Row]:
                        batch_size=4, cache_dir=str(path.parent / "cache"), **options)
         start = time.perf_counter()
         data.setup("fit")
-        next(iter(data.train_dataloader()))
+        next(iter(data.train_batches()))
         return time.perf_counter() - start
 
     with tempfile.TemporaryDirectory() as temporary:

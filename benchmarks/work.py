@@ -159,12 +159,12 @@ class Work:
                               "pad_to_multiple_of": 1}, tokenizer=str(folder / "model"), seed=1)
         check.setup("fit")
         (folder / "check.json").write_text(json.dumps(
-            {name: value.tolist() for name, value in next(iter(check.train_dataloader())).items()}))
+            {name: value.tolist() for name, value in next(iter(check.train_batches())).items()}))
         single = data_class(**{**fields, "shuffle": False, "batch_size": 1, "group_by_length": False,
                                "pad_to_multiple_of": 1}, tokenizer=str(folder / "model"), seed=1)
         single.setup("fit")
         with (folder / "rows.jsonl").open("w") as file:
-            for batch in single.train_dataloader():
+            for batch in single.train_batches():
                 if self.task == "preference":
                     file.write(json.dumps(_pair(batch)) + "\n")
                     continue

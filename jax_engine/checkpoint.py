@@ -1,6 +1,7 @@
 """Checkpoints of a JAX run: their content, restoring, and saving in the background of training."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,16 @@ from lmmods.runs.checkpoint import (
 from lmmods.runs.checkpoint_policy import CheckpointPolicy, KeptCheckpoints
 from lmmods.runs.folder import checkpoint_name
 from lmmods.runs.identity import RunIdentity, check_parameters
-from lmmods.runs.progress import Cut, read_progress, rewind
+from lmmods.runs.progress import Progress, update_checkpoint
 from lmmods.runs.wandb import log_checkpoint
 
 
 class Checkpointer:
-    """Save and restore everything a run needs to resume exactly.
+    """Save and restore everything a run needs to resume exactly."""
 
-    Args:
-        cut: How an optimiser step is divided into micro-batches.
-    """
-
-    def __init__(self, run: Training, cut: Cut, policy: CheckpointPolicy, callbacks: list[EarlyStopping],
+    def __init__(self, run: Training, policy: CheckpointPolicy, callbacks: list[EarlyStopping],
                  identity: RunIdentity):
-        self._run, self._cut, self._policy = run, cut, policy
-        self._callbacks, self._identity = callbacks, identity
+        self._run, self._policy, self._callbacks, self._identity = run, policy, callbacks, identity
         self._latest: Path | None = None  # checkpoint restored or saved last
         self._writer = BackgroundWriter()
         several = jax.process_count() > 1
@@ -52,11 +48,9 @@ class Checkpointer:
     def restore(self, checkpoint: Path) -> None:
         """Restore the run from a checkpoint written by either engine."""
         run, network, parallel = self._run, self._run.task.network, self._run.parallel
-        content = rewind(_opened(checkpoint))
-        # The data module's state is under its class name.
-        key = type(run.data).__qualname__
+        content = update_checkpoint(_opened(checkpoint))
         # First: the steps below read the position from it.
-        run.progress = read_progress(content, key, self._cut)
+        run.progress = Progress(**content["progress"])
         host = unpack(content, parallel.shapes(run.state), run.task.optimizer, network.to_torch, network.from_torch,
                       network.num_named_layers)
         run.replace_state(parallel.put_state(host))
@@ -65,7 +59,8 @@ class Checkpointer:
         for callback in self._callbacks:
             if callback.state_key in content["callbacks"]:
                 callback.load_state_dict(content["callbacks"][callback.state_key])
-        run.data.load_state_dict(content[key])
+        # The data module's state is under its class name.
+        run.data.load_state_dict(content[type(run.data).__qualname__])
         self._latest = self.path
 
     def resume_from(self, checkpoint: Path) -> None:
@@ -120,7 +115,7 @@ class Checkpointer:
             "engine": "jax",
             "epoch": progress.epoch,
             "global_step": progress.step,
-            "loops": progress.loops(run.ends_epoch),
+            "progress": replace(progress, ends_epoch=run.ends_epoch).state(),
             **pack(state, run.task.optimizer, progress.step, run.schedule.num_steps, network.to_torch,
                    network.num_named_layers),
             "callbacks": {

@@ -59,7 +59,7 @@ class Planner:
         data.prepare_data()
         data.setup("fit")
         task.link(data)
-        self._loader = data.train_dataloader()
+        self._loader = data.train_batches()
         self.example = task.complete({name: np.asarray(x) for name, x in next(iter(self._loader)).items()})
         self.precision = machines.choose_precision(self.on)[0] if trainer.precision == "auto" else trainer.precision
 

@@ -15,10 +15,11 @@ from jax_engine.tasks.base import Task, Weights
 from lmmods.core.memory import StepMemory
 from lmmods.core.progress_bar import Bar
 from lmmods.core.throughput import Stopwatch
+from lmmods.recipe.trainer_fields import limited
 from lmmods.runs.csv_logger import Logger
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.progress import Progress
-from lmmods.runs.schedule import Schedule, limited
+from lmmods.runs.schedule import Schedule
 from lmmods.runs.step_metrics import StepMetrics
 
 
@@ -116,7 +117,7 @@ class Training(Run):
             names = ("weight", "grad_norm", "num_tokens", "num_rows", *self.task.metric_names)
             return {"loss": fetched["loss"], "lr": lr, **{name: fetched[name] for name in names if name in fetched}}
 
-        self.metrics.add(progress.step, progress.epoch + progress.batches / schedule.batches_per_epoch, fetch,
+        self.metrics.add(progress.step, progress.epoch + progress.epoch_step / schedule.steps_per_epoch, fetch,
                          step_metrics["total"].is_ready)
         self.bar.update(progress.step)
 

@@ -76,6 +76,7 @@ class Trainer(JaxTrainerFields):
         check_timeout(self.heartbeat_timeout)
         self.limits = {"train": self.limit_train_batches, "val": self.overfit_batches or self.limit_val_batches,
                        "test": self.limit_test_batches, "predict": self.limit_predict_batches}
+        self.train_limit = self.limit_train_batches  # which data modules read from a trainer of either engine
         self.num_sanity_val_steps = 2 if self.num_sanity_val_steps is None else self.num_sanity_val_steps
         self.log_every_n_steps = 50 if self.log_every_n_steps is None else self.log_every_n_steps
         self.callbacks = [self.callbacks] if isinstance(self.callbacks, EarlyStopping) else self.callbacks or []
@@ -112,7 +113,7 @@ class Trainer(JaxTrainerFields):
         run, loader = self.training_run(model, datamodule, resumed)
         model.begin(run)  # reads the initial weights, so before a checkpoint replaces them
         evaluation = Evaluation(run, self.samples, self.mmlu)
-        checkpointer = Checkpointer(run, self._cut(datamodule), self.checkpoint, self.callbacks, self.identity)
+        checkpointer = Checkpointer(run, self.checkpoint, self.callbacks, self.identity)
         events = Events(self.checkpoint if self.enable_checkpointing else None, self.samples, self.mmlu, self.publish,
                         may_stop_early=bool(self.callbacks))
         loop = Loop(run, self.accumulate_grad_batches, events, evaluation, checkpointer, Exporter(run, self.publish),
@@ -274,7 +275,7 @@ class Trainer(JaxTrainerFields):
 
     def training_run(self, model: Task, datamodule: Any, checkpoint: Path | None) -> tuple[Training, Any]:
         """Return a run before its first step, and its training loader."""
-        run, loader = self._prepare("fit", model, datamodule, checkpoint), datamodule.train_dataloader()
+        run, loader = self._prepare("fit", model, datamodule, checkpoint), datamodule.train_batches()
         schedule = Schedule.from_keys(
             batches_per_epoch=run.num_batches(loader, "train"), batches_per_step=self.accumulate_grad_batches,
             num_val_batches=run.num_batches(datamodule.val_dataloader(), "val"), max_epochs=self.max_epochs,
@@ -529,11 +530,11 @@ class Loop:
         run.stopwatch.start()
         while not run.is_done:
             if run.ends_epoch:
-                progress.epoch, progress.batches = progress.epoch + 1, 0
+                progress.epoch, progress.epoch_step = progress.epoch + 1, 0
                 # The prefetcher has read ahead of the last step: rewind the loader to it.
                 loader.load_state_dict(run.data_position)
             # A resumed run begins inside an epoch.
-            left = run.schedule.batches_per_epoch - progress.batches
+            left = run.schedule.batches_per_epoch - progress.epoch_step * self._accumulate
             if isinstance(loader, SegmentLoader):
                 left = min(left, self._begin_segment(loader))
             with closing(run.batches(loader, run.data.batch_size, left, lengths=run.lengths)) as batches:
@@ -584,7 +585,7 @@ class Loop:
                 accumulation = steps.accumulate(run.state, frozen, accumulation, batch.arrays)
             state, step_metrics = steps.update(run.state, accumulation, run.scalars())
         run.replace_state(state)
-        run.progress.count_step(num_batches)
+        run.progress.epoch_step, run.progress.step = run.progress.epoch_step + 1, run.progress.step + 1
         run.data_position, self._step_metrics = batch.position, step_metrics
 
         # Events. `--stop_at` the last step of the run interrupts nothing.

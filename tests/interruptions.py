@@ -17,7 +17,7 @@ left = {"batches": 0}
 class Interrupt(L.Callback):
     """Asks for an interruption, as Ctrl+C would."""
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_) -> None:
+    def on_before_backward(self, trainer: L.Trainer, *_) -> None:
         left["batches"] -= 1
         if left["batches"] == 0:
             trainer.interruption.requested = True

@@ -98,18 +98,18 @@ def watch_torch(asked: dict[str, Any]) -> None:
         return torch_parts(profiler.events())
 
     watch = Watch(asked, profiler.__enter__, end)
-    on_train_batch_end, clip = RunEvents.on_train_batch_end, TaskModule.configure_gradient_clipping
+    on_train_batch_end, clip = RunEvents.on_train_batch_end, TaskModule.on_before_optimizer_step
 
-    def ended(self, trainer, module, outputs, batch, batch_idx):  # noqa: ANN001, ANN202
-        on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)
+    def ended(self, trainer, module, outputs, batches, batch_idx):  # noqa: ANN001, ANN202
+        on_train_batch_end(self, trainer, module, outputs, batches, batch_idx)
         watch.report |= {**torch_sizes(module.model), "bfloat16": trainer.precision.startswith("bf16")}
-        watch.step(batch)
+        watch.step(batches[0])
 
     def clipped(self, *args, **kwargs):  # noqa: ANN001, ANN002, ANN003, ANN202
         with record_function("norm of the gradient"):
             clip(self, *args, **kwargs)
 
-    RunEvents.on_train_batch_end, TaskModule.configure_gradient_clipping = ended, clipped
+    RunEvents.on_train_batch_end, TaskModule.on_before_optimizer_step = ended, clipped
     torch.manual_seed(0)
 
 

@@ -401,8 +401,8 @@ def this_machine(hidden: int) -> Machine:
     """Return the device and precision that `auto` selects on this machine."""
     import torch
 
-    from lmmods.torch_engine.nn.gradient_accumulation import tokens_per_piece
     from lmmods.torch_engine.nn.loss import chunk_bytes
+    from lmmods.torch_engine.nn.micro_batches import tokens_per_piece
     from lmmods.torch_engine.nn.summary import available_bytes
     from lmmods.torch_engine.precision import choose_precision
 

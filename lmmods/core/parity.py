@@ -63,7 +63,7 @@ def first_rows(datamodule: Any, num_rows: int) -> list[Row]:
     datamodule.batch_size, datamodule.num_workers = num_rows, 0
     datamodule.prepare_data()
     datamodule.setup("fit")
-    batch = {name: np.asarray(values) for name, values in next(iter(datamodule.train_dataloader())).items()}
+    batch = {name: np.asarray(values) for name, values in next(iter(datamodule.train_batches())).items()}
     return [{name: values[place : place + 1] for name, values in batch.items()}
             for place in range(len(batch["input_ids"]))]
 

@@ -143,9 +143,9 @@ class PolicyLoss:
             metrics["kl"] = ((ops.stop_gradient(kl) * mask).sum(-1), tokens)
         return total, weight, metrics
 
-    def weight_of(self, num_tokens: int) -> float:
-        """Return the weight of an answer of so many tokens, as `of_rows` does."""
-        return float(num_tokens if self.loss in ("dapo", "cispo") else num_tokens > 0)
+    def weight_of(self, num_tokens: Array) -> Array:
+        """Return the weight of an answer of so many tokens, or of several, as `of_rows` does."""
+        return num_tokens if self.loss in ("dapo", "cispo") else num_tokens > 0
 
     @property
     def metric_names(self) -> tuple[str, ...]:

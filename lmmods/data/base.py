@@ -17,7 +17,7 @@ from lmmods.core.hardware import REFERENCE, cache_folder
 from lmmods.core.labels import IGNORED
 from lmmods.core.redaction import redact
 from lmmods.data.batches.collate import DRAWN, PLACES, SEEDS, Collator
-from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader, Widths
+from lmmods.data.batches.loader import Batch, EvaluationLoader, Shard, StatefulLoader, StepLoader, Widths
 from lmmods.data.batches.mixing import Mixture
 from lmmods.data.batches.on_policy import OnPolicyLoader, stand_ins
 from lmmods.data.batches.packing import PackedSet
@@ -32,6 +32,7 @@ from lmmods.data.store.cache import fingerprint
 from lmmods.data.store.references import ArrayStore
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.source import Source
+from lmmods.recipe.trainer_fields import limited
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches of each role: items built from rows, their order, the collator, and the loader of one data-parallel rank.
@@ -438,11 +439,23 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
 
     # Batches
 
-    def train_dataloader(self) -> StatefulLoader | StreamLoader:
-        """Training batches of this rank, from a loaded position if there is one. Raises UserError."""
+    def train_dataloader(self) -> StepLoader:
+        """Optimiser steps of this rank, lists of micro-batches, from a loaded position if there is one.
+
+        Raises:
+            UserError: There is nothing to train on.
+        """
+        batches, shard, trainer = self.train_batches(), self._shard(), self.trainer
+        num_batches = limited(len(batches), getattr(trainer, "train_limit", None), "train")
+        # Lightning knows how far a resumed run is in its epoch, which may be a part of the loader's.
+        steps_done = (lambda: trainer.fit_loop.batch_idx + 1) if hasattr(trainer, "fit_loop") else lambda: 0
+        return StepLoader(batches, shard.batches_per_step // shard.world_size, num_batches, steps_done)
+
+    def train_batches(self) -> StatefulLoader | StreamLoader:
+        """Training micro-batches of this rank, from a loaded position if there is one. Raises UserError."""
         if not self.streaming:
             self._loader = self._loaders.training(self._shard(), getattr(self.trainer, "overfit_batches", 0))
-        elif self.trainer is not None and self.trainer.max_steps == -1:
+        elif self.trainer is not None and getattr(self.trainer, "length", (self.trainer.max_steps,))[0] == -1:
             raise UserError("data.streaming never ends; set trainer.max_steps")
         else:
             self._loader = self._loaders.streaming(self._shard(), self._splits.streams())

@@ -152,7 +152,7 @@ class PromptData(PromptDataFields, ConversationData):
 
     # Batches ---------------------------------------------------------------------------------------------------------
 
-    def train_dataloader(self) -> RolloutLoader:
+    def train_batches(self) -> RolloutLoader:
         """Answers of this rank, drawn where the position comes to new prompts. Raises UserError."""
         if getattr(self.trainer, "overfit_batches", 0):
             raise UserError("trainer.overfit_batches is not for reinforcement learning, whose batches are drawn anew: "

@@ -11,7 +11,7 @@ from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import REFERENCE, cache_folder
 from lmmods.data.batches.collate import AnswerCollator, AnswerSet, Collator, MismatchedSet
-from lmmods.data.batches.loader import EvaluationLoader, StatefulLoader
+from lmmods.data.batches.loader import EvaluationLoader
 from lmmods.data.encode.conversations import Choices
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.preferences import PreferenceEncoder
@@ -51,17 +51,6 @@ class PreferenceData(PreferenceDataFields, ConversationData):
 
     def _asked(self, row: dict[str, Any]) -> dict[str, Any]:
         return as_asked(row)
-
-    def micro_batches(self, first: int, count: int) -> list[dict[str, Any]]:
-        """`count` training batches of this rank from number `first` of the current epoch on.
-
-        Raises:
-            UserError: A stream cannot be read ahead.
-        """
-        if not isinstance(self._loader, StatefulLoader):
-            raise UserError("model.loss kto looks at all rows of a step before it trains on the first, which "
-                            "data.streaming does not allow: set it to false, or take apo_zero_unpaired")
-        return self._loader.peek(first, count)
 
     # Log-probabilities under a reference model that is not loaded during training ------------------------------------
 

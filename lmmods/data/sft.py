@@ -230,17 +230,18 @@ class SFTData(SFTDataFields, ConversationData):
     def _encoding_settings(self) -> dict[str, Any]:
         return {**super()._encoding_settings(), "train_on": self.train_on, "turns": self.turns}
 
-    def train_dataloader(self) -> StatefulLoader | StreamLoader:
+    def train_batches(self) -> StatefulLoader | StreamLoader:
         """As of `DataModule`. Raises UserError where answers are to be drawn and the trainer takes parts of epochs."""
         if self.on_policy is not None:
             self._check_on_policy()
-        return super().train_dataloader()
+        return super().train_batches()
 
     def _check_on_policy(self) -> None:
         """Say how many rows leave no room for a drawn answer. Raises UserError."""
-        for name, whole in (("overfit_batches", (None, 0)), ("limit_train_batches", (None, 1.0))):
+        for key, name, whole in (("overfit_batches", "overfit_batches", (None, 0)),
+                                 ("limit_train_batches", "train_limit", (None, 1.0))):
             if (value := getattr(self.trainer, name, None)) not in whole:
-                raise UserError(f"trainer.{name} is {value}, but model.teacher.on_policy draws answers for the whole "
+                raise UserError(f"trainer.{key} is {value}, but model.teacher.on_policy draws answers for the whole "
                                 "steps of whole epochs: take it out, and give data.source a `limit` of rows")
         prompts, most = self._rows("train").column("prompt_length"), self.on_policy.max_new_tokens
         full = int((~self.on_policy.has_room(prompts)).sum())

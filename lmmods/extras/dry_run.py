@@ -32,7 +32,7 @@ def _on_torch(trainer: Any, model: Any, datamodule: Any, watch: Watch) -> int | 
 
         def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
             # The metrics are sums over all processes, so all of them decide alike.
-            if not module.accumulation.is_open and watch(module.accumulation.last.step_metrics()):
+            if watch(module.last_step.step_metrics()):
                 trainer.should_stop = True
 
     trainer.callbacks = [Watching()]  # instead of those that write
@@ -53,7 +53,6 @@ def _on_jax(trainer: Any, model: Any, datamodule: Any, watch: Watch) -> int | No
     from lmmods.runs.events import Events
     from lmmods.runs.hub_upload import Publisher
     from lmmods.runs.identity import RunIdentity
-    from lmmods.runs.progress import Cut
     from lmmods.runs.step_metrics import StepMetrics
 
     class Watching(StepMetrics):
@@ -74,10 +73,8 @@ def _on_jax(trainer: Any, model: Any, datamodule: Any, watch: Watch) -> int | No
     if run.schedule.num_val_batches:
         evaluation.evaluate("val", limit=1, keep=False)
     run.schedule = run.schedule.without_validation()
-    accumulate = trainer.accumulate_grad_batches
-    cut = Cut(run.data.batch_size, accumulate, run.parallel.data_parallel_size)
-    loop = Loop(run, accumulate, Events(None, samples, mmlu, publish, may_stop_early=False), evaluation,
-                Checkpointer(run, cut, CheckpointPolicy(), [], RunIdentity()), Exporter(run, publish), [],
+    loop = Loop(run, trainer.accumulate_grad_batches, Events(None, samples, mmlu, publish, may_stop_early=False),
+                evaluation, Checkpointer(run, CheckpointPolicy(), [], RunIdentity()), Exporter(run, publish), [],
                 Interruption(saves=False))
     with closing(run.bar):
         loop.train(loader, resumed=False)

@@ -181,3 +181,17 @@ def num_steps(batches_per_epoch: int, batches_per_step: int, max_epochs: int | f
     if math.isinf(steps):
         raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
     return steps
+
+
+def limited(num_batches: int, limit: int | float | None, role: str) -> int:
+    """Global micro-batches of a pass over a set, limited by `trainer.limit_<role>_batches`: a number or a share.
+
+    Raises:
+        UserError: Nothing is left to train on.
+    """
+    if limit is None:
+        return num_batches
+    wanted = int(num_batches * limit) if isinstance(limit, float) else limit
+    if wanted < 1 and role == "train":
+        raise UserError(f"trainer.limit_train_batches is {limit}: of {num_batches} micro-batches nothing is left.")
+    return min(wanted, num_batches)

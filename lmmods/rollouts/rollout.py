@@ -127,7 +127,7 @@ class Rollout:
                 if answer.reward is None or task.mask_truncated and not answer.ended:
                     ids, labels, columns = _nothing(ids, columns)
                 elif advantage == 0 and not task.beta:
-                    weight = task.policy_loss.weight_of(int(answer.drawn.sum()))
+                    weight = float(task.policy_loss.weight_of(answer.drawn.sum()))
                     ids, labels, columns = _nothing(ids, columns)
                 found.append({"input_ids": ids, "labels": labels, "advantages": advantage, "idle_weight": weight,
                               "row": group.prompt * len(group.answers) + number, **columns})

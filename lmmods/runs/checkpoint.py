@@ -63,19 +63,19 @@ class CheckpointContent(TypedDict, total=False):
 
     Args:
         global_step: Optimiser steps done.
-        loops: Micro-batches, steps and epochs done, counted as by Lightning's loops (lmmods.runs.progress).
+        progress: Epochs and steps done (lmmods.runs.progress).
         state_dict: Trainable parameters, by the names of the torch engine.
         param_names: Order of the parameters, which numbers them in `optimizer_states`.
         optimizer_states: One state in the form of torch's optimisers: `state` by number, `param_groups`.
         lr_schedulers: One state of torch's LambdaLR.
         callbacks: `Metrics` (lmmods.runs.step_metrics), `Checkpoint` (lmmods.runs.checkpoint_policy), and other
             callbacks' state under their keys.
-        world_size: Number of data-parallel ranks; `loops` counts micro-batches of all of them together.
+        world_size: Number of data-parallel ranks.
     """
 
     global_step: int
     epoch: int
-    loops: dict[str, Any]
+    progress: dict[str, Any]
     state_dict: dict[str, Any]
     param_names: list[str]
     optimizer_states: list[dict[str, Any]]
@@ -594,18 +594,20 @@ def _check_object(folder: Path, tree: Any) -> None:
 
 
 _KINDS = {dict: "an object", list: "a list", int: "a whole number"}
-# Keys required in checkpoints of all versions; older ones lack some others.
+# Keys required in checkpoints of all versions; earlier ones lack some others.
 _REQUIRED = {
     "state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int, "epoch": int,
     "callbacks|Metrics|num_tokens": int, "callbacks|Metrics|num_rows": int, "callbacks|Metrics|latest": dict,
     "callbacks|Checkpoint|best": list,
-    "loops|fit_loop|epoch_progress": dict, "loops|fit_loop|epoch_loop.batch_progress|current": dict,
 }
+_REQUIRED_NOW = {"progress|epoch": int, "progress|epoch_step": int, "progress|step": int}
+_REQUIRED_BEFORE = {  # of earlier versions, see `update_checkpoint`
+    "loops|fit_loop|epoch_progress|current": dict, "loops|fit_loop|epoch_loop.batch_progress|current": dict}
 
 
 def missing_key(content: dict[str, Any]) -> tuple[str, str] | None:
     """Return the first required key that is missing, and the type it must have; None if all are present."""
-    for path, kind in _REQUIRED.items():
+    for path, kind in (_REQUIRED | (_REQUIRED_BEFORE if "loops" in content else _REQUIRED_NOW)).items():
         value: Any = content
         for key in path.split("|"):
             value = value.get(key) if isinstance(value, dict) else None

@@ -1,13 +1,9 @@
-"""Length of a run and its validations, by the rules of Lightning's Trainer.
-
-The loop of the JAX engine follows it; both engines use it to announce the length of a run.
-"""
+"""Length of a run and its validations, by the rules of Lightning's Trainer."""
 
 from dataclasses import dataclass, replace
 
-from lmmods.core.errors import UserError
 from lmmods.data.batches.stream import ENDLESS
-from lmmods.recipe.trainer_fields import num_steps, steps_per_epoch
+from lmmods.recipe.trainer_fields import limited, num_steps, steps_per_epoch
 from lmmods.runs.progress import Progress
 
 
@@ -71,7 +67,7 @@ class Schedule:
     @property
     def num_epochs(self) -> float:
         """Epochs of the run, with the fraction."""
-        return self._batches(self.num_steps) / self.batches_per_epoch
+        return self.num_steps / self.steps_per_epoch
 
     def validations_after(self, step: int) -> int:
         """Number of validations after optimiser step `step`, including the one at the end of the run."""
@@ -80,12 +76,6 @@ class Schedule:
         # A run validates at its end in any case, which adds one unless the interval is due there anyway.
         at_end = self._validations(self.num_steps) == self._validations(self.num_steps - 1)  # not due by interval
         return self._validations(self.num_steps) - self._validations(step) + at_end
-
-    def _batches(self, step: int) -> int:
-        """Global micro-batches of the first `step` optimiser steps."""
-        epochs, steps = divmod(step, self.steps_per_epoch)
-        # The last step of an epoch may be shorter.
-        return epochs * self.batches_per_epoch + min(steps * self.batches_per_step, self.batches_per_epoch)
 
     def _validations(self, steps: int) -> int:
         """Validations due by the interval in the first `steps` optimiser steps."""
@@ -100,35 +90,18 @@ class Schedule:
         return epochs // self.val_epochs * each + (steps // self.steps_per_validation if is_due else 0)
 
     def ends_epoch(self, progress: Progress) -> bool:
-        """True if the last micro-batch done was the last of its epoch."""
-        return progress.batches >= self.batches_per_epoch
+        """True if the last step done was the last of its epoch."""
+        return progress.epoch_step >= self.steps_per_epoch
 
     def validates_after(self, progress: Progress) -> bool:
-        """True if a validation follows the last micro-batch done."""
+        """True if a validation follows the last step done."""
         if not self.num_val_batches:
             return False
-        if progress.batches % self.batches_per_step and not self.ends_epoch(progress):
-            return False  # inside a step
         if self.counts_over_run:
             return progress.step % self.steps_per_validation == 0
         if self.val_epochs is None or (progress.epoch + 1) % self.val_epochs:
             return False
-        # Steps done in this epoch, including a shorter last one.
-        return steps_per_epoch(progress.batches, self.batches_per_step) % self.steps_per_validation == 0
-
-
-def limited(num_batches: int, limit: int | float | None, role: str) -> int:
-    """Global micro-batches of a pass over a set, limited by `trainer.limit_<role>_batches`: a number or a share.
-
-    Raises:
-        UserError: Nothing is left to train on.
-    """
-    if limit is None:
-        return num_batches
-    wanted = int(num_batches * limit) if isinstance(limit, float) else limit
-    if wanted < 1 and role == "train":
-        raise UserError(f"trainer.limit_train_batches is {limit}: of {num_batches} micro-batches nothing is left.")
-    return min(wanted, num_batches)
+        return progress.epoch_step % self.steps_per_validation == 0
 
 
 @dataclass(frozen=True)

@@ -239,10 +239,10 @@ class Planner:
         data.prepare_data()
         data.setup("fit")
         task.link(data)
-        accumulated = trainer.accumulate_grad_batches
-        trainer.accumulate_grad_batches *= self._num_ranks(strategy)  # for a step of all ranks, of which this is one
-        self._loader = data.train_dataloader()
-        trainer.accumulate_grad_batches = accumulated
+        accumulate = trainer.accumulate
+        trainer.accumulate *= self._num_ranks(strategy)  # for a step of all ranks, of which this is one
+        self._loader = data.train_batches()
+        trainer.accumulate = accumulate
         self.example = next(iter(self._loader))
         self._check()
 
@@ -284,7 +284,7 @@ class Planner:
     def recipe(self) -> Variant:
         """Return the recipe's own variant."""
         task = self.task
-        return Variant(self.data.batch_size, self.trainer.accumulate_grad_batches, task.gradient_checkpointing,
+        return Variant(self.data.batch_size, self.trainer.accumulate, task.gradient_checkpointing,
                        self._strategy, task.quantize, task.lora)
 
     @property
@@ -292,7 +292,7 @@ class Planner:
         """Length of the run."""
         trainer = self.trainer
         return RunLength(len(self._loader) * self.data.batch_size,
-                         trainer.overfit_batches or trainer.limit_train_batches, *trainer.length)
+                         trainer.overfit_batches or trainer.train_limit, *trainer.length)
 
     def plan(self, variant: Variant) -> StepPlan:
         """Return the memory, FLOPs and collectives of an optimiser step.
@@ -328,8 +328,8 @@ class Planner:
     def _plan(self, task: TaskModule, variant: Variant, is_sharded: bool, sharers: tuple[int, int]) -> StepPlan:
         ranks, on_gpu = self.on.num_devices, self.on.platform == "gpu"
         ledger, no_values = Ledger(len(self.data.tokenizer)), without_values()
-        task.trainer = stand_in(self.data, self.precision, variant.accumulated, ranks, "cuda" if on_gpu else "cpu",
-                                sharers)
+        task.trainer = stand_in(self.data, self.precision, variant.accumulated, self.trainer.clip_val, ranks,
+                                "cuda" if on_gpu else "cpu", sharers)
         with no_values, ledger:
             task.build_model(abstract=True)
         with ledger:
@@ -423,7 +423,7 @@ class Planner:
             first = ledger.num_seen
 
         ledger.begin()
-        take_step(task, optimizer, batches, (self.trainer.gradient_clip_val, None), seen)
+        take_step(task, optimizer, batches, seen)
         return counts | {"step": [(ledger.flops, dict(ledger.traffic))]}
 
     def _notes(self, task: TaskModule, optimizer: Any) -> list[str]:
@@ -519,18 +519,15 @@ class Ranks:
         self.root_device, self.world_size = root_device, world_size
         self.tensor_parallel_size, self.context_parallel_size = tensor_parallel_size, context_parallel_size
 
-    def reduce(self, tensor: Tensor, reduce_op: str = "mean") -> Tensor:
-        """Return the tensor itself, as a sum over processes has the same shape."""
-        return tensor
 
-
-def stand_in(data: Any, precision: str, accumulated: int, ranks: int = 1, device: str = "cpu",
+def stand_in(data: Any, precision: str, accumulated: int, clip_val: float | None, ranks: int = 1, device: str = "cpu",
              sharers: tuple[int, int] = (1, 1)) -> Any:
     """Return a stand-in for Lightning's trainer, with the attributes that a task uses.
 
     Args:
         precision: Lightning's name of the precision.
         accumulated: Micro-batches of an optimiser step.
+        clip_val: Largest norm of the gradient; None does not clip.
         ranks: Number of processes.
         device: Device for which the network is built.
         sharers: Sizes of tensor and context parallelism.
@@ -544,7 +541,9 @@ def stand_in(data: Any, precision: str, accumulated: int, ranks: int = 1, device
         scaler = torch.amp.GradScaler("cpu", enabled=False) if precision == "16-mixed" else None
         plugin = MixedPrecision(precision, "cpu", scaler)
     return SimpleNamespace(datamodule=data, strategy=strategy, precision=precision, precision_plugin=plugin,
-                           accumulate_grad_batches=accumulated, num_data_ranks=ranks // math.prod(sharers), data_rank=0,
+                           accumulate=accumulated, num_data_ranks=ranks // math.prod(sharers), data_rank=0,
+                           clip_val=clip_val,
+                           gradient_clip_algorithm=None,
                            batches_per_step=accumulated * ranks // math.prod(sharers), current_epoch=0, global_step=0,
                            world_size=ranks)
 
@@ -565,12 +564,11 @@ def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[s
 
 
 def take_step(module: TaskModule, optimizer: torch.optim.Optimizer | None, batches: list[dict[str, Tensor]],
-              clipping: tuple[float | None, str | None], seen: Callable[[str], None] = lambda _: None) -> None:
-    """Run one optimiser step.
+              seen: Callable[[str], None] = lambda _: None) -> None:
+    """Run one optimiser step, as `TaskModule.training_step` does.
 
     Args:
         optimizer: None stops after the gradients.
-        clipping: Value and algorithm of gradient clipping.
         seen: Called with the name of each pass as it ends: `survey`, `forward`, `backward`.
     """
     def surveyed() -> Iterator[dict[str, Tensor]]:
@@ -578,19 +576,16 @@ def take_step(module: TaskModule, optimizer: torch.optim.Optimizer | None, batch
             yield batch
             seen("survey")
 
-    # The order of calls is that of Lightning's loops, so that peak memory is too.
-    module.survey(surveyed())
-    for place, batch in enumerate(batches):
-        with module.trainer.precision_plugin.forward_context():
-            loss = module.training_step(batch, place)
+    def backward(loss: Tensor) -> None:
         seen("forward")
-        if place == 0:  # as late as Lightning does, so that the last step's gradients count in the first forward pass
-            for param in module.parameters():
-                param.grad = None
-        module.backward(loss)
-        del loss
+        loss.backward()
         seen("backward")
-    stepping = optimizer or SimpleNamespace(param_groups=[{"params": list(module.trainable().values()), "lr": 0.0}])
-    module.configure_gradient_clipping(stepping, *clipping)
+
+    for param in module.parameters():
+        param.grad = None
+    module.survey(surveyed())
+    module.add_gradients(batches, 0, backward)
+    module.on_before_optimizer_step(optimizer or SimpleNamespace(
+        param_groups=[{"params": list(module.trainable().values()), "lr": 0.0}]))
     if optimizer is not None:
         optimizer.step()

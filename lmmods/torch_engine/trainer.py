@@ -1,10 +1,10 @@
 """Lightning's Trainer extended by this project's run folder, exact resume and clean interruption."""
 
 import functools
-import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from lmmods.core.hardware import no_device, processor
 from lmmods.core.parity import Row
 from lmmods.core.peers import Peers, cannot_meet, check_timeout
 from lmmods.core.signals import Interruption
-from lmmods.recipe.trainer_fields import check_length, num_steps
+from lmmods.recipe.trainer_fields import check_length
 from lmmods.runs.checkpoint import read_plain
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued
@@ -31,7 +31,7 @@ from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
 from lmmods.runs.progress import Cut
 from lmmods.runs.progress import Progress as RunProgress
-from lmmods.runs.schedule import Schedule, limited
+from lmmods.runs.schedule import Schedule
 from lmmods.runs.start import RunSummary, say_engine
 from lmmods.runs.step_metrics import check_evaluated
 from lmmods.runs.wandb import RolloutTable
@@ -40,14 +40,9 @@ from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 from lmmods.torch_engine.callbacks.evaluation import PredictionWriter
 from lmmods.torch_engine.callbacks.metrics import Metrics, Progress
 from lmmods.torch_engine.callbacks.run_events import RunEvents, StartReport
-from lmmods.torch_engine.compat.lightning import (
-    decide_loops,
-    end_after,
-    epoch_ends,
-    validation_follows,
-    watch_launched,
-)
+from lmmods.torch_engine.compat.lightning import watch_launched
 from lmmods.torch_engine.nn.cpu_kernels import fast_products
+from lmmods.torch_engine.nn.micro_batches import sum_over_processes
 from lmmods.torch_engine.nn.sharding import num_sharers
 from lmmods.torch_engine.parity import measure
 from lmmods.torch_engine.precision import choose_precision
@@ -64,8 +59,10 @@ class Trainer(L.Trainer):
                  strategy: Literal["auto", "ddp", "fsdp"] | Strategy = "auto", default_root_dir: str = "runs/default",
                  val_check_interval: int | float | None = None, check_val_every_n_epoch: int | None = 1,
                  enable_checkpointing: bool = True, enable_progress_bar: bool = True,
-                 max_epochs: int | float | None = None, max_steps: int = -1, accelerator: str = "auto",
-                 devices: list[int] | int | str = "auto",
+                 max_epochs: int | float | None = None, max_steps: int = -1, min_epochs: int | None = None,
+                 max_time: str | timedelta | dict[str, int] | None = None, accumulate_grad_batches: int = 1,
+                 gradient_clip_val: int | float | None = None, limit_train_batches: int | float | None = None,
+                 accelerator: str = "auto", devices: list[int] | int | str = "auto",
                  plugins: ClusterEnvironment | list[ClusterEnvironment] | None = None,
                  heartbeat_timeout: int | None = 30, **kwargs: Any):
         self._precision_reason: str | None = None
@@ -82,7 +79,9 @@ class Trainer(L.Trainer):
         progress = Progress() if enable_progress_bar else None
         self._metrics = metrics = Metrics(progress.show) if progress else Metrics()
         # The order matters: StartReport prepares the folder, and RunEvents saves the state of all before it.
-        callbacks = [StartReport(), metrics, *callbacks, RunEvents(metrics, callbacks), PredictionWriter()]
+        self._run_events = RunEvents(metrics, callbacks)
+        callbacks = [StartReport(), metrics, *([RunTimer(max_time)] if max_time is not None else []), *callbacks,
+                     self._run_events, PredictionWriter()]
         callbacks += [progress] if progress else []
         plugins = list(plugins) if isinstance(plugins, list) else [plugins] if plugins else []
         if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
@@ -104,9 +103,10 @@ class Trainer(L.Trainer):
                 enable_model_summary=False,
                 enable_autolog_hparams=False,
                 use_distributed_sampler=False,  # the data module divides batches among processes
-                # The fraction is enforced by `estimated_stepping_batches`.
-                max_epochs=None if max_epochs is None else math.ceil(max_epochs),
-                max_steps=max_steps,
+                # `RunEvents` ends the run after its last step: Lightning's own limits know no fraction of an epoch, and
+                # skip the end of a run that is resumed after it.
+                max_epochs=-1,
+                min_epochs=min_epochs or 0,  # with None, `min_steps` would make it 1
                 accelerator=accelerator,
                 devices="auto" if devices == -1 else devices,
                 plugins=[*plugins, FolderCheckpointIO()],
@@ -114,12 +114,14 @@ class Trainer(L.Trainer):
             )
         except (MisconfigurationException, ModuleNotFoundError, TypeError, ValueError) as error:  # bad values
             raise UserError(f"trainer: {error}") from error
+        # The training loader obeys these keys: to Lightning a batch is an optimiser step.
+        self.train_limit = limit_train_batches
         if self.overfit_batches:
-            self.limit_train_batches = 1.0  # the loader is limited already: Lightning would limit it a second time
-        self._epochs = max_epochs
-        decide_loops(self, functools.partial(is_skipped, self), self._validates_by_interval,
-                     lambda: self.lightning_module.accumulation.is_open)
+            self.limit_train_batches = 1.0
+        self.accumulate, self.clip_val = accumulate_grad_batches, gradient_clip_val
         self.length = (max_steps, max_epochs)  # as written in the recipe
+        if self.fast_dev_run:
+            self.length = (int(self.fast_dev_run), None)
         self.stopwatch = metrics.stopwatch
         self._rollout_table = RolloutTable()
         self.run_folder = RunFolder(default_root_dir)
@@ -149,7 +151,8 @@ class Trainer(L.Trainer):
             for line in self.identity.resolve(None if rank_zero_only.rank else datamodule, checkpoint,
                                              self.cut(datamodule)):
                 say(line)
-            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
+            with suppress(CompleteRun):
+                super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
 
     def validate(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
         """Evaluate on the validation set."""
@@ -182,9 +185,8 @@ class Trainer(L.Trainer):
         datamodule.setup("fit")
         self._build(model, datamodule)
         show_data(datamodule, rows, which)
-        batches = limited(len(datamodule.train_dataloader()), self.limit_train_batches, "train")
         print()
-        self.summary(batches).say(datamodule)
+        self.summary(datamodule.train_dataloader().num_batches).say(datamodule)
         if recipe:
             show_recipe(self.recipe, datamodule)
 
@@ -261,11 +263,11 @@ class Trainer(L.Trainer):
     @property
     def batches_per_step(self) -> int:
         """Micro-batches of an optimiser step, over all processes."""
-        return self.accumulate_grad_batches * self.num_data_ranks
+        return self.accumulate * self.num_data_ranks
 
     def cut(self, data: Any) -> Cut:
         """Return how optimiser steps are divided into micro-batches; `data` is the DataModule."""
-        return Cut(data.batch_size, self.accumulate_grad_batches, self.num_data_ranks)
+        return Cut(data.batch_size, self.accumulate, self.num_data_ranks)
 
     @property
     def data_rank(self) -> int:
@@ -280,29 +282,63 @@ class Trainer(L.Trainer):
             return self.interruption.is_due
         # One process may have been signalled before the others: all stop if any is asked to.
         asked = torch.tensor(float(self.interruption.is_due), device=self.strategy.root_device)
-        return bool(self.strategy.reduce(asked, reduce_op="sum") > 0)
+        return bool(sum_over_processes(asked, self.strategy) > 0)
+
+    def stop_if_asked(self) -> None:
+        """Abandon the current step if this process, the only one of the run, has been asked to stop."""
+        if self.world_size == 1 and self.interruption.is_due:
+            self._run_events.abandon_step(self, self.lightning_module)
 
     # Length ----------------------------------------------------------------------------------------------------------
 
     @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Optimiser steps of the run. Enforces a fractional `max_epochs`: Lightning only counts whole epochs."""
-        steps = super().estimated_stepping_batches  # also loads the data
-        if isinstance(self._epochs, float) and math.isfinite(self.num_training_batches):
-            steps = num_steps(self.num_training_batches, self.accumulate_grad_batches, self._epochs, self.max_steps)
-            end_after(self, steps)
-        return steps
+    def estimated_stepping_batches(self) -> int:
+        """Optimiser steps of the run; loads the data."""
+        self.fit_loop.setup_data()
+        return self.num_steps
+
+    @functools.cached_property
+    def num_steps(self) -> int:
+        """Optimiser steps of the run; for use in fit, once the data is loaded."""
+        return self.schedule().num_steps
+
+    @property
+    def stops(self) -> bool:
+        """True if `should_stop` ends the run after this step, as its least lengths are reached."""
+        return self.should_stop and self.global_step >= (self.min_steps or 0) and self.current_epoch >= self.min_epochs
+
+    def end(self) -> None:
+        """End the run with the step just done, whatever its least lengths."""
+        self.should_stop = True
+        self.fit_loop.min_epochs = self.fit_loop.epoch_loop.min_steps = 0
+
+    def check_unfinished(self) -> None:
+        """Raise CompleteRun if a resumed run has nothing left to do, not even its end.
+
+        A run killed after its last step still performs the end of a run, so that samples, metrics, model and loss plot
+        are written. A complete run only reports that it is complete.
+        """
+        if self.resumed_from is None:
+            return
+        # Why stopping rules keep the resumed run stopped; an empty string for those that do not.
+        stopped = [callback.rule.begin(self.validates) for callback in self.callbacks
+                   if isinstance(callback, SharedEarlyStopping)]
+        out_of_time = any(callback.time_remaining() <= 0 for callback in self.callbacks if isinstance(callback, Timer))
+        if ((self.global_step >= self.num_steps or any(stopped) or out_of_time)
+                and self.run_folder.was_complete(self.global_step, *self.length, stopped, out_of_time)):
+            raise CompleteRun
 
     def schedule(self, batches_per_epoch: int | None = None) -> Schedule:
         """Return the schedule of the run: its length, and when it validates.
 
         Args:
-            batches_per_epoch: Micro-batches per epoch; None asks Lightning, which knows from `on_train_start` on.
+            batches_per_epoch: Micro-batches of a device per epoch; None takes those of the loader, once it is loaded.
         """
+        max_steps, max_epochs = self.length
         return Schedule.from_keys(
-            batches_per_epoch=batches_per_epoch or self.num_training_batches,
-            batches_per_step=self.accumulate_grad_batches, num_val_batches=int(self.validates),
-            max_epochs=self._epochs, max_steps=self.max_steps, val_check_interval=self.val_check_interval,
+            batches_per_epoch=batches_per_epoch or self.train_dataloader.num_batches,
+            batches_per_step=self.accumulate, num_val_batches=int(self.validates),
+            max_epochs=max_epochs, max_steps=max_steps, val_check_interval=self.val_check_interval,
             val_epochs=self.check_val_every_n_epoch)
 
     def summary(self, batches_per_epoch: int | None = None) -> RunSummary:
@@ -322,46 +358,34 @@ class Trainer(L.Trainer):
         """True if there is validation data; for use in fit."""
         return bool(self.limit_val_batches and self.datamodule.val_dataloader())
 
-    def _validates_by_interval(self) -> bool:
-        """True if `val_check_interval` makes a validation due after the current batch."""
-        # The batch just done counts.
-        here = RunProgress(self.current_epoch, self.fit_loop.batch_idx + 1, step=self.global_step)
-        return self.schedule().validates_after(here)
+    @property
+    def progress(self) -> RunProgress:
+        """Steps done; for use in `on_train_start` and from `on_train_batch_end` to the next step."""
+        return RunProgress(self.current_epoch, self.fit_loop.batch_idx + 1, self.global_step, self.is_last_batch)
 
     def validation_is_due(self) -> bool:
-        """True if validation follows this batch; for use in `on_train_batch_end`."""
-        return self.validates and validation_follows(self)
-
-    def is_last_batch_of_run(self) -> bool:
-        """True if max_steps or max_epochs end the run with this batch; for use in `on_train_batch_end`."""
-        if self.max_steps != -1 and self.global_step >= self.max_steps:
-            return True
-        last_epoch = self.max_epochs not in (None, -1) and self.current_epoch + 1 >= self.max_epochs
-        return last_epoch and epoch_ends(self)
+        """True if a validation follows this step; for use in `on_train_batch_end`."""
+        return self.validates and (self.stops or self.schedule().validates_after(self.progress))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Resumed runs that have nothing left to train.
+class CompleteRun(Exception):
+    """A run that was resumed is complete; nothing is changed."""
 
-def is_skipped(trainer, skips: bool) -> bool:
-    """True if fit returns at once.
 
-    A run killed after its last step still performs the end of a run, so that samples, metrics, model and loss plot are
-    written. A complete run only reports that it is complete.
+class RunTimer(Timer):
+    """`trainer.max_time`. A run that is resumed without time left still performs its end."""
 
-    Args:
-        trainer: `lmmods.torch_engine.trainer.Trainer`.
-        skips: Whether Lightning's own loop would return at once.
-    """
-    if trainer.resumed_from is None or trainer.limit_train_batches == 0:
-        return skips
-    # Why stopping rules keep the resumed run stopped; an empty string for those that do not.
-    stopped = [callback.rule.begin(trainer.validates) for callback in trainer.callbacks
-               if isinstance(callback, SharedEarlyStopping)]
-    if not skips and not any(stopped):
-        return False
-    out_of_time = any(callback.time_remaining() <= 0 for callback in trainer.callbacks if isinstance(callback, Timer))
-    return trainer.run_folder.was_complete(trainer.global_step, *trainer.length, stopped, out_of_time)
+    @property
+    def state_key(self) -> str:
+        return Timer.__qualname__
+
+    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Not here, where Lightning would return from `fit` at once."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        super().on_train_start(trainer, module)
+        if trainer.strategy.broadcast(self.time_remaining() <= 0):
+            trainer.should_stop = True
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def micro_batches(monkeypatch):
     monkeypatch.setattr(Steps, "full_step", second(Steps.full_step, block_until_ready))
     monkeypatch.setattr(Steps, "update", lambda self, *args, update=Steps.update: block_until_ready(
         update(self, *args)))
-    monkeypatch.setattr(TaskModule, "training_step", second(TaskModule.training_step))
+    monkeypatch.setattr(TaskModule, "manual_backward", second(TaskModule.manual_backward))
 
 
 @pytest.mark.slow

@@ -335,14 +335,14 @@ def test_a_stream_and_packs_hold_the_same_rows(jinja, chat_folder, write_jsonl, 
     fields = {"template": jinja("forgets"), "batch_size": 1}
     wanted = sorted(text for _, text in shown(build(path, chat_folder, **fields)))
     data = build(path, chat_folder, streaming=True, stream_window=4, **fields)
-    batches = iter(data.train_dataloader())
+    batches = iter(data.train_batches())
     decode = data.tokenizer.decode
     found = [decode([token for token in next(batches)["labels"][0].tolist() if token != -100]) for _ in wanted]
     next(batches)  # of the second pass
     assert sorted(found) == wanted
     assert "Pass 1 of the stream" in (said := capsys.readouterr().out) and "5 read: no response (1 rows" in said
     packed = build(path, chat_folder, packing=True, **fields)
-    labels = [label for batch in packed.train_dataloader() for label in batch["labels"].flatten().tolist()]
+    labels = [label for batch in packed.train_batches() for label in batch["labels"].flatten().tolist()]
     assert decode([label for label in labels if label != -100]).count("<|im_end|>") == len(wanted)
 
 

@@ -44,7 +44,7 @@ def test_a_corpus_shorter_than_a_block_trains(any_folder, tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     data = CLMData(str(tmp_path / "a.txt"), tokenizer=any_folder, max_length=512)
     data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.train_batches()))
     assert batch["input_ids"].shape[0] == 1 and (batch["labels"] != -100).sum() == batch["attention_mask"].sum()
 
 

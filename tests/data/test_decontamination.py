@@ -123,7 +123,7 @@ def test_a_stream_leaves_out_the_same_rows(spm_folder, write_jsonl, rows):
     path, evaluation = write_jsonl(rows, "train.jsonl"), write_jsonl(EVALUATED, "evaluation.jsonl")
     kept = build(path, spm_folder, evaluation).rows_for_inspection(99)
     data = build(path, spm_folder, evaluation, streaming=True, stream_window=4, batch_size=1)
-    loader = iter(data.train_dataloader())
+    loader = iter(data.train_batches())
     assert sorted(batch["input_ids"][0][batch["attention_mask"][0].bool()].tolist()
                   for batch in itertools.islice(loader, 8)) == sorted(row["input_ids"] for row in kept)
 

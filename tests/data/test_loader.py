@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader
+from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader, StepLoader
 from lmmods.data.batches.sampler import OrderRule, evaluation_order, training_order
 
 NUM_ROWS, BATCH_SIZE = 23, 3
@@ -100,7 +100,7 @@ def test_workers_change_nothing_and_resume():
     loader = make(num_workers=2)
     assert take(loader, 5) == whole[:5]
     state = loader.state_dict()
-    assert state["batches"] == 5
+    assert state["rows"] == 5 * BATCH_SIZE
     resumed = make(num_workers=1)
     resumed.load_state_dict(state)
     assert take(resumed, 5) == whole[5:10]
@@ -151,7 +151,7 @@ def test_a_position_inside_a_batch_is_refused():
 
 def test_a_position_of_an_earlier_version_keeps_its_order():
     """It grouped the rows of a micro-batch, and goes on only with the same size of these."""
-    state = {"epoch": 0, "batches": 2, "batch_size": BATCH_SIZE, "num_rows": NUM_ROWS}
+    state = {"epoch": 0, "rows": 2 * BATCH_SIZE, "batch_size": BATCH_SIZE, "num_rows": NUM_ROWS}
     loader = make(batches_per_step=4)
     loader.load_state_dict(state)
     random = np.random.default_rng([5, 0])
@@ -167,9 +167,26 @@ def test_a_position_of_an_earlier_version_keeps_its_order():
 
 def test_an_order_of_an_earlier_version_that_groups_nothing_may_be_cut_otherwise():
     loader = make(group=False, batch_size=2)
-    loader.load_state_dict({"epoch": 0, "batches": 2, "batch_size": 3, "num_rows": NUM_ROWS})
+    loader.load_state_dict({"epoch": 0, "rows": 6, "batch_size": 3, "num_rows": NUM_ROWS})
     whole = list(itertools.chain.from_iterable(take(make(group=False), 8)))
     assert list(itertools.chain.from_iterable(take(loader, 9))) == whole[6:]
+
+
+@pytest.mark.parametrize(("limit", "lengths"), [(8, [3, 3, 2]), (4, [3, 1]), (3, [3])])
+def test_steps_are_lists_of_micro_batches(limit, lengths):
+    """A pass ends at its limit; the next one goes on with the rows that follow, and ends with the epoch."""
+    loader = StepLoader(make(), 3, limit)
+    whole = take(make(), 8)
+    first, second = list(loader), list(loader)
+    assert len(loader) == len(lengths) and [len(step) for step in first] == lengths
+    found = [batch["index"].tolist() for step in first + (second if limit < 8 else []) for batch in step]
+    assert found == whole[:len(found)] and len(second) == (3 if limit == 8 else len(lengths))
+
+
+def test_a_pass_resumes_after_the_steps_done():
+    batches = make()
+    take(batches, 3)
+    assert [len(step) for step in StepLoader(batches, 3, 7, steps_done=lambda: 1)] == [3, 1]
 
 
 def test_state_of_other_data_is_refused():

@@ -250,7 +250,7 @@ def test_odd_rows_are_counted(task, name, contents, kept, reasons, build):
     assert source["rows_kept"] == kept
     assert {reason: entry["rows"] for reason, entry in source["dropped"].items()} == reasons
     assert all(name in entry["first"][0] for entry in source["dropped"].values())
-    assert all(len(batch["input_ids"]) for batch in data.train_dataloader())
+    assert all(len(batch["input_ids"]) for batch in data.train_batches())
 
 
 def test_there_are_enough_files():

@@ -140,7 +140,7 @@ def build(source, folder, kind=SFTData, rank=0, world_size=1, accumulate=1, **fi
 
 def take(data, count):
     """`count` batches, over the ends of epochs."""
-    loader = data._loader or data.train_dataloader()
+    loader = data._loader or data.train_batches()
     found = []
     while len(found) < count:
         found += [{name: batch[name].tolist() for name in ("input_ids", "token_seeds")}
@@ -165,7 +165,7 @@ def test_a_step_has_the_same_rows_however_it_is_cut(batch_size, world_size, accu
         ranks = [build(weighed(sources, 1, 2), spm_folder, rank=rank, world_size=world_size, accumulate=accumulate,
                        batch_size=batch_size, pad_to_multiple_of=256, **fields) for rank in range(world_size)]
         for _ in range(2):  # epochs, each of which ends its last step
-            batches = [take(rank, len(rank.train_dataloader() if rank._loader is None else rank._loader))
+            batches = [take(rank, len(rank.train_batches() if rank._loader is None else rank._loader))
                        for rank in ranks]
             for start in range(0, len(batches[0]), accumulate):
                 yield sorted(rows_of([batch for each in batches for batch in each[start : start + accumulate]]))
@@ -181,14 +181,14 @@ def test_resume_anywhere(stop, rule, spm_folder, sources):
     first = build(weighed(sources, 1, 2), spm_folder, **fields)
     assert take(first, stop) == whole[:stop]
     second = build(weighed(sources, 1, 2), spm_folder, **fields)
-    second.train_dataloader()
+    second.train_batches()
     second.load_state_dict(first.state_dict() if stop else second.state_dict())
     assert take(second, 4) == whole[stop:]
 
 
 def test_an_epoch_has_the_rows_of_its_shares(spm_folder, sources):
     data = build(weighed(sources, 3, 1), spm_folder, batch_size=4)
-    data.train_dataloader()
+    data.train_batches()
     assert len(data._loader) == 29  # 87 rows of the first and 29 of the second source
     rows = rows_of(take(data, 29))
     texts = Counter(response(data, ids) for ids, _ in rows)
@@ -219,7 +219,7 @@ def test_blocks_are_of_one_source(fields, byte_level_folder, tmp_path):
     data = build([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], byte_level_folder, CLMData, documents="line",
                  max_length=16, mixing=Mixing(temperature=1e9), shuffle=False, **fields)
     end = data.tokenizer.eos_token_id
-    data.train_dataloader()
+    data.train_batches()
     found = [{text[0] for text in data.tokenizer.decode([token for token in ids if token != end])
               if text in "ab"} for ids, _ in rows_of(take(data, len(data._loader)))]
     assert all(len(letters) == 1 for letters in found)

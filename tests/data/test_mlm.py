@@ -80,7 +80,7 @@ def test_evaluation_masks_are_fixed_and_training_masks_are_not(bert_folder, tmp_
     other = build(bert_folder, tmp_path, eval_batch_size=1)
     rows = sorted(sum(map(sum, b["input_ids"].tolist()), 0) for b in other.val_dataloader())
     assert len(rows) == sum(map(len, first))
-    loader = data.train_dataloader()
+    loader = data.train_batches()
     epochs = [sorted(row for b in loader for row in b["labels"].flatten().tolist() if row != -100) for _ in range(2)]
     assert epochs[0] != epochs[1]
 
@@ -88,17 +88,17 @@ def test_evaluation_masks_are_fixed_and_training_masks_are_not(bert_folder, tmp_
 def test_masks_survive_a_resume(bert_folder, tmp_path):
     whole = [
         b["input_ids"].tolist()
-        for loader in [build(bert_folder, tmp_path).train_dataloader()]
+        for loader in [build(bert_folder, tmp_path).train_batches()]
         for _ in range(2)
         for b in loader
     ]
-    half = build(bert_folder, tmp_path).train_dataloader()
+    half = build(bert_folder, tmp_path).train_batches()
     batches = iter(half)
     for _ in range(3):
         next(batches)
     data = build(bert_folder, tmp_path)
     data.load_state_dict(half.state_dict())
-    loader = data.train_dataloader()
+    loader = data.train_batches()
     assert [b["input_ids"].tolist() for _ in range(2) for b in loader][: len(whole) - 3] == whole[3:]
 
 

@@ -82,7 +82,7 @@ def test_pairs_are_encoded_as_by_transformers(write_jsonl):
     rows = [{"sent1": "the man", "sent2": "He", **{f"ending{n}": f"{'walks ' * n}home" for n in range(4)}, "label": 2},
             {"question": "Who [SEP] is it?", "choices": ["a man", "a cat", "the", "x y z"], "answer": "D"}]
     data = data_of(write_jsonl(rows), batch_size=2, shuffle=False)
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.train_batches()))
     tokenizer = AutoTokenizer.from_pretrained(BERT)
     # Names of special tokens in a text are text.
     first = ["the man"] * 4 + ["Who [ SEP ] is it?"] * 4
@@ -133,7 +133,7 @@ def test_a_length_without_room_for_a_token_is_refused(write_jsonl):
 def test_rows_with_different_numbers_of_choices(write_jsonl):
     rows = [TWO, {**TWO, "choices": ["3", "4"]}, {**TWO, "choices": ["3", "4", "5", "6"]}]
     data = data_of(write_jsonl(rows), batch_size=2, shuffle=False)
-    first, second = list(data.train_dataloader())
+    first, second = list(data.train_batches())
     # All batches are as wide as the widest question, so that processes which do not read a batch know its shape.
     assert first["input_ids"].shape[:2] == (2, 4) and second["input_ids"].shape[:2] == (1, 4)
     assert first["choices"].tolist() == [3, 2] and second["choices"].tolist() == [4]
@@ -148,8 +148,8 @@ def test_rows_with_different_numbers_of_choices(write_jsonl):
 def test_token_types_only_where_the_model_has_them(write_jsonl, byte_level_folder):
     data = MultipleChoiceData(source=write_jsonl([TWO]), max_length=64)
     data.connect(pretrained=BERT, token_types=False)
-    assert "token_type_ids" not in next(iter(data.train_dataloader()))
-    assert "token_type_ids" not in next(iter(data_of(write_jsonl([TWO]), folder=byte_level_folder).train_dataloader()))
+    assert "token_type_ids" not in next(iter(data.train_batches()))
+    assert "token_type_ids" not in next(iter(data_of(write_jsonl([TWO]), folder=byte_level_folder).train_batches()))
 
 
 def test_answers_of_an_evaluation(write_jsonl):
@@ -210,5 +210,5 @@ def test_other_rows_and_packing_are_refused(write_jsonl):
 @pytest.mark.parametrize("settings", [{"streaming": True}, {"num_workers": 2}], ids=["stream", "workers"])
 def test_batches_of_streams_and_workers(settings, write_jsonl):
     data = data_of(write_jsonl([{**TWO, "answer": n % 3} for n in range(4)]), batch_size=2, shuffle=False, **settings)
-    loader = iter(data.train_dataloader())
+    loader = iter(data.train_batches())
     assert [next(loader)["labels"].tolist() for _ in range(2)] == [[0, 1], [2, 0]]

@@ -173,26 +173,26 @@ def test_rows_without_room_are_counted(data_with, capsys):
     count = int((prompts > longest).sum())
     assert 0 < count < len(prompts)
     for _ in range(2):
-        loader = data.train_dataloader()
+        loader = data.train_batches()
     said = capsys.readouterr()
     assert (said.out + said.err).count(f"{count} of {len(prompts)} training rows do not have a prompt") == 1
     batch = next(iter(loader))
     assert batch["drawn"].shape == (4,) and 0 < batch["drawn"].sum() < 4
     with pytest.raises(UserError, match="none of the .* training rows has a prompt"):
-        data_with(95).train_dataloader()
+        data_with(95).train_batches()
 
 
 @pytest.mark.parametrize(("trainer", "words"), [({"overfit_batches": 2}, "overfit_batches is 2"),
                                                 ({"limit_train_batches": 0.5}, "limit_train_batches is 0.5")])
 def test_parts_of_epochs_are_refused(data_with, trainer, words):
     with pytest.raises(UserError, match=rf"trainer\.{words}"):
-        data_with(3, **trainer).train_dataloader()
+        data_with(3, **trainer).train_batches()
 
 
 def test_to_measure_memory_all_answers_are_of_full_length(data_with):
     data = data_with(3)
     data.longest_first = True
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.train_batches()))
     prompts = np.sort(data._rows("train").column("prompt_length"))
     assert (batch["drawn"] == 1).all()
     assert batch["attention_mask"].sum(1).tolist() == (prompts[prompts <= 93][-4:] + 3)[::-1].tolist()

@@ -120,7 +120,7 @@ def test_single_answers(rows, chat_folder, write_jsonl):
 def test_a_batch_holds_pairs(chat_folder, write_jsonl):
     rows = [{**TEXTS, "chosen": "2" * n} for n in (1, 2, 30)]
     data = data_of(write_jsonl(rows), chat_folder, batch_size=3, shuffle=False)
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.train_batches()))
     singles = [data._loaders.items("train")[place] for place in range(3)]
     longest = max(len(answer["input_ids"]) for row in singles for answer in row["answers"])
     assert {name: tuple(column.shape) for name, column in batch.items()} == dict.fromkeys(
@@ -139,7 +139,7 @@ def test_a_batch_holds_pairs(chat_folder, write_jsonl):
 
 def test_weights_of_rows(chat_folder, write_jsonl):
     data = data_of(write_jsonl([{**TEXTS, "weight": 0.5}, TEXTS]), chat_folder, batch_size=2, shuffle=False)
-    assert next(iter(data.train_dataloader()))["loss_weights"][:, :, 0].tolist() == [[0.5, 0.5], [1, 1]]
+    assert next(iter(data.train_batches()))["loss_weights"][:, :, 0].tolist() == [[0.5, 0.5], [1, 1]]
 
 
 @pytest.mark.parametrize(("row", "reason"), [
@@ -224,7 +224,7 @@ def test_rows_split_and_report_count_all_answers(chat_folder, write_jsonl):
     for each in (data, paired):
         source, = each.report["sources"].values()
         assert source["not_used"] == {"topic": 20}  # once a row, of which two answers are read
-    batches = list(zip(range(5), paired.train_dataloader(), strict=False))
+    batches = list(zip(range(5), paired.train_batches(), strict=False))
     real = sum(int(batch["attention_mask"].sum()) for _, batch in batches)
     area = sum(batch["attention_mask"].numel() for _, batch in batches)
     assert split["tokens"] == real and np.isclose(split["padding_share"]["shuffled"], 1 - real / area, atol=0.02)

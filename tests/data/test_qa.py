@@ -45,7 +45,7 @@ def build(path, folder, **fields):
 
 
 def windows_of(data, role="train"):
-    for batch in data.train_dataloader():
+    for batch in data.train_batches():
         for n in range(len(batch["index"])):
             row = {key: value[n] for key, value in batch.items()}
             yield row, data.window(role, int(row["index"]))

@@ -334,7 +334,7 @@ def test_rows_without_end_are_counted(streaming, spm_folder, write_jsonl, limits
     source, = data.report["sources"].values()
     assert source["rows_read"] == 12 and source["rows_kept"] == 9
     assert source["dropped"][readers.TOO_LONG] == {"rows": 2, "first": [f"{path}:1", f"{path}:3"]}
-    assert data.train_dataloader() is not None
+    assert data.train_batches() is not None
     if not streaming:
         rows = data.rows_for_inspection(99)
         assert sorted(row["index"] for row in rows) == list(range(3, 12))

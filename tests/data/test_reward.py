@@ -90,7 +90,7 @@ def test_a_tokenizer_of_berts_kind_begins_and_ends_texts(write_jsonl):
 def test_a_batch_holds_pairs(chat_folder, write_jsonl):
     rows = [{**TEXTS, "chosen": "2" * n, "margin": margin} for n, margin in ((1, 0.5), (2, None), (30, "2"))]
     data = data_of(write_jsonl(rows), chat_folder, batch_size=3, shuffle=False)
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.train_batches()))
     longest = int(data._loaders.items("train").lengths.max())
     assert {name: tuple(column.shape) for name, column in batch.items()} == {
         **dict.fromkeys(("input_ids", "attention_mask", "token_seeds"), (3, 2, longest)), "index": (3,), "margin": (3,)}
@@ -204,7 +204,7 @@ def test_metrics_of_an_evaluation(chat_folder, write_jsonl):
 def test_batches_of_streams_and_workers(settings, chat_folder, write_jsonl):
     rows = [{**TEXTS, "chosen": "2" * n, "margin": n / 4} for n in range(1, 5)]
     data = data_of(write_jsonl(rows), chat_folder, batch_size=2, shuffle=False, **settings)
-    loader = iter(data.train_dataloader())
+    loader = iter(data.train_batches())
     batches = [next(loader) for _ in range(2)]
     assert [batch["margin"].tolist() for batch in batches] == [[0.25, 0.5], [0.75, 1]]
     assert all(batch["input_ids"].shape[:2] == (2, 2) for batch in batches)

@@ -40,7 +40,7 @@ def labelled(labels, **more):
 
 def rows_of(data, role="train"):
     """Rows of batches by the number of the source row."""
-    loader = {"train": data.train_dataloader, "val": data.val_dataloader, "test": data.test_dataloader,
+    loader = {"train": data.train_batches, "val": data.val_dataloader, "test": data.test_dataloader,
               "predict": data.predict_dataloader}[role]()
     found = {}
     for batch in loader:
@@ -228,7 +228,7 @@ def test_labels_are_kept_for_other_processes_evaluation_and_checkpoints(bert_fol
     assert build(path, bert_folder).labels == ["c", "b", "a"]
     kept.write_text("{")
     assert build(path, bert_folder).labels == ["a", "b", "c"]
-    data.train_dataloader()
+    data.train_batches()
     state = json.loads(json.dumps(data.state_dict()))
     del state["labels"]["label_lists"]  # as in checkpoints of earlier versions
     resumed = SequenceClassificationData(write_jsonl(labelled(["x", "y"]), "other.jsonl"), tokenizer=bert_folder,
@@ -415,7 +415,7 @@ def test_too_many_labels(bert_folder, write_jsonl):  # noqa: F811
 def test_a_stream_with_named_labels(bert_folder, write_jsonl):  # noqa: F811
     data = build(write_jsonl(labelled(["a", "b"] * 20)), bert_folder, streaming=True, labels=["b", "a"])
     data.trainer = None
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.train_batches()))
     assert set(batch["labels"].tolist()) <= {0, 1} and data.problem_type == "single_label"
     assert data.label_counts("train") == {"b": 20, "a": 20}
     with pytest.raises(UserError, match="stream"):

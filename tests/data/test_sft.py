@@ -112,7 +112,7 @@ def test_end_token_is_scored_when_it_is_the_padding_token(byte_level_folder, wri
     data = build(write_jsonl(alpaca_rows), byte_level_folder, pad_token="<|endoftext|>", batch_size=8)
     eos = data.tokenizer.eos_token_id
     assert data.tokenizer.pad_token_id == eos and data._tokenizer.loaded.new_tokens == []
-    for batch in data.train_dataloader():
+    for batch in data.train_batches():
         assert ((batch["labels"] == eos).sum(1) == 1).all()
         assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
 
@@ -132,7 +132,7 @@ def test_a_token_at_hand_pads(spm_folder, byte_level_folder, chat_folder, write_
         assert data.trainable_new_tokens == [data.tokenizer.convert_tokens_to_ids("<think>")]
         assert sum("pads, masked out" in note for note in data.report["tokenizer"]) == notes
         rows = {tuple(row["input_ids"]): row["labels"] for row in data.rows_for_inspection(99)}
-        for batch in data.train_dataloader():
+        for batch in data.train_batches():
             for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"].bool(), batch["labels"]):
                 assert rows[tuple(ids[mask].tolist())] == labels[mask].tolist()  # its own tokens all attend and score
                 assert (ids[~mask] == data.tokenizer.pad_token_id).all() and (labels[~mask] == -100).all()
@@ -262,7 +262,7 @@ def test_batch_lengths_are_multiples_and_report_adds_up(spm_folder, write_jsonl,
         write_jsonl(alpaca_rows), spm_folder, batch_size=4, pad_to_multiple_of=16, group_by_length=True, val_size=8
     )
     tokens = padded = 0
-    for batch in data.train_dataloader():
+    for batch in data.train_batches():
         assert batch["input_ids"].shape[1] % 16 == 0 and batch["input_ids"].dtype.is_signed
         tokens += int(batch["attention_mask"].sum())
         padded += batch["input_ids"].numel()
@@ -331,7 +331,7 @@ def test_packed_batches_score_the_same_tokens(any_folder, write_jsonl, alpaca_ro
     packed = build(path, any_folder, template="alpaca", packing=True, batch_size=2, val_size=0)
     scored = sum(len(labelled(row)) for row in plain.rows_for_inspection(99))
     seen = 0
-    for batch in packed.train_dataloader():
+    for batch in packed.train_batches():
         assert set(batch) == {"input_ids", "attention_mask", "labels", "position_ids", "segment_ids", "token_seeds"}
         assert torch.equal(batch["attention_mask"] == 0, batch["segment_ids"] == 0)
         firsts = (batch["position_ids"] == 0) & (batch["attention_mask"] == 1)
@@ -352,7 +352,7 @@ def test_rows_count_by_their_weight(any_folder, write_jsonl, alpaca_rows):
             source, = data.report["sources"].values()
             assert source["rows_weighted"] == 3
             assert source["dropped"]["the row's weight is 0"]["rows"] == 2
-        (batch,) = islice(data.train_dataloader(), 1)
+        (batch,) = islice(data.train_batches(), 1)
         rows = {row["index"]: row for row in map(data._rows("train").__getitem__, range(4))}
         if fields.get("packing"):
             ids, weight = (batch[name][0][batch["segment_ids"][0] == 1] for name in ("input_ids", "loss_weights"))
@@ -362,7 +362,7 @@ def test_rows_count_by_their_weight(any_folder, write_jsonl, alpaca_rows):
             if not fields.get("packing"):
                 assert found[mask > 0].unique().tolist() == [wanted[n]] and not found[mask == 0].any()
             assert found.dtype == torch.float32
-    assert "loss_weights" not in next(iter(build(write_jsonl(alpaca_rows), any_folder).train_dataloader()))
+    assert "loss_weights" not in next(iter(build(write_jsonl(alpaca_rows), any_folder).train_batches()))
 
 
 def test_predict_asks_rows_of_any_weight(spm_folder, write_jsonl, alpaca_rows):
@@ -378,7 +378,7 @@ def test_token_seeds_do_not_depend_on_how_rows_are_batched(spm_folder, write_jso
     def epochs(seed=7, **options):
         data = build(path, spm_folder, val_size=0, **options)
         data.connect(seed=seed)
-        loader, found = data.train_dataloader(), []
+        loader, found = data.train_batches(), []
         for _ in range(2):
             found.append({})
             for batch in loader:
@@ -441,8 +441,8 @@ class Sums(lightning.LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.seen = []
 
-    def training_step(self, batch, index):
-        self.seen.append(batch["input_ids"].tolist())
+    def training_step(self, batches, index):
+        self.seen += [batch["input_ids"].tolist() for batch in batches]
         return self.weight.sum()
 
     def validation_step(self, batch, index):

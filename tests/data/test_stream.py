@@ -28,7 +28,7 @@ def build(path, folder, rank=0, world_size=1, accumulate=1, **fields):
 
 
 def take(data, count):
-    loader = data._loader or data.train_dataloader()
+    loader = data._loader or data.train_batches()
     return [batch["input_ids"].tolist() for batch in itertools.islice(iter(loader), count)]
 
 
@@ -100,8 +100,8 @@ def test_text_streams_in_blocks(byte_level_folder, tmp_path):
         batch_size=4,
     )
     data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
-    assert batch["input_ids"].shape == (4, 16) and len(data.train_dataloader()) > 10**9
+    batch = next(iter(data.train_batches()))
+    assert batch["input_ids"].shape == (4, 16) and len(data.train_batches()) > 10**9
 
 
 def test_what_streaming_cannot_do_is_an_error(spm_folder, write_jsonl, alpaca_rows):
@@ -111,14 +111,14 @@ def test_what_streaming_cannot_do_is_an_error(spm_folder, write_jsonl, alpaca_ro
     data = build(path, spm_folder)
     data.trainer.max_steps = -1
     with pytest.raises(UserError, match="max_steps"):
-        data.train_dataloader()
+        data.train_batches()
     state = build(path, spm_folder)
-    state.train_dataloader()
+    state.train_batches()
     other = build(path, spm_folder, batch_size=2)
     old = {name: value for name, value in state.state_dict().items() if name not in ("order", "rows_per_step")}
     other.load_state_dict(old)  # of an earlier version, which let no batch reach over the end of a buffer
     with pytest.raises(UserError, match="begun by an earlier version.*Set data.batch_size 3"):
-        other.train_dataloader()
+        other.train_batches()
 
 
 def empty_rows(count):
@@ -196,12 +196,12 @@ def test_masks_are_new_in_each_buffer_and_epoch(bert_folder, tmp_path):  # noqa:
         return data
 
     data = stream()
-    loader = data.train_dataloader()
+    loader = data.train_batches()
     buffers = [tuple((batch["labels"] != -100).flatten().tolist()) for batch in itertools.islice(iter(loader), 6)]
     assert len(set(buffers)) == 6  # three buffers in each of two epochs
     again = stream()
     again.load_state_dict({**loader.state_dict(), "epoch": 1, "window": 0, "rows": 0})
-    resumed = itertools.islice(iter(again.train_dataloader()), 3)
+    resumed = itertools.islice(iter(again.train_batches()), 3)
     assert [tuple((batch["labels"] != -100).flatten().tolist()) for batch in resumed] == buffers[3:]
     first, second = ([batch["input_ids"].tolist() for batch in data.val_dataloader()] for _ in range(2))
     assert first == second

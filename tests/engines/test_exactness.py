@@ -133,7 +133,7 @@ def test_steps_equal_a_bare_loop(recipe, tmp_path, no_dropout):
     data.setup("fit")
     model = AutoModelForCausalLM.from_pretrained(no_dropout).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for batch, row in zip(data.train_dataloader(), rows, strict=False):
+    for batch, row in zip(data.train_batches(), rows, strict=False):
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:])
         loss.backward()
@@ -187,7 +187,7 @@ def test_qlora_equals_peft_and_bitsandbytes_in_a_bare_loop(recipe, tmp_path, no_
             param.data = torch.from_numpy(draw(7, saved_name(name), lora_a(param.shape[1]), param.shape))
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
-    for batch, row in zip(data.train_dataloader(), rows, strict=False):
+    for batch, row in zip(data.train_batches(), rows, strict=False):
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:])
         loss.backward()

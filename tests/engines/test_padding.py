@@ -68,7 +68,7 @@ def test_the_first_loss_is_that_of_transformers(clm, gpt2_folder, data_of, tmp_p
     assert main(["fit", *clm(engine)]) == 0
     data = CLMData(**data_of, tokenizer=str(gpt2_folder), seed=7)
     data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.train_batches()))
     assert (batch["attention_mask"] == 0).any() and (batch["labels"] == data.tokenizer.eos_token_id).sum() == 6
     model = GPT2LMHeadModel.from_pretrained(gpt2_folder).eval()
     with torch.no_grad():

@@ -74,7 +74,7 @@ def test_an_adapter_that_goes_on_is_compared_with_itself(  # noqa: PLR0913
     data.connect(pretrained=str(llama_folder), seed=7)
     data.prepare_data()
     data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.train_batches()))
     policy = bare_logps(llama_folder, run.model, batch)
     compared = bare_logps(llama_folder, None if reference == "base" else sft_adapter, batch)
     found, metrics = PreferenceLoss().of_pairs(OPERATIONS, policy, (batch["labels"] >= 0).sum(-1), compared)

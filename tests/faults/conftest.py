@@ -22,7 +22,7 @@ def short_runs(monkeypatch):
 
     left = {"batches": 0}
 
-    def on_train_batch_start(callback, trainer, *_):
+    def on_before_backward(callback, trainer, *_):
         left["batches"] += 1
         trainer.interruption.requested = left["batches"] >= 2
 
@@ -37,7 +37,7 @@ def short_runs(monkeypatch):
 
         train_step(loop, interrupting(), num_batches)
 
-    monkeypatch.setattr(StartReport, "on_train_batch_start", on_train_batch_start)
+    monkeypatch.setattr(StartReport, "on_before_backward", on_before_backward)
     monkeypatch.setattr(Loop, "train_step", counted)
     monkeypatch.setattr(_SubprocessScriptLauncher, "launch", starts_processes)
     monkeypatch.setattr(jax.distributed, "initialize", starts_processes)

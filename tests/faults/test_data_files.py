@@ -26,7 +26,7 @@ def read(data: DataModule) -> dict:
     """Report of the one source of a data module, after each batch has been made."""
     data.prepare_data()
     data.setup("fit")
-    loader = data.train_dataloader()
+    loader = data.train_batches()
     for _, _batch in zip(range(len(loader)), loader):
         pass
     return next(iter(data.report["sources"].values()))

@@ -51,7 +51,7 @@ def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None
         from lmmods.torch_engine.callbacks.run_events import StartReport
         from lmmods.torch_engine.tasks.base import TaskModule
 
-        batch = (StartReport, "on_train_batch_start"), (Steps, "accumulate"), (Steps, "full_step")
+        batch = (StartReport, "on_before_backward"), (Steps, "accumulate"), (Steps, "full_step")
         evaluation = (TaskModule, "on_validation_batch_start"), (Evaluation, "evaluate")
         for owner, name in batch if call == "train_batch" else evaluation:
             setattr(owner, name, watched(getattr(owner, name, lambda *_: None), lambda *_, **__: ""))

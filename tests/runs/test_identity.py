@@ -508,7 +508,7 @@ def test_other_processes_take_the_hashes_of_the_first(instructions, tokenizer_fo
     with monkeypatch.context() as patch:
         patch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("hashed again"))
         second.setup("fit")
-    assert len(second.train_dataloader()) == 18
+    assert len(second.train_batches()) == 18
     # A machine of its own, with its own cache: it builds, and looks what it builds from.
     other = Path(shutil.copy(instructions, tmp_path / "rows.jsonl"))
     sources = data_module(other, tokenizer_folder, tmp_path)._splits.sources["train"]

@@ -75,7 +75,7 @@ RECUT = {"trainer__max_steps": 8, "trainer__val_check_interval": 3, "data__init_
          "data__init_args__eval_batch_size": 3, "model__init_args__quantize": None, "model__init_args__lora": None,
          "model__init_args__optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}
 STREAM = {"data__init_args__streaming": True, "data__init_args__stream_window": 13, "data__init_args__val_size": 0}
-UNCUT = {"train/tokens_per_second", "train/epoch"}  # within an epoch, this counts micro-batches
+UNCUT = {"train/tokens_per_second"}
 
 
 def cut(rows_at_once: int, accumulated: int, **changes) -> dict:
@@ -89,7 +89,7 @@ def assert_same_steps(run: RunFolder, other: RunFolder) -> None:
     assert [(row["step"], *row) for row in found] == [(row["step"], *row) for row in wanted]
     for row, expected in zip(found, wanted, strict=True):
         assert row["train/tokens"] == expected["train/tokens"]
-        assert row == pytest.approx(expected, rel=1e-5)
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-9)  # shares of a stream's endless epoch
 
 
 GROUPED = {"data__init_args__group_by_length": True}

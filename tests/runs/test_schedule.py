@@ -1,4 +1,4 @@
-"""When a run validates, and how many validations are to come, against going through it batch by batch."""
+"""When a run validates, and how many validations are to come, against going through it step by step."""
 
 import pytest
 
@@ -19,15 +19,12 @@ def validations(per_epoch: int, per_step: int, **keys) -> tuple[Schedule, list[i
                                      "val_check_interval": None, "val_epochs": 1, **keys})
     progress, after = Progress(), []
     while progress.step < schedule.num_steps:
-        progress.batches, progress.total_batches = progress.batches + 1, progress.total_batches + 1
-        step_done = progress.batches % per_step == 0 or schedule.ends_epoch(progress)
-        progress.step += step_done
+        progress.epoch_step, progress.step = progress.epoch_step + 1, progress.step + 1
         if schedule.num_val_batches and (schedule.validates_after(progress) or progress.step == schedule.num_steps):
-            assert step_done
             after.append(progress.step)
         if schedule.ends_epoch(progress):
-            progress.epoch, progress.batches = progress.epoch + 1, 0
-    assert schedule.num_epochs * per_epoch == progress.total_batches
+            progress.epoch, progress.epoch_step = progress.epoch + 1, 0
+    assert schedule.num_epochs == pytest.approx(progress.epoch + progress.epoch_step / schedule.steps_per_epoch)
     return schedule, after
 
 

@@ -21,13 +21,13 @@ def measured(recipe: str) -> tuple[int, int]:
     model, datamodule = setup.model, setup.datamodule
     variant = planner.recipe()
     planned = planner.plan(variant).total
-    model.trainer = stand_in(datamodule, planner.precision, variant.accumulated)
+    model.trainer = stand_in(datamodule, planner.precision, variant.accumulated, setup.trainer.clip_val)
     model.configure_model()
     optimizer = build_optimizer(model.named_parameters(), model.optimizer)
     batches = [full_batch(planner.example, variant.rows, datamodule.max_length)] * variant.accumulated
 
     def step():
-        take_step(model, optimizer, batches, (setup.trainer.gradient_clip_val, None))
+        take_step(model, optimizer, batches)
 
     step()
     kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

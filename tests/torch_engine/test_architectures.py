@@ -70,9 +70,9 @@ def seen(monkeypatch):
         found.setdefault("start", copy.deepcopy(self.model))
         found["module"] = self
 
-    def training_step(self, batch, batch_idx):
-        found["batches"].append({key: value for key, value in batch.items() if key != "index"})
-        return step(self, batch, batch_idx)
+    def training_step(self, batches, batch_idx):
+        found["batches"] += [{key: value for key, value in batch.items() if key != "index"} for batch in batches]
+        return step(self, batches, batch_idx)
 
     monkeypatch.setattr(TaskModule, "configure_model", configure_model)
     monkeypatch.setattr(TaskModule, "training_step", training_step)

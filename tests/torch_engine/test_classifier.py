@@ -11,9 +11,9 @@ from transformers import CONFIG_MAPPING
 from lmmods.core.errors import UserError
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.nn.classifier import Classifier, head_modules, label_loss, reward_loss
-from lmmods.torch_engine.nn.gradient_accumulation import split_rows
 from lmmods.torch_engine.nn.loading import load_pretrained
 from lmmods.torch_engine.nn.lora import add_lora
+from lmmods.torch_engine.nn.micro_batches import split_rows
 from tests.closeness import assert_as_close, gradients, in_both
 
 V, PAD, K = 61, 0, 3

@@ -2,7 +2,7 @@
 
 import torch
 
-from lmmods.torch_engine.nn.gradient_accumulation import split_rows
+from lmmods.torch_engine.nn.micro_batches import split_rows
 
 
 def batch(lengths: list[int], width: int, left: bool = False) -> dict[str, torch.Tensor]:

@@ -18,9 +18,9 @@ from lmmods.data.preference import PreferenceData
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.dropout import TokenDropout
-from lmmods.torch_engine.nn.gradient_accumulation import split_rows
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_logps
 from lmmods.torch_engine.nn.loss import token_log_probs
+from lmmods.torch_engine.nn.micro_batches import split_rows
 from lmmods.torch_engine.nn.reference import Reference
 from lmmods.torch_engine.tasks.preference import Preference
 from tests.closeness import Float64, assert_as_close, in_both
@@ -63,7 +63,7 @@ def task_of(folder, data_path, answers=None, seed=3, **fields) -> tuple[Preferen
     with torch.no_grad():
         for param in task.trainable().values():
             param += 0.02 * torch.randn(param.shape, generator=generator)
-    return task, next(iter(data.train_dataloader()))
+    return task, next(iter(data.train_batches()))
 
 
 def gradients(task, batches) -> tuple[float, dict[str, torch.Tensor]]:

@@ -42,9 +42,9 @@ def planner(tokenizer_folder):
         data = SimpleNamespace(
             tokenizer=tokenizer, network_fields={}, sequences_per_row=1, prepare_data=lambda: None,
             setup=lambda _: None, batch_size=ROWS, eval_batch_size=ROWS, max_length=LENGTH, packing=False,
-            trainable_new_tokens=[], train_dataloader=lambda: [batch] * 12, micro_batches=None)
-        trainer = SimpleNamespace(accumulate_grad_batches=accumulated, gradient_clip_val=1.0, overfit_batches=0,
-                                  limit_train_batches=None, length=(-1, 2), val_check_interval=None,
+            trainable_new_tokens=[], train_batches=lambda: [batch] * 12, adopt_references=None)
+        trainer = SimpleNamespace(accumulate=accumulated, clip_val=1.0, overfit_batches=0, train_limit=None,
+                                  length=(-1, 2), val_check_interval=None,
                                   gradient_clip_algorithm=None,
                                   check_val_every_n_epoch=1)
         if "pretrained" not in model:
@@ -71,8 +71,7 @@ def test_a_device_alone_by_hand(planner, vocabulary):
     steps = 4 * (9 * LAYERS + 3)  # one number of each tensor's
     assert found.memory["parameters"] == pytest.approx(params, abs=100)  # rope's frequencies
     assert found.memory["optimiser state"] == 2 * params + steps
-    # of the last step until the forward pass ends, which has made the head's new one by then
-    assert found.memory["gradients"] == params + 4 * vocabulary * WIDTH
+    assert found.memory["gradients"] == 4 * vocabulary * WIDTH  # the forward pass ends with the head's
     assert found.flops == arithmetic(vocabulary)
     assert found.traffic == {} and found.num_tokens == ROWS * LENGTH and found.counted == found.source == "simulated"
     assert made.length.num_steps(ROWS, 1) == 12 * 2  # epochs
@@ -184,7 +183,7 @@ def test_a_packed_base_takes_what_bitsandbytes_loads(planner, llama_folder):
     size = sum(param.nbytes for param in network.parameters()) + scales
     rank = 4
     adapter = 4 * rank * sum(module.in_features + module.out_features for module in packed)
-    made = planner(pretrained=str(llama_folder), quantize="nf4", lora=LoRA(rank=rank))
+    made = planner(pretrained=str(llama_folder), quantize="nf4", lora=LoRA(rank=rank), accumulated=2)
     found = made.plan(made.recipe())
     # each layer's own tables of 16 values, one of 256
     tables = len(packed) * (16 * 4 + 256 * 4 + 4)

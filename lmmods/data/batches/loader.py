@@ -5,7 +5,7 @@ resumed epoch would repeat its first rows and skip its last.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, tee
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lmmods.core.errors import UserError
 from lmmods.core.subprocesses import end_with_parent
-from lmmods.data.batches.sampler import BatchOrder, OrderRule, batches_of_rank, batches_per_rank, recut
+from lmmods.data.batches.sampler import BatchOrder, OrderRule, batches_done, batches_of_rank, batches_per_rank
 
 Batch = dict[str, torch.Tensor]
 
@@ -81,9 +81,11 @@ class _Batches:
         return self.upcoming
 
 
-def _torch_loader(rows: Dataset, collate: Callable, batches: _Batches, num_workers: int) -> DataLoader:
+def _torch_loader(rows: Dataset, collate: Callable, batches: _Batches, num_workers: int, ahead: int = 2) -> DataLoader:
+    """Return torch's loader, whose workers together read at least `ahead` batches in advance."""
     # forkserver: forking a process that has started JAX can deadlock
     parallel = {"multiprocessing_context": "forkserver", "persistent_workers": True,
+                "prefetch_factor": max(2, -(-ahead // num_workers)),
                 "worker_init_fn": end_with_parent} if num_workers else {}
     return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, **parallel)
 
@@ -164,9 +166,10 @@ class StatefulLoader:
         # The order of millions of rows takes a second to draw, and is asked for several times in an epoch.
         self._order_of = lru_cache(1)(order_of)
         self._shard, self._widths, self._grouped = shard, widths, grouped
-        self._rows, self._collate = rows, collate
         self._batches = _Batches()
-        self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers)
+        # A step is taken out at once: the workers prepare the next one meanwhile.
+        self._loader = _torch_loader(rows, collate, self._batches, shard.num_workers,
+                                     -(-shard.batches_per_step // shard.world_size))
         self._batch_size = batch_size
         self._num_rows = len(rows) if num_rows is None else num_rows  # type: ignore[arg-type]
         # Rows of an optimiser step over all ranks, which do not change if the same step is divided otherwise.
@@ -201,18 +204,12 @@ class StatefulLoader:
         order = self._order_of(0, self._rule)
         return [*(self._widths(order[number]) for number in range(min(len(order), SAMPLED))), self._widths.longest()]
 
-    def peek(self, first: int, count: int) -> list[Batch]:
-        """Micro-batches `first` to `first + count` of this rank in the current epoch; the position does not change."""
-        world_size = self._shard.world_size
-        order = self._order_of(self._epoch, self._rule)
-        upcoming = batches_of_rank(order, first * world_size, self._shard.rank, world_size)
-        # Read in this process: the workers' queue belongs to the iteration.
-        return [self._collate([self._rows[number] for number in batch]) for batch in islice(upcoming, count)]
-
     def state_dict(self) -> dict[str, Any]:
-        """Position as plain JSON: epoch, number of its global micro-batches handed out, and settings of the batches."""
-        return {"epoch": self._epoch, "batches": self._handed_out, "batch_size": self._batch_size,
-                "num_rows": self._num_rows, **self._rule.state()}
+        """Position as plain JSON: epoch, number of its rows handed out, and settings of the batches."""
+        # The last micro-batch of an epoch may be short.
+        rows = min(self._handed_out * self._batch_size, self._num_rows)
+        return {"epoch": self._epoch, "rows": rows, "batch_size": self._batch_size, "num_rows": self._num_rows,
+                **self._rule.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position, also with another batch size, another number of ranks or workers.
@@ -227,7 +224,7 @@ class StatefulLoader:
             self._rule = OrderRule.from_state(state)
             self._rule.check(state, self._batch_size)
         self._epoch = state["epoch"]
-        self._handed_out = recut(state["batches"], state["batch_size"], self._batch_size, self._num_rows)
+        self._handed_out = batches_done(state["rows"], self._batch_size, self._num_rows, state["batch_size"])
 
 
 class SegmentLoader(StatefulLoader):
@@ -250,6 +247,33 @@ class SegmentLoader(StatefulLoader):
             yield from islice(super().__iter__(), self.begin_segment())
             if not self.begins_itself or self._handed_out >= self._num_batches:
                 return
+
+
+class StepLoader:
+    """The training loader: each pass yields optimiser steps, lists of this rank's micro-batches.
+
+    Args:
+        batches: Endless passes over micro-batches; its position is that of the steps.
+        accumulate: Micro-batches of a step; the last step of a pass may have fewer.
+        num_batches: Micro-batches of a pass, at most all of an epoch.
+        steps_done: Returns the steps of the current pass that are done where a resumed run begins.
+    """
+
+    def __init__(self, batches: Iterable[Batch], accumulate: int, num_batches: int,
+                 steps_done: Callable[[], int] = lambda: 0) -> None:
+        self.num_batches = num_batches
+        self._batches, self._accumulate, self._steps_done = batches, accumulate, steps_done
+
+    def __len__(self) -> int:
+        return -(-self.num_batches // self._accumulate)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        left = self.num_batches - self._steps_done() * self._accumulate
+        batches = iter(self._batches)
+        # A step is read only when its turn comes: rows of a rollout depend on the weights that the one before has left.
+        while left > 0 and (step := list(islice(batches, min(self._accumulate, left)))):
+            left -= len(step)
+            yield step
 
 
 def check_same(state: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -181,25 +181,19 @@ def _numbers(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
 
 
-def recut(batches: int, before: int, now: int, num_rows: int | None = None) -> int:
-    """Convert a number of micro-batches of `before` rows to micro-batches of `now` rows.
+def batches_done(rows: int, batch_size: int, num_rows: int, saved_size: int) -> int:
+    """Return the micro-batches that the first `rows` of an epoch's `num_rows` rows make.
 
     Args:
-        num_rows: Rows of the epoch, whose last micro-batch may be short; None if it is endless.
+        saved_size: Rows of a micro-batch where the position was saved.
 
     Raises:
-        UserError: They end inside a micro-batch of `now` rows.
+        UserError: They end inside a micro-batch.
     """
-    if before == now:
-        return batches
-    rows = batches * before
-    # The whole epoch, whose last micro-batch may be short: not a multiple of either size.
-    if num_rows is not None and rows >= num_rows:
-        return -(-num_rows // now)
-    if rows % now:
-        raise UserError(f"This checkpoint was written after row {rows} of an epoch, which is inside a batch of {now} "
-                        f"rows. Resume from one at another step, or with data.batch_size {before}.")
-    return rows // now
+    if rows < num_rows and rows % batch_size:
+        raise UserError(f"This checkpoint was written after row {rows} of an epoch, which is inside a batch of "
+                        f"{batch_size} rows. Resume from one at another step, or with data.batch_size {saved_size}.")
+    return -(-rows // batch_size)  # the last one of an epoch may be short
 
 
 def evaluation_order(lengths: np.ndarray, batch_size: int) -> BatchOrder:

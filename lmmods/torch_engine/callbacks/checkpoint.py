@@ -1,12 +1,11 @@
 """Checkpoints of a torch run: save, then resume. The folders are those of both engines (lmmods.runs.checkpoint).
 
 Save: `RunEvents` calls `Checkpoint.save`, and this Lightning's `save_checkpoint`, which collects the states of model,
-optimiser, loops and callbacks. `Checkpoint.on_save_checkpoint` adds the run's identity; `TaskModule.on_save_checkpoint`
-leaves frozen parameters out; the strategy passes the result to `FolderCheckpointIO`.
+optimiser and callbacks. `Checkpoint.on_save_checkpoint` adds progress, position in the data and the run's identity;
+`TaskModule.on_save_checkpoint` leaves frozen parameters out; the strategy passes the result to `FolderCheckpointIO`.
 
-Resume: `Trainer.fit` gives Lightning the folder, which the strategy reads through `FolderCheckpointIO`.
-`TaskModule.on_load_checkpoint` checks the parameters; `Checkpoint.on_load_checkpoint` converts the counts of
-micro-batches; Lightning restores the rest.
+Resume: `Trainer.fit` gives Lightning the folder. The strategy reads it through `FolderCheckpointIO`, which adds the
+state of Lightning's loops. `TaskModule.on_load_checkpoint` checks the parameters; Lightning restores the rest.
 `Checkpoint.on_train_start` completes the clean-up of an interrupted run.
 """
 
@@ -40,17 +39,16 @@ from lmmods.runs.checkpoint import (
 from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import checkpoint_name
-from lmmods.runs.progress import correct_epochs, recount_loops, rewind
+from lmmods.runs.progress import Progress, update_checkpoint
 from lmmods.runs.wandb import log_checkpoint
-from lmmods.torch_engine.compat.lightning import correct_logged_step
+from lmmods.torch_engine.compat.lightning import correct_logged_step, loops_state
 
 
 class Checkpoint(CheckpointPolicy, L.Callback):
     """Save what a run needs to go on exactly."""
 
-    _inside_epoch = True
     _latest: Path | None = None
-    _noted: dict[str, Any] = {}  # what a checkpoint says of the position, as of the last step done
+    _position: dict[str, Any] = {}  # progress, and state of the data, after the last step done
 
     # Save; called by RunEvents ---------------------------------------------------------------------------------------
 
@@ -58,14 +56,11 @@ class Checkpoint(CheckpointPolicy, L.Callback):
         """Return the path of a checkpoint of the last step done."""
         return trainer.run_folder.checkpoint(checkpoint_name(trainer.global_step))
 
-    def note_step(self, trainer: L.Trainer) -> None:
-        """Remember the position after a step: a checkpoint saved inside the next step is one of this position.
-
-        Weights, optimiser and metrics do not change before the next step is complete.
+    def note_position(self, trainer: L.Trainer) -> None:
+        """Remember the position after a step, to be saved with what does not change before the next step is complete.
         """
-        if trainer.accumulate_grad_batches > 1 and trainer.world_size == 1:
-            data = trainer.datamodule
-            self._noted = {"fit_loop": trainer.fit_loop.state_dict(), type(data).__qualname__: data.state_dict()}
+        data = trainer.datamodule
+        self._position = {"progress": trainer.progress.state(), type(data).__qualname__: data.state_dict()}
 
     def rank_now(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Rank the checkpoint about to be written by the monitored metric."""
@@ -74,7 +69,7 @@ class Checkpoint(CheckpointPolicy, L.Callback):
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Write a checkpoint of the last step done, update `last` and `best`, and remove checkpoints not kept."""
         # A checkpoint of weights that are not finite could replace the last good one.
-        module.accumulation.check_finite(trainer.global_step, trainer.current_epoch)
+        module.check_finite(trainer.global_step)
         path = self._latest = self.path(trainer)
         kept = self.decide(path.name)
 
@@ -88,20 +83,10 @@ class Checkpoint(CheckpointPolicy, L.Callback):
         trainer.strategy.barrier("checkpoint")
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
-        """Add the run's identity and its number of ranks."""
-        if module.accumulation.is_open:
-            noted = copy.deepcopy(self._noted)
-            checkpoint["loops"]["fit_loop"] = noted.pop("fit_loop")
-            checkpoint |= noted
-        checkpoint["world_size"] = trainer.num_data_ranks
-        checkpoint["identity"] = trainer.identity.tree
-        if self._inside_epoch:  # at the end of a run Lightning's own counts are right
-            correct_epochs(checkpoint)
-
-    def save_at_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Save at the end of a run ended by a callback, where Lightning has already counted the epoch as complete."""
-        self._inside_epoch = False
-        self.save(trainer, module)
+        """Add the position, the run's identity and its number of ranks."""
+        checkpoint |= {**copy.deepcopy(self._position), "world_size": trainer.num_data_ranks,
+                       "identity": trainer.identity.tree}
+        del checkpoint["loops"]
 
     def is_saved(self, trainer: L.Trainer) -> bool:
         """True if a checkpoint of the current position exists or is being written."""
@@ -122,12 +107,6 @@ class Checkpoint(CheckpointPolicy, L.Callback):
             trainer.strategy.barrier("checkpoint stands")
 
     # Resume ----------------------------------------------------------------------------------------------------------
-
-    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
-        """Convert Lightning's counts of micro-batches if their size or number per optimiser step has changed."""
-        if trainer.state.fn == "fit":  # evaluation uses the weights alone
-            data = trainer.datamodule
-            recount_loops(checkpoint, type(data).__qualname__, trainer.cut(data))
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """After StartReport has made the run folder ready."""
@@ -193,8 +172,10 @@ def frozen(content: CheckpointContent) -> CheckpointContent:
 
 
 def _of_lightning(content: CheckpointContent) -> dict[str, Any]:
+    content = update_checkpoint(content)
     # Lightning requires the version that wrote a checkpoint, which those of the JAX engine do not have.
-    return {"pytorch-lightning_version": L.__version__, **rewind(content)}
+    return {"pytorch-lightning_version": L.__version__, **content,
+            "loops": loops_state(Progress(**content["progress"]))}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lmmods.evaluation.early_stopping import EarlyStoppingRule
-from lmmods.torch_engine.compat.lightning import checks_at_epoch_end, epoch_ends
+from lmmods.torch_engine.compat.lightning import checks_at_epoch_end
 
 _FIELDS = ("monitor", "patience", "verbose", "mode", "strict", "check_finite", "stopping_threshold",
            "divergence_threshold")
@@ -45,7 +45,7 @@ class SharedEarlyStopping(L.Callback):
 
     def check(self, trainer: L.Trainer, validated: bool) -> None:
         """Check the metrics if due, after a validation or at the end of an epoch without one."""
-        if self.rule.is_due(validated, epoch_ends(trainer)) and not trainer.fast_dev_run:
+        if self.rule.is_due(validated, trainer.is_last_batch) and not trainer.fast_dev_run:
             found = self.rule.check({name: value.item() for name, value in trainer.callback_metrics.items()})
             # All processes stop together, even if their metrics differ by rounding.
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(found, all=False) or trainer.should_stop

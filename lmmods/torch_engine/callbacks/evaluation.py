@@ -14,8 +14,8 @@ from lmmods.core.console import say
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.runs.wandb import log_predictions
-from lmmods.torch_engine.nn.gradient_accumulation import gather
 from lmmods.torch_engine.nn.lm_head import choice_logits
+from lmmods.torch_engine.nn.micro_batches import gather
 from lmmods.torch_engine.tasks.causal_task import generation_config
 
 
@@ -110,7 +110,7 @@ class Samples(SampleWriter, L.Callback):
 def undisturbed(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
     """Disable dropout and gradients, take averaged parameters and pause the stopwatch; undo all of it afterwards."""
     # Also synchronises with the device before the stopwatch is paused.
-    module.accumulation.check_finite(trainer.global_step, trainer.current_epoch)
+    module.check_finite(trainer.global_step)
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     with (trainer.stopwatch.paused(), isolate_rng(), torch.no_grad(), module.averaged(),

@@ -52,8 +52,9 @@ class Metrics(L.Callback):
 
     def log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Record the optimiser step just done, and log every `log_every_n_steps`."""
-        epoch = trainer.current_epoch + (trainer.fit_loop.batch_idx + 1) / trainer.num_training_batches
-        self.steps.add(trainer.global_step, epoch, module.accumulation.last.step_metrics)
+        progress = trainer.progress
+        epoch = progress.epoch + progress.epoch_step / trainer.num_training_batches
+        self.steps.add(trainer.global_step, epoch, module.last_step.step_metrics)
         if trainer.global_step % self.steps.every == 0:
             self._put(module, self.steps.fetch())
 
@@ -130,9 +131,8 @@ class Progress(L.Callback):
         """Display the metrics of a step."""
         self._bar.update(step, text)
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        if not module.accumulation.is_open:
-            self._bar.update(trainer.global_step)
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._bar.update(trainer.global_step)
 
     def on_train_end(self, *_: Any) -> None:
         self._bar.close()

@@ -15,7 +15,6 @@ from lmmods.torch_engine.callbacks.early_stopping import SharedEarlyStopping
 from lmmods.torch_engine.callbacks.evaluation import MMLU, Samples
 from lmmods.torch_engine.callbacks.export import Publish, export_run
 from lmmods.torch_engine.callbacks.metrics import Metrics
-from lmmods.torch_engine.compat.lightning import epoch_ends
 
 NEEDS_CHECKPOINT = (Event.STOP, Event.UPLOAD, Event.FINISH)  # the latest one must be complete
 Performer = Callable[[L.Trainer, L.LightningModule], None]
@@ -55,23 +54,27 @@ class RunEvents(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._began = trainer.global_step, time.perf_counter()
         if self._checkpoint is not None:
-            self._checkpoint.note_step(trainer)
+            self._checkpoint.note_position(trainer)
+        if trainer.global_step >= trainer.num_steps:
+            trainer.end()  # resumed after the last step: only the end of the run is left
         self._perform(self._events.at_start(trainer.resumed_from is not None), trainer, module)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        if module.accumulation.is_open:
-            if trainer.world_size == 1 and trainer.interruption.is_due:
-                self._perform(self._events.inside_step(self._run_state(trainer)), trainer, module)
-            return
-        if trainer.is_last_batch_of_run():
-            trainer.should_stop = True  # makes Lightning validate now, so the final metrics are the final model's
+        if trainer.global_step >= trainer.num_steps:
+            trainer.end()
         else:
             trainer.interruption.note_step(trainer.global_step)
         # An error of the background writer ends the run now, not at the next checkpoint.
         if self._checkpoint is not None:
             self._checkpoint.check(trainer)
-            self._checkpoint.note_step(trainer)
+            self._checkpoint.note_position(trainer)
         self._perform(self._events.after_step(self._run_state(trainer)), trainer, module)
+        if trainer.stops and trainer.check_val_every_n_epoch is not None:
+            trainer.check_val_every_n_epoch = 1  # the final metrics are the final model's, whatever the epoch
+
+    def abandon_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Stop inside a step, with the state before it."""
+        self._perform(self._events.inside_step(self._run_state(trainer)), trainer, module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Perform events that log metrics: in later hooks Lightning does not allow callbacks to log."""
@@ -84,8 +87,6 @@ class RunEvents(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         at_end = {Event.ASK: self._mmlu.ask_at_end}
-        if self._checkpoint is not None:
-            at_end[Event.SAVE] = self._checkpoint.save_at_end
         self._perform(self._events.at_end(self._run_state(trainer)), trainer, module, self._performers | at_end)
         if trainer.is_global_zero:
             first_step, began = self._began
@@ -97,9 +98,9 @@ class RunEvents(L.Callback):
     def _run_state(self, trainer: L.Trainer) -> RunState:
         return RunState(
             trainer.global_step,
-            epoch_ends=epoch_ends(trainer),
+            epoch_ends=trainer.is_last_batch,
             validates=trainer.validation_is_due,
-            run_ends=trainer.is_last_batch_of_run,
+            run_ends=lambda: trainer.global_step >= trainer.num_steps,
             is_interrupted=trainer.interrupt_requested,
             is_saved=lambda: self._checkpoint.is_saved(trainer))
 
@@ -140,6 +141,7 @@ class StartReport(L.Callback):
             raise UserError(problem)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.check_unfinished()
         trainer.interruption.listen()
         start = RunStart(trainer.run_folder, trainer.identity, trainer.recipe, trainer.datamodule,
                          trainer.machine(), trainer.resumed_from, trainer.global_step)

@@ -10,69 +10,39 @@ from typing import Any
 import lightning as L
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.distributed.device_mesh import DeviceMesh
 
 from lmmods.core.peers import LAUNCHER, Peers
+from lmmods.runs.progress import Progress
 
 
-def decide_loops(trainer: L.Trainer, skips: Callable[[bool], bool], validates: Callable[[], bool],
-                 is_inside_step: Callable[[], bool]) -> None:
-    """Override the decisions of Lightning's fit loops, which are based on counts of micro-batches.
+def loops_state(progress: Progress) -> dict[str, Any]:
+    """Return the state of Lightning's loops after a step, as it saves it in the hook after a batch.
 
-    Subclasses of `_FitLoop` and `_TrainingEpochLoop` replace the trainer's loops, which no argument of Trainer selects.
-    `skip` of the first makes fit return at once, and its `_can_stop_early` lets `Trainer.should_stop` end the run;
-    `_should_check_val_fx` of the second decides after each micro-batch, and on resume, whether a validation follows.
-
-    Args:
-        skips: Returns True to leave fit without performing the end of the run; receives Lightning's own decision.
-        validates: Returns True if a validation is due at the current position. A run about to stop always validates.
-        is_inside_step: Returns True if the current optimiser step is incomplete, which stops such as `max_time` wait
-            for.
+    Lightning counts more than this project does; what is left out stays at the values of a new run.
     """
-    class FitLoop(_FitLoop):
-        @property
-        def skip(self) -> bool:
-            return skips(super().skip)
+    # The step of the hook is not completed yet: otherwise Lightning would not begin to count anew after the last one of
+    # an epoch. At the start of an epoch there is none: otherwise Lightning would skip the first step.
+    latest = min(progress.epoch_step, 1)
 
-        @property
-        def _can_stop_early(self) -> bool:
-            return super()._can_stop_early and not is_inside_step()
+    def batches(count: int) -> dict[str, int]:
+        return {"ready": count, "started": count, "processed": count, "completed": count - latest}
 
-    class EpochLoop(_TrainingEpochLoop):
-        def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-            # False inside a step: the run goes on first.
-            stops = self.trainer.should_stop and self.trainer.fit_loop._can_stop_early
-            return self.trainer.enable_validation and (stops or validates())
-
-    loop = FitLoop(trainer, trainer.min_epochs, trainer.max_epochs)
-    loop.epoch_loop = EpochLoop(trainer, trainer.min_steps, trainer.max_steps)
-    trainer.fit_loop = loop
-
-
-def end_after(trainer: L.Trainer, num_steps: int) -> None:
-    """End fit after `num_steps` optimiser steps: `epoch_loop.max_steps`; `Trainer.max_steps` has no setter."""
-    trainer.fit_loop.epoch_loop.max_steps = num_steps
-
-
-def epoch_ends(trainer: L.Trainer) -> bool:
-    """True if the epoch ends with this batch, in `on_train_batch_end`: `epoch_loop._num_ready_batches_reached`.
-
-    `Trainer.is_last_batch` only detects the end of the data, not that of limit_train_batches on a stream.
-    """
-    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-
-
-def validation_follows(trainer: L.Trainer) -> bool:
-    """True if Lightning validates after this batch, in `on_train_batch_end`.
-
-    `epoch_loop._should_check_val_fx`, with the argument `fit_loop._data_fetcher`. There is no public way to know it
-    beforehand.
-    """
-    return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+    epochs = {"ready": progress.epoch + 1, "started": progress.epoch + 1, "processed": progress.epoch,
+              "completed": progress.epoch}
+    steps = {"ready": progress.step, "completed": progress.step}
+    return {
+        "fit_loop": {
+            "epoch_progress": {"total": dict(epochs), "current": dict(epochs)},
+            "epoch_loop.state_dict": {"_batches_that_stepped": max(progress.step - 1, 0)},
+            "epoch_loop.batch_progress": {"total": batches(progress.step), "current": batches(progress.epoch_step),
+                                          "is_last_batch": progress.ends_epoch},
+            "epoch_loop.manual_optimization.optim_step_progress": {"total": dict(steps), "current": dict(steps)},
+        },
+        **{f"{name}_loop": {} for name in ("validate", "test", "predict")},
+    }
 
 
 def correct_logged_step(trainer: L.Trainer) -> None:

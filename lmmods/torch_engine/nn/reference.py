@@ -13,7 +13,7 @@ from lmmods.data.store.references import COMPUTING
 from lmmods.runs.model_card import first_weights
 from lmmods.torch_engine.compat.peft import adapters_off
 from lmmods.torch_engine.nn import sharding
-from lmmods.torch_engine.nn.gradient_accumulation import gather, split_rows
+from lmmods.torch_engine.nn.micro_batches import gather, split_rows
 
 
 class Reference:

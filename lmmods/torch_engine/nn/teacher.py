@@ -10,9 +10,9 @@ from lmmods.core.console import say
 from lmmods.data.batches.collate import PLACES
 from lmmods.data.teacher import COMPUTING, LikeliestByNumber, gathered, num_columns
 from lmmods.runs.model_card import first_weights
-from lmmods.torch_engine.nn.gradient_accumulation import gather, split_rows
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_guide
 from lmmods.torch_engine.nn.loss import Guide, likeliest
+from lmmods.torch_engine.nn.micro_batches import gather, split_rows
 from lmmods.torch_engine.nn.reference import evaluating
 
 

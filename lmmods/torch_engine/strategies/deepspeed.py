@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO stages 2 and 3 with exact gradient accumulation and this project's checkpoints."""
+"""DeepSpeed: ZeRO stages 2 and 3 with exact steps and this project's checkpoints."""
 
 import copy
 import importlib.util
@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation
 from lmmods.torch_engine.nn.optim import recipe_lr
 from lmmods.torch_engine.nn.sharding import outside_blocks
 
@@ -113,15 +112,23 @@ class DeepSpeed(DDPStrategy):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": trainer.precision == "bf16-true"},
-            "gradient_clipping": trainer.gradient_clip_val or 0.0,
+            "gradient_clipping": trainer.clip_val or 0.0,
             "train_micro_batch_size_per_gpu": 1,
-            # Lightning decides when gradients are applied, as an epoch may end within an accumulation: deepspeed
-            # treats every `engine.step` as an optimiser step.
+            # Steps may differ in their number of micro-batches: deepspeed treats every `engine.step` as an optimiser
+            # step.
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": False,
         }
 
     # Training --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Not inside the engine, which takes one forward pass before each backward pass: see `run_forward`."""
+        return self.lightning_module.training_step(*args, **kwargs)
+
+    def run_forward(self, *args: Any) -> Any:
+        """Call the module within deepspeed's engine."""
+        return self.model(*args)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -131,24 +138,12 @@ class DeepSpeed(DDPStrategy):
     def block_backward_sync(self) -> AbstractContextManager:
         return nullcontext()  # each micro-batch's gradient is reduced to shards at once, so DDP's no_sync is not used
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Divide the gradient by the step's weight, clip and update.
-
-        deepspeed averages the gradients of the processes and divides the average by its loss scale before clipping, so
-        the loss scale is set to the divisor.
-        """
-        closure()  # forward and backward pass of the step's last micro-batch
-        module, zero = self.lightning_module, self.model.optimizer
-        sums = self.reduce(module.accumulation.sums(), reduce_op="sum")
-        divided = GradientAccumulation.divisor(module.trainer.accumulate_grad_batches) * self.world_size
-        lr = recipe_lr(zero, module.optimizer)
-        # `GradientAccumulation.average` multiplies by divisor * world_size / weight; a loss scale divides, so it is the
-        # inverse.
-        divide_gradients(zero, max(sums[1].item(), 1) / divided)
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> None:
+        """Clip and update; deepspeed averages the gradients over processes, as DDP does."""
+        module, lr = self.lightning_module, recipe_lr(self.model.optimizer, self.lightning_module.optimizer)
         self.model.step()
-        divide_gradients(zero, 1.0)  # otherwise it would scale the losses of the next step as well
-        module.accumulation.finish(sums, torch.as_tensor(self.model.get_global_grad_norm()), lr)
-        module.accumulation.check_finite(module.trainer.global_step + 1, module.trainer.current_epoch)
+        module.finish_step(torch.as_tensor(self.model.get_global_grad_norm()), lr)
+        module.check_finite(module.trainer.global_step + 1)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -247,11 +242,6 @@ def link_states(zero: Any, groups: list[list[nn.Parameter]]) -> None:
 
     for params, vector in zip(groups, flat_vectors(zero, 2), strict=True):
         lazy_init_hp_params_optimizer_state(params, vector, zero.optimizer.state)
-
-
-def divide_gradients(zero: Any, divisor: float) -> None:
-    """Make the next step divide its gradients before clipping: `override_loss_scale`, which also scales losses."""
-    zero.override_loss_scale(divisor)
 
 
 def shard_size(param: Tensor) -> int:

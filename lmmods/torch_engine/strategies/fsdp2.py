@@ -13,7 +13,7 @@ from torch import Tensor
 from lmmods.core.errors import UserError
 from lmmods.runs.checkpoint import Shards, WriterRank
 from lmmods.torch_engine.compat.lightning import shard_over_all
-from lmmods.torch_engine.nn.gradient_accumulation import gather
+from lmmods.torch_engine.nn.micro_batches import gather
 from lmmods.torch_engine.nn.sharding import is_cut, load_into, local_rows, placed_like, whole
 
 

@@ -1,11 +1,11 @@
-"""Base class of all torch tasks: the network, exact gradient accumulation, evaluation and checkpoints."""
+"""Base class of all torch tasks: the network, the optimiser step, evaluation and checkpoints."""
 
 import math
 import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import lightning as L
 import numpy as np
 import torch
 import torchmetrics
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
@@ -24,13 +24,21 @@ from lmmods.data.teacher import check_teacher
 from lmmods.recipe.tasks.base import TaskFields
 from lmmods.runs.averaging import averaged_parameters
 from lmmods.runs.identity import check_parameters
+from lmmods.runs.step_metrics import check_finite
 from lmmods.torch_engine.nn import sharding, summary
 from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.context_parallel import ContextParallel
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
-from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation, split_rows, tokens_per_piece
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, chunk_bytes
+from lmmods.torch_engine.nn.micro_batches import (
+    StepSums,
+    full_precision,
+    split_rows,
+    stack_sums,
+    sum_over_processes,
+    tokens_per_piece,
+)
 from lmmods.torch_engine.nn.optim import (
     averages,
     build_optimizer,
@@ -38,6 +46,7 @@ from lmmods.torch_engine.nn.optim import (
     follow_recipe,
     group_settings,
     recipe_lr,
+    total_norm,
 )
 from lmmods.torch_engine.nn.stored import read_shards, waiting
 
@@ -59,11 +68,11 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         self.built_for: torch.device | None = None  # its kind chooses block sizes; None for that of the tensors
         # Checkpoints hold trainable parameters only; `on_load_checkpoint` checks their names and shapes strictly.
         self.strict_loading = False
-        self._chunks: list[dict[str, Tensor]] = []
         self._is_averaged = False  # see `averaged`
         self._dropout: TokenDropout | None = None
         self.context_parallel: ContextParallel | None = None  # set where rows are cut over processes
-        self.accumulation = GradientAccumulation(self.metric_names)
+        self.automatic_optimization = False
+        self.last_step: StepSums | None = None  # sums of the last optimiser step
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
 
     # The network -----------------------------------------------------------------------------------------------------
@@ -98,7 +107,6 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             return
         check_teacher(self.teacher, self.trainer.datamodule.tokenizer, self.trust_remote_code)
         self.metric_names = self.token_loss.metric_names
-        self.accumulation = GradientAccumulation(self.metric_names)
         self.eval_metrics["divergence"] = WeightedMean()
         if self.teacher.top_k is None:
             self.teacher_model = self.build_teacher(abstract)
@@ -144,14 +152,15 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Return the trainable parameters by name; a tied parameter appears once."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-    # Training step: losses are summed over a step's micro-batches and divided once -----------------------------------
-    #
-    # Lightning calls on_train_batch_start, training_step and backward for each micro-batch, and after the last one of
-    # an optimiser step configure_gradient_clipping, the optimiser and its schedule.
+    # Training step: the gradient of the mean loss over a step's micro-batches, on all processes -----------------------
 
     @abstractmethod
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
         """Return summed loss and weight of a micro-batch."""
+
+    def target_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the weight of a whole micro-batch in `batch_loss`, a scalar, before its loss is computed."""
+        return (batch["labels"] != IGNORED).sum()
 
     def complete(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the batch with the further inputs of the task's loss, computed without gradient."""
@@ -160,59 +169,96 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     def survey(self, batches: Iterable[dict[str, Tensor]]) -> None:
         """Collect what each loss needs to know of all micro-batches of a step; called before the first of them."""
 
-    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        # Randomness other than dropout (noise, stochastic depth) depends on seed and position only, so neither an
-        # evaluation nor a resume changes it.
-        # Index of this micro-batch among those of all processes.
-        place = batch_idx * self.trainer.num_data_ranks + self.trainer.data_rank
-        seed_step(base_seed(), self.trainer.current_epoch, place)
+    def training_step(self, batches: list[dict[str, Tensor]], batch_idx: int) -> None:
+        """Take an optimiser step on its micro-batches; `batch_idx` is the number of the step in its epoch."""
+        optimizer = self.optimizers()
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the summed loss of the micro-batch's first chunk, scaled; `backward` computes the other chunks."""
-        size = self.chunk_tokens()
-        # Lightning runs one backward pass per training step, so `backward` computes the chunks after the first.
-        first, *self._chunks = split_rows(batch, size) if size else [batch]
-        self._dropout.begin(first)
-        sums = self(self.batch_loss, self.complete(first))
-        self.accumulation.add(sums, *self._counts(first))
-        return sums.total / GradientAccumulation.GRADIENT_SCALE  # Lightning divides it by `accumulate_grad_batches` too
+        def backward(loss: Tensor) -> None:
+            self.trainer.stop_if_asked()  # a step that is abandoned here is computed again
+            self.manual_backward(loss)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run Lightning's backward pass, then forward and backward of the remaining chunks; gradients accumulate."""
-        super().backward(loss, *args, **kwargs)
-        for chunk in self._chunks:
-            self._dropout.begin(chunk)
-            with self.trainer.precision_plugin.forward_context():
-                sums = self(self.batch_loss, self.complete(chunk))
-            self.accumulation.add(sums, *self._counts(chunk))
-            # Divided as the first chunk's loss was: there by `training_step` and by Lightning.
-            (sums.total / GradientAccumulation.divisor(self.trainer.accumulate_grad_batches)).backward()
-        self._chunks = []
+        with full_precision(self.device):
+            optimizer.zero_grad()
+            self.survey(batches)
+            self.add_gradients(batches, batch_idx, backward)
+            optimizer.step()  # calls `on_before_optimizer_step`
+            self.lr_schedulers().step()
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Average the gradient over the step, then clip it.
+    def add_gradients(self, batches: list[dict[str, Tensor]], step: int, backward: Callable[[Tensor], None]) -> None:
+        """Add the gradients of a step's mean loss over all processes to those of the parameters.
 
-        The averaging is done here because Lightning calls this hook once per optimiser step, after the last backward
-        pass and before the optimiser.
+        Args:
+            step: Number of the step in its epoch.
+            backward: Computes the gradients of a part of the loss.
         """
-        accumulated, strategy = self.trainer.accumulate_grad_batches, self.trainer.strategy
-        norm = self.accumulation.average(optimizer, strategy, accumulated, recipe_lr(optimizer, self.optimizer))
+        trainer, strategy = self.trainer, self.trainer.strategy
+        weight = torch.stack([self.target_weight(batch) for batch in batches]).sum().double().to(self.device)
+        # Processes that share micro-batches have all counted the same.
+        weight = sum_over_processes(weight, strategy) / sharding.num_sharers(strategy)
+        self._step_weight = weight
+        # Strategies average gradients over processes. A step without labels has gradient 0, not NaN.
+        scale = sharding.num_losses(strategy) / torch.where(weight > 0, weight, 1)
+        first, size, sums = step * trainer.accumulate, self.chunk_tokens(), []
+        # DeepSpeed's engine has to be entered for each backward pass.
+        run = getattr(strategy, "run_forward", self)
+        for number, batch in enumerate(batches):
+            # Randomness other than dropout (noise, stochastic depth) depends on seed and position only, so neither an
+            # evaluation nor a resume changes it. The position is that among the micro-batches of all processes.
+            seed_step(base_seed(), trainer.current_epoch, (first + number) * trainer.num_data_ranks + trainer.data_rank)
+            chunks = split_rows(batch, size) if size else [batch]
+            for chunk in chunks:
+                is_last = number == len(batches) - 1 and chunk is chunks[-1]
+                self._dropout.begin(chunk)
+                # DDP sums the gradients of processes in a step's last backward pass.
+                with nullcontext() if is_last else getattr(strategy, "block_backward_sync", nullcontext)():
+                    with trainer.precision_plugin.forward_context():
+                        loss = run(self.batch_loss, self.complete(chunk))
+                    backward(loss.total * scale.to(loss.total))
+                sums.append(stack_sums(loss, *self._counts(chunk)))
+        # A tensor-parallel group has computed the same loss, which counts once.
+        self._sums = sum_over_processes(torch.stack(sums).sum(0), strategy) / sharding.num_repeats(strategy)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Measure and clip the gradient."""
+        trainer, num_repeats = self.trainer, sharding.num_repeats(self.trainer.strategy)
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = total_norm([p.grad for p in params])
+        self.finish_step(norm, recipe_lr(optimizer, self.optimizer))
         # On a CPU the check waits for no device, so it comes before weights change. 16-mixed skips such steps itself.
-        if self.device.type == "cpu" and self.trainer.precision != "16-mixed":
-            self.accumulation.check_finite(self.trainer.global_step + 1, self.trainer.current_epoch)
-        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
+        if self.device.type == "cpu" and trainer.precision != "16-mixed":
+            self.check_finite(trainer.global_step + 1)
+        if trainer.clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
             # Under tensor parallelism gradients are on several meshes, which no foreach kernel combines.
-            torch.nn.utils.clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]],
-                                                 gradient_clip_val, norm,
-                                                 foreach=False if sharding.num_repeats(strategy) > 1 else None)
-        elif gradient_clip_val:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            torch.nn.utils.clip_grads_with_norm_(params, trainer.clip_val, norm,
+                                                 foreach=False if num_repeats > 1 else None)
+        elif trainer.clip_val:
+            self.clip_gradients(optimizer, trainer.clip_val, trainer.gradient_clip_algorithm)
+
+    def finish_step(self, grad_norm: Tensor, lr: float) -> None:
+        """Record the sums of the step; `grad_norm` is the norm of its gradient before clipping."""
+        if hasattr(grad_norm, "full_tensor"):  # sharded gradients
+            grad_norm = grad_norm.full_tensor()
+        self.last_step = StepSums(torch.cat([self._sums, grad_norm.to(self._sums).unsqueeze(0)]), lr, self.metric_names)
+
+    def check_finite(self, step: int) -> None:
+        """Raise UserError if the last step's loss or gradient norm is not finite. Synchronises with the device.
+
+        Raises:
+            RuntimeError: `target_weight` is not the weight of the losses, so gradients have another scale.
+        """
+        if self.last_step is None:
+            return
+        metrics = self.last_step.step_metrics()
+        check_finite(metrics, step, self.trainer.current_epoch)
+        if abs(metrics["weight"] - self._step_weight) > 1e-3 * metrics["weight"]:
+            raise RuntimeError(f"{type(self).__name__}: the losses of step {step} weigh {metrics['weight']}, "
+                               f"but target_weight came to {float(self._step_weight)}")
 
     def chunk_tokens(self) -> int:
         """Return the tokens per chunk of a micro-batch; 0 for no chunks. Raises UserError as `tokens_per_piece`."""
-        is_alone = isinstance(self.trainer.strategy, SingleDeviceStrategy) and self.trainer.precision != "16-mixed"
+        is_whole = isinstance(self.trainer.strategy, SingleDeviceStrategy) or type(self.trainer.strategy) is DDPStrategy
         hidden_size = self.model.config.get_text_config().hidden_size
-        return tokens_per_piece(self.piece_tokens, is_alone, self.device, hidden_size)
+        return tokens_per_piece(self.piece_tokens, is_whole, self.device, hidden_size)
 
     def _counts(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return real tokens of scored rows, and their number; the other rows only even out the processes.

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmmods.torch_engine.nn.gradient_accumulation import gather
 from lmmods.torch_engine.nn.loss import LossSums
+from lmmods.torch_engine.nn.micro_batches import gather
 from lmmods.torch_engine.tasks.base import TaskModule
 
 

@@ -18,9 +18,8 @@ from lmmods.data.teacher import NO_PLACES
 from lmmods.recipe.tasks.base import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen
 from lmmods.torch_engine.nn.experts import routed_mixture
-from lmmods.torch_engine.nn.gradient_accumulation import GradientAccumulation
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_guide, causal_loss, keeps_packed_apart
-from lmmods.torch_engine.nn.loss import Likeliest, LossSums, shift_weights
+from lmmods.torch_engine.nn.loss import IGNORED, Likeliest, LossSums, shift_labels, shift_weights
 from lmmods.torch_engine.nn.reference import evaluating
 from lmmods.torch_engine.nn.teacher import cached_teacher
 from lmmods.torch_engine.tasks.base import TaskModule, base_seed, seed_step
@@ -77,7 +76,6 @@ class CausalModule(CausalFields, TaskModule):
             say("Experts: their load is not measured, as model.compile cannot see the routers.")
         elif mixture is not None:
             self._mixture, self.metric_names = mixture, (*self.metric_names, *METRICS)
-            self.accumulation = GradientAccumulation(self.metric_names)
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
         batch = batch if self.context_parallel is None else self.context_parallel.cut(batch)
@@ -96,6 +94,10 @@ class CausalModule(CausalFields, TaskModule):
                                form=self.token_loss.evaluated, guide=guide)
         return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss,
                            device=self.built_for, form=self.token_loss, guide=guide)
+
+    def target_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        scored = shift_labels(batch["labels"]) != IGNORED
+        return (scored * shift_weights(batch["loss_weights"]) if "loss_weights" in batch else scored).sum()
 
     @contextmanager
     def inference(self) -> Iterator[None]:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmmods.torch_engine.nn.classifier import Classifier, class_weights, label_loss
-from lmmods.torch_engine.nn.loss import LossSums
+from lmmods.torch_engine.nn.classifier import Classifier, class_weights, label_loss, scored_values
+from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.tasks.by_row import RowModule
 
 
@@ -36,6 +36,13 @@ class LabelModule(ClassifierModule):
     def on_model_ready(self) -> None:
         super().on_model_ready()
         self.weights = class_weights(self.trainer.datamodule, self.class_weights, self.device)
+
+    def target_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        labels = batch["labels"]
+        if labels.is_floating_point():
+            return scored_values(labels).sum()
+        scored = (labels != IGNORED).float()
+        return (scored if self.weights is None else scored * self.weights[labels.clamp(min=0)]).sum()
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> LossSums:
         return label_loss(outputs, batch["labels"], self.weights)

@@ -17,9 +17,9 @@ from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
 from lmmods.rollouts.policy import Row
 from lmmods.rollouts.rollout import Rollout
-from lmmods.torch_engine.nn.gradient_accumulation import split_rows
 from lmmods.torch_engine.nn.lm_head import token_logps
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights
+from lmmods.torch_engine.nn.micro_batches import split_rows
 from lmmods.torch_engine.nn.reference import Reference, evaluating
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 from lmmods.torch_engine.tasks.sampler import TorchSampler
@@ -76,6 +76,10 @@ class GRPO(GRPOFields, CausalModule):
         sums = torch.stack([torch.stack([total.sum(), weight.sum()]) for total, weight in metrics.values()])  # [M, 2]
         return LossSums(losses.sum(), weights.sum() + (idle if context is None else idle / context.size),
                         metrics=sums.detach())
+
+    def target_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        tokens = (shift_labels(batch["labels"]) != IGNORED).sum(1)
+        return self.policy_loss.weight_of(tokens).sum() + batch["idle_weight"].sum()
 
     # Rollouts --------------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from lmmods.core.errors import UserError
 from lmmods.recipe.tasks.preference import PreferenceFields
-from lmmods.torch_engine.nn.gradient_accumulation import gather, split_rows
 from lmmods.torch_engine.nn.lm_head import causal_logps
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
+from lmmods.torch_engine.nn.micro_batches import gather, split_rows, sum_over_processes
 from lmmods.torch_engine.nn.reference import Reference, cache_references, evaluating
 from lmmods.torch_engine.tasks.base import WeightedMean
 from lmmods.torch_engine.tasks.causal_task import CausalModule
@@ -39,7 +39,7 @@ class Preference(PreferenceFields, CausalModule):
         return self.preference_loss.metric_names
 
     def build_model(self, abstract: bool = False) -> None:
-        if not hasattr(self.trainer.datamodule, "micro_batches"):
+        if not hasattr(self.trainer.datamodule, "adopt_references"):
             raise UserError("model.class_path is Preference, which takes rows of answers: set data.class_path to "
                             "PreferenceData.")
         super().build_model(abstract)
@@ -87,6 +87,9 @@ class Preference(PreferenceFields, CausalModule):
     def copied_bytes(self) -> int:
         return 4 * sum(param.numel() for param in self.trainable().values()) if self.reference_kind == "copy" else 0
 
+    def target_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return self._weights(batch).sum()
+
     def _weights(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the weight of each row, [B] float32; 0 for rows that only even out the processes."""
         weights = self.scored_rows(batch).float()
@@ -114,14 +117,6 @@ class Preference(PreferenceFields, CausalModule):
     def _has_baseline(self) -> bool:
         return self.preference_loss.method.has_baseline
 
-    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        accumulated = self.trainer.accumulate_grad_batches
-        if self._has_baseline and batch_idx % accumulated == 0:  # the first of a step
-            batches = self.trainer.datamodule.micro_batches(
-                batch_idx, min(accumulated, self.trainer.num_training_batches - batch_idx))
-            self.survey(map(self.trainer.strategy.batch_to_device, batches))
-
     def survey(self, batches: Iterable[dict[str, Tensor]]) -> None:
         if self._has_baseline:
             self._baseline = self._baseline_of(batches)
@@ -135,7 +130,7 @@ class Preference(PreferenceFields, CausalModule):
             for chunk in split_rows(batch, size) if size else [batch]:  # as in `training_step`
                 with self.trainer.precision_plugin.forward_context():
                     sums += self._divergence(chunk, self._weights(chunk))
-        total, weight = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        total, weight = sum_over_processes(sums, self.trainer.strategy)
         return _baseline(total, weight).float()
 
     def _divergence(self, batch: dict[str, Tensor], weights: Tensor) -> Tensor:

@@ -29,6 +29,9 @@ class QA(QAFields, RowModule):
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> LossSums:
         return span_loss(*outputs.unbind(-1), batch)
 
+    def target_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.scored_rows(batch).sum()
+
     def row_output(self, output: np.ndarray, row: dict[str, np.ndarray]) -> Any:
         """Return start and end logits [T] of a window."""
         return output[:, 0], output[:, 1]

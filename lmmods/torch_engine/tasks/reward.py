@@ -24,5 +24,8 @@ class Reward(RewardFields, ClassifierModule):
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> LossSums:
         return reward_loss(outputs, batch["margin"], self.center_rewards_coefficient)
 
+    def target_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.scored_rows(batch).sum()
+
     def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
         return ~batch["margin"].isnan()

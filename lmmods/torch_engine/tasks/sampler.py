@@ -8,7 +8,7 @@ import torch
 
 from lmmods.core.settings import Generation
 from lmmods.rollouts.policy import Drawn
-from lmmods.torch_engine.nn.gradient_accumulation import gather
+from lmmods.torch_engine.nn.micro_batches import gather
 from lmmods.torch_engine.tasks.causal_task import CausalModule, generation_config
 
 
