@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.engines import ENGINES
+from lmmods.recipe.engines import ENGINES, LOGGERS
 from lmmods.recipe.tasks.base import CausalFields, DataFields, TaskFields
 
 # Lightning's callbacks that a recipe may name: those that keep results reproducible and resuming exact.
@@ -70,12 +70,11 @@ def reason_against(class_path: str) -> str | None:
     return REFUSED.get(name, "It is not supported: a resumed run could differ.")
 
 
-LOGGERS = ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "TrackioLogger", "WandbLogger")
 # Keys whose values are library classes, with the tested classes that may be given by short name; any other class needs
 # its import path. Their settings are validated by the engine.
 CLASSES = {
     "torch": {
-        "trainer.logger": LOGGERS,
+        "trainer.logger": tuple(LOGGERS),
         "trainer.callbacks": tuple(ALLOWED),
         "trainer.strategy": ("lmmods.strategies.FSDP2", "lmmods.strategies.DeepSpeed", "DDPStrategy",
                              "SingleDeviceStrategy"),
@@ -83,7 +82,8 @@ CLASSES = {
                             "SLURMEnvironment", "TorchElasticEnvironment", "XLAEnvironment"),
         "trainer.profiler": ("AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler"),
     },
-    "jax": {"trainer.logger": LOGGERS, "trainer.callbacks": ("EarlyStopping",), "trainer.strategy": ("MeshSharding",)},
+    "jax": {"trainer.logger": tuple(LOGGERS), "trainer.callbacks": ("EarlyStopping",),
+            "trainer.strategy": ("MeshSharding",)},
 }
 # Packages of further classes that a recipe may name without their module: user-defined tasks, our callbacks, loggers.
 FOLDERS = {

@@ -1,4 +1,4 @@
-"""The logger that writes metrics.csv of the run folder."""
+"""The logger that writes metrics.csv of the run folder, and Lightning's CSVLogger."""
 
 import csv
 import io
@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.runs.atomic import open_to_append, write_text
+from lmmods.runs.loggers import VersionedFolder
 from lmmods.runs.repair import mended_table
 
 
@@ -66,3 +67,12 @@ class MetricsCSV(Logger):
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the recipe is in config.yaml."""
+
+
+class CSVSupport(VersionedFolder):
+    """For Lightning's CSVLogger."""
+
+    overwrites = ("metrics.csv", "hparams.yaml")
+
+
+SUPPORT = CSVSupport()

@@ -31,8 +31,9 @@ from lmmods.runs.eval_results import eval_results, write_eval_results
 from lmmods.runs.inside import check_links, delete, fresh_folder
 from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.lock import FolderLock
+from lmmods.runs.loggers import logger_paths
 from lmmods.runs.repair import mended_numbers
-from lmmods.runs.run_files import LIST, NAMES, RESULTS, RunFiles, remove_rollouts, wandb_paths
+from lmmods.runs.run_files import LIST, NAMES, RESULTS, RunFiles, remove_rollouts
 
 CHECKPOINT_PREFIX = "step="
 
@@ -210,7 +211,7 @@ class RunFolder:
     def write_start(self, recipe: dict[str, Any], report: dict[str, Any]) -> None:
         """Write the inputs of the run: its whole recipe and the report on its data."""
         if recipe:
-            self.files.claim(*wandb_paths(recipe, self.root))
+            self.files.claim(*logger_paths(recipe, self.root))
             write_text(self.config, as_yaml(recipe))
         write_json(self.data_report, report)
 

@@ -1,6 +1,5 @@
 """The list, stored in a run folder, of the files that runs wrote there. Nothing else is ever deleted or overwritten."""
 
-import glob
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from lmmods.recipe.files import read_recipe
 from lmmods.runs.atomic import write_json
 from lmmods.runs.checkpoint_files import holds_checkpoint, remove_checkpoints
 from lmmods.runs.inside import OWNER, check_links, delete, inside
+from lmmods.runs.loggers import logger_paths
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files of a run in a folder without that list, of an earlier version: recognised by name and content.
@@ -43,27 +43,7 @@ def recognised(root: Path) -> set[str]:
         found.add("checkpoints")
     found |= {name for name in (".model", ".publish") if (root / name).is_dir()}  # incomplete exports
     found |= {"manifest.json"} if _is_manifest(root / "manifest.json") else set()
-    return found | _exported(root) | wandb_paths(recipe, root)
-
-
-def wandb_id(recipe: dict[str, Any]) -> str | None:
-    """Return the W&B id of the run of a recipe."""
-    return _wandb_options(recipe).get("id")
-
-
-def _wandb_options(recipe: dict[str, Any]) -> dict[str, Any]:
-    loggers = (recipe.get("trainer") or {}).get("logger")
-    return next((logger.get("init_args") or {} for logger in (loggers if isinstance(loggers, list) else [loggers])
-                 if isinstance(logger, dict) and str(logger.get("class_path")).endswith("WandbLogger")), {})
-
-
-def wandb_paths(recipe: dict[str, Any], root: Path) -> set[str]:
-    """Return the paths that W&B writes in a recipe's run folder; `*` stands for the time of a start."""
-    logger = _wandb_options(recipe)
-    name = str(logger.get("id") or "")
-    if not is_plain_name(name) or Path(logger.get("save_dir") or root).resolve() != root.resolve():
-        return set()
-    return {"wandb", f"wandb/*-{glob.escape(name)}", "wandb/latest-run", "wandb/debug.log", "wandb/debug-internal.log"}
+    return found | _exported(root) | logger_paths(recipe, root)
 
 
 def _is_manifest(path: Path) -> bool:

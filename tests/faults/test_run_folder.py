@@ -16,7 +16,8 @@ from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued, write_json, write_text
 from lmmods.runs.inside import MAY_BE_LINKS, OWNER
 from lmmods.runs.lock import FILE as LOCK
-from lmmods.runs.run_files import LIST, NAMES, RunFiles, wandb_paths
+from lmmods.runs.loggers import logger_paths
+from lmmods.runs.run_files import LIST, NAMES, RunFiles
 
 ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
 PLAIN = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 2}, "trainer__max_steps": 2,
@@ -145,7 +146,7 @@ def test_overwrite_deletes_what_runs_wrote_and_nothing_else(run, capfd):
 def test_overwrite_deletes_a_run_of_wandb_with_its_links(run):
     run.begin(None)
     recipe = {"trainer": {"logger": [{"class_path": "WandbLogger", "init_args": {"id": "a1"}}]}}
-    run.files.claim(*wandb_paths(recipe, run.root))
+    run.files.claim(*logger_paths(recipe, run.root))
     write_text(run.root / "wandb/offline-run-a1/logs/debug.log", "")
     for name, leads_to in (("latest-run", "offline-run-a1"), ("debug.log", "offline-run-a1/logs/debug.log")):
         (run.root / "wandb" / name).symlink_to(leads_to)
