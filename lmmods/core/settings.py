@@ -10,9 +10,8 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from lmmods.core.errors import UserError, refuse_value
+from lmmods.core.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec
 
-OptimizerName = Literal["adamw", "adafactor", "sgd", "lion", "muon", "adamw_8bit", "lion_8bit", "sgd_8bit",
-                        "paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_8bit"]
 # Of Muon: coefficients of a Newton-Schulz iteration, and the least norm that a matrix is divided by; as in
 # torch.optim.Muon.
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -115,8 +114,9 @@ class Optimizer:
         require(0 < self.layer_decay <= 1, "optimizer.layer_decay", self.layer_decay, "more than 0 and at most 1")
         require(self.ema_decay is None or 0 < self.ema_decay < 1, "optimizer.ema_decay", self.ema_decay,
                 "null, or more than 0 and less than 1")
-        require(self.ema_decay is None or self.name in ("adamw", "adafactor", "sgd", "muon"), "optimizer.ema_decay",
-                self.ema_decay, f"null with optimizer.name {self.name}: adamw, adafactor, sgd and muon keep averages")
+        *others, last = (name for name, spec in OPTIMIZERS.items() if not spec.is_bitsandbytes)
+        require(self.ema_decay is None or not self.spec.is_bitsandbytes, "optimizer.ema_decay", self.ema_decay,
+                f"null with optimizer.name {self.name}: {', '.join(others)} and {last} keep averages")
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas,
                 "two numbers from 0 up to but not including 1")
         require(self.eps > 0, "optimizer.eps", self.eps, "more than 0")
@@ -124,14 +124,29 @@ class Optimizer:
         require(0 <= self.muon_momentum < 1, "optimizer.muon_momentum", self.muon_momentum,
                 "from 0 up to but not including 1")
         require(1 <= self.ns_steps < 100, "optimizer.ns_steps", self.ns_steps, "from 1 to 99")
-        require(self.name != "sgd_8bit" or self.momentum > 0, "optimizer.momentum", self.momentum,
-                "more than 0 for sgd_8bit, which has no plain form")
+        require(not self.spec.needs_momentum or self.momentum > 0, "optimizer.momentum", self.momentum,
+                f"more than 0 for {self.name}, which has no plain form")
         require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", self.min_lr_ratio, "from 0 to 1")
         for key in ("warmup", "decay"):
             value = getattr(self, key)
             whole = isinstance(value, int)
             require(value >= 0 and (whole or value <= 1), f"optimizer.{key}", value,
                     "a whole number of steps, or a share of the run from 0.0 to 1.0")
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """What is known of the update rule."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the update rule in torch; under muon, of parameters that are not its matrices."""
+        return {name: tuple(self.betas) if name == "betas" else getattr(self, name) for name in self.spec.options}
+
+    @property
+    def muon_options(self) -> dict[str, Any]:
+        """Arguments of the rule of muon's matrices, as torch.optim.Muon names them."""
+        return {"momentum": self.muon_momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
 
     def muon_factor(self, num_rows: int, num_columns: int) -> float:
         """What the learning rate of a matrix is multiplied by under muon."""
@@ -148,7 +163,7 @@ class Optimizer:
         kind = 4
         if decays(name, num_dims):
             is_b = self.b_lr_ratio != 1 and ".lora_B." in name
-            kind = is_b + (0 if self.name == "muon" and is_hidden_matrix(name, num_dims) else 2)
+            kind = is_b + (0 if self.spec.has_matrix_rule and is_hidden_matrix(name, num_dims) else 2)
         return kind if self.layer_decay == 1 else kind * (layers + 2) + depth(name, layers)
 
     def groups(self, layers: int = 0) -> list[dict[str, float]]:

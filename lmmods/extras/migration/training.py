@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmmods.core.errors import UserError
+from lmmods.core.optimizers import SHARDABLE
 from lmmods.core.preference_losses import METHODS, REFUSED
 from lmmods.extras.migration.draft import Draft
 from lmmods.recipe.classes import declared
@@ -18,7 +19,6 @@ from lmmods.recipe.engines import LOGGERS
 from lmmods.recipe.foreign_keys import OPTIMIZERS, PROGRAMS, SCHEDULES
 
 REPORT_TO = {name.removesuffix("Logger").lower(): name for name in LOGGERS}
-SHARDED = ("adamw", "sgd")  # optimisers that strategy fsdp supports
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _take_strategy(draft: Draft) -> None:
             draft.put("model.gradient_checkpointing", True, "fsdp_config.activation_checkpointing")
     strategy = draft.settings.get("trainer.strategy", ("", ""))[0]
     name = draft.settings["model.optimizer.name"][0]
-    if strategy == "fsdp" and name not in SHARDED:
+    if strategy == "fsdp" and name not in SHARDABLE:
         draft.note(f"Strategy fsdp takes no {name}: adamw takes its place.")
         draft.put("model.optimizer.name", "adamw", "optimizer", "optim")
     if strategy == "fsdp" and draft.settings.get("model.quantize", ("", ""))[0] == "int8":
