@@ -69,10 +69,4 @@ class MetricsCSV(Logger):
         """Do nothing: the recipe is in config.yaml."""
 
 
-class CSVSupport(VersionedFolder):
-    """For Lightning's CSVLogger."""
-
-    overwrites = ("metrics.csv", "hparams.yaml")
-
-
-SUPPORT = CSVSupport()
+SUPPORT = VersionedFolder("metrics.csv", "hparams.yaml")  # for Lightning's

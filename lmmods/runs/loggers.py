@@ -12,10 +12,14 @@ from lmmods.recipe.engines import LOGGERS
 class LoggerSupport:
     """How runs use a logger. This class is for loggers that are not listed.
 
-    Arguments `options` are a recipe's `init_args`, `root` is the run folder.
+    Its methods get a recipe's `init_args` as `options` and the run folder as `root`.
+
+    Args:
+        overwrites: Files in its folders that it overwrites under fixed names.
     """
 
-    overwrites: tuple[str, ...] = ()  # files in its folders that it overwrites under fixed names
+    def __init__(self, *overwrites: str) -> None:
+        self.overwrites = overwrites
 
     def folders(self, options: Mapping[str, Any]) -> list[str | None] | None:
         """Return the folders that it writes to, None if unknown; a None entry means the run folder."""

@@ -1,12 +1,5 @@
-"""Lightning's TensorBoardLogger."""
+"""Lightning's TensorBoardLogger, whose event files have the time in their names."""
 
 from lmmods.runs.loggers import VersionedFolder
 
-
-class TensorBoardSupport(VersionedFolder):
-    """Its event files have the time in their names."""
-
-    overwrites = ("hparams.yaml",)
-
-
-SUPPORT = TensorBoardSupport()
+SUPPORT = VersionedFolder("hparams.yaml")
