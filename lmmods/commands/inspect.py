@@ -87,7 +87,7 @@ def _measuring(tree: dict[str, Any], engine: str, others: tuple[str, ...]) -> "S
         tree: The recipe as plain values.
         others: Keys of the task that have their defaults, too.
     """
-    from lmmods.commands.setup import Setup, short_name
+    from lmmods.commands.setup import dry_setup, short_name
 
     model, data = ({**tree[part], "class_path": short_name(tree[part]["class_path"])} for part in ("model", "data"))
     fields = dict(model["init_args"])
@@ -97,13 +97,12 @@ def _measuring(tree: dict[str, Any], engine: str, others: tuple[str, ...]) -> "S
     fields["gradient_checkpointing"] = bool(fields.get("gradient_checkpointing"))
     if fields.get("attention") not in ("sdpa", "eager"):
         fields.pop("attention", None)
-    trainer = {"precision": "32-true", "devices": 1, "accelerator": tree["trainer"]["accelerator"], "max_steps": 1,
-               "enable_checkpointing": False, "enable_progress_bar": False,
-               "default_root_dir": tree["trainer"]["default_root_dir"]}
-    recipe = {"seed_everything": tree["seed_everything"], "engine": engine, "trainer": trainer,
+    recipe = {"seed_everything": tree["seed_everything"], "engine": engine, "trainer": {"max_steps": 1},
               "model": {**model, "init_args": fields}, "data": data}
-    return Setup(parse(["inspect", "--config", as_yaml(recipe),
-                        *(["--model.trust_remote_code", "true"] if trusts else [])], {}))
+    parsed = parse(["inspect", "--config", as_yaml(recipe),
+                    *(["--model.trust_remote_code", "true"] if trusts else [])], {})
+    return dry_setup(parsed, precision="32-true", devices=1, accelerator=tree["trainer"]["accelerator"],
+                     default_root_dir=tree["trainer"]["default_root_dir"])
 
 
 def _say_settings(tree: dict[str, Any], rows: list[Any]) -> None:

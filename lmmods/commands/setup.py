@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from lmmods.core.hf_config import position_limit, tells_token_types
 from lmmods.core.redaction import left_out, redacted
 from lmmods.recipe.classes import FOLDERS, check_callback, implementation
 from lmmods.recipe.engines import load_engine
-from lmmods.recipe.keys import BLOCKS
+from lmmods.recipe.keys import BLOCKS, keys_of
 from lmmods.recipe.library_classes import LibraryClasses, whole
 from lmmods.recipe.reader import Recipe, filled, objects
 from lmmods.recipe.rewards import columns_of, read_rewards
@@ -179,6 +179,25 @@ class Setup:
                            if parameter.default is not parameter.empty}
             tree[block] |= {name: vars(value) for name, value in tree[block].items() if is_dataclass(value)}
         return tree
+
+
+# Keys of `trainer` that a dry run overrides.
+DRY = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "fast_dev_run": False,
+       "profiler": None, "barebones": False, "callbacks": None, "enable_checkpointing": False,
+       "enable_progress_bar": False, "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": None,
+       "check_val_every_n_epoch": 10**9}
+
+
+def dry_setup(recipe: Recipe, **trainer: Any) -> Setup:
+    """Build a recipe to measure what it computes: nothing is logged, sampled or saved, and no folder is created.
+
+    Args:
+        trainer: Keys of the recipe's trainer to set.
+    """
+    names = keys_of(recipe.kind("trainer"))
+    changes = {name: value for name, value in (DRY | trainer).items() if name in names}
+    given = recipe.given | dict.fromkeys(BLOCKS, {}) | {"trainer": recipe.given["trainer"] | changes}
+    return Setup(replace(recipe, given=given))
 
 
 def _built(kind: type, *args: Any, **kwargs: Any) -> Any:
