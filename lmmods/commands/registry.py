@@ -66,7 +66,7 @@ COMMANDS = {
                      "commands.merge:merge", example="--run runs/sft_qlora --out merged"),
     "evaluate": Command("results", "Evaluate a run on tasks of lm-eval.", "commands.evaluate:evaluate",
                         example="--run runs/sft_qlora --tasks hellaswag"),
-    "verify": Command("results", "Check a run against its manifest.json; train its first steps again.",
+    "verify": Command("results", "Check a run's files against its manifest.json.",
                       "extras.verify:verify", ("run",), example="runs/sft_qlora"),
     "report": Command("results", "Lay runs side by side on one HTML page.", "extras.report.command:report", ("runs",),
                       example="runs/sft_qlora"),

@@ -177,8 +177,8 @@ OF_COMMANDS = {
     "chat --generation.topk 3": ["--generation.topk is no option. Did you mean --generation.top_k?"],
     "chat --generation.top_k x --seed": ["--seed has no value: --seed VALUE.",
                                          "--generation.top_k is x, but must be a whole number or null."],
-    "verify --replay x": ["RUN is missing: The run folder, of either engine, finished or not.",
-                          "--replay is x, but must be a whole number or null."],
+    "verify --replay 3": ["RUN is missing: The run folder, of either engine, finished or not.",
+                          "--replay is no option."],
     "sweep data.seed=1,2 --trials many": ["--trials is many, but must be a whole number or null."],
     "new mine --model 12e5 --data 7 --task SFFT": [
         f"--task is SFFT, but must be one of {TASKS}, or null. Did you mean SFT?"],
