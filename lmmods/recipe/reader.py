@@ -348,7 +348,7 @@ class Reader:
                 layers.append(Layer(key.name, False, {key.name: Scalar.of(words[number], words[number])}))
             elif key.default is REQUIRED:
                 self.report("", f"{key.name.upper()} is missing: {key.text}")
-        example = "--trainer.max_steps 3" if self.takes_recipe else f"--{next(iter(self.keys))} …"
+        example = "--trainer.max_steps 3" if self.takes_recipe else f"--{next(iter(self.keys), 'help')} …"
         for word in words[len(unnamed):]:
             if self.takes_recipe and _is_file(word):
                 raise UserError(f"{word} is no option. A recipe is given as in --config {word}.")
