@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as stop:  # the parser has printed help or an error
         return int(stop.code or 0)
     except Exception as error:
-        from lmmods.runs.atomic import disk_error_in
+        from lmmods.core.files import disk_error_in
 
         mistake = user_error_in(error) or disk_error_in(error) or wrong_path_in(error)
         if mistake is not None:

@@ -12,7 +12,7 @@ from lmmods.core.errors import UserError, first_line
 from lmmods.recipe.classes import declared
 from lmmods.runs.eval_results import FOLDER as EVAL_RESULTS
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.inside import fresh_folder
+from lmmods.runs.run_files import fresh_folder
 
 # Methods of Yadav et al. 2023 ("TIES-Merging") and Yu et al. 2023 ("Language Models are Super Mario", DARE). `cat` and
 # `svd` work on the updates themselves, the others on the two factors of each, apart.

@@ -22,7 +22,8 @@ from lmmods.recipe.classes import declared
 from lmmods.recipe.files import as_yaml, read_recipe
 from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.runs.folder import commit_folder
-from lmmods.runs.inside import delete, fresh_folder, hub_id
+from lmmods.runs.published_paths import hub_id
+from lmmods.runs.run_files import delete, fresh_folder
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 

@@ -30,7 +30,7 @@ from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
-from lmmods.runs.inside import way_out
+from lmmods.runs.run_files import way_out
 from lmmods.runs.trackio import configure_trackio
 from lmmods.runs.wandb import configure_wandb, known_wandb_id, wandb_loggers
 

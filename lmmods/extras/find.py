@@ -26,7 +26,7 @@ from lmmods.core.settings import Optimizer, require
 from lmmods.extras.dry_run import dry_run
 from lmmods.recipe.files import as_yaml
 from lmmods.recipe.reader import Recipe
-from lmmods.runs.atomic import write_json
+from lmmods.runs.run_files import write_json
 from lmmods.runs.step_metrics import NotFinite
 
 

@@ -10,12 +10,11 @@ from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
 from lmmods.extras.doctor import Findings
 from lmmods.recipe.files import as_yaml, read_recipe
-from lmmods.runs.atomic import files_in
 from lmmods.runs.checkpoint import check_manifest
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.inside import OWNER
 from lmmods.runs.manifest import Manifest, surroundings
 from lmmods.runs.model_card import find_file
+from lmmods.runs.run_files import OWNER, files_in
 
 SHOWN = 20  # differences shown per kind
 

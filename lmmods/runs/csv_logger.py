@@ -8,8 +8,8 @@ from typing import Any, TextIO
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lmmods.runs.atomic import open_to_append, write_text
 from lmmods.runs.repair import mended_table
+from lmmods.runs.run_files import open_to_append, write_text
 
 
 class MetricsCSV(Logger):

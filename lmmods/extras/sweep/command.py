@@ -26,8 +26,8 @@ from lmmods.extras.sweep.study import Parameter, Study, as_words, grid, read_spa
 from lmmods.recipe.files import CONFIG_OPTIONS, as_yaml, config_argument, option_values, read_recipe
 from lmmods.recipe.reader import parse
 from lmmods.recipe.tasks.base import TaskFields
-from lmmods.runs.atomic import write_text
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.run_files import write_text
 
 OF_THE_SWEEP = ("--trainer.default_root_dir", "--ckpt_path", "--overwrite")
 TRIALS = 20
