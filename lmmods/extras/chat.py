@@ -7,8 +7,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -480,11 +480,25 @@ class Session:
 
 
 def converse(session: Session) -> None:
-    """Read questions from a terminal until Ctrl+D."""
+    """Read questions from a terminal until Ctrl+D.
+
+    Ctrl+C at the prompt starts a new line, and during an answer stops it. A second one during an answer, which may be
+    waiting for a long computation, ends the program.
+    """
     with suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited, and earlier ones come back
 
-    with _interrupting(session) as answering:
+    is_answering = False
+
+    def on_interrupt(number: int, _frame: Any) -> None:
+        if not is_answering:
+            raise KeyboardInterrupt
+        if session.stopped:
+            raise Interrupted("Interrupted.")
+        session.stopped = True
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
         while True:
             try:
                 text = input(PROMPT)
@@ -492,43 +506,16 @@ def converse(session: Session) -> None:
                     session.turns = {}
                     tell("A new conversation.")
                 elif text.strip():
-                    with answering():
-                        session.ask(text)
+                    session.stopped, is_answering = False, True
+                    session.ask(text)
             except UserError as error:  # continue the conversation without this question
                 tell(str(error))
             except EOFError:
                 return print(file=sys.stderr, flush=True)
             except KeyboardInterrupt:
                 tell("\n(Ctrl+D ends)")
-
-
-@contextmanager
-def _interrupting(session: Session) -> Iterator[Callable[[], Any]]:
-    """Handle Ctrl+C: at the input prompt it starts a new line; within the yielded context it stops the answer.
-
-    A second Ctrl+C during an answer, which may be waiting for a long computation, ends the program.
-    """
-    answering = False
-
-    def on_interrupt(number: int, _frame: Any) -> None:
-        if not answering:
-            raise KeyboardInterrupt
-        if session.stopped:
-            raise Interrupted("Interrupted.")
-        session.stopped = True
-
-    @contextmanager
-    def answer() -> Iterator[None]:
-        nonlocal answering
-        session.stopped, answering = False, True
-        try:
-            yield
-        finally:
-            answering = False
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield answer
+            finally:
+                is_answering = False
     finally:
         signal.signal(signal.SIGINT, before)
 
