@@ -2,8 +2,9 @@
 
 A table follows its mark, `<!-- fields: NAME -->`. NAME is a block of the recipe (`model.lora`); `recipe` for the keys
 beside the blocks; `trainer torch` for the keys of Lightning's trainer that JAX lacks; a single key
-(`model.balance_loss`); the class of a task or its data, for the keys that it adds to those on docs/fields.md; `reward`
-for the keys of every reward, or `reward exact_match` for those that one adds.
+(`model.balance_loss`); the class of a task or its data, for the keys that it adds to those on docs/fields.md;
+`conversations` for the keys of all data with conversations; `reward` for the keys of every reward, or
+`reward exact_match` for those that one adds.
 """
 
 import re
@@ -16,6 +17,7 @@ from lmmods.commands.registry import options_of
 from lmmods.recipe import keys
 from lmmods.recipe.classes import BASES, class_name
 from lmmods.recipe.rewards import NAMED, RewardSettings
+from lmmods.recipe.tasks.base import ConversationFields
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = re.compile(r"(<!-- fields: (.+?) -->\n\n)(?:\|.*\n)*")
@@ -33,12 +35,15 @@ def fields_of(name: str) -> list[keys.Key]:
     if name in CLASSES:
         block, kind = CLASSES[name]
         if block == "data":
-            shared = keys.keys_of(BASES[block])
+            shared = keys.keys_of(ConversationFields if issubclass(kind, ConversationFields) else BASES[block])
             return [key for own, key in keys.keys_of(kind, block).items() if own not in shared]
         # SFT adds generation, balance_loss and what tokens lose, which have tables of their own on docs/fields.md.
         # Preference has a label_smoothing of another meaning.
         shared = keys.keys_of(CLASSES["SFT"][1], block)
         return [key for own, key in keys.keys_of(kind, block).items() if shared.get(own) != key]
+    if name == "conversations":
+        shared = keys.keys_of(BASES["data"])
+        return [key for own, key in keys.keys_of(ConversationFields, "data").items() if own not in shared]
     if name in BASES:
         return list(keys.keys_of(BASES[name], name).values())
     if name.startswith("trainer"):
