@@ -15,7 +15,8 @@ class SFTFields(TokenLossFields, CausalFields):
 
     Args:
         dft: Dynamic fine-tuning (Wu et al. 2025): training weights the loss of each token with the token's probability,
-            so that a token has the smaller a share in the gradient the less the model expects it. See docs/tuning.md.
+            so that a token has the smaller a share in the gradient the less the model expects it. See
+            docs/techniques.md.
     """
 
     takes: ClassVar[str] = "SFTData"
