@@ -163,14 +163,16 @@ def can_plan(recipe: dict[str, Any]) -> bool:
 
 def write(rows: dict[str, list[Figures]]) -> None:
     """Write the table of docs/plans.md, and the memory in docs/recipes.md of the recipes that it has."""
-    columns = [f"{on}, {engine}" for engine, on, _ in PLANNED]
+    columns = [f"{on}, {engine.replace('jax', 'JAX')}" for engine, on, _ in PLANNED]
     head = ["recipe", *columns, "minimum step time", "maximum tokens/s"]
-    table = [head, ["---"] * len(head), *([
+    table = [head, *([
         f"[`{name}`](../configs/recipes/{name}.yaml)", *(plan.memory for plan in plans),
         " / ".join(plan.step for plan in plans), " / ".join(plan.speed for plan in plans)]
         for name, plans in rows.items())]
     above, _, _ = PAGE.read_text().partition(MARK)
-    PAGE.write_text(above + MARK + "\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in table))
+    lines = [f"| {' | '.join(cells)} |\n" for cells in table]
+    lines.insert(1, f"|{'---|' * len(head)}\n")
+    PAGE.write_text(above + MARK + "\n" + "".join(lines))
     catalogue = CATALOGUE.read_text()
     for name, plans in rows.items():
         row = re.compile(rf"^(\| \[`{re.escape(name)}`\](?:[^|\n]*\|){{3}})[^|\n]*\|", re.MULTILINE)
