@@ -33,7 +33,7 @@ from lmmods.recipe.foreign_keys import (
 from lmmods.recipe.trainer_fields import TrainerFields
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
-HEADER = "| old | ours | notes |\n|---|---|---|\n"
+HEADER = "| theirs | ours | what changes |\n|---|---|---|\n"
 
 
 # The tables -------------------------------------------------------------------------------------------------------
@@ -47,8 +47,8 @@ def ticked(cell: str, separator: str = ", ") -> str:
 
 
 def tables() -> list[str]:
-    """The tables of the page, one a program."""
-    rows = read_rows()
+    """The tables of the page: the marked rows of each program."""
+    rows = [row for row in read_rows() if row.on_page]
     programs = list(dict.fromkeys(row.program for row in rows))
     return [HEADER + "".join(f"| {ticked(old)} | {ticked(ours)} | {note} |\n".replace("|  |", "| |")
                              for old, ours, note in (row.cells for row in rows if row.program == program))
@@ -58,7 +58,16 @@ def tables() -> list[str]:
 def test_the_page_has_the_tables():
     """To write them anew: python tests/extras/test_migration.py"""
     found = re.findall(rf"{re.escape(HEADER)}(?:\|.*\n)+", PAGE.read_text())
-    assert found == tables()
+    assert found == tables() and len(found) == 6
+
+
+def test_errors_name_every_key_that_the_page_omits():
+    """Keys of items of a list, as of axolotl's datasets, are converted by `migrate` alone."""
+    omitted = [pair for row in read_rows() if not row.on_page for pair in row.pairs if "[]" not in pair[0]]
+    assert len(omitted) > 400
+    for name, keys in omitted:
+        hint = hint_for(name)
+        assert hint and (any(key in hint for key in keys) or not keys), name
 
 
 def test_no_table_has_a_key_twice():
