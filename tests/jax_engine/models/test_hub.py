@@ -86,7 +86,8 @@ def test_the_page_has_the_table_of_what_is_tested():
     all_families, causal = {name for name, _ in PAIRS}, {name for name, head in PAIRS if head == "causal"}
     assert features() == {"quantize": all_families, "lora": all_families, "mesh": all_families, "packing": causal,
                           "generation": causal}
-    sentence = "All families support `model.quantize`, `model.lora` and meshes; those with CLM also packing and generation."
+    sentence = ("All families support `model.quantize`, `model.lora` and meshes; those with CLM also packing and "
+                "generation.")
     assert sentence in " ".join(page.split())
     files = Path(__file__).parents[1].rglob("test_*.py")
     used = {name for file in files for name in re.findall(r'\b(?:cases|cells)\("(\w+)"', file.read_text())}
