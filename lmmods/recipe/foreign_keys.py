@@ -25,13 +25,11 @@ class Row:
         program: Program whose table (a section of the file) it is in.
         cells: The columns old, ours and notes, verbatim.
         pairs: Each foreign key with its keys here; empty if there is no counterpart.
-        on_page: Whether docs/migration.md shows the row, because value or meaning changes.
     """
 
     program: str
     cells: tuple[str, str, str]
     pairs: tuple[tuple[str, tuple[str, ...]], ...]
-    on_page: bool
 
     @property
     def note(self) -> str:
@@ -48,7 +46,7 @@ def read_rows() -> tuple[Row, ...]:
             program = line.strip("[]")
         elif line and not line.startswith("#"):
             old, ours, note = (cell.strip() for cell in line.removeprefix("* ").split("|", 2))
-            rows.append(Row(program, (old, ours, note), _pairs(old, ours), line.startswith("* ")))
+            rows.append(Row(program, (old, ours, note), _pairs(old, ours)))
     return tuple(rows)
 
 

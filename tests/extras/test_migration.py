@@ -25,6 +25,7 @@ from lmmods.recipe.foreign_keys import (
     SCHEDULES,
     TABLES,
     TEMPLATES,
+    Row,
     counterparts,
     hint_for,
     read_rows,
@@ -46,9 +47,16 @@ def ticked(cell: str, separator: str = ", ") -> str:
     return separator.join(f"`{name}`" for name in cell.split(separator)) if ":" not in cell else f"`{cell}`"
 
 
+def split_rows() -> tuple[list[Row], list[Row]]:
+    """Rows with the mark * in the file, which the page shows, and rows without."""
+    lines = [line for line in TABLES.read_text().splitlines() if line and line[0] not in "#["]
+    marked = [(row, line.startswith("* ")) for row, line in zip(read_rows(), lines, strict=True)]
+    return [row for row, is_marked in marked if is_marked], [row for row, is_marked in marked if not is_marked]
+
+
 def tables() -> list[str]:
     """The tables of the page: the marked rows of each program."""
-    rows = [row for row in read_rows() if row.on_page]
+    rows, _ = split_rows()
     programs = list(dict.fromkeys(row.program for row in rows))
     return [HEADER + "".join(f"| {ticked(old)} | {ticked(ours)} | {note} |\n".replace("|  |", "| |")
                              for old, ours, note in (row.cells for row in rows if row.program == program))
@@ -63,7 +71,7 @@ def test_the_page_has_the_tables():
 
 def test_errors_name_every_key_that_the_page_omits():
     """Keys of items of a list, as of axolotl's datasets, are converted by `migrate` alone."""
-    omitted = [pair for row in read_rows() if not row.on_page for pair in row.pairs if "[]" not in pair[0]]
+    omitted = [pair for row in split_rows()[1] for pair in row.pairs if "[]" not in pair[0]]
     assert len(omitted) > 400
     for name, keys in omitted:
         hint = hint_for(name)
