@@ -221,7 +221,7 @@ def _entries(keys: dict[str, Key]) -> list[str]:
 
 def _entry(key: Key) -> str:
     is_block = block_in(key.type) is not None
-    kind = "" if is_block and "." not in key.name else f" {in_words(key.type, key.name)}"
+    kind = "" if is_block and "." not in key.name else f" {in_words(key.type, key.name, as_type=True)}"
     has_default = key.default is None or key.default is not REQUIRED and not is_block
     default = f" (default: {_value(key.default)})" if has_default else ""
     return _indented(f"--{key.name}{kind}{default}\n{key.text}")

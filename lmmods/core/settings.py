@@ -56,36 +56,35 @@ def depth(name: str, layers: int) -> int:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How the trained parameters move.
+    """Update rule, learning rate and schedule.
 
     Args:
-        name: Update rule. The 8-bit and paged ones are bitsandbytes' (torch engine only). `muon` (Jordan et al. 2024)
-            moves the matrices of the layers; embeddings, heads, norms and biases follow adamw.
+        name: Update rule. The 8-bit and paged ones are bitsandbytes' (torch only). `muon` (Jordan et al. 2024) updates
+            the matrices of the layers; embeddings, heads, norms and biases use adamw.
         lr: Peak learning rate.
-        weight_decay: Decoupled decay, on matrices only: never on biases and norms.
-        b_lr_ratio: Learning rate of the matrices B of an adapter as a multiple of that of A, which is `lr`: LoRA+
-            (Hayou et al. 2024).
-        layer_decay: Factor d on the learning rate from each layer to the one below it (Clark et al. 2020, Bao et al.
-            2022): of n layers the last has `lr` d, the first `lr` d^n, embeddings `lr` d^(n + 1), and what follows the
-            layers `lr`.
-        ema_decay: Decay d of an exponential average of what trains, in float32: after each step average = d average +
-            (1 - d) parameters. Evaluation, samples and the exported model have the average. null keeps none.
-        betas: Decay rates of the running moments.
+        weight_decay: Decoupled weight decay, on matrices only: not on biases and norms.
+        b_lr_ratio: LoRA+ (Hayou et al. 2024): learning rate of an adapter's B matrices, as a multiple of `lr`.
+        layer_decay: Factor d on the learning rate from each layer to the one below (Clark et al. 2020, Bao et al.
+            2022). Of n layers, the last trains at `lr` d, the first at `lr` d^n, embeddings at `lr` d^(n + 1),
+            everything after the layers at `lr`.
+        ema_decay: Decay d of a float32 moving average of the trained parameters, updated after each step: average = d
+            average + (1 - d) parameters. Evaluation, samples and the exported model use it. null keeps none.
+        betas: Decay rates of the moments.
         eps: Added to the denominator of the Adam update.
         momentum: Momentum of sgd.
-        muon_momentum: Momentum of muon, of an average of the gradients.
-        nesterov: Whether muon looks ahead by one more step of its momentum.
-        ns_steps: Newton-Schulz iterations by which muon orthogonalises an update.
-        ns_dtype: Type that these compute in. torch.optim.Muon has bfloat16, which GPUs multiply faster; in float32 both
+        muon_momentum: Momentum of muon, a moving average of gradients.
+        nesterov: Use Nesterov momentum in muon.
+        ns_steps: Number of Newton-Schulz iterations that orthogonalise an update of muon.
+        ns_dtype: Type of these iterations. torch.optim.Muon uses bfloat16, which is faster on GPUs; with float32 both
             engines give the same curve.
-        adjust_lr: What muon multiplies `lr` by for a matrix of A rows and B columns: 0.2 sqrt(max(A, B)), with which
-            its updates are as large as adamw's (Liu et al. 2025) and one rate suits all parameters, or the original
+        adjust_lr: Factor of muon on `lr` for a matrix with A rows and B columns. match_rms_adamw: 0.2 sqrt(max(A, B)),
+            which makes updates as large as adamw's (Liu et al. 2025), so that one `lr` suits all parameters. original:
             sqrt(max(1, A / B)).
-        schedule: Shape of the learning rate after warm-up. `linear` and `cosine` fall to `min_lr_ratio` at the last
-            step; `wsd` stays flat and falls linearly over the last `decay` of the run.
-        warmup: Linear warm-up from 0: an integer is a number of optimiser steps, a fraction a share of the run.
-        decay: Length of the final fall of `wsd`: steps or share of the run.
-        min_lr_ratio: Learning rate at the end of the fall as a share of `lr`.
+        schedule: Learning rate after warmup. `linear` and `cosine` fall to `min_lr_ratio` at the last step; `wsd` stays
+            constant and falls linearly over the last `decay` of the run.
+        warmup: Linear warmup from 0: number of optimiser steps (integer) or fraction of the run.
+        decay: Length of the final decay of `wsd`: number of steps or fraction of the run.
+        min_lr_ratio: Final learning rate as a fraction of `lr`.
     """
 
     name: OptimizerName = "adamw"
@@ -195,19 +194,19 @@ class LoRA:
 
     Args:
         rank: Rank of the update.
-        alpha: The update is scaled by alpha / rank (alpha / sqrt(rank) with `rslora`).
+        alpha: Scales the update by alpha / rank, or by alpha / sqrt(rank) with `rslora`.
         dropout: Dropout on the adapter's input.
-        targets: `all-linear` (every linear layer but the output head, experts and routers) or names of modules, matched
+        targets: `all-linear` (all linear layers except the output head, experts and routers) or module names, matched
             at their end.
-        target_parameters: Stacked matrices of experts that get an adapter for each expert, in addition to `targets`,
-            matched at the end of their names: `[experts.gate_up_proj, experts.down_proj]`. As in PEFT without `dropout`
-            and `dora`.
-        modules_to_save: Modules trained in full and saved with the adapter, for example `[lm_head, embed_tokens]`.
+        target_parameters: Stacked expert matrices that get an adapter for each expert, in addition to `targets`,
+            matched at the end of their names: `[experts.gate_up_proj, experts.down_proj]`. As in PEFT, without
+            `dropout` and `dora`.
+        modules_to_save: Modules to train in full and save with the adapter, for example `[lm_head, embed_tokens]`.
         dora: Weight-decomposed adapters (Liu et al. 2024).
         rslora: Rank-stabilised scaling (Kalajdzievski 2023).
-        init: First values. `kaiming` draws A and sets B to zero. `pissa` (Meng et al. 2024) takes the principal
-            singular vectors of each adapted matrix, and the base keeps the rest, quantised after that; without
-            `target_parameters` and `dora`.
+        init: Initial values. `kaiming` samples A and sets B to zero. `pissa` (Meng et al. 2024) starts from the
+            principal singular vectors of each adapted matrix; the base keeps the remainder, quantised afterwards. Not
+            with `target_parameters` or `dora`.
     """
 
     rank: int = 64
@@ -308,24 +307,23 @@ class TokenLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class Teacher:
-    """Knowledge distillation (Hinton et al. 2015): learn the distributions of a frozen teacher as well as the labels.
+    """Knowledge distillation (Hinton et al. 2015) from a frozen teacher, in addition to the labels.
 
     Args:
-        pretrained: The teacher: a folder or hub id of a model with the student's vocabulary.
-        adapter: Folder of an adapter on it.
-        quantize: Store it in 4 bits (nf4, fp4) or 8 (int8).
-        beta: 0 is the forward divergence KL(teacher || student), 1 the reverse one; between them lies the
-            Jensen-Shannon divergence from their mixture, of which this is the teacher's share (GKD, Agarwal et al.
-            2024).
+        pretrained: Folder or hub id of the teacher, a model with the student's vocabulary.
+        adapter: Folder of an adapter for the teacher.
+        quantize: Store the teacher in 4 bits (nf4, fp4) or 8 bits (int8).
+        beta: 0 is the forward divergence KL(teacher || student), 1 the reverse. Between them is the Jensen-Shannon
+            divergence from a mixture with this fraction of the teacher (GKD, Agarwal et al. 2024).
         temperature: Divides the logits of both in the divergence, which is not multiplied by its square.
         ratio: The loss is ratio * divergence + (1 - ratio) * cross-entropy.
-        top_k: Compute its so many likeliest tokens in the place of each scored one before training, once for all runs
-            that share them, and take all others together as one; the teacher is not in memory then. null compares all
-            tokens, with the teacher beside the student.
-        on_policy: Share of the rows, by their numbers, whose answers the student draws anew in each epoch; on these it
-            learns the divergence alone (GKD). Fine-tuning (SFT) alone has it.
-        max_new_tokens: Longest such answer in tokens; a longer one is cut off.
-        sampling_temperature: Temperature at which the student draws them.
+        top_k: Precompute the teacher's k most likely tokens for every target token, once for all runs that share them,
+            and treat all other tokens as one; the teacher then leaves memory. null compares all tokens, with the
+            teacher in memory.
+        on_policy: Fraction of the rows, chosen by index, whose answers the student samples in each epoch. These train
+            on the divergence alone (GKD). SFT only.
+        max_new_tokens: Maximum number of tokens in a sampled answer; longer answers are truncated.
+        sampling_temperature: Temperature of this sampling.
     """
 
     pretrained: str | None = None
@@ -367,24 +365,24 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Generation:
-    """How text is generated in predict and in samples; names and meanings of transformers' GenerationConfig.
+    """Decoding settings of predict and samples, with the names and meanings of transformers' GenerationConfig.
 
     Args:
-        max_new_tokens: Longest answer in tokens.
-        min_new_tokens: Shortest answer in tokens.
-        do_sample: Draw from the distribution instead of taking the most likely token.
-        num_beams: Width of beam search.
-        num_beam_groups: Groups of diverse beam search (Vijayakumar et al. 2018).
-        penalty_alpha: Degeneration penalty of contrastive search (Su et al. 2022), used with top_k > 1.
-        use_cache: Keep keys and values of past tokens.
+        max_new_tokens: Maximum number of tokens in an answer.
+        min_new_tokens: Minimum number of tokens in an answer.
+        do_sample: Sample instead of taking the most likely token.
+        num_beams: Number of beams.
+        num_beam_groups: Number of groups in diverse beam search (Vijayakumar et al. 2018).
+        penalty_alpha: Degeneration penalty of contrastive search (Su et al. 2022), used with top_k > 1. Torch only.
+        use_cache: Cache the keys and values of past tokens.
         temperature: Divides the logits before sampling.
-        top_k: Sample among the k most likely tokens (0: all).
-        top_p: Sample among the most likely tokens whose probabilities add up to top_p.
+        top_k: Sample from the k most likely tokens; 0 uses all.
+        top_p: Sample from the most likely tokens whose probabilities sum to top_p.
         typical_p: Locally typical sampling (Meister et al. 2022).
         diversity_penalty: Penalty between the groups of diverse beam search.
-        repetition_penalty: Penalty on tokens already present; 1 is none.
+        repetition_penalty: Penalty on tokens that occurred before; 1 is none.
         length_penalty: Exponent of the length in beam scores.
-        no_repeat_ngram_size: No n-gram of this size occurs twice; 0 is off.
+        no_repeat_ngram_size: Size of n-grams that may occur only once; 0 allows all.
     """
 
     max_new_tokens: int = 256
@@ -423,12 +421,12 @@ class Generation:
 
 @dataclass(frozen=True)
 class BestOf:
-    """Generate several answers to each prompt in predict, and take the one that a reward model scores highest.
+    """Let predict sample several answers per prompt and keep the one that a reward model scores highest.
 
     Args:
-        reward: The reward model: folder of a finished run of the task Reward, folder or hub id of a model for sequence
-            classification with one label, or folder of an adapter of one.
-        answers: Answers to each prompt.
+        reward: Reward model: folder of a finished Reward run, folder or hub id of a sequence classification model with
+            one label, or folder of an adapter for one.
+        answers: Number of answers per prompt.
     """
 
     reward: str | None = None

@@ -1,4 +1,4 @@
-"""Keys that a command line and its recipes may hold, with type, default and description.
+"""Keys of command lines and recipes, with type, default and description.
 
 They are read from the dataclasses of fields, which import no heavy library, and from the command functions.
 """
@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ TRAINERS = {"torch": TorchTrainerFields, "jax": JaxTrainerFields}
 BLOCKS = {"checkpoint": CheckpointFields, "samples": SampleFields, "mmlu": MMLUFields, "publish": PublishFields}
 DEFAULT_SEED = 42
 PATHS = ("path", "default_root_dir", "cache_dir", "adapter")  # keys whose text is always a path
-WORDS = {str: ("a text", "texts"), int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
-         bool: ("true or false", "true or false"), type(None): ("null", "null"), Any: ("any value", "any values")}
+WORDS = {str: ("a string", "strings"), int: ("an integer", "integers"), float: ("a number", "numbers"),
+         bool: ("a boolean", "booleans"), type(None): ("null", "null"), Any: ("any value", "any values")}
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def recipe_keys(options: dict[str, Key], engine: str) -> dict[str, Key]:
     return {
         **options,
         "seed_everything": Key("seed_everything", bool | int, DEFAULT_SEED,
-                               "Seed of weights, dropout, order and splits: 0 to 4294967295; true draws one."),
+                               "Seed for initial weights, dropout, data order and splits, 0 to 4294967295. true picks "
+                               "one at random."),
         "engine": Key("engine", Literal[ENGINES], "torch", "torch (Lightning) or jax (Flax)."),
         # Accepted by every command, as a recipe written for fit may set it.
         **({} if "overwrite" in options else {"overwrite": Key("overwrite", bool, False, "")}),
@@ -155,11 +157,12 @@ def nearest(name: str, names: list[str]) -> str | None:
     return None
 
 
-def in_words(hint: Any, name: str = "") -> str:
-    """Describe a type in plain words: `a whole number or null`, `one of nf4, fp4, int8, or null`.
+def in_words(hint: Any, name: str = "", as_type: bool = False) -> str:
+    """Describe the values of a type: `an integer or null`, `one of nf4, fp4, int8, or null`, `true or false`.
 
     Args:
         name: Name of the key with this type.
+        as_type: Name the type itself, for help and tables: `integer or null`, `boolean`.
     """
     listed, parts, has_null = [], [], False
     for each in members(hint):
@@ -167,12 +170,12 @@ def in_words(hint: Any, name: str = "") -> str:
             listed += map(str, get_args(each))
         elif each is type(None):
             has_null = True
-        elif each is bool:
+        elif each is bool and (not as_type or listed_in(hint)):
             listed += ["true", "false"]
-        # "a number" covers whole numbers, and "a text" a duration.
+        # "a number" covers integers, and "a string" a duration.
         elif not (each is int and float in members(hint) or each is timedelta and str in members(hint)):
             parts.append(_phrase(each, name))
-    parts = list(dict.fromkeys(parts))
+    parts = list(dict.fromkeys(re.sub(r"^an? | of its keys$", "", part) if as_type else part for part in parts))
     if len(listed) > 2 and not parts:
         return f"one of {', '.join(listed)}" + (", or null" if has_null else "")
     # A comma before the last `or`, where a part has one of its own.

@@ -209,7 +209,7 @@ def known_names(parser: Parser) -> set[str]:
     return names - {"self", "kwargs", "args", "common"}
 
 
-SAYS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "list": "a list",
+SAYS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string", "list": "a list",
         "dict": "a mapping", "NoneType": "null"}  # jsonargparse's type names in plain words
 
 

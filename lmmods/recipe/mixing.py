@@ -10,11 +10,11 @@ from lmmods.core.settings import check_set, require
 
 @dataclass
 class MixingPoint:
-    """Weights of the sources at a point of the epoch.
+    """Weights of the sources at one point of the epoch.
 
     Args:
-        at: Share of the epoch, from 0.0 (its beginning) to 1.0.
-        weights: Weight of each source, in the order of `data.source`; 0 leaves one out.
+        at: Position in the epoch, from 0.0 (start) to 1.0.
+        weights: Weight of each source, in the order of `data.source`; 0 skips a source.
     """
 
     at: float
@@ -34,15 +34,14 @@ class Mixing:
     source; where no source has one, it is the number of its rows.
 
     Args:
-        rule: Where an epoch ends. `upsample` when every source has been used up, while the others repeat; `exhaust`
-            when the first one has; `concat` takes each row as often as the weight of its source says, as without
+        rule: When an epoch ends. `upsample`: when every source is used up; the others repeat until then. `exhaust`:
+            when the first source is used up. `concat`: uses each row as often as its source's weight says, as without
             mixing.
-        temperature: 1 keeps the weights; more brings the shares closer together, less drives them
-            apart.
-        schedule: Weights that change in the course of an epoch: a list of {at, weights}, the first at 0.0; instead of
-            the weights of the sources.
-        interpolation: Between two points of the schedule, shares change in a straight line (linear), or at the second
-            point (step).
+        temperature: 1 keeps the weights; higher values bring the shares closer together, lower ones spread them.
+        schedule: Weights that change during an epoch, instead of the weights of the sources: a list of {at, weights},
+            the first at 0.0.
+        interpolation: Between two points of the schedule, change shares linearly (linear) or only at the second point
+            (step).
     """
 
     rule: Literal["upsample", "exhaust", "concat"] = "upsample"

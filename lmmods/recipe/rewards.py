@@ -18,11 +18,11 @@ WRONG = object()
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """What every reward has.
+    """Options of every reward.
 
     Args:
         weight: Factor of the reward in the sum; 0 only logs it.
-        label: Name in metrics and files; null is the reward's own, the function's, or that of the model's folder.
+        label: Name in metrics and files. Default: the name of the reward, the function or the model's folder.
     """
 
     weight: float = 1.0
@@ -50,11 +50,11 @@ class RewardSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(RewardSettings):
-    """A reward that compares the answer with right ones.
+    """Base class for rewards that compare the answer with correct ones.
 
     Args:
-        column: Column with the right answer, or a list of right answers, the best of which counts; null is the
-            reference, the response that the row ends in.
+        column: Column with the correct answer, or a list of them, of which the best match counts. Default: the
+            reference, the response at the end of the row.
     """
 
     column: str | None = None
@@ -62,13 +62,13 @@ class Compared(RewardSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatch(Compared):
-    """1 if the answer is the right one, else 0.
+    """1 if the answer equals the correct one, else 0.
 
     Args:
-        ignore_case: Let upper and lower case be equal.
-        strip: Leave out white space around both.
-        extract: Regular expression whose first group, where it matches last, is compared instead of the whole answer;
-            an answer that it does not match is wrong. It is applied to right answers that it matches, too.
+        ignore_case: Ignore case.
+        strip: Ignore white space around both.
+        extract: Regular expression whose first group, at its last match, is compared instead of the whole answer. An
+            answer without a match is wrong. Also applied to correct answers that match.
     """
 
     ignore_case: bool = False
@@ -85,11 +85,11 @@ class ExactMatch(Compared):
 
 @dataclass(frozen=True, kw_only=True)
 class Contains(Compared):
-    """1 if the right answer, or a text, occurs in the answer, else 0.
+    """1 if the answer contains the correct answer, or `text`, else 0.
 
     Args:
-        text: Text to find, instead of the right answer.
-        ignore_case: Let upper and lower case be equal.
+        text: String to find instead of the correct answer.
+        ignore_case: Ignore case.
     """
 
     text: str | None = None
@@ -106,8 +106,8 @@ class Regex(RewardSettings):
     """1 if a regular expression matches, else 0.
 
     Args:
-        pattern: The expression, in Python's syntax; `(?i)` at its start ignores case, `(?s)` lets a dot match line
-            ends.
+        pattern: Regular expression in Python's syntax; `(?i)` at its start ignores case, `(?s)` lets a dot match line
+            breaks.
         full: Match the whole answer, without white space around it, instead of any part.
     """
 
@@ -126,8 +126,8 @@ class Format(RewardSettings):
     Nothing but white space may stand outside of them. Each tag occurs once, and none is empty.
 
     Args:
-        tags: Names of the tags in their order.
-        opened: The prompt ends in the first opening tag, as that of some reasoning models does.
+        tags: Tag names in order.
+        opened: The prompt ends in the first opening tag, as for some reasoning models.
     """
 
     tags: list[str] = field(default_factory=lambda: ["think", "answer"])
@@ -147,8 +147,8 @@ class Length(RewardSettings):
     tokens gets (L - C - n) / C from L - C on.
 
     Args:
-        max_tokens: Tokens above which an answer gets -1.
-        soft_tokens: Tokens below the limit over which the reward falls; 0 is a hard limit.
+        max_tokens: Maximum number of tokens; longer answers get -1.
+        soft_tokens: Number of tokens below the limit over which the reward falls; 0 is a hard limit.
     """
 
     max_tokens: int
@@ -168,20 +168,19 @@ class F1(Compared):
 
 @dataclass(frozen=True, kw_only=True)
 class Math(Compared):
-    """1 if the answer is mathematically equal to the right one, else 0; by the package math-verify."""
+    """1 if the answer is mathematically equal to the correct one, else 0. Uses the package math-verify."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Code(RewardSettings):
-    """Whether the program in the answer, its last fenced block or else all of it, passes the tests of its row.
+    """1 if the program in the answer (its last fenced block, or all of it) passes its row's tests, else 0.
 
     Args:
-        tests: Column with the tests: Python code, a list of pieces of Python code, each a test, or texts for the
-            standard input with what must be written, as `{inputs: [...], outputs: [...]}` or a list of `{input,
-            output}`.
-        language: Language of the program.
-        timeout: Longest time in seconds that the tests of an answer may take together; those left over have failed.
-        partial: Reward the share of the tests that pass, instead of 1 if all do, else 0.
+        tests: Column with the tests: Python code, a list of Python tests, or strings for standard input with the
+            expected output, as `{inputs: [...], outputs: [...]}` or a list of `{input, output}`.
+        language: Programming language.
+        timeout: Maximum time for all tests of an answer, in seconds; tests that have not run by then fail.
+        partial: Reward the fraction of tests that pass.
     """
 
     tests: str = "tests"
@@ -196,10 +195,10 @@ class Code(RewardSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Function(RewardSettings):
-    """A function of the user's own.
+    """A user's own function.
 
     Args:
-        function: Import path, as `my.module.function`.
+        function: Import path, for example `my.module.function`.
     """
 
     function: str
@@ -219,8 +218,8 @@ class Model(RewardSettings):
     """The score of a reward model.
 
     Args:
-        model: Folder of a finished run of the task Reward, folder or hub id of a model for sequence classification with
-            one label, or folder of an adapter of one.
+        model: Folder of a finished Reward run, folder or hub id of a sequence classification model with one label, or
+            folder of an adapter for one.
     """
 
     model: str

@@ -10,21 +10,20 @@ from lmmods.core.errors import UserError
 
 @dataclass
 class Source:
-    """One place that rows come from.
+    """One source of rows.
 
     Args:
-        path: File, folder, glob, URL (s3://, gs://, hf://, https://), hub id, or one of qlora's sets by name (alpaca,
+        path: File, folder, glob, URL (s3://, gs://, hf://, https://), hub id, or a qlora dataset by name (alpaca,
             alpaca-clean, chip2, self-instruct, hh-rlhf, oasst1, longform, unnatural-instructions).
-        name: Configuration of a hub data set.
-        split: Split of a hub data set; slices such as `train[:10%]` work.
-        revision: Branch, tag or commit of a hub data set.
-        columns: Names in the file -> names that the format expects, for example {question: instruction};
-            `body.messages` leads into an object. A column of the file that has such a name already gives way, which the
-            report counts.
-        limit: Use only this many rows, the first ones.
-        weight: Rows count this many times in an epoch: 2 twice each, 0.5 a seeded half of them; null is 1. With
-            `data.mixing`, what the share of the source is made from.
-        format: Format of these rows; null means `dataset_format` of the data module, or detection.
+        name: Configuration of a hub dataset.
+        split: Split of a hub dataset; slices such as `train[:10%]` work.
+        revision: Branch, tag or commit of a hub dataset.
+        columns: Column names in the file -> names that the layout expects: {question: instruction}; `body.messages`
+            reaches into an object. An existing column with such a name is dropped and counted.
+        limit: Use only the first rows, up to this number.
+        weight: Number of times that each row counts per epoch: 2 is twice, 0.5 a seeded half of the rows. With
+            `data.mixing`, the basis of the source's share. Default: 1.
+        format: Layout of these rows. Default: `data.dataset_format`, otherwise detected.
     """
 
     path: str

@@ -26,7 +26,7 @@ IN_FILES = {
     "trainer: {max_step: 3}":
         "trainer.max_step is no key. Did you mean trainer.max_steps?",
     "trainer: {max_steps: many}":
-        "trainer.max_steps is many, but must be a whole number.",
+        "trainer.max_steps is many, but must be an integer.",
     "trainer.max_stepz: 3":
         "trainer.max_stepz is no key. Did you mean trainer.max_steps?",
     "trainr: {max_steps: 3}":
@@ -34,7 +34,7 @@ IN_FILES = {
     "max_steps: 3":
         "max_steps is no key. Here: trainer.max_steps (a fraction of epochs too).",
     "trainer: {max_steps: 3.5}":
-        "trainer.max_steps is 3.5, but must be a whole number.",
+        "trainer.max_steps is 3.5, but must be an integer.",
     "trainer: {max_epochs: ten}":
         "trainer.max_epochs is ten, but must be a number or null.",
     "trainer: {enable_checkpointing: 1}":
@@ -52,14 +52,14 @@ IN_FILES = {
         "trainer.val_check_interval is 1.5, but must be a share of an epoch up to 1.0, or a whole number of "
         "optimiser steps from 1.",
     "trainer: {max_time: [8]}":
-        "trainer.max_time is [8], but must be a text, a mapping of names to whole numbers or null.",
+        "trainer.max_time is [8], but must be a string, a mapping of names to integers or null.",
     "trainer: {callbacks: [{class_path: EarlyStoping}]}":
         "trainer.callbacks is EarlyStoping, but must be EarlyStopping, LearningRateMonitor, ModelSummary, "
         "RichModelSummary or the import path of a class. Did you mean EarlyStopping?",
     "trainer: [1, 2]":
         "trainer is [1, 2], but must be a mapping of its keys.",
     "seed_everything: soon":
-        "seed_everything is soon, but must be true, false or a whole number.",
+        "seed_everything is soon, but must be true, false or an integer.",
     "seed_everything: no":
         "seed_everything is false, but must be a whole number from 0 to 4294967295, or true to draw one.",
     "engin: jax":
@@ -67,7 +67,7 @@ IN_FILES = {
     "model: {init_args: {lora: {rnk: 8}}}":
         "model.lora.rnk is no key. Did you mean model.lora.rank?",
     "model: {lora: {rank: many}}":
-        "model.lora.rank is many, but must be a whole number.",
+        "model.lora.rank is many, but must be an integer.",
     "model.lora.rank: 0":
         "model.lora.rank is 0, but must be 1 or more.",
     "model: {init_args: {lora: 8}}":
@@ -93,39 +93,39 @@ IN_FILES = {
     "model: {init_args: {rank: 8}}":
         "model.rank is no key. Here: model.lora.rank (PEFT's LoraConfig).",
     "model: {init_args: {pretrained: [gpt2]}}":
-        "model.pretrained is [gpt2], but must be a text or null.",
+        "model.pretrained is [gpt2], but must be a string or null.",
     "model: {init_args: {gradient_checkpointing: some}}":
         "model.gradient_checkpointing is some, but must be one of true, false, minimal.",
     "model: {init_args: {generation: {top_k: x}}}":
-        "model.generation.top_k is x, but must be a whole number.",
+        "model.generation.top_k is x, but must be an integer.",
     "model: {init_args: {fast_kernels: null}}":
         "model.fast_kernels is null, but must be set; without the key it is true.",
     "model: {class_path: STF}":
         f"model is STF, but must be {TASKS} or the import path of a class. Did you mean SFT?",
     "data: {init_args: {batch_size: many}}":
-        "data.batch_size is many, but must be a whole number.",
+        "data.batch_size is many, but must be an integer.",
     "data: {init_args: {batch_size: 0}}":
         "data.batch_size is 0, but must be 1 or more.",
     "data: {init_args: {sorce: x}}":
         "data.sorce is no key. Did you mean data.source?",
     "data: {init_args: {source: {path: x, limit: many}}}":
-        "data.source.limit is many, but must be a whole number or null.",
+        "data.source.limit is many, but must be an integer or null.",
     "data: {init_args: {source: {pth: x}}}":
         "data.source.pth is no key. Did you mean data.source.path?",
     "data: {init_args: {source: [{path: x, weigt: 2}]}}":
         "data.source.weigt is no key. Did you mean data.source.weight?",
     "data: {init_args: {columns: [a]}}":
-        "data.columns is [a], but must be a mapping of names to texts or null.",
+        "data.columns is [a], but must be a mapping of names to strings or null.",
     "data: {init_args: {reasoning: no}}":
         "data.reasoning is no, but must be keep or drop.",
     "data: {init_args: {add_tokens: <x>}}":
-        "data.add_tokens is <x>, but must be a list of texts or null.",
+        "data.add_tokens is <x>, but must be a list of strings or null.",
     "data: {init_args: {tokenizer_options: {do_lower_case: perhaps}}}":
-        "data.tokenizer_options is {do_lower_case: perhaps}, but must be a mapping of names to true or false,"
-        " or null.",
+        "data.tokenizer_options is {do_lower_case: perhaps}, but must be a mapping of names to booleans or "
+        "null.",
     "data: {init_args: {chat_template_kwargs: {a: [1]}}}":
-        "data.chat_template_kwargs is {a: [1]}, but must be a mapping of names to true or false, numbers or "
-        "texts, or null.",
+        "data.chat_template_kwargs is {a: [1]}, but must be a mapping of names to booleans, numbers or "
+        "strings, or null.",
     "checkpoint: {keep: 3}":
         "checkpoint.keep is no key. Did you mean checkpoint.keep_last?",
     "checkpoint: {mode: less}":
@@ -133,9 +133,9 @@ IN_FILES = {
     "checkpoint: {every_n_steps: 0}":
         "checkpoint.every_n_steps is 0, but must be 1 or more.",
     "samples: {prompts: Hello}":
-        "samples.prompts is Hello, but must be a list of texts or null.",
+        "samples.prompts is Hello, but must be a list of strings or null.",
     "mmlu: {limit: few}":
-        "mmlu.limit is few, but must be a whole number or null.",
+        "mmlu.limit is few, but must be an integer or null.",
     "publish: {when: never}":
         "publish.when is never, but must be end or save.",
     "publish: text":
@@ -144,8 +144,8 @@ IN_FILES = {
 # The same of options, which stand for themselves where the mistake is about their own key.
 ON_THE_COMMAND_LINE = {
     "--trainer.max_step 3": "--trainer.max_step is no key. Did you mean trainer.max_steps?",
-    "--trainer.max_steps many": "--trainer.max_steps is many, but must be a whole number.",
-    "--trainer.max_steps=": "--trainer.max_steps is empty, but must be a whole number.",
+    "--trainer.max_steps many": "--trainer.max_steps is many, but must be an integer.",
+    "--trainer.max_steps=": "--trainer.max_steps is empty, but must be an integer.",
     "--trainer.max_steps": "--trainer.max_steps has no value: --trainer.max_steps VALUE.",
     "--trainer.max_steps -5": "--trainer.max_steps is -5, but must be -1 or more.",
     "--model.lora.rnk 8": "--model.lora.rnk is no key. Did you mean model.lora.rank?",
@@ -155,11 +155,11 @@ ON_THE_COMMAND_LINE = {
     "--model.optimizer.name adamm_8bit":
         "--model.optimizer.name is adamm_8bit, but must be one of adamw, adafactor, sgd, lion, muon, adamw_8bit, "
         "lion_8bit, sgd_8bit, paged_adamw_32bit, paged_adamw_8bit, paged_lion_8bit. Did you mean adamw_8bit?",
-    "--model.revision [a]": "--model.revision is [a], but must be a text or null.",
-    "--data.add_tokens a": "--data.add_tokens is a, but must be a list of texts or null.",
+    "--model.revision [a]": "--model.revision is [a], but must be a string or null.",
+    "--data.add_tokens a": "--data.add_tokens is a, but must be a list of strings or null.",
     "--mod CLM": "--mod is no key. Did you mean model?",
     "--stop 3": "--stop is no key. Did you mean stop_at?",
-    "--stop_at soon": "--stop_at is soon, but must be a whole number or null.",
+    "--stop_at soon": "--stop_at is soon, but must be an integer or null.",
     "--overwrite maybe": "--overwrite is maybe, but must be true or false.",
     "--learning_rate 3": "--learning_rate is no key. Here: model.optimizer.lr (biases and norms do not decay).",
     "--nonsense 3": "--nonsense is no key.",
@@ -168,7 +168,7 @@ ON_THE_COMMAND_LINE = {
 # Of commands that take no recipe, where several are told as one.
 OF_COMMANDS = {
     "merge --ru x --outt y": ["--ru is no option. Did you mean --run?", "--outt is no option. Did you mean --out?"],
-    "merge --run x": ["--out is missing: it must be a text. For example: python train.py merge --run runs/sft_qlora "
+    "merge --run x": ["--out is missing: it must be a string. For example: python train.py merge --run runs/sft_qlora "
                       "--out merged"],
     "merge --run x --out y --threshold z --dtype half": [
         "--threshold is z, but must be a number.",
@@ -176,10 +176,10 @@ OF_COMMANDS = {
     "merge --run x --out y stray": ["stray is no option: options begin with --, as in --run …."],
     "chat --generation.topk 3": ["--generation.topk is no option. Did you mean --generation.top_k?"],
     "chat --generation.top_k x --seed": ["--seed has no value: --seed VALUE.",
-                                         "--generation.top_k is x, but must be a whole number or null."],
+                                         "--generation.top_k is x, but must be an integer or null."],
     "verify --replay x": ["RUN is missing: The run folder, of either engine, finished or not.",
-                          "--replay is x, but must be a whole number or null."],
-    "sweep data.seed=1,2 --trials many": ["--trials is many, but must be a whole number or null."],
+                          "--replay is x, but must be an integer or null."],
+    "sweep data.seed=1,2 --trials many": ["--trials is many, but must be an integer or null."],
     "new mine --model 12e5 --data 7 --task SFFT": [
         f"--task is SFFT, but must be one of {TASKS}, or null. Did you mean SFT?"],
 }
@@ -192,13 +192,13 @@ OF_THE_ENGINE = {
     "--trainer.logger CSVLogger --trainer.logger.surprise 3": "trainer.logger.surprise is no key there.",
     "--trainer.logger CSVLogger": "save_dir must be given.",
     "--trainer.callbacks EarlyStopping --trainer.callbacks.monitor x --trainer.callbacks.patience many":
-        "trainer.callbacks.patience is many, but must be a whole number.",
+        "trainer.callbacks.patience is many, but must be an integer.",
     "--trainer.logger lightning.pytorch.loggers.Nothing": "There is no class lightning.pytorch.loggers.Nothing.",
     "--model lmmods.torch_engine.tasks.sft.SFTX": "There is no class lmmods.torch_engine.tasks.sft.SFTX.",
     "--model lmmods.torch_engine.tasks.causal_task.CausalModule --model.lora.rnk 3":
         "model.lora.rnk is no key there. Did you mean rank?",
     "--model lmmods.torch_engine.tasks.causal_task.CausalModule --model.lora.rank x":
-        "model.lora.rank is x, but must be a whole number.",
+        "model.lora.rank is x, but must be an integer.",
     "--model lmmods.torch_engine.tasks.causal_task.CausalModule --model.lr 3":
         "model.lr is no key. Here: model.optimizer.lr.",
 }
@@ -265,7 +265,7 @@ model:
   mine.yaml:10: model.optimizer.lr is fast, but must be a number.
   mine1.yaml:1: data.packin is no key. Did you mean data.packing?
   --trainer.max_step is no key. Did you mean trainer.max_steps?
-  --data.max_length is long, but must be a whole number or null.
+  --data.max_length is long, but must be an integer or null.
   mine.yaml:8: model.lora.dropout is 2, but must be from 0 up to but not including 1.
   mine.yaml:11: model.optimizer.eps is 0, but must be more than 0.
   mine1.yaml:1: data.batch_size is 0, but must be 1 or more.
@@ -282,9 +282,9 @@ def test_what_is_missing(told):
     assert told(base="model: {class_path: SFT}\ndata: {class_path: SFTData}\n") == """3 mistakes:
   model.pretrained and model.config: set one of them, a model to start from or a configuration to start from random \
 weights.
-  data.source is missing: it must be a text, a mapping of its keys or a list of texts or mappings.
+  data.source is missing: it must be a string, a mapping of its keys or a list of strings or mappings.
   trainer.max_steps or trainer.max_epochs is missing: say how long to train."""
-    assert told(command="plan") == ("--on is missing: it must be a text. For example: python train.py plan --config "
+    assert told(command="plan") == ("--on is missing: it must be a string. For example: python train.py plan --config "
                                     "configs/sft_qlora.yaml --on 8xH100")
 
 
@@ -351,7 +351,7 @@ def test_help_has_every_key(capsys, tmp_path):
 
 def test_help_of_a_key(capsys):
     assert main(["fit", "--help", "model.lora.rank"]) == 0
-    assert capsys.readouterr().out == """  --model.lora.rank a whole number (default: 64)
+    assert capsys.readouterr().out == """  --model.lora.rank integer (default: 64)
       Rank of the update.
 More: docs/fields.md
 """
@@ -359,15 +359,15 @@ More: docs/fields.md
     assert "\nOf Preference alone.\n" in capsys.readouterr().out
     assert main(["fit", "--help", "model.lora"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("  --model.lora a mapping of its keys or null (default: null)\n      Train an adapter")
+    assert said.startswith("  --model.lora mapping or null (default: null)\n      Train an adapter")
     assert all(f"  --model.lora.{name} " in said for name in ("rank", "alpha", "dropout", "targets", "rslora"))
     assert main(["plan", "--help", "on"]) == 0
-    assert capsys.readouterr().out.startswith("  --on a text\n      The devices: ")
+    assert capsys.readouterr().out.startswith("  --on string\n      The devices: ")
 
 
 def test_help_of_an_option(capsys):
     assert main(["merge", "--help", "out"]) == 0
-    assert capsys.readouterr().out == "  --out a text\n      Folder to write.\n"
+    assert capsys.readouterr().out == "  --out string\n      Folder to write.\n"
     assert main(["merge", "--help", "ot"]) == 2
     assert capsys.readouterr().err == "error: --help ot: there is no such option. Did you mean out?\n"
 

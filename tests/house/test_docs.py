@@ -22,9 +22,10 @@ from lmmods.commands.registry import COMMANDS, parse_command
 from lmmods.core.settings import BestOf, LoRA, Teacher
 from lmmods.recipe.classes import declared
 from lmmods.recipe.foreign_keys import NO_KEY
+from lmmods.recipe.keys import keys_of
 from lmmods.recipe.mixing import Mixing
 from lmmods.recipe.source import Source
-from lmmods.recipe.tasks.base import CausalFields
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields, DataFields
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -201,12 +202,26 @@ def test_migration_names_keys_in_its_second_column(known):
         assert keys and all(key in known for key in keys), cell
 
 
+def rows_of_keys(path: Path) -> list[tuple[str, str, str]]:
+    """Key, mark († or ‡ if it may change on resume) and default of each row in a page's generated tables."""
+    tables = "".join(re.findall(r"^<!-- fields: .+? -->\n\n((?:\|.*\n)*)", path.read_text(), re.M))
+    return re.findall(r"^\| `(\w+\.[\w.]+|engine|seed_everything)`([†‡]?) \| [^|]+ \| (`[^`]+`|required|below) \|",
+                      tables, re.M)
+
+
 def told(path: str) -> dict[str, str]:
     """Keys and defaults in the tables of a page."""
-    text = (ROOT / "docs" / path).read_text()
-    rows = re.findall(r"^\| `(\w+\.[\w.]+|engine|seed_everything)` \| [^|]+ \| (`[^`]+`|required|below) \|", text, re.M)
-    assert len(dict(rows)) == len(rows), path
-    return {key: default.strip("`") for key, default in rows}
+    rows = rows_of_keys(ROOT / "docs" / path)
+    found = {key: default.strip("`") for key, _, default in rows}
+    assert len(found) == len(rows), path
+    return found
+
+
+def marks() -> dict[str, str]:
+    """Mark of each key in the tables of all pages; a key has the same on each."""
+    rows = {(key, mark) for page in PAGES for key, mark, _ in rows_of_keys(page)}
+    assert len(dict(rows)) == len(rows)
+    return dict(rows)
 
 
 @pytest.mark.slow
@@ -222,6 +237,9 @@ def test_tables_of_fields_are_complete_and_right(task, by_task):
         shared = {key: value for key, value in shared.items() if not key.startswith(of_tokens)}
     if not hasattr(kind, "dft"):
         shared.pop("model.dft")
+    if not issubclass(declared("data")[kind.takes], ConversationFields):
+        of_conversations = keys_of(ConversationFields).keys() - keys_of(DataFields).keys()
+        shared = {key: value for key, value in shared.items() if key.removeprefix("data.") not in of_conversations}
     assert not set(shared) & set(own)
     told_here = {key: default for key, default in {**shared, **own}.items() if default != "below"}
     wanted = {key for key, value in by_task[task].items() if not isinstance(value, dict)}

@@ -121,9 +121,9 @@ def run(tmp_path):
 def test_help_and_errors_know_it(run):
     status, said = run("fit", "--help")
     assert status == 0 and f"({TASKS})" in said
-    assert "\nmodel, of Retell:\n  --model.patience a whole number (default: 1)\n" in said
+    assert "\nmodel, of Retell:\n  --model.patience integer (default: 1)\n" in said
     assert "\ndata, of Retell" in said and "Whose lines they are." in said
-    assert run("fit", "--help", "model.voice")[1].startswith("  --model.voice a text (default: low)\n")
+    assert run("fit", "--help", "model.voice")[1].startswith("  --model.voice string (default: low)\n")
     assert "Did you mean Retell?" in run("fit", "--model", "Retel", "--data", "RetellData")[1]
     status, said = run("fit", "--model", "Retell", "--model.pretrained", "x", "--data", "RetellData", "--data.source",
                        "y", "--trainer.max_steps", "1", "--model.patience", "0", "--data.telle", "z")

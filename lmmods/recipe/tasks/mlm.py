@@ -13,7 +13,7 @@ class MLMFields(TokenLossFields):
     """Train a masked LM; predict fills the gaps.
 
     Args:
-        top_k: Candidates that predict names for each gap.
+        top_k: Number of candidates per gap in predict.
     """
 
     takes: ClassVar[str] = "MLMData"
@@ -39,10 +39,9 @@ class MLMDataFields(TextDataFields):
     """Text for masked language modelling.
 
     Args:
-        join: Lay the documents end to end before splitting, a separator between them. Otherwise each fills rows of its
-            own.
-        mlm_probability: Share of tokens to predict; of these 80 % are masked, 10 % replaced by others, 10 % kept.
-        whole_word_masking: Choose whole words instead of tokens.
+        join: Concatenate documents before splitting them, with a separator. Otherwise each fills rows of its own.
+        mlm_probability: Fraction of tokens to predict; 80 % of these are masked, 10 % replaced by others and 10 % kept.
+        whole_word_masking: Mask whole words instead of tokens.
     """
 
     kind: ClassVar[str] = "MLMData"

@@ -14,8 +14,8 @@ class SFTFields(TokenLossFields, CausalFields):
     """Fine-tune a causal LM on instructions or chats; predict generates answers.
 
     Args:
-        dft: Dynamic fine-tuning (Wu et al. 2025): training weights the loss of each token with the token's probability,
-            so that a token has the smaller a share in the gradient the less the model expects it. See docs/tuning.md.
+        dft: Dynamic fine-tuning (Wu et al. 2025): weight each token's training loss by its probability, so that
+            unexpected tokens contribute less to the gradient. See docs/tuning.md.
     """
 
     takes: ClassVar[str] = "SFTData"
@@ -60,14 +60,12 @@ class SFTDataFields(ConversationFields):
     """Conversations for supervised fine-tuning; one row of a batch is one conversation.
 
     Args:
-        train_on: Which tokens are scored: `responses` of the assistant, `all` tokens, or the `last` response. null is
-            responses.
-        train_on_prompt: The same as `train_on: all`.
-        train_on_last: The same as `train_on: last`.
-        turns: How many rows a conversation becomes. `all` is one row with every response, or, where the chat template
-            writes earlier turns differently from how inference showed and ended them (Qwen3 leaves their reasoning
-            out), one row for each response as in `split`; `last` is one row that ends in the last response, which alone
-            is scored.
+        train_on: Target tokens: `responses` of the assistant, `all` tokens, or the `last` response. Default: responses.
+        train_on_prompt: Same as `train_on: all`.
+        train_on_last: Same as `train_on: last`.
+        turns: Rows per conversation. `all`: one row with every response; or one row per response, as with `split`,
+            where the chat template renders earlier turns differently from inference (Qwen3 drops their reasoning).
+            `last`: one row that ends in the last response, its only target.
     """
 
     kind: ClassVar[str] = "SFTData"
