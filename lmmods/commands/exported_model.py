@@ -181,11 +181,11 @@ def model_block(run: str, command: str, tasks: list[str] | None = None) -> dict[
     model = read_recipe(RunFolder(run).config).get("model")
     if not (isinstance(model, dict) and isinstance(model.get("class_path"), str)
             and isinstance(model.get("init_args"), dict)):
-        raise UserError(f"--run {run}: config.yaml holds no model with class_path and init_args, so no run wrote it.")
+        raise UserError(f"--run {run}: config.yaml has no model with class_path and init_args, so no run wrote it.")
     *others, last = tasks_that_write() if tasks is None else tasks
     if model["class_path"].rsplit(".", 1)[-1] not in (*others, last):
-        raise UserError(f"--run {run}: {command} takes runs of {', '.join(others)} and {last}, this one is of "
-                        f"{model['class_path']}.")
+        raise UserError(f"--run {run}: {command} takes runs of {', '.join(others)} and {last}, but this is a run "
+                        f"of {model['class_path']}.")
     return model
 
 

@@ -104,7 +104,7 @@ def check_architecture(model_type: str) -> None:
         raise UserError(f"--gguf: {architecture} is not one of {', '.join(FAMILIES)}. {CONVERTER}")
 
 
-CONVERTER = ("Leave --gguf out, and convert the folder that merge writes with llama.cpp's "
+CONVERTER = ("Remove --gguf, and convert the folder that merge writes with llama.cpp's "
              "`python convert_hf_to_gguf.py FOLDER --outfile model.gguf`.")
 
 
@@ -151,11 +151,11 @@ def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
 
 
 def _refusal(what: object) -> UserError:
-    return UserError(f"--gguf: llama.cpp has no equal of this model's {what}. {CONVERTER}")
+    return UserError(f"--gguf: llama.cpp does not support this model's {what}. {CONVERTER}")
 
 
 class _Unsupported(Exception):
-    """Holds what the reader of the file has no equal of."""
+    """Names what readers of the file do not support."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ def _reader(file: Path, source: str, family: Family, config: Any, kind: GGUFType
             # rows of a head: (halves, pairs) -> (pairs, halves)
             tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
         if kind in ("f16", "q8_0") and tensor.ndim > 1 and tensor.abs().max() > 65504:
-            raise UserError(f"--gguf {kind}: {source} has weights beyond 65504, the largest number of float16. Choose "
-                            "bf16 or f32.")
+            raise UserError(f"--gguf {kind}: {source} has weights above 65504, the maximum of float16. Use bf16 "
+                            "or f32.")
         return tensor.contiguous().numpy()
 
     return read

@@ -204,8 +204,8 @@ def _check_complete(recipe: dict[str, Any]) -> None:
     """Reject values that a run's config.yaml left out. Raises UserError."""
     if key := next(left_out(recipe), None):
         short = key.replace(".init_args.", ".")
-        raise UserError(f"{key} has *** where a password or token was: config.yaml of a run keeps none. Give the whole "
-                        f"value again, on the command line (--{short} …) or in a later recipe (--config).")
+        raise UserError(f"{key} has *** where a password or token was, as a run's config.yaml stores none. Set the "
+                        f"whole value again, on the command line (--{short} …) or in a later recipe (--config).")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class Optimizer:
             value = getattr(self, key)
             whole = isinstance(value, int)
             require(value >= 0 and (whole or value <= 1), f"optimizer.{key}", value,
-                    "a whole number of steps, or a share of the run from 0.0 to 1.0")
+                    "an integer number of steps, or a fraction of the run from 0.0 to 1.0")
 
     def muon_factor(self, num_rows: int, num_columns: int) -> float:
         """What the learning rate of a matrix is multiplied by under muon."""
@@ -225,11 +225,10 @@ class LoRA:
         require(self.alpha > 0, "lora.alpha", self.alpha, "more than 0")
         require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "from 0 up to but not including 1")
         if self.target_parameters:
-            require(self.dropout == 0, "lora.dropout", self.dropout, "0 with lora.target_parameters: PEFT has none "
-                    "there")
-            require(not self.dora, "lora.dora", self.dora, "false with lora.target_parameters: PEFT has none there")
-            require(not self.is_principal, "lora.init", self.init, "kaiming with lora.target_parameters: PEFT has no "
-                    "other there")
+            require(self.dropout == 0, "lora.dropout", self.dropout, "0 with lora.target_parameters, as in PEFT")
+            require(not self.dora, "lora.dora", self.dora, "false with lora.target_parameters, as in PEFT")
+            require(not self.is_principal, "lora.init", self.init, "kaiming with lora.target_parameters, as in "
+                    "PEFT")
         require(not (self.dora and self.is_principal), "lora.init", self.init, "kaiming with lora.dora")
 
     @property
@@ -355,7 +354,7 @@ class Teacher:
                 "more than 0")
         for name, default in (("max_new_tokens", 128), ("sampling_temperature", 0.9)):
             require(self.on_policy > 0 or getattr(self, name) == default, f"teacher.{name}", getattr(self, name),
-                    f"{default}, its default, with teacher.on_policy 0, which draws no answers")
+                    f"{default}, its default, with teacher.on_policy 0, which samples no answers")
 
     @property
     def divergence(self) -> Divergence:
@@ -440,8 +439,8 @@ class BestOf:
     def check_method(self, generation: Generation) -> None:
         """Raise UserError unless a decoding method gives answers that differ."""
         if not generation.do_sample or generation.num_beams > 1:
-            raise UserError("model.best_of chooses among answers that are sampled: set model.generation.do_sample to "
-                            "true and model.generation.num_beams to 1, or model.best_of to null")
+            raise UserError("model.best_of needs sampled answers: set model.generation.do_sample to true and "
+                            "model.generation.num_beams to 1, or model.best_of to null")
 
 
 def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: float, do_sample: bool | None) -> None:
@@ -451,7 +450,8 @@ def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: f
     if num_beams % num_beam_groups:
         raise UserError(f"num_beam_groups {num_beam_groups} must divide num_beams {num_beams}: change one of them")
     if do_sample:
-        raise UserError("num_beam_groups cannot go with do_sample: set that to false or num_beam_groups to 1")
+        raise UserError("num_beam_groups cannot be combined with do_sample: set do_sample to false, or "
+                        "num_beam_groups to 1")
     if diversity_penalty <= 0:
         raise UserError(f"diversity_penalty is {diversity_penalty}, but num_beam_groups {num_beam_groups} needs it "
                         "above 0: try 1.0")
@@ -478,7 +478,7 @@ def check_set(settings: Any, block: str) -> None:
         default = item.default if item.default_factory is MISSING else item.default_factory()
         takes_null = default is None or default is MISSING or type(None) in get_args(item.type)
         require(takes_null or getattr(settings, item.name) is not None, f"{block}.{item.name}", "null",
-                f"set; without the key it is {default!r}")
+                f"set. Remove the key for its default, {default!r}")
 
 
 def _as_steps(length: int | float, num_steps: int) -> int:

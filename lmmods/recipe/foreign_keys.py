@@ -210,13 +210,13 @@ def hint_for(key: str, value: Any = None) -> str | None:
     if settings:
         shown = (f"{ours}: {yaml.safe_dump(is_now, default_flow_style=True).splitlines()[0]}"
                  for ours, is_now in settings.items())
-        return f"{key} is no key. Here: {', '.join(shown)}."
+        return f"{key} is not a key. Here: {', '.join(shown)}."
     ours, note = found[0]
     if not ours:
-        return f"{key} is no key, and there is none for it: {note}."
+        return f"{key} is not a key, and has no counterpart: {note}."
     note = "" if re.search(r"\bthere\b", note) else note  # a note about one program only
     others = "".join(f", or {' and '.join(each)}" for each, _ in found[1:] if each)
-    return f"{key} is no key. Here: {' and '.join(ours)}{others}{f' ({note})' if note else ''}."
+    return f"{key} is not a key. Here: {' and '.join(ours)}{others}{f' ({note})' if note else ''}."
 
 
 def foreign_value(key: str, value: str) -> str:

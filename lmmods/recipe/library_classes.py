@@ -236,7 +236,7 @@ def in_english(message: str, types: Mapping[str, Any], given: Sequence[str], kno
     if found := re.search(r"(?:Group '[^']*' does not accept option|Option|Key) '([^']*)'", message):
         key = whole(found[1])
         elsewhere = foreign(key)
-        return f"{key} is no key there.{suggestion(key, known)}" if elsewhere is None else elsewhere
+        return f"{key} is not a key there.{suggestion(key, known)}" if elsewhere is None else elsewhere
     if found := re.match(r'Parser key "([^"]+)": (.*?)(?:(?:Given|Got) value: (.*))?$', message):
         key, said, value = whole(found[1]), found[2], found[3]
         if found[1] in types:
@@ -246,17 +246,17 @@ def in_english(message: str, types: Mapping[str, Any], given: Sequence[str], kno
             parts = [SAYS[each] for each in re.findall(r"Expected (\w+)", said) if each in SAYS]
             wanted = " or ".join(dict.fromkeys([*(each.replace("'", "") for each in listed), *parts]))
         if wanted:
-            shown = "of another kind" if value is None else shortened(value) or "empty"
+            shown = "of another type" if value is None else shortened(value) or "empty"
             classes = {each.rsplit(".", 1)[-1]: each for listed in CLASSES.values() for each in listed.get(key, ())}
             # The value may be a misspelt class: compare it with the short names.
             near = difflib.get_close_matches(shown, classes, 1, 0.7)
             return f"{key} is {shown}, but must be {wanted}." + (f" Did you mean {classes[near[0]]}?" if near else "")
     if found := re.match(r"the following arguments are required: (.*)", message):
-        return f"{' and '.join(found[1].split(', '))} must be given."
+        return f"{' and '.join(found[1].split(', '))} must be set."
     if found := re.match(r"unrecognized arguments: (.*)", message):
         words = [word for word in found[1].split() if word.startswith("-")] or found[1].split()[:1]
-        return " ".join(f"{word} is no option.{suggestion(word.lstrip('-').partition('=')[0], known)}"
+        return " ".join(f"{word} is not an option.{suggestion(word.lstrip('-').partition('=')[0], known)}"
                         for word in words)
     if found := re.match(r"argument (\S+): expected one argument", message):
-        return f"{found[1]} has no value: {found[1].split('/')[-1]} VALUE."
+        return f"{found[1]} has no value. Use {found[1].split('/')[-1]} VALUE."
     return re.sub(r"(?:\ba )?<class '(?:[\w.]+\.)?(\w+)'>", r"\1", message)

@@ -21,7 +21,7 @@ class MixingPoint:
     weights: list[float]
 
     def __post_init__(self) -> None:
-        require(0 <= self.at <= 1, "data.mixing.schedule.at", self.at, "a share of the epoch from 0.0 to 1.0")
+        require(0 <= self.at <= 1, "data.mixing.schedule.at", self.at, "a position in the epoch from 0.0 to 1.0")
         require(all(weight >= 0 and math.isfinite(weight) for weight in self.weights) and sum(self.weights) > 0,
                 "data.mixing.schedule.weights", self.weights, "numbers of 0 or more, not all of them 0")
 
@@ -63,7 +63,7 @@ class Mixing:
             self.schedule = [MixingPoint(**point) if isinstance(point, dict) else point for point in self.schedule]
             places = [point.at for point in self.schedule]
             require(places[:1] == [0] and all(a < b for a, b in zip(places, places[1:], strict=False)),
-                    "data.mixing.schedule", f"at {places}", "a list of points that begins at 0.0, each later than the "
+                    "data.mixing.schedule", f"at {places}", "a list of points that starts at 0.0, each later than the "
                     "one before")
 
     def check(self, weights: list[float | None], streaming: bool, group_by_length: bool) -> None:
@@ -76,29 +76,29 @@ class Mixing:
             return
         named = [weight is not None for weight in weights]
         if any(named) and not all(named):
-            raise UserError("data.mixing: some sources have a weight and others have none; give one to each of them, "
-                            "or to none, whose shares are then those of their rows")
+            raise UserError("data.mixing: some sources have a weight and others do not; set it for all, or for none "
+                            "to mix them by their numbers of rows")
         if self.schedule is not None:
             if any(named):
                 raise UserError("data.mixing.schedule and the weight of a source are both set; keep one of them")
             wrong = next((point for point in self.schedule if len(point.weights) != len(weights)), None)
             if wrong is not None:
                 raise UserError(f"data.mixing.schedule: the point at {wrong.at} has {len(wrong.weights)} weights, but "
-                                f"data.source has {len(weights)} sources; give one for each")
+                                f"data.source has {len(weights)} sources; set one for each")
             never = next((place for place in range(len(weights))
                           if not any(point.weights[place] for point in self._used_points())), None)
             if never is not None:
-                raise UserError(f"data.mixing.schedule: source {never + 1} has weight 0 in all of the epoch; take it "
-                                "out of data.source, or give it a weight")
+                raise UserError(f"data.mixing.schedule: source {never + 1} has weight 0 throughout the epoch; remove "
+                                "it from data.source, or raise its weight")
             if group_by_length:
-                raise UserError("data.mixing.schedule orders the rows of an epoch, and data.group_by_length draws "
-                                "another order for its steps; keep one of them")
+                raise UserError("data.mixing.schedule and data.group_by_length both decide the order of rows; keep one "
+                                "of them")
         if streaming and self.schedule is not None:
-            raise UserError("data.mixing.schedule counts in shares of an epoch, and a stream has no known length; set "
-                            "it to null, or data.streaming to false")
+            raise UserError("data.mixing.schedule needs the length of an epoch, which a stream does not have; set it "
+                            "to null, or data.streaming to false")
         if streaming and not all(named):
-            raise UserError("data.mixing of a stream needs a weight for each source, as the number of their rows is "
-                            "not known: {path: ..., weight: 0.3}")
+            raise UserError("data.mixing of a stream needs a weight for each source, as their numbers of rows are "
+                            "unknown; set it as in {path: ..., weight: 0.3}")
 
     def _used_points(self) -> list[MixingPoint]:
         """Points of the schedule that hold for more than the end of an epoch."""

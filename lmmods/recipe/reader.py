@@ -143,7 +143,7 @@ def parse(arguments: list[str], options: dict[str, Key], example: str = "", chec
     values = {name: reader.given.get(name, key.default) for name, key in options.items()}
     typed = typed_value(layers, "overwrite")
     if typed is not None and "overwrite" not in options:
-        raise UserError(f"--overwrite is for fit: {command} deletes nothing. Leave it out.")
+        raise UserError(f"--overwrite applies only to fit, not to {command}. Remove it.")
     if "overwrite" in options:  # what was typed goes before any file, as it may delete a run
         folder = reader.given.get("trainer", {}).get("default_root_dir")
         values["overwrite"] = _overwrites(layers, folder) if typed is None else typed is True
@@ -304,7 +304,7 @@ class Reader:
         while rest:
             word = rest.pop(0)
             if word == "--":
-                raise UserError("-- ends the options, and nothing may follow those of a recipe. Take it out.")
+                raise UserError("-- ends the options, and nothing may follow them. Remove it.")
             # A word with a space before `=` is a text that begins with a dash, not an option.
             if not word.startswith("-") or " " in word.partition("=")[0]:
                 strays.append(word)
@@ -321,7 +321,7 @@ class Reader:
                 if not rest or rest[0].startswith("-") and rest[0] != "-" and " " not in rest[0] and (
                         not NUMBER.fullmatch(rest[0])):
                     if option in CONFIG_OPTIONS or _name(option) in known or not self.takes_recipe:
-                        self.report("", f"{option} has no value: {option} VALUE.")
+                        self.report("", f"{option} has no value. Use {option} VALUE.")
                         self.dropped.add(_name(option))
                         continue
                     value = "true"  # a flag of another program
@@ -351,8 +351,8 @@ class Reader:
         example = "--trainer.max_steps 3" if self.takes_recipe else f"--{next(iter(self.keys))} …"
         for word in words[len(unnamed):]:
             if self.takes_recipe and _is_file(word):
-                raise UserError(f"{word} is no option. A recipe is given as in --config {word}.")
-            self.report("", f"{shortened(word)} is no option: options begin with --, as in {example}.")
+                raise UserError(f"Unexpected argument {word}. To pass a recipe, use --config {word}.")
+            self.report("", f"Unexpected argument {shortened(word)}. Options start with --, for example {example}.")
         self.dropped |= {key.name for key in unnamed}  # a missing one has been reported
         return layers
 
@@ -360,7 +360,7 @@ class Reader:
         tree = self.files[value] if value in self.files else read_with_lines(value)
         is_file = not is_inline(value)
         if is_file and (program := written_for(plain(tree))):
-            raise UserError(f"{value} is a configuration of {PROGRAMS[program]}, not a recipe. Make one of it: "
+            raise UserError(f"{value} is a configuration of {PROGRAMS[program]}, not a recipe. Convert it: "
                             f"python train.py migrate {value} --out recipe.yaml")
         return Layer(value if is_file else "", is_file, tree)
 
@@ -500,7 +500,7 @@ class Reader:
             if key.name.startswith("trainer."):
                 return None  # Lightning sets its own defaults for these
             if key.default is not REQUIRED and "." in key.name and block_in(hint) is None:
-                wanted = f"set; without the key it is {shown(key.default)}"
+                wanted = f"set. Remove the key for its default, {shown(key.default)}"
                 return self._refuse(value, key, layer, line, wanted)
         read = converted(value, hint)
         return self._refuse(value, key, layer, line) if read is WRONG else self._inner(value, read, hint, key, layer)
@@ -543,21 +543,21 @@ class Reader:
     def _unknown(self, name: str, value: Any, layer: Layer, line: int | None) -> None:
         at = layer.at(name, line)
         if name == "config":
-            self.report(at, "config is no key of a recipe, which names no other. Give several on the command line: "
+            self.report(at, "config is not a key: a recipe cannot name another one. Use several on the command line: "
                            "--config A --config B.")
         elif others := self._others_with(name):
-            self.report(at, f"{name} is no key of {class_name(self.classes[name.partition('.')[0]])}: "
+            self.report(at, f"{name} is not a key of {class_name(self.classes[name.partition('.')[0]])}: "
                            f"{' and '.join(others)} {'have' if len(others) > 1 else 'has'} it.")
         elif not self.takes_recipe:
             near = nearest(name, self.names)
             self.dropped.add(near or "")
-            self.report(at, f"{name} is no option." + (f" Did you mean --{near}?" if near else ""))
+            self.report(at, f"{name} is not an option." + (f" Did you mean --{near}?" if near else ""))
         elif foreign := hint_for(name, plain(value) if isinstance(value, Scalar) else None):
             self.report(at, foreign)
         else:
             near = nearest(name, self.names)
             self.dropped.add(near or "")
-            self.report(at, f"{name} is no key." + (f" Did you mean {near}?" if near else ""))
+            self.report(at, f"{name} is not a key." + (f" Did you mean {near}?" if near else ""))
 
     def _others_with(self, name: str) -> list[str]:
         """Return the classes that have a key which the named class lacks."""
@@ -591,7 +591,7 @@ class Reader:
             if key.name in self.classes:
                 if key.name not in self.named and not self._is_dropped(key.name):
                     names = [*declared(key.name)]
-                    self.report("", f"{key.name} is missing: name its class, as in --{key.name} {names[0]} "
+                    self.report("", f"{key.name} is missing. Name its class, for example --{key.name} {names[0]} "
                                    f"({', '.join(names)}).")
             elif key.default is REQUIRED and block_in(key.type) is None and key.name not in self.given:
                 self._missing(key)
@@ -609,7 +609,7 @@ class Reader:
     def _missing(self, key: Key) -> None:
         if not self._is_dropped(key.name):
             option = "" if "." in key.name else "--"
-            self.report("", f"{option}{key.name} is missing: it must be {in_words(key.type, key.name)}.")
+            self.report("", f"{option}{key.name} is missing. It must be {in_words(key.type, key.name)}.")
 
     def _made(self, name: str, kind: type) -> Any:
         """Instantiate a block's class; None if that fails."""

@@ -98,7 +98,7 @@ class Contains(Compared):
     def check(self, key: str) -> None:
         super().check(key)
         require(self.text is None or self.column is None, f"{key}.text", self.text, f"null where {key}.column is set")
-        require(self.text != "", f"{key}.text", "empty", "a text: the empty one occurs in every answer")
+        require(self.text != "", f"{key}.text", "empty", "a string that is not empty, as every answer contains that")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class Code(RewardSettings):
 
     def check(self, key: str) -> None:
         super().check(key)
-        require(0 < self.timeout < math.inf, f"{key}.timeout", self.timeout, "a number above 0")
+        require(0 < self.timeout < math.inf, f"{key}.timeout", self.timeout, "more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class Function(RewardSettings):
 
     def check(self, key: str) -> None:
         require(bool(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", self.function)), f"{key}.function", self.function,
-                "an import path, as my.module.function")
+                "an import path such as my.module.function")
         super().check(key)
 
 
@@ -250,8 +250,8 @@ def read_rewards(rewards: list[dict[str, Any]], key: str = "model.rewards") -> l
         each = _read(given, f"{key}[{number}]")
         each.check(f"{key}[{number}]")
         if each.name in (names := [other.name for other in found]):
-            raise UserError(f"{key}[{number}] has the name of {key}[{names.index(each.name)}], {each.name}: give one "
-                            "of them another by its key label.")
+            raise UserError(f"{key}[{number}] and {key}[{names.index(each.name)}] have the same name, {each.name}. Set "
+                            "the label of one of them.")
         found.append(each)
     return found
 
@@ -270,10 +270,10 @@ def columns_of(rewards: Sequence[RewardSettings], has_environment: bool = False)
 
 def _read(given: Any, key: str) -> RewardSettings:
     if not isinstance(given, dict):
-        raise UserError(f"{key} is {as_yaml_word(given)}, but must be a mapping, as {{name: exact_match}}.")
+        raise UserError(f"{key} is {as_yaml_word(given)}, but must be a mapping such as {{name: exact_match}}.")
     ways = [way for way in WAYS if given.get(way) is not None]
     if len(ways) != 1:
-        what = f"has {' and '.join(ways)}" if ways else "does not say what scores an answer"
+        what = f"has {' and '.join(ways)}" if ways else "is incomplete"
         raise UserError(f"{key} {what}, but must have one of {', '.join(WAYS)}: {{name: exact_match}}, "
                         "{function: my.module.function} or {model: runs/reward}.")
     kind = _named(given["name"], f"{key}.name") if ways == ["name"] else OTHERS[ways[0]]
@@ -283,13 +283,13 @@ def _read(given: Any, key: str) -> RewardSettings:
         if name == "name" or name in WAYS and value is None:
             continue
         if name not in keys:
-            raise UserError(f"{key}.{name} is no key of a reward {given.get('name', ways[0])}, which has "
+            raise UserError(f"{key}.{name} is not a key of the reward {given.get('name', ways[0])}, which has "
                             f"{', '.join(each for each in keys if each not in WAYS)}.{did_you_mean(name, list(keys))}")
         options[name] = _converted(value, keys[name].type)
         if options[name] is WRONG:
             raise UserError(f"{key}.{name} is {as_yaml_word(value)}, but must be {in_words(keys[name].type)}.")
     if missing := [name for name, each in keys.items() if each.default is REQUIRED and name not in options]:
-        raise UserError(f"{key}.{missing[0]} is missing: it must be {in_words(keys[missing[0]].type)}.")
+        raise UserError(f"{key}.{missing[0]} is missing. It must be {in_words(keys[missing[0]].type)}.")
     return kind(**options)
 
 

@@ -42,8 +42,8 @@ class Source:
             raise UserError(f"source {self.path}: weight is {self.weight}, but must be more than 0")
         twice = [name for name, times in Counter((self.columns or {}).values()).items() if times > 1]
         if twice:
-            raise UserError(f"source {self.path}: columns gives the name {twice[0]!r} to several columns; give it to "
-                            "one of them")
+            raise UserError(f"source {self.path}: columns maps several columns to {twice[0]!r}; map only one of "
+                            "them")
 
     @property
     def times(self) -> float:
@@ -62,11 +62,11 @@ def as_sources(source: SourceLike | dict, key: str, columns: dict[str, str] | No
     """
     items = source if isinstance(source, list) else [source]
     if not items or not all(items):
-        raise UserError(f"data.{key} is empty; give a file, folder, glob or hub id")
+        raise UserError(f"data.{key} is empty; set a file, folder, glob or hub id")
     sources = [Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
                for item in items]
     if key != "source" and any(item.times != 1 for item in sources):
-        raise UserError(f"weight counts in data.source only, not in data.{key}: evaluation sees each row once")
+        raise UserError(f"weight applies only to data.source, not to data.{key}, where each row counts once; remove it")
     return [replace(item, columns=columns) if item.columns is None else item for item in sources]
 
 
@@ -88,7 +88,7 @@ def check_regular(path: str) -> None:
         raise UserError(f"{path}: cannot be read ({error})") from error
     if not stat.S_ISREG(mode):
         kind = next((kind for is_kind, kind in KINDS if is_kind(mode)), "a device")
-        raise UserError(f"{path}: this is {kind}, not a regular file, and is not opened; write its rows to a file, or "
+        raise UserError(f"{path}: this is {kind}, not a regular file; write its rows to a file, or "
                         "remove it from the data")
 
 

@@ -151,9 +151,9 @@ class JaxTrainerFields(TrainerFields):
 def check_length(max_epochs: int | float | None, max_steps: int) -> None:
     """Raise UserError unless the keys say how long to train."""
     if max_epochs is None and max_steps == -1:
-        raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
+        raise UserError("trainer.max_steps or trainer.max_epochs is missing. Set one of them.")
     require(max_epochs in (None, -1) or math.isfinite(max_epochs) and max_epochs >= 0, "trainer.max_epochs", max_epochs,
-            "a number of epochs, 0 or more; 1.5 is one and a half, and -1 leaves it to trainer.max_steps")
+            "0 or more (1.5 is one and a half epochs), or -1 to use trainer.max_steps")
 
 
 def steps_per_epoch(batches_per_epoch: int, batches_per_step: int) -> int:
@@ -178,5 +178,5 @@ def num_steps(batches_per_epoch: int, batches_per_step: int, max_epochs: int | f
         by_epochs = whole * steps + math.ceil(part * steps)
     steps = min(by_epochs, math.inf if max_steps == -1 else max_steps)
     if math.isinf(steps):
-        raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
+        raise UserError("trainer.max_steps or trainer.max_epochs is missing. Set one of them.")
     return steps

@@ -85,15 +85,15 @@ def guarded_imports(allowed: Iterable[str] | None = None) -> Iterator[None]:
 
 def refuse_import(key: str | None, path: str) -> None:
     """Raise ForeignCode for a class or function outside `PACKAGES`."""
-    raise ForeignCode(f"{key or 'The recipe'}: {path} is code outside of lightning, torch, lmmods and jax_engine, and "
-                      "a recipe may name no other. Nothing of it has run. If you have read it and trust it, add "
+    raise ForeignCode(f"{key or 'The recipe'}: {path} is code outside of lightning, torch, lmmods and jax_engine, "
+                      "which a recipe may not run. It has not run. If you have read it and trust it, add "
                       "--trust_recipe_code true to the command line.")
 
 
 def refuse_function(key: str, path: str) -> None:
     """Raise ForeignCode for a function that a recipe names, unless the command line trusts it."""
     if not is_trusted():
-        raise ForeignCode(f"{key}: {path} is code that would run here. Nothing of it has run. If you have read it and "
+        raise ForeignCode(f"{key}: {path} is code that a recipe may not run. It has not run. If you have read it and "
                           f"trust it, add {FLAG} true to the command line.")
 
 
@@ -128,14 +128,14 @@ def check_remote_code(options: Any, typed: bool = False) -> None:
         UserError: The file sets it and the command line does not.
     """
     if options.get("trust_remote_code") and not typed and not is_trusted():
-        raise UserError("model.trust_remote_code is set in a file, and would run the code that comes with "
+        raise UserError("model.trust_remote_code is set in a file, but a file may not run the code of "
                         f"{options.get('pretrained')}. If you have read it and trust it, add --model.trust_remote_code "
                         f"true to the command line (merge, evaluate and chat: {FLAG} true).")
 
 
 def _check_kernel(key: str, name: Any) -> None:
     if isinstance(name, str) and "/" in name:
-        raise UserError(f"{key} is {name!r}, a kernel from the hub: code that would run here. If you trust it, add "
+        raise UserError(f"{key} is {name!r}, a kernel from the hub, which runs code. If you trust it, add "
                         f"{FLAG} true to the command line.")
 
 
@@ -165,13 +165,13 @@ def _check_class(key: str, path: str) -> None:
         _refuse_callable(key, path)
     # The packages allowed hold many classes; some run code when built, so the kind counts, too.
     if path.split(".")[0] not in ("lmmods", "jax_engine") and not issubclass(found, _kinds()):
-        raise UserError(f"{key}: {path} is none of the classes that a recipe is made of (callbacks, loggers, "
-                        "strategies, profilers, cluster environments). If you trust the recipe, add "
+        raise UserError(f"{key}: {path} is not a callback, logger, strategy, profiler or cluster environment. If "
+                        "you trust the recipe, add "
                         f"{FLAG} true to the command line.")
 
 
 def _refuse_callable(key: str, path: str) -> None:
-    raise UserError(f"{key}: {path} is a function, and a recipe may name classes only. If you trust the recipe, add "
+    raise UserError(f"{key}: {path} is a function, but a recipe may name only classes. If you trust the recipe, add "
                     f"{FLAG} true to the command line.")
 
 

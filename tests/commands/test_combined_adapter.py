@@ -150,8 +150,8 @@ def test_merge_writes_the_combined_adapter_and_the_model(pair, tmp_path, capsys)
     ({"weights": [1.0, float("nan")]}, "must be 2 numbers"),
     ({"method": "ties"}, "--combination ties needs --density"),
     ({"method": "dare_ties", "density": 0.0}, "needs --density"),
-    ({"density": 0.5}, "--density is of ties and dare alone"),
-    ({"method": "ties", "density": 0.5, "seed": 1}, "--seed is of dare alone")])
+    ({"density": 0.5}, "--density applies only to ties and dare"),
+    ({"method": "ties", "density": 0.5, "seed": 1}, "--seed applies only to dare")])
 def test_options_of_no_use_are_refused(options, reason):
     options = {"method": "cat", "weights": None, "density": None, "seed": None} | options
     with pytest.raises(UserError, match=reason):
@@ -173,7 +173,7 @@ def test_other_bases_and_adapters_are_refused(pair, tmp_path):
     config.write_text(text)
     settings = tmp_path / "two" / "model" / "adapter_config.json"
     kept = json.loads(settings.read_text())
-    for changes, reason in (({"use_dora": True}, "use_dora, which PEFT does not combine"),
+    for changes, reason in (({"use_dora": True}, "use_dora, which PEFT cannot combine"),
                             ({"modules_to_save": ["lm_head"]}, "modules_to_save, which"), ({"bias": "all"}, "biases")):
         settings.write_text(json.dumps(kept | changes))
         with pytest.raises(UserError, match=f"two: its adapter .*{reason}"):

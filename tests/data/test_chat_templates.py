@@ -287,7 +287,7 @@ def test_what_is_learned(jinja, chat_folder, write_jsonl):
     assert scored(template="chatml", turns="split") == [f"{word}|" for word in words]
     (text, learned), = shown(build(path, chat_folder, train_on="all"))
     assert text == learned
-    with pytest.raises(UserError, match="data.train_on is last, but data.train_on_prompt asks for all"):
+    with pytest.raises(UserError, match="data.train_on is last, but data.train_on_prompt means all"):
         build(path, chat_folder, train_on="last", train_on_prompt=True)
 
 

@@ -306,7 +306,7 @@ AT = [MixingPoint(0.0, [1, 0]), MixingPoint(1.0, [0, 1])]
 
 
 @pytest.mark.parametrize(("weights", "fields", "message"), [
-    ([1, None], {}, "some sources have a weight and others have none"),
+    ([1, None], {}, "some sources have a weight and others do not"),
     ([None, None], {"streaming": True}, "data.mixing of a stream needs a weight for each source"),
     ([None, None], {"streaming": True, "mixing": Mixing(schedule=AT)}, "a stream has no known length"),
     ([None, None], {"group_by_length": True, "mixing": Mixing(schedule=AT)}, "group_by_length draws another order"),
@@ -337,5 +337,5 @@ def test_settings_that_say_nothing(fields, message):
 
 
 def test_prompts_are_not_mixed():
-    with pytest.raises(UserError, match="data.mixing is not for prompts"):
+    with pytest.raises(UserError, match="data.mixing is not supported for prompts"):
         PromptData("rows.jsonl", mixing=Mixing())

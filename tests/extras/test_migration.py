@@ -98,19 +98,19 @@ def test_the_tables_are_packaged():
 
 
 @pytest.mark.parametrize(("key", "value", "message"), [
-    ("model.lr", 1, "model.lr is no key. Here: model.optimizer.lr."),
-    ("model.init_args.lora.r", 8, "model.lora.r is no key. Here: model.lora.rank."),
-    ("optim", "adamw_torch", "optim is no key. Here: model.optimizer.name: adamw."),
-    ("optim", "muon", "optim is no key. Here: model.optimizer.name: muon."),
-    ("use_muon", True, "use_muon is no key. Here: model.optimizer.name: muon."),
-    ("optim", "apollo", "optim is no key. Here: model.optimizer.name"),
-    ("bf16", True, "bf16 is no key. Here: trainer.precision: bf16-mixed."),
-    ("load_in_4bit", True, "load_in_4bit is no key. Here: model.quantize: nf4."),
-    ("lr_scheduler_type", "cosine", "lr_scheduler_type is no key. Here: model.optimizer.schedule: cosine."),
-    ("flash_attention", True, "flash_attention is no key. Here: model.attention: flash_attention_2."),
-    ("deepspeed", "ds_z3.json", "deepspeed is no key. Here: trainer.strategy"),
-    ("use_fast_tokenizer", False, "use_fast_tokenizer is no key, and there is none for it: fast tokenizers only."),
-    ("datasets", None, "datasets is no key. Here: data.source"),
+    ("model.lr", 1, "model.lr is not a key. Here: model.optimizer.lr."),
+    ("model.init_args.lora.r", 8, "model.lora.r is not a key. Here: model.lora.rank."),
+    ("optim", "adamw_torch", "optim is not a key. Here: model.optimizer.name: adamw."),
+    ("optim", "muon", "optim is not a key. Here: model.optimizer.name: muon."),
+    ("use_muon", True, "use_muon is not a key. Here: model.optimizer.name: muon."),
+    ("optim", "apollo", "optim is not a key. Here: model.optimizer.name"),
+    ("bf16", True, "bf16 is not a key. Here: trainer.precision: bf16-mixed."),
+    ("load_in_4bit", True, "load_in_4bit is not a key. Here: model.quantize: nf4."),
+    ("lr_scheduler_type", "cosine", "lr_scheduler_type is not a key. Here: model.optimizer.schedule: cosine."),
+    ("flash_attention", True, "flash_attention is not a key. Here: model.attention: flash_attention_2."),
+    ("deepspeed", "ds_z3.json", "deepspeed is not a key. Here: trainer.strategy"),
+    ("use_fast_tokenizer", False, "use_fast_tokenizer is not a key, and has no counterpart: fast tokenizers only."),
+    ("datasets", None, "datasets is not a key. Here: data.source"),
 ])
 def test_what_is_said_of_a_key(key, value, message):
     assert hint_for(key, value).startswith(message)
@@ -121,19 +121,19 @@ def test_nothing_is_said_of_a_key_that_no_program_has():
 
 
 @pytest.mark.parametrize(("changes", "extra", "message"), [
-    ({}, ["--learning_rate=1e-3"], "error: --learning_rate is no key. Here: model.optimizer.lr"),
-    ({}, ["--model.lora.r", "8"], "error: --model.lora.r is no key. Here: model.lora.rank."),
+    ({}, ["--learning_rate=1e-3"], "error: --learning_rate is not a key. Here: model.optimizer.lr"),
+    ({}, ["--model.lora.r", "8"], "error: --model.lora.r is not a key. Here: model.lora.rank."),
     ({}, ["--bf16", "--trainer.max_stepz", "3"],
-     "error: 2 mistakes:\n  --bf16 is no key. Here: trainer.precision: bf16-mixed.\n"
-     "  --trainer.max_stepz is no key. Did you mean trainer.max_steps?"),
+     "error: 2 mistakes:\n  --bf16 is not a key. Here: trainer.precision: bf16-mixed.\n"
+     "  --trainer.max_stepz is not a key. Did you mean trainer.max_steps?"),
     ({}, ["--trainer.precision", "bf16"], "error: --trainer.precision is bf16, but must be one of auto, 32-true, "
      "bf16-true, bf16-mixed, 16-mixed. Other programs' bf16 is bf16-mixed here."),
     ({"model__init_args__optimizer": {"learning_rate": 1}}, [],
-     "error: recipe.yaml: model.optimizer.learning_rate is no key. Here: model.optimizer.lr"),
+     "error: recipe.yaml: model.optimizer.learning_rate is not a key. Here: model.optimizer.lr"),
     ({"data__init_args__sequence_len": 512}, [],
-     "error: recipe.yaml: data.sequence_len is no key. Here: data.max_length."),
+     "error: recipe.yaml: data.sequence_len is not a key. Here: data.max_length."),
     ({"per_device_train_batch_size": 4}, [],
-     "error: recipe.yaml: per_device_train_batch_size is no key. Here: data.batch_size"),
+     "error: recipe.yaml: per_device_train_batch_size is not a key. Here: data.batch_size"),
 ])
 def test_a_foreign_key_is_an_error_that_names_ours(recipe, tmp_path, capsys, changes, extra, message):
     assert main(["fit", *recipe(**changes), *extra]) == 2
@@ -514,7 +514,7 @@ def test_what_cannot_become_a_recipe_is_refused(text, message):
 def test_a_file_of_another_program_is_told(migrated, tmp_path, capsys):
     migrated(TRL)
     assert main(["fit", "--config", "theirs.yaml"]) == 2
-    assert "theirs.yaml is a configuration of TRL, not a recipe. Make one of it: python train.py migrate theirs.yaml" \
+    assert "theirs.yaml is a configuration of TRL, not a recipe. Convert it: python train.py migrate theirs.yaml" \
         in capsys.readouterr().err
     assert main(["migrate", "theirs.yaml", "--out", "recipe.yaml"]) == 2
     assert "--overwrite true" in capsys.readouterr().err

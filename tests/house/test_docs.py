@@ -378,7 +378,7 @@ def test_the_new_task_of_the_page_trains(tree, monkeypatch, capsys):
     for package, marker in printed.items():
         if package == "jax_engine.tasks":
             assert main(tiny(["fit", "--config", "retell.yaml", "--engine", "jax"], 2)) == 2
-            assert "model is Retell, a task of engine torch alone" in capsys.readouterr().err
+            assert "model is Retell, which only engine torch supports" in capsys.readouterr().err
         folder = tree.joinpath(*package.split("."))
         folder.mkdir(parents=True)
         (folder / "retell.py").write_text(next(block for block in blocks if marker in block))

@@ -169,14 +169,14 @@ class TaskFields:
         require(self.piece_tokens is None or self.piece_tokens >= 0, "model.piece_tokens", self.piece_tokens,
                 "0 or more")
         if self.quantize and not self.trains_adapter:
-            raise UserError(f"model.quantize is {self.quantize}, but quantised weights cannot be trained themselves: "
-                            "set model.lora (QLoRA), or model.quantize to null for full tuning.")
+            raise UserError(f"model.quantize is {self.quantize}, but quantised weights cannot be trained. Set "
+                            "model.lora (QLoRA), or model.quantize to null for full fine-tuning.")
         if (self.config is None) == (self.pretrained is None):
-            raise UserError("model.pretrained and model.config: set one of them, a model to start from or a "
-                            "configuration to start from random weights.")
+            raise UserError("model.pretrained and model.config: set one of them, to start from a model or from "
+                            "random weights.")
         if self.config is not None and self.trains_adapter:
-            raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
-                            "and model.adapter to null, or name a model in model.pretrained.")
+            raise UserError("model.config starts from random weights, which an adapter does not contain. Set "
+                            "model.lora and model.adapter to null, or use model.pretrained.")
         check_overrides({**(self.config if isinstance(self.config, dict) else {}), **(self.config_overrides or {})})
         require(self.neftune_alpha is None or 0 < self.neftune_alpha < math.inf, "model.neftune_alpha",
                 self.neftune_alpha, "null or more than 0")
@@ -186,8 +186,8 @@ class TaskFields:
             patterns = getattr(self, key)
             check_patterns(f"model.{key}", patterns)
             require(patterns is None or not self.trains_adapter, f"model.{key}", patterns,
-                    "null with model.lora and model.adapter, under which the adapter trains alone; lora.targets and "
-                    "lora.modules_to_save choose what it holds")
+                    "null with model.lora and model.adapter, with which only the adapter trains; set lora.targets "
+                    "and lora.modules_to_save instead")
         require(self.quantize != "int8" or self.starts_at_base, "model.quantize", self.quantize,
                 "nf4, fp4 or null with lora.init: pissa")
         if self.lora and self.adapter:
@@ -331,8 +331,8 @@ class TokenLossFields(TaskFields):
         require(self.teacher is None or self.max_memory is None, "model.max_memory", self.max_memory,
                 "null with model.teacher")
         require(self.teacher is None or self.teacher.ratio < 1 or not (self.label_smoothing or self.z_loss),
-                "model.teacher.ratio", 1, "less than 1 with model.label_smoothing or model.z_loss, which are of the "
-                "cross-entropy")
+                "model.teacher.ratio", 1, "less than 1 with model.label_smoothing or model.z_loss, which change only "
+                "the cross-entropy")
 
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
@@ -359,7 +359,7 @@ class TokenLossFields(TaskFields):
     def _refuse_on_policy(self, words: str) -> None:
         """Raise UserError where answers are to be drawn; `words` name the task."""
         require(not self.on_policy, "model.teacher.on_policy", self.on_policy,
-                f"0 for {words}: only fine-tuning (SFT) draws answers to the prompts of its rows")
+                f"0 for {words}: only SFT samples answers")
 
     @property
     def teacher_fields(self) -> TaskFields:
@@ -529,11 +529,12 @@ class DataFields:
             raise UserError(f"data.tokenizer_options has {', '.join(sorted(unknown))}, but takes only "
                             f"{', '.join(TOKENIZER_OPTIONS)}")
         if "" in (self.add_tokens or []):
-            raise UserError("data.add_tokens holds an empty text, which is no token; take it out")
+            raise UserError("data.add_tokens contains an empty string; remove it")
         if self.val_size and self.val_source is not None:
             raise UserError("data.val_size and data.val_source are both set; keep one of them")
         if self.val_size and self.streaming:
-            raise UserError("data.val_size needs all rows and cannot go with data.streaming; set data.val_source")
+            raise UserError("data.val_size needs all rows and cannot be combined with data.streaming; set "
+                            "data.val_source")
         require(0 < self.minhash_threshold <= 1, "data.minhash_threshold", self.minhash_threshold,
                 "more than 0 and at most 1")
         require(self.deduplicate == "minhash" or self.minhash_threshold == 0.8, "data.minhash_threshold",
@@ -541,8 +542,8 @@ class DataFields:
         require(self.decontaminate is not None or self.decontaminate_ngram == 13, "data.decontaminate_ngram",
                 self.decontaminate_ngram, "13, its default, unless data.decontaminate names evaluation sets")
         if self.deduplicate is not None and self.streaming:
-            raise UserError("data.deduplicate compares all rows, which data.streaming does not hold; set one of them "
-                            "to null or false")
+            raise UserError("data.deduplicate needs all rows and cannot be combined with data.streaming; set one of "
+                            "them to null or false")
         if self.mixing is not None:
             self.mixing.check([source.weight for source in as_sources(self.source, "source")], self.streaming,
                               self.group_by_length)
@@ -560,7 +561,7 @@ class DataFields:
             if rows * length > MOST_TOKENS:
                 most = MOST_TOKENS // length
                 raise UserError(f"data.{name} is {rows:,} and data.max_length {length:,}: {rows * length:,} tokens in "
-                                f"a micro-batch, and more than {MOST_TOKENS:,} fit on no device. Lower "
+                                f"a micro-batch, but no device fits more than {MOST_TOKENS:,}. Lower "
                                 + (f"data.{name} to {most:,} or less" if most else "data.max_length")
                                 + "; trainer.accumulate_grad_batches makes larger steps")
 
@@ -599,8 +600,8 @@ class LabelDataFields(DataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for tasks that learn labels: each row is read by itself. "
-                            "data.group_by_length saves most of the padding")
+            raise UserError("data.packing is not supported for tasks with labels, which read each row separately; use "
+                            "data.group_by_length to save most of the padding")
         if self.labels is not None:
             twice = next((name for name in self.labels if self.labels.count(name) > 1), None)
             require(twice is None, "data.labels", self.labels, f"a list that names {twice!r} once")
@@ -653,7 +654,7 @@ class ConversationFields(DataFields):
         check_range(source_max_length=(self.source_max_length, 1), target_max_length=(self.target_max_length, 1))
         unknown = [name for name in self.turn_fields or {} if name not in TURN_FIELDS]
         if unknown:
-            raise UserError(f"data.turn_fields: a turn has no {unknown[0]!r}; it has {', '.join(TURN_FIELDS)}. They "
-                            "go on the left, the keys of the file on the right: {role: who, content: said}")
+            raise UserError(f"data.turn_fields: {unknown[0]!r} is not a part of a turn ({', '.join(TURN_FIELDS)}). Put "
+                            "parts on the left, keys of the file on the right: {role: who, content: said}")
         if self.replace_system_prompt and self.system_prompt is None:
-            raise UserError("data.replace_system_prompt is set, but there is no data.system_prompt to put in its place")
+            raise UserError("data.replace_system_prompt is set, but data.system_prompt is not; set it too")

@@ -36,4 +36,5 @@ class CLMDataFields(TextDataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.join and self.packing:
-            raise UserError("data.join and data.packing are both set; joined blocks are full already, keep one of them")
+            raise UserError("data.join and data.packing are both set; keep one of them, as joined blocks are full "
+                            "already")

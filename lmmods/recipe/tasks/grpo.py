@@ -112,26 +112,26 @@ class GRPOFields(CausalFields):
             value = getattr(self, key)
             require(value is None or value >= least, f"model.{key}", value, f"null, or {least} or more")
         require(self.num_generations_eval != 1, "model.num_generations_eval", self.num_generations_eval,
-                "null, 0, or 2 or more: one answer is drawn greedily anyhow")
+                "null, 0, or 2 or more: there is always one greedy answer")
         require(self.temperature > 0, "model.temperature", self.temperature, "more than 0")
         require(self.reward_timeout > 0, "model.reward_timeout", self.reward_timeout, "more than 0")
-        require(self.neftune_alpha is None, "model.neftune_alpha", self.neftune_alpha, "null for reinforcement "
-                "learning: noise would change probabilities between drawing an answer and training on it")
+        require(self.neftune_alpha is None, "model.neftune_alpha", self.neftune_alpha, "null for GRPO: noise "
+                "would change probabilities between sampling an answer and training on it")
         require(self.optimizer.ema_decay is None, "model.optimizer.ema_decay", self.optimizer.ema_decay,
-                "null for reinforcement learning, whose answers are drawn by the network in training")
-        require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for reinforcement learning")
-        require(self.max_memory is None, "model.max_memory", self.max_memory, "null for reinforcement learning")
+                "null for GRPO, which samples answers from the trained parameters")
+        require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for GRPO")
+        require(self.max_memory is None, "model.max_memory", self.max_memory, "null for GRPO")
         require(self.beta > 0 or self.reference is None, "model.reference", self.reference, "null with model.beta 0")
         require(self.reference != "base" or self.trains_adapter, "model.reference", self.reference,
                 "copy (or null) without an adapter")
         require(self.reference != "base" or self.starts_at_base, "model.reference", self.reference,
-                "copy (or null) with lora.init: pissa, whose base alone is no model")
+                "copy (or null) with lora.init: pissa, whose base alone is not the model")
         require(self.importance_sampling_cap is None or self.importance_sampling_cap > 0,
                 "model.importance_sampling_cap", self.importance_sampling_cap, "null, or more than 0")
         require(self.importance_sampling_cap is None or self.rollouts is not None, "model.importance_sampling_cap",
-                self.importance_sampling_cap, "null without model.rollouts, as the network itself draws the answers")
+                self.importance_sampling_cap, "null without model.rollouts, as the run then samples answers itself")
         if not self.rewards and self.environment is None:
-            raise UserError("model.rewards is empty: name at least one, for example [{name: exact_match}]")
+            raise UserError("model.rewards is empty. Add at least one, for example [{name: exact_match}]")
         read_rewards(self.rewards or [])
         _ = self.policy_loss  # checks its settings
 
@@ -227,12 +227,14 @@ class PromptDataFields(ConversationFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for prompts, whose answers are not known beforehand.")
+            raise UserError("data.packing is not supported for prompts, whose answers are not known in advance; "
+                            "remove it")
         if self.streaming:
-            raise UserError("data.streaming is not for prompts: which of them comes when must not depend on what was "
-                            "read. Set it to false")
+            raise UserError("data.streaming is not supported for prompts, whose order must not depend on what was "
+                            "read; set it to false")
         if self.mixes:
-            raise UserError("data.mixing is not for prompts: give their sources a weight, by which their rows are "
-                            "repeated, and set it to null")
+            raise UserError("data.mixing is not supported for prompts; set it to null, and the weight of a source to "
+                            "repeat its rows")
         if self.group_by_length:
-            raise UserError("data.group_by_length is not for prompts, whose answers are not known beforehand.")
+            raise UserError("data.group_by_length is not supported for prompts, whose answers are not known in "
+                            "advance; remove it")

@@ -30,7 +30,7 @@ class MLMFields(TokenLossFields):
         require(self.top_k >= 1, "model.top_k", self.top_k, "1 or more")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for masked LMs")
         require(self.teacher is None or self.teacher.top_k is None, "model.teacher.top_k",
-                self.teacher and self.teacher.top_k, "null for masked LMs, whose masks are drawn anew in each epoch")
+                self.teacher and self.teacher.top_k, "null for masked LMs, whose masks change in each epoch")
         self._refuse_on_policy("masked LMs")
 
 
@@ -54,6 +54,6 @@ class MLMDataFields(TextDataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for masked language modelling; data.join fills rows")
+            raise UserError("data.packing is not supported for masked language modelling; use data.join to fill rows")
         if not 0 < self.mlm_probability < 1:
             refuse_value(f"data.mlm_probability is {self.mlm_probability}, but must be between 0 and 1.")

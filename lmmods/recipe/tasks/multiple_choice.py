@@ -41,5 +41,5 @@ class MultipleChoiceDataFields(DataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for multiple choice: the choices of a question stay together. "
-                            "data.group_by_length saves most of the padding")
+            raise UserError("data.packing is not supported for multiple choice, where a question's choices stay "
+                            "together; use data.group_by_length to save most of the padding")

@@ -51,11 +51,11 @@ class PreferenceFields(CausalFields):
         super().__post_init__()
         method = self.preference_loss.method
         require(method.has_reference or self.reference is None, "model.reference", self.reference,
-                f"null with the loss {self.loss}, which compares with none")
+                f"null with the loss {self.loss}, which has no reference")
         require(self.reference != "base" or self.trains_adapter, "model.reference", self.reference,
                 "copy or cache (or null) without an adapter")
         require(self.reference != "base" or self.starts_at_base, "model.reference", self.reference,
-                "copy or cache (or null) with lora.init: pissa, whose base alone is no model")
+                "copy or cache (or null) with lora.init: pissa, whose base alone is not the model")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for preference optimisation")
         require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for preference optimisation")
 
@@ -112,5 +112,5 @@ class PreferenceDataFields(ConversationFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for preferences: the answers of a pair stay together. "
-                            "data.group_by_length saves most of the padding")
+            raise UserError("data.packing is not supported for preferences, where the answers of a pair stay together; "
+                            "use data.group_by_length to save most of the padding")

@@ -75,5 +75,5 @@ class RewardDataFields(ConversationFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for reward models: the answers of a pair stay together. "
-                            "data.group_by_length saves most of the padding")
+            raise UserError("data.packing is not supported for reward models, where the answers of a pair stay "
+                            "together; use data.group_by_length to save most of the padding")
