@@ -184,7 +184,7 @@ def test_scores_are_of_the_merges(tmp_path):
     ({"family": "qwen3", "attention_bias": True}, "weight model.layers.0.self_attn.o_proj.bias")])
 def test_a_model_that_llama_cpp_computes_otherwise_is_refused(changes, reason, tmp_path):
     saved_model(tmp_path, **{"family": "llama"} | changes)
-    with pytest.raises(UserError, match=f"no equal of this model's {reason}.*convert_hf_to_gguf.py"):
+    with pytest.raises(UserError, match=f"does not support this model's {reason}.*convert_hf_to_gguf.py"):
         write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
 
 
@@ -207,7 +207,7 @@ def test_a_tokenizer_that_llama_cpp_splits_otherwise_is_refused(tmp_path):
 def test_a_tokenizer_without_tokenizer_json_is_refused(tmp_path):
     saved_model(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="no equal of this model's tokenizer, which is not saved as tokenizer.json"):
+    with pytest.raises(UserError, match="does not support this model's tokenizer, which is not saved as tokenizer."):
         write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
 
 

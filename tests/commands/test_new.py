@@ -294,10 +294,10 @@ def test_the_comment_says_why_a_micro_batch_has_so_many_rows(made, llama_folder)
         return rows, rows * recipe["trainer"]["accumulate_grad_batches"], said
 
     rows, of_a_step, said = why()
-    assert rows == of_a_step and said.endswith("all of a step at once")
+    assert rows == of_a_step and said.endswith("the whole step")
     rows, of_a_step, said = why("--memory", "0.002")
     assert rows < of_a_step and "twice as many would need more than 80% of the memory" in said
-    assert "even so few" in why("--memory", "0.0005")[2]
+    assert "even these need more" in why("--memory", "0.0005")[2]
 
 
 def test_more_memory_never_means_a_smaller_batch():

@@ -232,8 +232,8 @@ def test_what_is_no_reward_model_is_refused_by_name(predict, judge, llama_folder
     (unwritten / "chat_template.jinja").unlink()
     empty = tmp_path / "empty"
     empty.mkdir()
-    cases = [(llama_folder, f"{KEY} {llama_folder} is a LlamaForCausalLM, and no reward model"),
-             (three, f"{KEY} {three} has 3 labels, but a reward model has one"),
+    cases = [(llama_folder, f"{KEY} {llama_folder} is a LlamaForCausalLM, not a reward model"),
+             (three, f"{KEY} {three} has 3 labels, but a reward model must have one"),
              (unwritten, f"{KEY} {unwritten} has no chat template"),
              (empty, "holds no config.json"), ("no/such-model", "no/such-model")]
     sft = finished()
