@@ -24,7 +24,7 @@ class FinishedRun:
     Args:
         task: Name of the task's class.
         seed: Seed of weights that are in neither base nor adapter, such as the head of a masked LM on a bare encoder.
-        has_adapter: True if model/ holds an adapter; a whole model otherwise.
+        has_adapter: True if model/ is an adapter; otherwise it is a whole model.
         pretrained: Base model of the adapter, and the fields with which it was loaded.
     """
 
@@ -59,7 +59,7 @@ class FinishedRun:
         model = model_block(run, command, tasks)
         options = model["init_args"]
         check_remote_code(options)
-        # A principal adapter is exported for the model itself; what was quantised beside it is another base.
+        # A principal adapter is exported for the model itself; the quantised weights next to it are another base.
         is_principal = has_adapter and (options.get("lora") or {}).get("init") == "pissa"
         task = model["class_path"].rsplit(".", 1)[-1]
         seed = read_recipe(folder.config).get("seed_everything")

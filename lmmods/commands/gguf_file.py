@@ -2,7 +2,7 @@
 
 Facts about the format: names of tensors and keys from the package `gguf`; what a reader computes for an architecture,
 and how it splits text into tokens, from llama.cpp (src/models, src/llama-vocab.cpp). A model for which they compute
-something else than transformers does is refused.
+something else than transformers does is rejected.
 """
 
 import json
@@ -113,7 +113,7 @@ def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
 
     Args:
         folder: Weights, configuration and tokenizer, as transformers saves them.
-        kind: Type of the matrices; vectors are float32. In q8_0, rows that are no multiple of 32 are f16.
+        kind: Type of the matrices; vectors are float32. In q8_0, rows that are not a multiple of 32 are f16.
         name: Of the model, in the file.
 
     Raises:
@@ -347,7 +347,7 @@ def _add_tokenizer(writer: Any, saved: dict[str, Any], tokenizer: Any, size: int
             types[index] = TokenType.BYTE
     for added in saved["added_tokens"]:
         if added["lstrip"] or added["rstrip"] or added["single_word"]:
-            raise _Unsupported(f"token {added['content']}, which takes spaces with it or stands for whole words alone")
+            raise _Unsupported(f"token {added['content']}, which absorbs spaces or matches only whole words")
         index, text = added["id"], added["content"]
         # Such tokens are found in the text itself, before spaces are escaped.
         tokens[index] = text if added["special"] or not by_bytes else text.replace(SPACE, " ")

@@ -157,7 +157,7 @@ def _all(command: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]
              "key: "
              f"{command} --help KEY."]
     top = [key for key in keys.values() if block_in(key.type) is None and key.text]
-    lines = ["\n\n".join(_wrapped(part) for part in parts), "Options:",
+    lines = ["\n\n".join(_wrapped(part) for part in parts), "", "Options:",
              *map(_indented, (CONFIG, PRINT, TRUST)), *(_entry(key) for key in top)]
     for name in ("trainer", "model", "data", "checkpoint", "samples", "mmlu", "publish"):
         kinds = classes.get(name)

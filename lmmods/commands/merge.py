@@ -223,7 +223,7 @@ def _merged(recipe: FinishedRun, kind: str, dtype: str):
 class _Distance:
     largest: float  # largest |difference| over largest |logit|
     mean: float
-    agreement: float  # share of positions with the same most likely token
+    agreement: float  # fraction of positions with the same most likely token
 
 
 def _distance(model, reference: _Reference) -> _Distance:
@@ -414,7 +414,7 @@ def modelfile(folder: Path, tokenizer: Any, system: str | None, template_kwargs:
 
 
 def _layout(folder: Path, tokenizer: Any, template_kwargs: dict[str, Any]) -> Layout | None:
-    """Return the prompt pieces; None if Ollama's templates cannot express them or a Modelfile cannot hold them."""
+    """Return the prompt pieces; None if Ollama's templates or a Modelfile cannot express them."""
     bos = tokenizer.bos_token
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     adds_bos = bool(bos and settings.get("add_bos_token"))  # Ollama reads this setting
@@ -422,7 +422,7 @@ def _layout(folder: Path, tokenizer: Any, template_kwargs: dict[str, Any]) -> La
     def render(messages: list[dict[str, str]]) -> str:
         text = template.render(messages, True, **template_kwargs)
         if adds_bos and not text.startswith(bos):
-            raise ValueError("Ollama would begin it with a token that the template does not write")
+            raise ValueError("Ollama would start it with a token that the template does not write")
         return text.removeprefix(bos) if adds_bos else text
 
     try:
@@ -444,7 +444,7 @@ def _end_tokens(folder: Path, tokenizer: Any) -> list[str]:
 
 
 def _can_be_quoted(text: str) -> bool:
-    """True if a Modelfile can hold the text: triple quotes end it, and unprintable characters are lost."""
+    """True if a Modelfile can contain the text: triple quotes end it, and unprintable characters are lost."""
     return '"""' not in text and not text.endswith('"') and all(char.isprintable() or char in "\n\t" for char in text)
 
 

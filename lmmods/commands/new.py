@@ -1,4 +1,4 @@
-"""`new`: write a complete recipe for a model and a data set, with measured lengths and memory."""
+"""`new`: create a complete recipe for a model and a dataset, with measured lengths and memory."""
 
 import itertools
 import json
@@ -248,7 +248,7 @@ def _conversations(read: Any, most: int, kind: Any) -> tuple[dict[str, Any], dic
     if _rounded(length["max"] + room) <= 1.25 * max_length:  # too little gain to lose rows
         max_length = min(_rounded(length["max"] + room), most)
     options: dict[str, Any] = {**named, "max_length": max_length}
-    module = read(**options, batch_size=8)  # a typical size, to measure the share of padding
+    module = read(**options, batch_size=8)  # a typical size, to measure the fraction of padding
     [source] = module.report["sources"].values()
     dropped = sum(entry["rows"] for reason, entry in source["dropped"].items() if "long" in reason)
     cut, read_rows = source.get("rows_cut", 0), source["rows_read"]
@@ -343,10 +343,10 @@ def _rounded(length: float) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Fitting into memory: full tuning, LoRA or QLoRA, batch size and gradient checkpointing.
+# Fitting into memory: full fine-tuning, LoRA or QLoRA, batch size and gradient checkpointing.
 
-ROOM = 0.8  # share of memory to use: the estimate may be off by tens of percent
-FULL_BELOW = 10**9  # parameters up to which full tuning is the first choice
+ROOM = 0.8  # fraction of memory to use: the estimate may be off by tens of percent
+FULL_BELOW = 10**9  # parameters up to which full fine-tuning is the first choice
 ADAPTER = LoRA(rank=16, alpha=32, dropout=0.05)
 SMALLEST_PLAIN_BATCH = 4  # below this use gradient checkpointing, which costs a third of the time
 
@@ -428,7 +428,7 @@ def plan_memory(shape: NetworkShape, machine: Machine, max_length: int, batch: i
         batch: Rows per step, the upper limit of a micro-batch.
         is_quantized: True if the model is saved in 4 or 8 bits, so that only an adapter can be trained.
         sequences: Sequences of a row, such as the answers of a pair.
-        has_reference: True if training compares with a frozen network: full tuning then keeps a copy of the model.
+        has_reference: True if training compares with a frozen network: full fine-tuning then keeps a copy of the model.
     """
     tried = None
     for lora, quantize, size, checkpointing in _choices(shape, batch, is_quantized):
@@ -595,7 +595,7 @@ def _model_lines(facts: Facts) -> list[str]:
 
 
 def _line(key: str, value: Any, comment: str = "", indent: int = 0) -> list[str]:
-    """Format a key with its comment beside it, or above it if the line would be too long."""
+    """Format a key with its comment next to it, or above it if the line would be too long."""
     text = f"{' ' * indent}{key}: {_value(value)}"
     if not comment:
         return [text]

@@ -31,11 +31,11 @@ def read_reward_model(name: str, key: str, chats: bool) -> "RewardModel":
     the positions that it has. The network is loaded when it first scores.
 
     Args:
-        key: Recipe key that holds the name.
+        key: Recipe key of the name.
         chats: True if it must be able to score conversations.
 
     Raises:
-        UserError: There is no such model, it is no reward model, has several labels, or cannot write conversations.
+        UserError: There is no such model, it is not a reward model, has several labels, or cannot write conversations.
     """
     folder = _run_of(name)
     return _of_run(folder, f"{key} {name}") if folder else _of_model(name, f"{key} {name}", chats)

@@ -36,13 +36,13 @@ from lmmods.runs.wandb import configure_wandb, known_wandb_id, wandb_loggers
 
 
 class Setup:
-    """What a recipe describes, built: `trainer`, `model` and `datamodule` of its engine.
+    """Objects built from a recipe: `trainer`, `model` and `datamodule` of its engine.
 
     Used as a context, it names what to lower where an engine runs out of memory.
 
     Args:
         recipe: The recipe of a command line.
-        trainer: Arguments of the trainer in place of the recipe's.
+        trainer: Arguments of the trainer that replace the recipe's.
 
     Raises:
         UserError: The engine cannot do what the recipe asks for, or the recipe is not trusted.

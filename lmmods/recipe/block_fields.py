@@ -1,4 +1,4 @@
-"""Fields of the blocks beside trainer, model and data: checkpoint, samples, mmlu and publish, on either engine."""
+"""Fields of the blocks checkpoint, samples, mmlu and publish, for both engines."""
 
 from dataclasses import dataclass
 from typing import Literal

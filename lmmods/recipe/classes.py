@@ -125,7 +125,7 @@ def class_name(kind: type) -> str:
 
 
 def module_of(kind: type, package: str) -> str:
-    """Return the module in a package that holds the class with these fields; it has the name of their own module."""
+    """Return the module in a package with the class of these fields; it has the name of their module."""
     return f"{package}.{kind.__module__.rpartition('.')[2]}"
 
 

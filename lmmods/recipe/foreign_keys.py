@@ -145,7 +145,7 @@ def _interval(value: Any) -> Settings:
 
 
 def _first_values(value: Any) -> Settings:
-    # Of PEFT's: True draws A, and `pissa_niter_16` is a faster approximation of `pissa`.
+    # PEFT's values: True samples A, and `pissa_niter_16` is a faster approximation of `pissa`.
     if value is True:
         return {"model.lora.init": "kaiming"}
     return {"model.lora.init": "pissa"} if str(value).startswith("pissa") else {}

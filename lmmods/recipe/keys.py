@@ -26,7 +26,7 @@ REQUIRED = inspect.Parameter.empty
 TRAINERS = {"torch": TorchTrainerFields, "jax": JaxTrainerFields}
 BLOCKS = {"checkpoint": CheckpointFields, "samples": SampleFields, "mmlu": MMLUFields, "publish": PublishFields}
 DEFAULT_SEED = 42
-PATHS = ("path", "default_root_dir", "cache_dir", "adapter")  # keys whose text is always a path
+PATHS = ("path", "default_root_dir", "cache_dir", "adapter")  # keys whose string is always a path
 WORDS = {str: ("a string", "strings"), int: ("an integer", "integers"), float: ("a number", "numbers"),
          bool: ("a boolean", "booleans"), type(None): ("null", "null"), Any: ("any value", "any values")}
 
@@ -67,7 +67,7 @@ def _arguments(kind: Callable[..., Any]) -> dict[str, tuple[Any, Any, str]]:
 def _texts(kind: Callable[..., Any]) -> dict[str, str]:
     """Return the argument descriptions in the docstrings of a function, or of a class and its bases."""
     return {each.arg_name: " ".join((each.description or "").split())
-            # Base classes first, so that a subclass may describe an argument anew.
+            # Base classes first, so that a subclass may describe an argument again.
             for base in reversed(kind.__mro__ if inspect.isclass(kind) else [kind])
             for each in docstring_parser.parse(base.__doc__ or "").params}
 
@@ -96,7 +96,7 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def block_in(hint: Any) -> type | None:
-    """Return the class of ours in a type hint whose fields a mapping may set; None if there is none."""
+    """Return the project's class in a type hint whose fields a mapping may set; None if there is none."""
     return next((each for each in members(hint) if _is_block(each)), None)
 
 
@@ -137,7 +137,7 @@ def nearest(name: str, names: list[str]) -> str | None:
     """Return the known key nearest to a misspelt one; None if none is near."""
     parent, _, leaf = name.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in names if each.rpartition(".")[0] == parent}
-    # In its own block first: a name that begins like it, then a similar one.
+    # In its own block first: a name that starts like it, then a similar one.
     begun = sorted((each for each in siblings if len(leaf) > 1 and each.startswith(leaf)), key=len)
     if near := begun[:1] or difflib.get_close_matches(leaf, siblings, 1, 0.7):
         return siblings[near[0]]

@@ -31,7 +31,7 @@ set_loader("yaml", guarded(get_loader("yaml")), exceptions=(yaml.YAMLError,))  #
 set_dumper("yaml", as_yaml)
 
 
-# The command line: jsonargparse makes a parser of its own for each class, which reports errors too.
+# The command line: jsonargparse makes a separate parser for each class, which reports errors too.
 _words: ContextVar[list[str]] = ContextVar("words", default=[])  # noqa: B039 - never changed in place
 
 
@@ -195,7 +195,7 @@ def suggestion(name: str, known: set[str]) -> str:
 
 
 def known_names(parser: Parser) -> set[str]:
-    """Return the last parts of all keys and the short names of all classes that a recipe may hold."""
+    """Return the last parts of all keys and the short names of all classes that a recipe may contain."""
     options = options_of(parser)
     names = {string.rsplit(".", 1)[-1].lstrip("-") for option in options for string in option.option_strings}
     classes = {Optimizer, LoRA, Generation, BestOf, Teacher}

@@ -1,4 +1,4 @@
-"""How the sources of a training set are mixed; no library, as help reads it too."""
+"""Mixing of training sources, without any library, as help reads it too."""
 
 import math
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class MixingPoint:
 class Mixing:
     """Share of each source in the batches of training.
 
-    The share of a source is weight^(1 / temperature), divided by the sum over all sources. The weight is that of the
-    source; where no source has one, it is the number of its rows.
+    The share of a source is weight^(1 / temperature), divided by the sum over all sources. Without weights, a source's
+    number of rows is its weight.
 
     Args:
         rule: When an epoch ends. `upsample`: when every source is used up; the others repeat until then. `exhaust`:
@@ -101,7 +101,7 @@ class Mixing:
                             "unknown; set it as in {path: ..., weight: 0.3}")
 
     def _used_points(self) -> list[MixingPoint]:
-        """Points of the schedule that hold for more than the end of an epoch."""
+        """Return the points of the schedule that apply to more than the end of an epoch."""
         points = self.schedule or []
         return points if self.interpolation == "linear" else [point for point in points if point.at < 1]
 

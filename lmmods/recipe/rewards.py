@@ -12,7 +12,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import as_yaml_word, require
 from lmmods.recipe.keys import REQUIRED, in_words, keys_of, members
 
-WAYS = ("name", "function", "model")  # in which a recipe says what scores an answer
+WAYS = ("name", "function", "model")  # keys that name what scores an answer
 WRONG = object()
 
 
@@ -123,7 +123,7 @@ class Regex(RewardSettings):
 class Format(RewardSettings):
     """1 if the answer is a sequence of tagged parts, as `<think>...</think> <answer>...</answer>`, else 0.
 
-    Nothing but white space may stand outside of them. Each tag occurs once, and none is empty.
+    Only white space may be outside them. Each tag occurs once, and none is empty.
 
     Args:
         tags: Tag names in order.
@@ -307,7 +307,7 @@ def did_you_mean(name: Any, known: list[str]) -> str:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """Return a value as the type asks for it, whole numbers as float where only these are taken; else `WRONG`."""
+    """Convert a value to a type, integers to float where only numbers are allowed; else return `WRONG`."""
     for each in members(hint):
         if get_origin(each) is list:
             if isinstance(value, list) and all(type(part) is get_args(each)[0] for part in value):
@@ -315,7 +315,7 @@ def _converted(value: Any, hint: Any) -> Any:
         elif get_origin(each) is Literal:
             if value in get_args(each):
                 return value
-        elif type(value) is each:  # not isinstance: true is no number
+        elif type(value) is each:  # not isinstance: true is not a number
             return value
         elif each is float and type(value) is int:
             return float(value)
@@ -323,7 +323,7 @@ def _converted(value: Any, hint: Any) -> Any:
 
 
 def _pattern(key: str, text: str) -> re.Pattern[str] | None:
-    """Return a regular expression. Raises UserError if it is none."""
+    """Compile a regular expression. Raises UserError if it is not valid."""
     try:
         return re.compile(text)
     except re.error as error:

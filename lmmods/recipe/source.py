@@ -1,4 +1,4 @@
-"""What `source` may be: file, folder, glob, URL, hub id, or a list of these; no library, as help reads it too."""
+"""Sources of rows: file, folder, glob, URL, hub id, or a list of these; without any library, as help reads it too."""
 
 import os
 import stat
@@ -47,7 +47,7 @@ class Source:
 
     @property
     def times(self) -> float:
-        """How many times a row counts in an epoch, without mixing."""
+        """Number of times that a row counts in an epoch, without mixing."""
         return 1.0 if self.weight is None else self.weight
 
 
@@ -55,7 +55,7 @@ SourceLike = str | Source | list[str | Source]
 
 
 def as_sources(source: SourceLike | dict, key: str, columns: dict[str, str] | None = None) -> list[Source]:
-    """The list of sources that a `source` field stands for; `columns` is for those that map none.
+    """Return the sources of a `source` field; `columns` applies to sources without their own.
 
     Raises:
         UserError: The list is empty.
@@ -78,7 +78,7 @@ KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, 
 
 
 def check_regular(path: str) -> None:
-    """Raise UserError for a local path that is no regular file: opening it could wait or read for ever."""
+    """Raise UserError for a local path that is not a regular file: opening it could block for ever."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError as error:
@@ -93,7 +93,7 @@ def check_regular(path: str) -> None:
 
 
 def file_type(path: str) -> str:
-    """Extension that decides how `path` is read, without that of a compression: `a.jsonl.gz` gives `.jsonl`."""
+    """Return the extension that decides how `path` is read, without compression: `.jsonl` for `a.jsonl.gz`."""
     name = _name(path)
     for ending in CODECS:
         name = name.removesuffix(ending)
@@ -101,7 +101,7 @@ def file_type(path: str) -> str:
 
 
 def compression(path: str) -> str | None:
-    """fsspec's name of the compression that the extension stands for."""
+    """Return fsspec's name for the compression of an extension; None for other extensions."""
     return next((codec for ending, codec in CODECS.items() if _name(path).endswith(ending)), None)
 
 

@@ -14,23 +14,23 @@ from lmmods.core.settings import require
 
 
 class Logger:
-    """Where a run logs beside metrics.csv: stands for the engine's class."""
+    """Stand-in for the engine's class of loggers."""
 
 
 class Callback:
-    """Watches a run: stands for the engine's class."""
+    """Stand-in for the engine's class of callbacks."""
 
 
 class Strategy:
-    """How a run is spread over devices: stands for the engine's classes."""
+    """Stand-in for the engine's classes of strategies."""
 
 
 class ClusterEnvironment:
-    """How the processes of a run find each other: stands for Lightning's class, as `Profiler` does."""
+    """Stand-in for Lightning's class."""
 
 
 class Profiler:
-    """What measures the parts of a step."""
+    """Stand-in for Lightning's class."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -137,7 +137,7 @@ class TorchTrainerFields(TrainerFields):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class JaxTrainerFields(TrainerFields):
-    """Train, evaluate and predict on JAX, which takes some values less."""
+    """Train, evaluate and predict on JAX, which supports fewer values."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "tpu"] = "auto"
     devices: int | Literal["auto"] = "auto"
@@ -146,10 +146,10 @@ class JaxTrainerFields(TrainerFields):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How many optimiser steps a run has, by `trainer.max_epochs` and `trainer.max_steps`.
+# Number of optimiser steps of a run, from `trainer.max_epochs` and `trainer.max_steps`.
 
 def check_length(max_epochs: int | float | None, max_steps: int) -> None:
-    """Raise UserError unless the keys say how long to train."""
+    """Raise UserError unless one of the keys limits training."""
     if max_epochs is None and max_steps == -1:
         raise UserError("trainer.max_steps or trainer.max_epochs is missing. Set one of them.")
     require(max_epochs in (None, -1) or math.isfinite(max_epochs) and max_epochs >= 0, "trainer.max_epochs", max_epochs,
@@ -157,12 +157,12 @@ def check_length(max_epochs: int | float | None, max_steps: int) -> None:
 
 
 def steps_per_epoch(batches_per_epoch: int, batches_per_step: int) -> int:
-    """Optimiser steps of an epoch; arguments as of `num_steps`."""
+    """Return the optimiser steps of an epoch; arguments as in `num_steps`."""
     return -(-batches_per_epoch // batches_per_step)
 
 
 def num_steps(batches_per_epoch: int, batches_per_step: int, max_epochs: int | float | None, max_steps: int) -> int:
-    """Optimiser steps of a run. Raises UserError: the run has no end.
+    """Return the optimiser steps of a run. Raises UserError if it has no end.
 
     Args:
         batches_per_epoch: Micro-batches of each device in an epoch.

@@ -1,8 +1,8 @@
 """Restrict the code that a recipe may run to lightning, torch and this project, unless the command line allows more.
 
 Recipes are shared: a run's config.yaml is published, copied and mailed. It is therefore treated as data unless
-`--trust_recipe_code true`, which no file can hold, is given. Three checks enforce this: nothing outside `PACKAGES` is
-imported, as importing already runs code; only classes of the key's type are built, never functions; and code shipped
+`--trust_recipe_code true` is given, which a file cannot contain. Three checks enforce this: nothing outside `PACKAGES`
+is imported, as importing already runs code; only classes of the key's type are built, never functions; and code shipped
 with a model runs only if the command line, not the file, asks for it.
 """
 
@@ -106,7 +106,7 @@ def check_recipe(values: Any, model: dict[str, Any], remote_code_typed: bool) ->
         remote_code_typed: True if the command line itself requests the code shipped with the model.
 
     Raises:
-        UserError: A key holds a function or a class of the wrong kind, or requests code from the hub.
+        UserError: A key names a function or a class of the wrong type, or requests code from the hub.
     """
     if is_trusted():
         return
@@ -163,7 +163,7 @@ def _check_class(key: str, path: str) -> None:
     found = resolved(path)
     if not inspect.isclass(found):
         _refuse_callable(key, path)
-    # The packages allowed hold many classes; some run code when built, so the kind counts, too.
+    # The allowed packages have many classes, some of which run code when built: check the base class too.
     if path.split(".")[0] not in ("lmmods", "jax_engine") and not issubclass(found, _kinds()):
         raise UserError(f"{key}: {path} is not a callback, logger, strategy, profiler or cluster environment. If "
                         "you trust the recipe, add "

@@ -87,10 +87,10 @@ def check_seed(seed: Any) -> None:
 
 
 def check_texts(value: Any, key: str) -> None:
-    """Check that no text holds a NUL byte and no path or hub id is empty or longer than a file system allows.
+    """Check that no string contains a NUL byte, and no path or hub id is empty or longer than a file system allows.
 
     Raises:
-        UserError: One does or is.
+        UserError: One of these is wrong.
     """
     if isinstance(value, str):
         if "\0" in value:
@@ -131,7 +131,7 @@ def check_devices(accelerator: str, devices: Any, engine: str) -> None:
 
 
 def check_share(key: str, value: int | float | None) -> None:
-    """Check a number of micro-batches, or a share of all."""
+    """Check a number of micro-batches, or a fraction of all."""
     if value is not None and not (value >= 0 if isinstance(value, int) else 0 <= value <= 1):
         _refuse(key, value, "an integer number of micro-batches from 0, or a fraction from 0.0 to 1.0")
 

@@ -1,7 +1,7 @@
 """Fields that tasks share: types, defaults, documentation, and the checks that need neither data nor a library.
 
-Both engines' task classes and the data modules inherit these dataclasses, so a key is written once. An engine refuses
-by name what it cannot do when the run starts.
+Both engines' task classes and the data modules inherit these dataclasses, so a key is written once. An engine reports
+what it does not support when a run starts.
 """
 
 import math
@@ -77,7 +77,7 @@ class Drawn(NamedTuple):
     new_tokens: int
 
 
-# As a network in training, a task is equal to itself alone and has a text of its own.
+# Tasks are networks in training, with their own equality and repr.
 @dataclass(kw_only=True, eq=False, repr=False)
 class TaskFields:
     """Fields of every task.
@@ -125,7 +125,7 @@ class TaskFields:
     adapter_drops: ClassVar[bool] = True  # whether `adapter` keeps its own dropout
     auto_class: ClassVar[str] = "AutoModel"  # transformers' class that loads the model
     pipeline_tag: ClassVar[str | None] = None  # the hub's name of the task
-    head_in_full: ClassVar[bool] = False  # True if the head is none of a vocabulary, and trains beside an adapter
+    head_in_full: ClassVar[bool] = False  # True if the head is not a vocabulary, and trains with an adapter
     own_files: ClassVar[tuple[str, ...]] = ()  # names of files in the run folder that other tasks do not write
     accuracy: ClassVar[str | None] = None  # metric that may still rise when val/loss no longer falls
     ranked_by: ClassVar[tuple[str, Literal["min", "max"]]] = ("val/loss", "min")  # of checkpoints, unless set
@@ -162,7 +162,7 @@ class TaskFields:
     max_memory: str | dict[int | str, str] | None = None
 
     def __post_init__(self) -> None:
-        """Raise UserError unless the fields say clearly what the model starts from and what of it trains."""
+        """Raise UserError unless the fields define what the model starts from and what trains."""
         check_set(self, "model")
         require(self.max_memory is None or self.config is None, "model.max_memory", self.max_memory,
                 "null with model.config")
@@ -195,7 +195,7 @@ class TaskFields:
                             "targets. Keep one of them.")
 
     def check_data(self, data: Any) -> None:
-        """Raise UserError where a data module says that it is of another task.
+        """Raise UserError if a data module belongs to another task.
 
         Args:
             data: Fields of data, whose `kind` is the name of the class that a task `takes`.
@@ -208,7 +208,7 @@ class TaskFields:
 
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
-        """Return what the model card says of the training method: the hub's tags and a sentence.
+        """Return the training method for the model card: the hub's tags and a sentence.
 
         Args:
             settings: `model.init_args` of the recipe.
@@ -224,7 +224,7 @@ class TaskFields:
         return f"{rows} rows", "" if tokens is None else f"about {tokens:.0f} tokens"
 
     def describe_training(self, rows: int, num_rows: int | None) -> list[str]:
-        """Describe what else is known of training before its first step, in a line each.
+        """Describe training before its first step, in lines for the console.
 
         Args:
             rows: Rows of an optimiser step.
@@ -233,7 +233,7 @@ class TaskFields:
         return []
 
     def drawn_answers(self, rows: int, eval_batch_size: int) -> Drawn | None:
-        """Return the answers that are drawn for training; None if there are none, or others draw them.
+        """Return the answers that training samples; None if there are none, or a server samples them.
 
         Args:
             rows: Rows of an optimiser step.
@@ -242,12 +242,12 @@ class TaskFields:
 
     @property
     def token_loss(self) -> TokenLoss:
-        """What training changes in the cross-entropy of tokens."""
+        """Changes to the cross-entropy of tokens in training."""
         return TokenLoss()
 
     @property
     def is_taught_beforehand(self) -> bool:
-        """True if a teacher's likeliest tokens are computed before training (`teacher.top_k`)."""
+        """True if a teacher's most likely tokens are computed before training (`teacher.top_k`)."""
         return False
 
     @property
@@ -267,12 +267,12 @@ class TaskFields:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of an answer, for which a prompt leaves room."""
+        """Maximum number of tokens of an answer, which a prompt must leave free."""
         return 1
 
     @property
     def rows_per_prompt(self) -> int:
-        """Rows of training that are made of a row of the data, where these are prompts."""
+        """Number of training rows per prompt."""
         return 1
 
     @property
@@ -291,11 +291,11 @@ class TaskFields:
         return {**{name: 0.0 for name in dropout_rates(config) if name not in named}, **given}
 
     def max_positions(self) -> int | None:
-        """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
+        """Return the maximum sequence length in the configuration, if any. Raises UserError for an unknown model."""
         return position_limit(self.config_fields())
 
     def label_names(self) -> list[str] | None:
-        """Names of the labels that `pretrained` knows, in the order of its outputs; None if they are numbers alone."""
+        """Return the label names of `pretrained`, in the order of its outputs; None if they are only numbers."""
         if self.pretrained is None:
             return None
         found = load_config(self.pretrained, self.config_overrides, self.revision, self.trust_remote_code).id2label
@@ -353,11 +353,11 @@ class TokenLossFields(TaskFields):
 
     @property
     def on_policy(self) -> float:
-        """Share of the rows whose answers the network draws itself (`teacher.on_policy`)."""
+        """Fraction of the rows whose answers the student samples (`teacher.on_policy`)."""
         return 0.0 if self.teacher is None else self.teacher.on_policy
 
     def _refuse_on_policy(self, words: str) -> None:
-        """Raise UserError where answers are to be drawn; `words` name the task."""
+        """Raise UserError if answers are to be sampled; `words` name the task."""
         require(not self.on_policy, "model.teacher.on_policy", self.on_policy,
                 f"0 for {words}: only SFT samples answers")
 
@@ -476,7 +476,7 @@ class DataFields:
         seed: Seed of splits and data order. Default: `seed_everything`.
     """
 
-    kind: ClassVar[str | None] = None  # what a task names in `takes`; None goes with any task
+    kind: ClassVar[str | None] = None  # what a task names in `takes`; None works with any task
     trained_by: ClassVar[str | None] = None  # the task that takes it; None is `kind` without Data
     # How `new` chooses lengths: of conversations by the rows, of texts in full blocks, of questions in windows.
     rows_are: ClassVar[Literal["conversations", "texts", "questions"]] = "conversations"
@@ -550,11 +550,11 @@ class DataFields:
 
     @property
     def mixes(self) -> bool:
-        """True if sources have shares, which each row once does not keep."""
+        """True if sources have shares other than their numbers of rows."""
         return self.mixing is not None and self.mixing.rule != "concat"
 
     def check_tokens(self) -> None:
-        """Raise UserError where a micro-batch would have more tokens than any device holds; null lengths are none."""
+        """Raise UserError if a micro-batch has more tokens than fit on any device, as far as lengths are set."""
         length = self.max_length or 1
         for name in ("batch_size", "eval_batch_size"):
             rows = getattr(self, name) or 0

@@ -15,8 +15,8 @@ from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Drawn, Us
 class GRPOFields(CausalFields):
     """Train a causal LM on its own answers, weighted by their rewards; predict generates answers.
 
-    A rollout draws `num_generations` answers to each of some prompts, scores them, and compares each with the others to
-    its prompt (Shao et al. 2024). Steps then train on these answers; one row of a batch is one answer.
+    A rollout samples `num_generations` answers per prompt, scores them, and compares the answers to a prompt (Shao et
+    al. 2024). Steps then train on these answers; one row of a batch is one answer.
 
     Args:
         rewards: What scores an answer; rewards are summed. Each is `{name: exact_match, ...}` with its options,
@@ -153,7 +153,7 @@ class GRPOFields(CausalFields):
         steps, prompts = self.steps_per_rollout, rows // self.num_generations * self.steps_per_rollout
         prompts = prompts if num_rows is None else min(prompts, num_rows)
         count = "" if num_rows is None else f"{-(-num_rows // prompts)} in an epoch, each "
-        times = f", taken {self.num_iterations} times" if self.num_iterations > 1 else ""
+        times = f", {self.num_iterations} passes" if self.num_iterations > 1 else ""
         weights = ", ".join(f"{each.name} (weight {each.weight:g})" for each in read_rewards(self.rewards))
         return [f"Rollouts: {count}of {_prompts(prompts)} x {self.num_generations} answers for "
                 f"{steps} step{'s' if steps > 1 else ''}{times}.", f"Rewards: {weights}."]

@@ -1,4 +1,4 @@
-"""Multiple choice: which of several texts goes on from, or answers, another one."""
+"""Multiple choice: which of several texts continues, or answers, another one."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
