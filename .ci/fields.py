@@ -9,7 +9,7 @@ docs/fields.md; `conversations` for the keys of all data with conversations; `re
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import yaml
 
@@ -69,8 +69,8 @@ def default_of(key: keys.Key) -> str:
 
 def type_of(key: keys.Key) -> str:
     """Return the type in words, without the null that the default shows already."""
-    words = keys.in_words(key.type, key.name, as_type=True)
-    return re.sub(",? or null$", "", words) if key.default is None else words
+    parts = [each for each in keys.members(key.type) if key.default is not None or each is not type(None)]
+    return keys.in_words(Union[tuple(parts)], key.name, as_type=True)  # noqa: UP007 - members from a list
 
 
 def mark_of(key: keys.Key) -> str:
