@@ -1,14 +1,15 @@
 """Write the tables of keys on the pages of docs/ from the declarations of the keys: `make fields`.
 
 A table follows its mark, `<!-- fields: NAME -->`. NAME is a block of the recipe (`model.lora`); `recipe` for the keys
-beside the blocks; `trainer torch` for the keys of Lightning's trainer that JAX lacks; a single key
-(`model.balance_loss`); the class of a task or its data, for the keys that it adds to those on docs/fields.md; `reward`
-for the keys of every reward, or `reward exact_match` for those that one adds.
+next to the blocks; `trainer torch` for the keys of Lightning's trainer that JAX lacks; keys with commas between them
+(`model.label_smoothing, model.z_loss`); the class of a task or its data, for the keys that it adds to those on
+docs/fields.md; `conversations` for the keys of all data with conversations; `reward` for the keys of every reward, or
+`reward exact_match` for those that one adds.
 """
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import yaml
 
@@ -16,10 +17,13 @@ from lmmods.commands.registry import options_of
 from lmmods.recipe import keys
 from lmmods.recipe.classes import BASES, class_name
 from lmmods.recipe.rewards import NAMED, RewardSettings
+from lmmods.recipe.tasks.base import ConversationFields
+from lmmods.runs.identity import CUT, NOT_COMPARED, REPORTED, is_among
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = re.compile(r"(<!-- fields: (.+?) -->\n\n)(?:\|.*\n)*")
-HEADER = "| key | type | default | meaning |\n|---|---|---|---|\n"
+COLUMNS = "| type | default | meaning |\n|---|---|---|---|\n"
+MARKS = {"†": REPORTED | NOT_COMPARED, "‡": CUT}  # keys that may change on resume
 PAGE = re.compile(r"\bdocs/(\w+)\.md")  # as descriptions name a page
 CLASSES = {class_name(kind): (block, kind) for block in BASES for kind in keys.task_classes(block)}
 ALL = {key.name: key for key in keys.walk(keys.recipe_keys(options_of("fit")[0], "torch"), {
@@ -33,12 +37,15 @@ def fields_of(name: str) -> list[keys.Key]:
     if name in CLASSES:
         block, kind = CLASSES[name]
         if block == "data":
-            shared = keys.keys_of(BASES[block])
+            shared = keys.keys_of(ConversationFields if issubclass(kind, ConversationFields) else BASES[block])
             return [key for own, key in keys.keys_of(kind, block).items() if own not in shared]
         # SFT adds generation, balance_loss and what tokens lose, which have tables of their own on docs/fields.md.
         # Preference has a label_smoothing of another meaning.
         shared = keys.keys_of(CLASSES["SFT"][1], block)
         return [key for own, key in keys.keys_of(kind, block).items() if shared.get(own) != key]
+    if name == "conversations":
+        shared = keys.keys_of(BASES["data"])
+        return [key for own, key in keys.keys_of(ConversationFields, "data").items() if own not in shared]
     if name in BASES:
         return list(keys.keys_of(BASES[name], name).values())
     if name.startswith("trainer"):
@@ -50,7 +57,7 @@ def fields_of(name: str) -> list[keys.Key]:
         own = keys.keys_of(NAMED[name.partition(" ")[2]]) if " " in name else {}
         return [key for each, key in own.items() if each not in shared] if own else list(shared.values())
     block = [key for key in ALL.values() if key.name.rpartition(".")[0] == name]
-    return block or [key for key in ALL.values() if key.name == name]
+    return block or [key for key in ALL.values() if key.name in name.split(", ")]
 
 
 def default_of(key: keys.Key) -> str:
@@ -58,6 +65,17 @@ def default_of(key: keys.Key) -> str:
     if key.default is keys.REQUIRED:
         return "required"
     return "below" if keys.block_in(type(key.default)) else f"`{as_yaml(key.default)}`"
+
+
+def type_of(key: keys.Key) -> str:
+    """Return the type in words, without the null that the default shows already."""
+    parts = [each for each in keys.members(key.type) if key.default is not None or each is not type(None)]
+    return keys.in_words(Union[tuple(parts)], key.name, as_type=True)  # noqa: UP007 - members from a list
+
+
+def mark_of(key: keys.Key) -> str:
+    """Return the mark of a key that may change on resume; empty for others."""
+    return next((mark for mark, marked in MARKS.items() if is_among(key.name, marked)), "")
 
 
 def as_yaml(value: Any) -> str:
@@ -71,11 +89,13 @@ def table(name: str, page: Path) -> str:
         ValueError: There is no such table.
     """
     up = "../" * (len(page.relative_to(DOCS).parts) - 1)
-    rows = [(f"`{key.name}`", keys.in_words(key.type, key.name), default_of(key),
+    rows = [(f"`{key.name}`{mark_of(key)}", type_of(key), default_of(key),
              PAGE.sub(rf"[\1]({up}\1.md)", key.text).replace("|", "\\|")) for key in fields_of(name)]
     if not rows:
         raise ValueError(f"{page}: there is no table of fields called {name}")
-    return HEADER + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    is_marked = any(row[0][-1] in MARKS for row in rows) and page.name != "fields.md"  # which explains the marks
+    legend = f" [†]({up}fields.md#what-may-change-on-resume)" if is_marked else ""
+    return f"| key{legend} {COLUMNS}" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def pages() -> dict[Path, str]:

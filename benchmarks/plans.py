@@ -1,11 +1,12 @@
-"""Plans of the shipped recipes: writes the tables of docs/plans.md.
+"""Plan the shipped recipes: write the table of docs/plans.md, and the column of docs/recipes.md with its figures.
 
-    make plans              # makes .plan-cuda (3 GB); half an hour on two cores
+    make plans              # creates .plan-cuda (3 GB); half an hour on two cores
 
-The recipes' own keys are planned, for networks of their checkpoints' sizes. Neither weights nor rows are read: the
-demo's rows stand in, as a plan counts each row as long as it may be.
+The recipes' own keys are planned, for models of their checkpoints' sizes. Neither weights nor rows are read: the demo's
+rows replace the recipes', because a plan counts each row at its maximum length.
 """
 
+import copy
 import json
 import re
 import shutil
@@ -20,9 +21,11 @@ import yaml
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "configs" / "recipes"
 PAGE = ROOT / "docs" / "plans.md"
+CATALOGUE = ROOT / "docs" / "recipes.md"
 DEMO = ROOT / "demo"
 MARK = "<!-- made by benchmarks/plans.py -->\n"
-PLANNED = (("torch", "H100"), ("jax", "H100"), ("jax", "8xH100"))  # on several, weights are sharded
+# Engine, devices, and how the memory is known. Several devices shard the weights.
+PLANNED = (("torch", "H100", "simulated"), ("jax", "H100", "compiled"), ("jax", "8xH100", "compiled"))
 
 _LLAMA = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048}
 _MISTRAL = {"model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
@@ -132,38 +135,77 @@ _ROWS = {"CLMData": {"source": str(DEMO / "corpus" / "val.txt"), "documents": "p
          "PreferenceData": {"source": str(DEMO / "preferences.jsonl"), "template": "alpaca"}}
 
 
+class Figures(NamedTuple):
+    """What a row of the table shows of one plan.
+
+    Args:
+        memory: Of each device; with the change that makes the recipe fit, if it does not fit without.
+        step: Minimum time of a step.
+        speed: Maximum number of tokens per second.
+    """
+
+    memory: str
+    step: str
+    speed: str
+
+
 def main() -> None:
-    wanted = sys.argv[1:] or sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    rows = [row(name, engine, on) for name in wanted for engine, on in PLANNED]
-    head = ("| recipe | engine | on | memory of each device | a step at least | tokens/s at most |\n"
-            "|---|---|---|---|---|---|\n")
+    recipes = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(RECIPES.glob("*.yaml"))}
+    names = sys.argv[1:] or [name for name, recipe in recipes.items() if can_plan(recipe)]
+    write({name: [figures(recipes[name], *planned) for planned in PLANNED] for name in names})
+
+
+def can_plan(recipe: dict[str, Any]) -> bool:
+    """Return whether the sizes of the recipe's model and rows for its data are known here."""
+    model = recipe["model"]["init_args"]
+    return (model.get("pretrained") or model.get("config")) in SIZES and recipe["data"]["class_path"] in _ROWS
+
+
+def write(rows: dict[str, list[Figures]]) -> None:
+    """Write the table of docs/plans.md, and the memory in docs/recipes.md of the recipes that it has."""
+    columns = [f"{on}, {engine.replace('jax', 'JAX')}" for engine, on, _ in PLANNED]
+    head = ["recipe", *columns, "minimum step time", "maximum tokens/s"]
+    table = [head, *([
+        f"[`{name}`](../configs/recipes/{name}.yaml)", *(plan.memory for plan in plans),
+        " / ".join(plan.step for plan in plans), " / ".join(plan.speed for plan in plans)]
+        for name, plans in rows.items())]
     above, _, _ = PAGE.read_text().partition(MARK)
-    PAGE.write_text(above + MARK + "\n" + head + "".join(rows))
+    lines = [f"| {' | '.join(cells)} |\n" for cells in table]
+    lines.insert(1, f"|{'---|' * len(head)}\n")
+    PAGE.write_text(above + MARK + "\n" + "".join(lines))
+    catalogue = CATALOGUE.read_text()
+    for name, plans in rows.items():
+        row = re.compile(rf"^(\| \[`{re.escape(name)}`\](?:[^|\n]*\|){{3}})[^|\n]*\|", re.MULTILINE)
+        catalogue = row.sub(lambda match, memory=plans[0].memory: f"{match[1]} {memory} |", catalogue)
+    CATALOGUE.write_text(catalogue)
 
 
-def row(name: str, engine: str, on: str) -> str:
-    """A line of the table."""
-    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+def figures(recipe: dict[str, Any], engine: str, on: str, source: str) -> Figures:
+    """Plan a shipped recipe.
+
+    Raises:
+        SystemExit: The plan failed, or its memory is not known from `source`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        recipe = of_sizes(recipe, Path(folder)) | {"engine": engine}
+        recipe = of_sizes(copy.deepcopy(recipe), Path(folder)) | {"engine": engine}
         if on != "H100":
             recipe["trainer"]["strategy"] = "fsdp"
-        if engine == "jax":  # which has no memory that is paged
+        if engine == "jax":  # it has no paged memory
             optimizer = recipe["model"]["init_args"]["optimizer"]
             optimizer["name"] = optimizer["name"].replace("paged_adamw_32bit", "adamw")
         found = plan(recipe, on)
-    source, verdict = found.lines["memory of each device"].split(None, 1)
-    memory, lines = f"{_needed(verdict)} ({source})", found.lines
+    known_by, verdict = found.lines["memory of each device"].split(None, 1)
+    if known_by != source:
+        raise SystemExit(f"The plan for {engine} on {on} is {known_by}, not {source}.")
+    memory, lines = _needed(verdict), found.lines
     if verdict.startswith("does not fit"):
         _, helped = found.remedied.get("memory of each device", "x nothing").split(None, 1)
         memory += f"; `{found.remedy}`: {_needed(helped)}"
         lines = found.remedied
-    cells = [f"[`{name}`](../configs/recipes/{name}.yaml)", engine, on, memory,
-             _first(lines.get("a step takes at least", "")),
-             _first(lines.get("so at most", "")).removesuffix(" tokens per second")]
-    line = "| " + " | ".join(cells) + " |\n"
-    print(line, end="", flush=True)
-    return line
+    planned = Figures(memory, _first(lines.get("a step takes at least", "")),
+                      _first(lines.get("so at most", "")).removesuffix(" tokens per second"))
+    print(engine, on, *planned, flush=True)
+    return planned
 
 
 def _needed(verdict: str) -> str:

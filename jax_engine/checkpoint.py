@@ -161,15 +161,6 @@ _BITSANDBYTES = "__bnb_optimizer_quant_state__"
 ToTorch = Callable[[Tree], dict[str, Any]]
 FromTorch = Callable[[dict[str, np.ndarray]], Tree]
 
-# Per-parameter entries of torch's optimisers other than their slots, as functions of the number of steps taken.
-_COUNTERS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "adamw": lambda step: {"step": np.array(step, np.float32)},
-    "adafactor": lambda step: {"step": step, "RMS": 0},
-    "sgd": lambda step: {},
-    "lion": lambda step: {"step": step},
-    "muon": lambda step: {"step": np.array(step, np.float32)},
-}
-
 
 def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch, layers: int = 0
          ) -> CheckpointContent:
@@ -187,7 +178,7 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
     # Muon counts no steps, unlike the AdamW of the other parameters.
     entries: dict[int, dict[str, Any]] = {
         index: {} if settings.is_of_muon(settings.group_of(name, params[name].ndim, layers), layers)
-        else _COUNTERS[settings.name](step) for index, name in enumerate(ordered)}
+        else settings.spec.counters(step) for index, name in enumerate(ordered)}
     index_of = {name: index for index, name in enumerate(ordered)}
     for slot, tree in state["optimizer"].items():
         for name, array in to_torch(tree).items():
@@ -250,24 +241,13 @@ def _by_group(params: dict[str, np.ndarray], settings: Optimizer, layers: int) -
 
 def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float, layers: int) -> list[dict[str, Any]]:
     """Return torch's parameter groups; `lr` is the recipe's rate at this step."""
-    adamw = {"betas": tuple(settings.betas), "eps": settings.eps, "amsgrad": False, "maximize": False,
-             "foreach": None, "capturable": False, "differentiable": False, "fused": True,
-             "decoupled_weight_decay": True}
-    muon = {"momentum": settings.muon_momentum, "nesterov": settings.nesterov, "ns_steps": settings.ns_steps}
-    options = {
-        "adamw": adamw, "muon": adamw,
-        "adafactor": {"eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8, "beta1": None,
-                      "scale_parameter": False, "relative_step": False, "warmup_init": False},
-        "sgd": {"momentum": settings.momentum, "dampening": 0, "nesterov": False, "maximize": False, "foreach": None,
-                "differentiable": False, "fused": None},
-        "lion": {"betas": tuple(settings.betas), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
-    }[settings.name]
+    options = {**settings.options, **settings.spec.group}
     places = [settings.group_of(name, params[name].ndim, layers) for name in _by_group(params, settings, layers)]
     factor = lr / (settings.lr or 1.0)
     # A group without parameters is left out, as in the torch engine.
     return [{"params": [index for index, own in enumerate(places) if own == place], **group,
              "lr": group["lr"] * factor, "initial_lr": group["lr"],
-             **(muon if settings.is_of_muon(place, layers) else options)}
+             **(settings.muon_options if settings.is_of_muon(place, layers) else options)}
             for place, group in enumerate(settings.groups(layers)) if place in places]
 
 

@@ -28,7 +28,6 @@ def load() -> EngineTypes:
     from lmmods.data.base import DataModule
     from lmmods.evaluation.mmlu import MMLUEvaluator
     from lmmods.evaluation.samples import SampleWriter
-    from lmmods.runs import trackio  # noqa: F401 - its logger is found by name
     from lmmods.runs.checkpoint_policy import CheckpointPolicy
     from lmmods.runs.csv_logger import Logger
     from lmmods.runs.hub_upload import Publisher

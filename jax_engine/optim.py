@@ -1,4 +1,4 @@
-"""Optimisers by the names in `lmmods.core.settings`, matching torch, transformers and bitsandbytes step for step.
+"""Optimisers by the names in `lmmods.core.optimizers`, matching torch, transformers and bitsandbytes step for step.
 
 Everything that depends only on the step number (learning rate, bias corrections) is computed on the host in float64 and
 passed as a scalar: in float32 `1 - 0.999**1` is off by 5e-5, which would be the largest difference between two
@@ -52,10 +52,11 @@ def build(settings: Optimizer, decays: Tree, depths: Tree | None = None) -> opta
         UserError: The optimiser is one of bitsandbytes' (8-bit or paged).
     """
     rule, marks = rule_of(settings), flatten(decays)
-    hidden, places = _muon(settings), None if settings.layer_decay == 1 else flatten(depths)
+    hidden = _muon(settings) if settings.spec.has_matrix_rule else rule
+    places = None if settings.layer_decay == 1 else flatten(depths)
 
     def rule_for(path: Path) -> Rule:
-        return hidden if settings.name == "muon" and marks[path] and in_hidden_matrix(path) else rule
+        return hidden if marks[path] and in_hidden_matrix(path) else rule
 
     # Matrices decay and vectors do not, so the mark tells how many dimensions a single parameter has.
     def is_stack(path: Path, param: Array) -> bool:
@@ -136,11 +137,10 @@ def step_scalars(settings: Optimizer, step: int, num_steps: int, layers: int = 0
 
 def rule_of(settings: Optimizer) -> Rule:
     """Return the update rule of `settings`, with its constants; of `muon`, that of what is no matrix of a layer."""
-    rules = {"adamw": _adamw, "adafactor": _adafactor, "sgd": _sgd, "lion": _lion, "muon": _adamw}
-    if settings.name not in rules:
+    if settings.name not in RULES:
         raise UserError(f"optimizer.name is {settings.name}, which is bitsandbytes' and needs engine: torch. The JAX "
-                        f"engine has {', '.join(rules)}: set optimizer.name to adamw.")
-    return rules[settings.name](settings)
+                        f"engine has {', '.join(RULES)}: set optimizer.name to adamw.")
+    return RULES[settings.name](settings)
 
 
 def _adamw(settings: Optimizer) -> Rule:
@@ -233,6 +233,10 @@ def _muon(settings: Optimizer) -> Rule:
         return -(scalars["lr"] * decay) * param - (scalars["lr"] * factor) * change, {"momentum_buffer": mean}
 
     return Rule(lambda p: {"momentum_buffer": jnp.zeros_like(p)}, update, lambda *_: {})
+
+
+RULES: dict[str, Callable[[Optimizer], Rule]] = {"adamw": _adamw, "adafactor": _adafactor, "sgd": _sgd, "lion": _lion,
+                                                 "muon": _adamw}  # the matrices of layers apart
 
 
 def orthogonalize(matrix: Array, num_steps: int, dtype: jnp.dtype) -> Array:

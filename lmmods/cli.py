@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments without the program name; None reads sys.argv.
     """
     from lmmods.core.errors import is_out_of_memory, user_error_in, what_to_lower
-    from lmmods.core.files import wrong_path_in
+    from lmmods.core.files import disk_error_in, wrong_path_in
     from lmmods.recipe.files import with_shipped_recipes
     from lmmods.recipe.trust import taken_flag, trusting
 
@@ -56,8 +56,6 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as stop:  # the parser has printed help or an error
         return int(stop.code or 0)
     except Exception as error:
-        from lmmods.runs.atomic import disk_error_in
-
         mistake = user_error_in(error) or disk_error_in(error) or wrong_path_in(error)
         if mistake is not None:
             return _fail(str(mistake))

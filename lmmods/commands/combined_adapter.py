@@ -12,7 +12,7 @@ from lmmods.core.errors import UserError, first_line
 from lmmods.recipe.classes import declared
 from lmmods.runs.eval_results import FOLDER as EVAL_RESULTS
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.inside import fresh_folder
+from lmmods.runs.run_files import fresh_folder
 
 # Methods of Yadav et al. 2023 ("TIES-Merging") and Yu et al. 2023 ("Language Models are Super Mario", DARE). `cat` and
 # `svd` work on the updates themselves, the others on the two factors of each, apart.
@@ -29,9 +29,9 @@ class Combination:
 
     Args:
         method: PEFT's `combination_type`.
-        weights: Of the adapters, in their order; None is the mean.
-        density: Share of the numbers that ties and dare keep.
-        seed: Of the numbers that dare drops.
+        weights: Weight of each adapter; None is the mean.
+        density: Fraction of the numbers that ties and dare keep.
+        seed: Random seed of dare.
     """
 
     method: Method
@@ -46,40 +46,40 @@ class Combination:
             raise UserError(f"--weights {weights} must be {count} numbers, one for each run.")
         prunes, draws = "ties" in self.method or "dare" in self.method, "dare" in self.method
         if prunes and (self.density is None or not 0 < self.density <= 1):
-            raise UserError(f"--combination {self.method} needs --density, the share of the numbers to keep: above 0, "
-                            "at most 1.")
+            raise UserError(f"--combination {self.method} needs --density, the fraction of numbers to keep. Set it "
+                            "above 0, at most 1.")
         if not prunes and self.density is not None:
-            raise UserError(f"--density is of ties and dare alone, and --combination is {self.method}. Leave it out.")
+            raise UserError(f"--density applies only to ties and dare, but --combination is {self.method}. Remove it.")
         if not draws and self.seed is not None:
-            raise UserError(f"--seed is of dare alone, and --combination is {self.method}. Leave it out.")
+            raise UserError(f"--seed applies only to dare, but --combination is {self.method}. Remove it.")
 
 
 def read_runs(names: list[str]) -> list[FinishedRun]:
     """Read the runs to combine. Raises UserError: one has no plain LoRA adapter, or another base or tokenizer."""
     runs = [FinishedRun.read(name, "merge", list(declared("model"))) for name in names]
     if not runs:
-        raise UserError("--run names no run.")
+        raise UserError("--run is empty. Set a run folder.")
     first = runs[0]
     for run in runs:
         if not run.has_adapter:
-            raise UserError(f"{run.option}: {run.folder.model} is a whole model, and adapters alone are combined.")
+            raise UserError(f"{run.option}: {run.folder.model} is a whole model, but only adapters can be combined.")
         if run.auto_class != first.auto_class:
-            raise UserError(f"{run.option} is of {run.task}, and {first.folder.root} of {first.task}, whose adapters "
-                            "belong to other layers. Combine runs of one task.")
+            raise UserError(f"{run.option} is a run of {run.task}, but {first.folder.root} is a run of {first.task} "
+                            "with other layers. Combine runs of one task.")
         for field in ("pretrained", "revision", "config_overrides", "quantize", "double_quant"):
             if (mine := getattr(run, field)) != (other := getattr(first, field)):
-                raise UserError(f"{run.option}: model.{field} is {mine}, and of {first.folder.root} it is {other}. "
-                                "Adapters are combined if they are of the same base.")
+                raise UserError(f"{run.option}: model.{field} is {mine}, but {first.folder.root} has {other}. "
+                                "Combine adapters of the same base.")
         if run.tokenizer().get_vocab() != first.tokenizer().get_vocab():
-            raise UserError(f"{run.option}: its tokenizer has other tokens than that of {first.folder.root}.")
+            raise UserError(f"{run.option}: its tokenizer has other tokens than the one in {first.folder.root}.")
         settings = adapter_config(run.folder.model, run.option)
         if settings["peft_type"] != "LORA":
-            raise UserError(f"{run.option}: its adapter is of peft_type {settings['peft_type']}, not LORA.")
+            raise UserError(f"{run.option}: its adapter has peft_type {settings['peft_type']}, not LORA.")
         if held := next((name for name in NOT_COMBINED if settings.get(name)), None):
-            raise UserError(f"{run.option}: its adapter has {held}, which PEFT does not combine. Merge this run by "
-                            "itself.")
+            raise UserError(f"{run.option}: its adapter has {held}, which PEFT cannot combine. Merge this run "
+                            "separately.")
         if settings.get("bias", "none") != "none":
-            raise UserError(f"{run.option}: its adapter trains biases, which PEFT does not combine.")
+            raise UserError(f"{run.option}: its adapter trains biases, which PEFT cannot combine. Merge it separately.")
     return runs
 
 
@@ -108,8 +108,8 @@ def combine(runs: list[FinishedRun], combination: Combination, root: Path) -> Fi
         ranks = {run.folder.root: layer.r[name] for name, run in zip(names, runs) if name in layer.r}
         if len(set(ranks.values())) > 1:
             found = ", ".join(f"{rank} in {folder}" for folder, rank in ranks.items())
-            raise UserError(f"--combination {combination.method} adds up the factors of the adapters, which needs one "
-                            f"rank in each layer, but {layer_name} has rank {found}. Use cat or svd.")
+            raise UserError(f"--combination {combination.method} adds the factors of the adapters, which needs equal "
+                            f"ranks, but {layer_name} has rank {found}. Use cat or svd.")
     # PEFT compares the largest ranks of the adapters instead, and gives the new one the settings of the first, but the
     # alpha with which one without rsLoRA is not scaled.
     largest = [max(layer.r[name] for layer in layers.values() if name in layer.r) for name in names]
@@ -122,7 +122,7 @@ def combine(runs: list[FinishedRun], combination: Combination, root: Path) -> Fi
                                    combination.method, density=combination.density)
     except (TypeError, ValueError) as error:
         raise UserError(f"--combination {combination.method}: PEFT cannot combine these adapters "
-                        f"({first_line(error)}). Merge each run by itself.") from error
+                        f"({first_line(error)}). Merge each run separately.") from error
     # Sums of factors keep the rank of their layer, which PEFT's settings do not say. They are not scaled either.
     settings = model.peft_config["combined"]
     ranks = {name: _rank(layer, "combined") for name, layer in layers.items() if "combined" in layer.r}

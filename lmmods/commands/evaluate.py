@@ -15,21 +15,21 @@ REPORTED = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-sa
 def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | None = None, batch_size: int = 8,
              task_folder: str | None = None, apply_chat_template: bool = False,
              dtype: Literal["float32", "bfloat16", "float16"] = "float32", device: str = "auto") -> None:
-    """Evaluate a run's model on tasks of lm-eval, with its adapter and its quantised base.
+    """Run lm-eval benchmarks on a run's model, with its adapter and its quantised base.
 
-    Scores go to metrics.json as `eval/<task>/<metric>`, everything that lm-eval tells to evaluate.json, both after each
-    task. Where a task fails, the others are evaluated all the same; the exit status then is not 0.
+    Scores go to metrics.json as `eval/<task>/<metric>`, everything else to evaluate.json, both after each task. If
+    a task fails, the others still run, and the exit status is not 0.
 
     Args:
-        run: The run folder, of either engine.
-        tasks: Names with commas between them, for example `hellaswag,mmlu`; groups and tags too.
-        limit: Documents of each task; null takes all.
-        num_fewshot: Examples before each question; null leaves it to the task.
-        batch_size: Rows at a time.
-        task_folder: Folder with task files (YAML) of your own.
+        run: Run folder, of either engine.
+        tasks: Comma-separated names, for example `hellaswag,mmlu`; also groups and tags.
+        limit: Maximum number of documents per task. null uses all.
+        num_fewshot: Number of examples before each question. Default: the task's.
+        batch_size: Number of rows per batch.
+        task_folder: Folder with your own task files (YAML).
         apply_chat_template: Ask as a chat, with the tokenizer's template.
-        dtype: Type in which the model computes.
-        device: cpu, cuda, cuda:1; auto takes a GPU where there is one.
+        dtype: Type that the model computes in.
+        device: cpu, cuda or cuda:1. auto uses a GPU if there is one.
 
     Raises:
         UserError: lm-eval is not installed, no such run, model or task, or one of the tasks could not be evaluated.
@@ -51,7 +51,7 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
     _check_names(names, manager.all_tasks)
     tokenizer = finished.tokenizer()
     if apply_chat_template and not tokenizer.chat_template:
-        raise UserError(f"--apply_chat_template: {finished.folder.model} has no chat template. Leave it out.")
+        raise UserError(f"--apply_chat_template: {finished.folder.model} has no chat template. Remove it.")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     base = finished.load(finished.quantize if finished.has_adapter else None,
                          {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-mixed"}[dtype], device)
@@ -91,10 +91,10 @@ def _failure(failed: dict[str, Exception], num_tasks: int, quiet: str) -> Except
         return bug
     reasons = "; ".join(f"{name}: {_reason(error)}" for name, error in failed.items())
     return UserError(f"evaluate: {len(failed)} of {num_tasks} tasks failed ({reasons}). "
-                     + ("The scores of the others are written. " if len(failed) < num_tasks else "")
+                     + ("The other scores are written. " if len(failed) < num_tasks else "")
                      + (f"The hub {quiet}. " if quiet else "")
-                     + "Data come from the hub unless they are in its cache; tasks on local files work offline "
-                     "(--task_folder). Packages that a task needs besides lm-eval are installed with pip.")
+                     + "Check the network, or use tasks on local files (--task_folder). Install packages that a task "
+                     "needs with pip.")
 
 
 def _reason(error: Exception) -> str:
@@ -109,10 +109,10 @@ def _metric(name: str) -> str:
 
 def _check_names(names: list[str], known: list[str]) -> None:
     if not names:
-        raise UserError("--tasks is empty: name tasks of lm-eval, for example hellaswag,arc_easy.")
+        raise UserError("--tasks is empty. Add lm-eval tasks, for example hellaswag,arc_easy.")
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 3, 0.7)
-            raise UserError(f"--tasks {name}: lm-eval knows no such task, group or tag."
+            raise UserError(f"--tasks {name}: lm-eval has no such task, group or tag."
                             + (f" Did you mean {', '.join(near)}?" if near else "")
-                            + " Task files of your own: --task_folder.")
+                            + " For your own task files, set --task_folder.")

@@ -24,7 +24,7 @@ class FinishedRun:
     Args:
         task: Name of the task's class.
         seed: Seed of weights that are in neither base nor adapter, such as the head of a masked LM on a bare encoder.
-        has_adapter: True if model/ holds an adapter; a whole model otherwise.
+        has_adapter: True if model/ is an adapter; otherwise it is a whole model.
         pretrained: Base model of the adapter, and the fields with which it was loaded.
     """
 
@@ -59,7 +59,7 @@ class FinishedRun:
         model = model_block(run, command, tasks)
         options = model["init_args"]
         check_remote_code(options)
-        # A principal adapter is exported for the model itself; what was quantised beside it is another base.
+        # A principal adapter is exported for the model itself; the quantised weights next to it are another base.
         is_principal = has_adapter and (options.get("lora") or {}).get("init") == "pissa"
         task = model["class_path"].rsplit(".", 1)[-1]
         seed = read_recipe(folder.config).get("seed_everything")
@@ -181,11 +181,11 @@ def model_block(run: str, command: str, tasks: list[str] | None = None) -> dict[
     model = read_recipe(RunFolder(run).config).get("model")
     if not (isinstance(model, dict) and isinstance(model.get("class_path"), str)
             and isinstance(model.get("init_args"), dict)):
-        raise UserError(f"--run {run}: config.yaml holds no model with class_path and init_args, so no run wrote it.")
+        raise UserError(f"--run {run}: config.yaml has no model with class_path and init_args, so no run wrote it.")
     *others, last = tasks_that_write() if tasks is None else tasks
     if model["class_path"].rsplit(".", 1)[-1] not in (*others, last):
-        raise UserError(f"--run {run}: {command} takes runs of {', '.join(others)} and {last}, this one is of "
-                        f"{model['class_path']}.")
+        raise UserError(f"--run {run}: {command} takes runs of {', '.join(others)} and {last}, but this is a run "
+                        f"of {model['class_path']}.")
     return model
 
 

@@ -2,7 +2,7 @@
 
 Facts about the format: names of tensors and keys from the package `gguf`; what a reader computes for an architecture,
 and how it splits text into tokens, from llama.cpp (src/models, src/llama-vocab.cpp). A model for which they compute
-something else than transformers does is refused.
+something else than transformers does is rejected.
 """
 
 import json
@@ -104,7 +104,7 @@ def check_architecture(model_type: str) -> None:
         raise UserError(f"--gguf: {architecture} is not one of {', '.join(FAMILIES)}. {CONVERTER}")
 
 
-CONVERTER = ("Leave --gguf out, and convert the folder that merge writes with llama.cpp's "
+CONVERTER = ("Remove --gguf, and convert the folder that merge writes with llama.cpp's "
              "`python convert_hf_to_gguf.py FOLDER --outfile model.gguf`.")
 
 
@@ -113,7 +113,7 @@ def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
 
     Args:
         folder: Weights, configuration and tokenizer, as transformers saves them.
-        kind: Type of the matrices; vectors are float32. In q8_0, rows that are no multiple of 32 are f16.
+        kind: Type of the matrices; vectors are float32. In q8_0, rows that are not a multiple of 32 are f16.
         name: Of the model, in the file.
 
     Raises:
@@ -151,11 +151,11 @@ def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
 
 
 def _refusal(what: object) -> UserError:
-    return UserError(f"--gguf: llama.cpp has no equal of this model's {what}. {CONVERTER}")
+    return UserError(f"--gguf: llama.cpp does not support this model's {what}. {CONVERTER}")
 
 
 class _Unsupported(Exception):
-    """Holds what the reader of the file has no equal of."""
+    """Names what readers of the file do not support."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ def _reader(file: Path, source: str, family: Family, config: Any, kind: GGUFType
             # rows of a head: (halves, pairs) -> (pairs, halves)
             tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
         if kind in ("f16", "q8_0") and tensor.ndim > 1 and tensor.abs().max() > 65504:
-            raise UserError(f"--gguf {kind}: {source} has weights beyond 65504, the largest number of float16. Choose "
-                            "bf16 or f32.")
+            raise UserError(f"--gguf {kind}: {source} has weights above 65504, the maximum of float16. Use bf16 "
+                            "or f32.")
         return tensor.contiguous().numpy()
 
     return read
@@ -347,7 +347,7 @@ def _add_tokenizer(writer: Any, saved: dict[str, Any], tokenizer: Any, size: int
             types[index] = TokenType.BYTE
     for added in saved["added_tokens"]:
         if added["lstrip"] or added["rstrip"] or added["single_word"]:
-            raise _Unsupported(f"token {added['content']}, which takes spaces with it or stands for whole words alone")
+            raise _Unsupported(f"token {added['content']}, which absorbs spaces or matches only whole words")
         index, text = added["id"], added["content"]
         # Such tokens are found in the text itself, before spaces are escaped.
         tokens[index] = text if added["special"] or not by_bytes else text.replace(SPACE, " ")

@@ -28,11 +28,11 @@ from lmmods.recipe.reader import Reader, engine_of
 from lmmods.recipe.trust import guarded_imports
 
 HELP = ("--help", "-h")
-CONFIG = ("-c, --config FILE\nA recipe: a file, or the name of one that comes with the project. Later ones go over "
+CONFIG = ("-c, --config FILE\nRecipe file, or the name of a shipped recipe. May be repeated; later files override "
           "earlier ones.")
-PRINT = "--print_config\nPrint the recipe that all of it makes, and do nothing."
-TRUST = ("--trust_recipe_code true or false (default: false)\nLet the recipe name code outside of lightning, torch and "
-         "this project, which then runs. On the command line only, never in a file.")
+PRINT = "--print_config\nPrint the resolved recipe and exit."
+TRUST = ("--trust_recipe_code boolean (default: false)\nAllow the recipe to run code from outside lightning, torch "
+         "and this project. Command line only, never in a file.")
 
 
 def wants_help(words: list[str]) -> bool:
@@ -73,11 +73,11 @@ def _of_options(command: str, options: dict[str, Key], unnamed: list[Key], name:
         found = {key.name: key for key in (*walk(options, {}), *unnamed)}
         if name.lstrip("-") not in found:
             near = nearest(name.lstrip("-"), list(found))
-            raise UserError(f"--help {name}: there is no such option." + (f" Did you mean {near}?" if near else ""))
+            raise UserError(f"--help {name}: unknown option." + (f" Did you mean {near}?" if near else ""))
         return _entry(found[name.lstrip("-")])
     words = [key.name.upper() if key.default is REQUIRED else f"[{key.name.upper()}]" for key in unnamed]
     words += [f"--{key.name} {key.name.upper()}" for key in options.values() if key.default is REQUIRED]
-    others = " All other options are those of fit." if COMMANDS[command].takes else ""
+    others = " Also takes the options of fit." if COMMANDS[command].takes else ""
     lines = [_wrapped(" ".join(["usage: python train.py", command, *words, "[--OPTION VALUE …]"])), "",
              _wrapped(COMMANDS[command].line + others), ""]
     lines += [_indented(f"{key.name.upper()}\n{key.text}") for key in unnamed]
@@ -101,7 +101,7 @@ def _hint(key: str, reader: Reader) -> Any:
     found = {each.name: each for each in walk(reader.keys, {})}
     if key not in found:
         near = nearest(key, list(found))
-        raise UserError(f"--{key}.help: there is no such key." + (f" Did you mean {near}?" if near else ""))
+        raise UserError(f"--{key}.help: unknown key." + (f" Did you mean {near}?" if near else ""))
     return found[key].type
 
 
@@ -131,8 +131,8 @@ def _one(name: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]], 
         everywhere = {key.name: key for key in walk(keys, {block: task_classes(block) for block in classes})}
         if name not in everywhere:
             near = nearest(name, list(found))
-            raise UserError(f"--help {name}: there is no such key." + (f" Did you mean {near}?" if near else
-                                                                      " Without a name, --help lists all."))
+            raise UserError(f"--help {name}: unknown key." + (f" Did you mean {near}?" if near else
+                                                                      " --help alone lists all."))
         found = everywhere
     lines = [_entry(found[name])]
     inner = [key for key in found.values() if key.name.startswith(f"{name}.")]
@@ -141,22 +141,23 @@ def _one(name: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]], 
     if block in classes and name.count(".") == 1 and len(classes[block]) > 1:
         variants = _variants(name.partition(".")[2], {kind: keys_of(kind, block) for kind in classes[block]})
         if len(variants) > 1:
-            lines = [line for key, names in variants for line in (_entry(key), f"Of {', '.join(names)} alone.")]
+            lines = [line for key, names in variants for line in (_entry(key), f"Only for {', '.join(names)}.")]
             return "\n".join([*lines, "More: docs/fields.md"])
     if block in classes and "." in name:
         has = [class_name(kind) for kind in task_classes(block) if name.split(".")[1] in keys_of(kind)]
         if len(has) < len(task_classes(block)):
-            lines.append(f"Of {', '.join(has)} alone.")
+            lines.append(f"Only for {', '.join(has)}.")
     return "\n".join([*lines, f"More: docs/{'fields' if '.' in name or inner else 'commands'}.md"])
 
 
 def _all(command: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]], engine: str) -> str:
     """Return the help of every key, grouped by recipe block."""
     parts = [f"usage: python train.py {command} --config RECIPE [--KEY VALUE …]", COMMANDS[command].line,
-             "Every key of a recipe is an option too: trainer: {max_steps: 3} is --trainer.max_steps 3. One key alone: "
+             "Every recipe key is also an option: --trainer.max_steps 3 sets trainer: {max_steps: 3}. Help for one "
+             "key: "
              f"{command} --help KEY."]
     top = [key for key in keys.values() if block_in(key.type) is None and key.text]
-    lines = ["\n\n".join(_wrapped(part) for part in parts), f"Options of {command}:",
+    lines = ["\n\n".join(_wrapped(part) for part in parts), "", "Options:",
              *map(_indented, (CONFIG, PRINT, TRUST)), *(_entry(key) for key in top)]
     for name in ("trainer", "model", "data", "checkpoint", "samples", "mmlu", "publish"):
         kinds = classes.get(name)
@@ -180,7 +181,7 @@ def _by_task(name: str, kinds: tuple[type, ...]) -> list[str]:
     """Return the keys common to all classes of a block, then the additional keys of each class."""
     own = {kind: keys_of(kind, name) for kind in kinds}
     common = {each: key for each, key in own[kinds[0]].items() if all(each in keys for keys in own.values())}
-    lines = [f"{name}, of every task ({', '.join(class_name(kind) for kind in kinds)}):", *_entries(common)]
+    lines = [f"{name}, for every task ({', '.join(class_name(kind) for kind in kinds)}):", *_entries(common)]
     groups: dict[str, dict[str, Key]] = {}
     for kind, keys in own.items():
         for each, key in keys.items():
@@ -188,7 +189,7 @@ def _by_task(name: str, kinds: tuple[type, ...]) -> list[str]:
                 names = next(names for _, names in _variants(each, own) if class_name(kind) in names)
                 groups.setdefault(", ".join(names), {}).setdefault(each, key)
     for names, keys in groups.items():
-        lines += ["", f"{name}, of {names}:", *_entries(keys)]
+        lines += ["", f"{name}, for {names}:", *_entries(keys)]
     return lines
 
 
@@ -221,7 +222,7 @@ def _entries(keys: dict[str, Key]) -> list[str]:
 
 def _entry(key: Key) -> str:
     is_block = block_in(key.type) is not None
-    kind = "" if is_block and "." not in key.name else f" {in_words(key.type, key.name)}"
+    kind = "" if is_block and "." not in key.name else f" {in_words(key.type, key.name, as_type=True)}"
     has_default = key.default is None or key.default is not REQUIRED and not is_block
     default = f" (default: {_value(key.default)})" if has_default else ""
     return _indented(f"--{key.name}{kind}{default}\n{key.text}")

@@ -21,14 +21,14 @@ NEUTRAL = ("optimizer", "generation", "piece_tokens", "compile", "max_memory", "
 def inspect(parsed: Recipe, rows: int = 4,
             which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first",
             recipe: bool = False, parity: bool = False) -> None:
-    """Show what would be trained on, and train nothing.
+    """Show training rows, loss mask, sizes and memory, without training.
 
     Args:
-        rows: How many rows to show with their loss mask, or to compare the engines on.
-        which: Which rows: the first, the worst by a measure, or these numbers of training rows.
-        recipe: Also print the recipe with every default filled in.
-        parity: Instead load the model in both engines, one after the other, and say by how much logits, loss and
-            gradient of the first rows of training differ; the status is 1 where they do not agree.
+        rows: Number of rows to show, or to compare the engines on.
+        which: Rows to show: the first, the worst by a measure, or a list of row indices.
+        recipe: Also print the recipe with all defaults.
+        parity: Instead, load the model in both engines in turn and report differences in logits, loss and gradient on
+            the first training rows. The exit status is 1 if they disagree.
 
     Raises:
         UserError: The recipe cannot be loaded, or one of the engines does not have what it asks for.
@@ -40,10 +40,10 @@ def inspect(parsed: Recipe, rows: int = 4,
         if not parity:
             return setup.trainer.inspect(setup.model, setup.datamodule, rows, which, recipe)
         if which != "first" or recipe:
-            raise UserError("--parity true compares the engines on the first rows of training and shows nothing else: "
-                            "leave --which and --recipe out.")
+            raise UserError("--parity true only compares the engines on the first training rows. Remove --which and "
+                            "--recipe.")
         if "LOCAL_RANK" in os.environ:
-            raise UserError("--parity true runs in one process: start it without a launcher.")
+            raise UserError("--parity true runs in one process. Start it without a launcher.")
         require(rows >= 1, "--rows", rows, "1 or more")
         _compare(setup, rows)
 
@@ -74,10 +74,10 @@ def _compare(setup: "Setup", num_rows: int) -> None:
     for difference in differences:
         say(str(difference))
     if not all(difference.passes for difference in differences):
-        say("Parity: FAIL. On these rows the engines do not compute the same with this model: do not train it on "
-            "JAX. torch runs transformers' own code of it.")
+        say("Parity: FAIL. The engines disagree on these rows. Do not train this model on JAX; torch runs "
+            "transformers' own code.")
         raise SystemExit(1)
-    say("Parity: pass. On these rows both engines compute the same with this model, up to rounding.")
+    say("Parity: pass. Both engines agree on these rows, up to rounding.")
 
 
 def _measuring(tree: dict[str, Any], engine: str, others: tuple[str, ...]) -> "Setup":
@@ -87,7 +87,7 @@ def _measuring(tree: dict[str, Any], engine: str, others: tuple[str, ...]) -> "S
         tree: The recipe as plain values.
         others: Keys of the task that have their defaults, too.
     """
-    from lmmods.commands.setup import Setup, short_name
+    from lmmods.commands.setup import dry_setup, short_name
 
     model, data = ({**tree[part], "class_path": short_name(tree[part]["class_path"])} for part in ("model", "data"))
     fields = dict(model["init_args"])
@@ -97,13 +97,12 @@ def _measuring(tree: dict[str, Any], engine: str, others: tuple[str, ...]) -> "S
     fields["gradient_checkpointing"] = bool(fields.get("gradient_checkpointing"))
     if fields.get("attention") not in ("sdpa", "eager"):
         fields.pop("attention", None)
-    trainer = {"precision": "32-true", "devices": 1, "accelerator": tree["trainer"]["accelerator"], "max_steps": 1,
-               "enable_checkpointing": False, "enable_progress_bar": False,
-               "default_root_dir": tree["trainer"]["default_root_dir"]}
-    recipe = {"seed_everything": tree["seed_everything"], "engine": engine, "trainer": trainer,
+    recipe = {"seed_everything": tree["seed_everything"], "engine": engine, "trainer": {"max_steps": 1},
               "model": {**model, "init_args": fields}, "data": data}
-    return Setup(parse(["inspect", "--config", as_yaml(recipe),
-                        *(["--model.trust_remote_code", "true"] if trusts else [])], {}))
+    parsed = parse(["inspect", "--config", as_yaml(recipe),
+                    *(["--model.trust_remote_code", "true"] if trusts else [])], {})
+    return dry_setup(parsed, precision="32-true", devices=1, accelerator=tree["trainer"]["accelerator"],
+                     default_root_dir=tree["trainer"]["default_root_dir"])
 
 
 def _say_settings(tree: dict[str, Any], rows: list[Any]) -> None:
@@ -111,11 +110,11 @@ def _say_settings(tree: dict[str, Any], rows: list[Any]) -> None:
     kept = [*([f"quantize: {model['quantize']}"] if model["quantize"] else []),
             *(["the adapter"] if model.get("lora") or model.get("adapter") else [])]
     length = rows[0]["input_ids"].shape[-1]
-    say(f"Parity: torch and JAX on the first {len(rows)} rows of training, {length} tokens each with padding, "
+    say(f"Parity: torch and JAX on the first {len(rows)} training rows, {length} tokens each with padding, "
         "without dropout, in 32-true" + (", whatever trainer.precision says" if precision != "32-true" else "")
         + (f", with {' and '.join(kept)} of the recipe" if kept else "") + ".")
     if model.get("lora") and model["lora"]["init"] != "pissa":
-        say("The B of a new adapter is zero; here it gets the same small random values in both engines.")
+        say("The B matrices of a new adapter are zero; this comparison sets them to the same small random values.")
 
 
 def _check_comparable(model: Any) -> None:

@@ -22,7 +22,8 @@ from lmmods.recipe.classes import declared
 from lmmods.recipe.files import as_yaml, read_recipe
 from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.runs.folder import commit_folder
-from lmmods.runs.inside import delete, fresh_folder, hub_id
+from lmmods.runs.published_paths import hub_id
+from lmmods.runs.run_files import delete, fresh_folder
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -31,33 +32,32 @@ def merge(run: str | list[str], out: str, base: Literal["dequantized", "original
           dtype: DTypeName = "float32", threshold: float = 0.02, force: bool = False, overwrite: bool = False,
           gguf: GGUFType | None = None, combination: Method | None = None, weights: list[float] | None = None,
           density: float | None = None, seed: int | None = None) -> None:
-    """Merge a run's adapter into freshly loaded base weights and write a plain Hugging Face folder.
+    """Merge a run's adapter into its base model and write a plain Hugging Face folder.
 
     Args:
-        run: The run folder; or a list of them, `[runs/a, runs/b]`, whose adapters are combined first. The combined one
-            is written to `adapter/` in `out`, too.
-        out: Folder to write.
-        base: Weights to merge into. `dequantized` are the 4- or 8-bit ones the adapter was trained on, unpacked;
+        run: Run folder; or a list, `[runs/a, runs/b]`, whose adapters are combined first. The combined adapter is also
+            written to `adapter/` in `out`.
+        out: Output folder.
+        base: Weights to merge into: `dequantized` are the 4- or 8-bit weights that the adapter was trained on,
             `original` the full ones. Without quantisation they are the same.
-        dtype: Type of the written weights; the sum itself is formed in float32.
-        threshold: Refuse when the largest difference of a logit, as a share of the largest logit, is above this.
-        force: Write although the difference is above `threshold`.
-        overwrite: Replace what `out` holds.
-        gguf: Also write the model as `model.gguf`, for llama.cpp and Ollama, with matrices of this type. Of a fully
-            tuned run, `out` is a copy of its model with that file. For models that write text.
-        combination: How adapters are combined, see PEFT's `add_weighted_adapter`: `cat` (the default, exact: its rank
-            is the sum of theirs), `svd` (of the largest of their ranks), `linear`, `ties`, `dare_linear` or
-            `dare_ties`.
-        weights: Weight of each adapter; by default they are averaged.
-        density: Share of the numbers of each adapter that `ties` and `dare` keep.
-        seed: Of the numbers that `dare` drops; 0 by default.
+        dtype: Type of the written weights; the sum is computed in float32.
+        threshold: Maximum difference of a logit, as a fraction of the largest logit; more is an error.
+        force: Write even if the difference is above `threshold`.
+        overwrite: Replace the contents of `out`.
+        gguf: Also write `model.gguf` for llama.cpp and Ollama, with matrices of this type. After full fine-tuning,
+            `out` is a copy of the model with that file. For models that generate text.
+        combination: Method to combine adapters, as in PEFT's `add_weighted_adapter`: `cat` (the default, exact: ranks
+            add up), `svd` (with the largest rank), `linear`, `ties`, `dare_linear` or `dare_ties`.
+        weights: Weight of each adapter. Default: their average.
+        density: Fraction of each adapter's numbers that `ties` and `dare` keep.
+        seed: Random seed of `dare`. Default: 0.
     """
 
     out_folder = Path(out)
     if out_folder.is_symlink():
-        raise UserError(f"--out {out} is a link to {out_folder.resolve()}. Name that folder itself.")
+        raise UserError(f"--out {out} is a link to {out_folder.resolve()}. Use that folder.")
     if out_folder.exists() and any(out_folder.iterdir()) and not overwrite:
-        raise UserError(f"--out {out} is not empty. Choose another folder, or add --overwrite true.")
+        raise UserError(f"--out {out} is not empty. Use another folder, or add --overwrite true.")
     combined = out_folder.with_name(f".{out_folder.name}.combined")
     try:
         recipe, origin = _run_to_merge(run if isinstance(run, list) else [run], combined,
@@ -74,8 +74,8 @@ def merge(run: str | list[str], out: str, base: Literal["dequantized", "original
             raise UserError(f"{recipe.option}: {recipe.folder.model} is a plain model already."
                             + (" --gguf converts it." if recipe.writes else " Use that folder."))
         elif (base, dtype, threshold, force) != ("dequantized", "float32", 0.02, False):
-            raise UserError(f"{recipe.option}: {recipe.folder.model} is a plain model already, so --base, --dtype, "
-                            "--threshold and --force are of no use. Leave them out.")
+            raise UserError(f"{recipe.option}: {recipe.folder.model} is a plain model already. Remove --base, --dtype, "
+                            "--threshold and --force.")
         else:
             temporary = fresh_folder(out_folder.with_name(f".{out_folder.name}"))
             shutil.copytree(recipe.folder.model, temporary, dirs_exist_ok=True)
@@ -94,8 +94,8 @@ def _run_to_merge(names: list[str], combined: Path, combination: Combination, gi
     """
     if len(names) == 1:
         if given or combination.weights is not None or combination.density is not None or combination.seed is not None:
-            raise UserError("--combination, --weights, --density and --seed combine the adapters of several runs: "
-                            "--run '[runs/a, runs/b]'. Leave them out.")
+            raise UserError("--combination, --weights, --density and --seed need several runs. Remove them, or use "
+                            "--run '[runs/a, runs/b]'.")
         recipe = FinishedRun.read(names[0], "merge", list(declared("model")))
         return recipe, "The adapter of this run"
     runs = read_runs(names)
@@ -110,7 +110,7 @@ def _merge(recipe: FinishedRun, origin: str, out_folder: Path, base: str, dtype:
     saved = recipe.saved_quantization()
     if saved and base == "original":
         raise UserError(f"--base original: {recipe.pretrained} is saved in {saved}, so there is no original here. "
-                        "Leave --base out.")
+                        "Remove --base.")
     reference = _reference(recipe)
     chosen, report = None, []
     for kind in ("dequantized", "original") if recipe.quantize and not saved else (base,):
@@ -121,8 +121,8 @@ def _merge(recipe: FinishedRun, origin: str, out_folder: Path, base: str, dtype:
     print(_table(report, base, recipe.writes))
     difference = dict(report)[base].largest
     if difference > threshold and not force:
-        raise UserError(f"The merged model is {difference:.2g} of the logits' scale away from the adapter, more than "
-                        f"--threshold {threshold}. Nothing was written. Try the other --base, a wider --dtype, or "
+        raise UserError(f"The merged model differs from the adapter by {difference:.2g} of the largest logit, more "
+                        f"than --threshold {threshold}. Nothing was written. Use the other --base, a wider --dtype, or "
                         "--force true.")
     from lmmods.torch_engine.nn.export import save  # imports torch, not needed for errors and help
 
@@ -224,7 +224,7 @@ def _merged(recipe: FinishedRun, kind: str, dtype: str):
 class _Distance:
     largest: float  # largest |difference| over largest |logit|
     mean: float
-    agreement: float  # share of positions with the same most likely token
+    agreement: float  # fraction of positions with the same most likely token
 
 
 def _distance(model, reference: _Reference) -> _Distance:
@@ -239,7 +239,7 @@ def _table(report: list[tuple[str, _Distance]], chosen: str, writes: bool) -> st
     for kind, distance in report:
         mark = "*" if kind == chosen else " "
         lines.append(f"{mark} {kind:<16} {distance.largest:<26.3g} {distance.mean:<11.3g} {distance.agreement:.1%}")
-    return "\n".join([*lines, "(against the adapter on the base it was trained on; differences as a share of the "
+    return "\n".join([*lines, "(compared with the adapter on its training base; differences as a fraction of the "
                               "largest logit; * is written)"])
 
 
@@ -407,16 +407,15 @@ def modelfile(folder: Path, tokenizer: Any, system: str | None, template_kwargs:
         lines += ["# The chat template takes no system turn."] if layout.before_system is None else []
         lines.append(f'TEMPLATE """{layout.go_template()}"""')
     else:
-        lines.append("# The chat template (chat_template.jinja) has no equal in Ollama's templates: write TEMPLATE "
-                     "yourself.")
+        lines.append("# Ollama cannot express the chat template (chat_template.jinja): write TEMPLATE yourself.")
     if system is not None:
         lines.append(f"SYSTEM {_quoted(system)}" if _can_be_quoted(system) else
-                     "# The system turn of training has characters that a Modelfile cannot hold.")
+                     "# The system turn of training has characters that a Modelfile cannot contain.")
     return "\n".join([*lines, *(f"PARAMETER stop {_quoted(token)}" for token in _end_tokens(folder, tokenizer))]) + "\n"
 
 
 def _layout(folder: Path, tokenizer: Any, template_kwargs: dict[str, Any]) -> Layout | None:
-    """Return the prompt pieces; None if Ollama's templates cannot express them or a Modelfile cannot hold them."""
+    """Return the prompt pieces; None if Ollama's templates or a Modelfile cannot express them."""
     bos = tokenizer.bos_token
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     adds_bos = bool(bos and settings.get("add_bos_token"))  # Ollama reads this setting
@@ -424,7 +423,7 @@ def _layout(folder: Path, tokenizer: Any, template_kwargs: dict[str, Any]) -> La
     def render(messages: list[dict[str, str]]) -> str:
         text = template.render(messages, True, **template_kwargs)
         if adds_bos and not text.startswith(bos):
-            raise ValueError("Ollama would begin it with a token that the template does not write")
+            raise ValueError("Ollama would start it with a token that the template does not write")
         return text.removeprefix(bos) if adds_bos else text
 
     try:
@@ -446,7 +445,7 @@ def _end_tokens(folder: Path, tokenizer: Any) -> list[str]:
 
 
 def _can_be_quoted(text: str) -> bool:
-    """True if a Modelfile can hold the text: triple quotes end it, and unprintable characters are lost."""
+    """True if a Modelfile can contain the text: triple quotes end it, and unprintable characters are lost."""
     return '"""' not in text and not text.endswith('"') and all(char.isprintable() or char in "\n\t" for char in text)
 
 

@@ -1,4 +1,4 @@
-"""`new`: write a complete recipe for a model and a data set, with measured lengths and memory."""
+"""`new`: create a complete recipe for a model and a dataset, with measured lengths and memory."""
 
 import itertools
 import json
@@ -33,18 +33,18 @@ Task = Literal[tuple(declared("model"))]  # type: ignore[valid-type] - the names
 def new(name: str, model: str, data: str, task: Task | None = None, memory: float | None = None,
         columns: dict[str, str] | None = None, tokenizer: str | None = None, eos_token: str | None = None,
         overwrite: bool = False) -> None:
-    """Write a recipe for your model and data: layout, template, lengths, batch size and memory are fitted to them.
+    """Create a recipe for your model and data: layout, template, lengths, batch size and memory are fitted to them.
 
     Args:
-        name: Of the run; the recipe is NAME.yaml in the working directory, or the file itself where it ends in .yaml.
+        name: Name of the run. The recipe is NAME.yaml in the working directory, or this file if it ends in .yaml.
         model: Folder or hub id of the model to start from.
         data: File, folder, glob, URL or hub id of the training rows.
-        task: What to train; null decides by the rows and the model.
-        memory: GiB of the GPU that will train; null takes the machine that this command runs on.
-        columns: Names in the file -> names that the task expects, for example {reply: output}.
-        tokenizer: Folder or hub id of the tokenizer; null takes the model's.
-        eos_token: Token that ends a text, where the tokenizer names none.
-        overwrite: Replace a recipe of this name.
+        task: Task to train. Default: by the rows and the model.
+        memory: GiB of the GPU that will train. Default: this machine's.
+        columns: Column names in the file -> names that the task expects, for example {reply: output}.
+        tokenizer: Folder or hub id of the tokenizer. Default: the model's.
+        eos_token: Token that ends a text, if the tokenizer defines none.
+        overwrite: Replace an existing recipe.
 
     Raises:
         UserError: The model or the rows cannot be used, or the recipe is there already.
@@ -62,7 +62,7 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
     kind, settings = declared("model")[chosen], _data_class(chosen).model_settings(rows[0])
     most = min(position_limit(known_fields(config)) or LONGEST, LONGEST)
     if settings.get("max_new_tokens", (0, ""))[0] > most // 2:
-        settings["max_new_tokens"] = most // 2, f"longest answer: half of the {most} tokens that the model takes"
+        settings["max_new_tokens"] = most // 2, f"maximum answer length: half of the model's {most} tokens"
     fields = kind(pretrained=model, **{name: value for name, (value, _) in settings.items()})
     fixed = {name: value for name, value in (("columns", columns), ("tokenizer", tokenizer),
                                            ("eos_token", eos_token)) if value is not None}
@@ -82,12 +82,12 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}). Choose another name.") from error
+        raise UserError(f"{path} cannot be written ({error.strerror}). Use another name.") from error
     print(f"{measured.table}\n\nWrote {path}: {facts.summary}.")
     if not plan.fits:
-        print(f"warning: even so a step needs {plan.memory}, more than {machine.name} has room for. Take a smaller "
-              "model, lower data.max_length, or shard it over several GPUs (docs/cluster.md).")
-    print(f"Look at it:  python train.py inspect --config {path}\nTrain:       python train.py fit --config {path}")
+        print(f"warning: a step needs {plan.memory}, more than fits on {machine.name}. Use a smaller model, lower "
+              "data.max_length, or shard it over several GPUs (docs/cluster.md).")
+    print(f"Inspect it:  python train.py inspect --config {path}\nTrain:       python train.py fit --config {path}")
 
 
 @dataclass
@@ -128,9 +128,9 @@ def _own_names() -> Iterator[None]:
 def _free_path(name: str, overwrite: bool) -> Path:
     path = Path(name if name.endswith(".yaml") else f"{name}.yaml")
     if not Path(name).name.removesuffix(".yaml").strip() or path.is_dir():
-        raise UserError(f"new {name!r}: name the recipe to write, for example: new mine --model … --data …")
+        raise UserError(f"new {name!r} is not a name for a recipe. Use for example: new mine --model … --data …")
     if path.exists() and not overwrite:
-        raise UserError(f"{path} is there already. Choose another name, or add --overwrite true.")
+        raise UserError(f"{path} already exists. Use another name, or add --overwrite true.")
     return path
 
 
@@ -142,7 +142,7 @@ def _first_rows(data: str, columns: dict[str, str] | None) -> list[Any]:
     usable = (row for row in SourceReader(Source(data, columns=columns)) if row.problem is None)
     rows = list(itertools.islice(usable, SAMPLE + 1))
     if not rows:
-        raise UserError(f"{data}: the data set is empty, no row was found")
+        raise UserError(f"{data}: the dataset is empty, no row was found")
     return rows
 
 
@@ -159,7 +159,7 @@ def _task(asked: str | None, model: str, config: Any, row: Any) -> tuple[str, st
     kind = f"{model} is of type {config.model_type}, an encoder"
     if not fitting and encoder:
         others = ", ".join(name for name in declared("model") if _is_encoders(name) is not False)
-        raise UserError(f"{found} ({why}) writes text, but {kind}. Choose a causal model, or data for {others}.")
+        raise UserError(f"{found} ({why}) generates text, but {kind}. Use a causal model, or data for {others}.")
     if not fitting:
         raise UserError(f"--task {found} needs an encoder such as BERT, but {model} is of type {config.model_type}.")
     return found, f"{why}, {kind}" if _is_encoders(found) else why
@@ -173,7 +173,7 @@ def _claims(row: Any) -> list[tuple[str, str]]:
                  if task.takes == class_name(kind) and (why := _data_class(name).recognise(row))]
         if found:
             return found
-    raise UserError(f"{row.file}: no task knows rows with the columns {', '.join(row.values)}. Name one with --task.")
+    raise UserError(f"{row.file}: no task matches the columns {', '.join(row.values)}. Set --task.")
 
 
 def _is_encoders(task: str) -> bool | None:
@@ -192,7 +192,8 @@ def _is_encoder(config: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.is_encoder_decoder:
-        raise UserError(f"--model: {config.model_type} has an encoder and a decoder, which no task here trains.")
+        raise UserError(f"--model: {config.model_type} is an encoder-decoder, which no task supports. Use another "
+                        "model.")
     names = " ".join(getattr(config, "architectures", None) or [])
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and "CausalLM" not in names and "LMHead" not in names
 
@@ -247,7 +248,7 @@ def _conversations(read: Any, most: int, kind: Any) -> tuple[dict[str, Any], dic
     if _rounded(length["max"] + room) <= 1.25 * max_length:  # too little gain to lose rows
         max_length = min(_rounded(length["max"] + room), most)
     options: dict[str, Any] = {**named, "max_length": max_length}
-    module = read(**options, batch_size=8)  # a typical size, to measure the share of padding
+    module = read(**options, batch_size=8)  # a typical size, to measure the fraction of padding
     [source] = module.report["sources"].values()
     dropped = sum(entry["rows"] for reason, entry in source["dropped"].items() if "long" in reason)
     cut, read_rows = source.get("rows_cut", 0), source["rows_read"]
@@ -255,14 +256,14 @@ def _conversations(read: Any, most: int, kind: Any) -> tuple[dict[str, Any], dic
             if cut or dropped else "no row is truncated or dropped")
     notes = {
         "source": f"{read_rows:,} rows read, layout {source['format']}",
-        "template": "the tokenizer has no chat template of its own; others: docs/tasks/sft.md" if named else "",
+        "template": "the tokenizer has no chat template; others: docs/tasks/sft.md" if named else "",
         "max_length": f"95 % of the rows have at most {length['p95']:.0f} tokens, the longest {length['max']}; {lost}"
                       + (f"; an answer takes {room + 1} more" if room else "")}
     padding = module.report["splits"]["train"]["padding_share"]
     if not room and padding["shuffled"] > 0.1 and padding["group_by_length"] < 0.9 * padding["shuffled"]:
         options["group_by_length"] = True
-        notes["group_by_length"] = (f"with rows of any length side by side, 8 at a time, {padding['shuffled']:.0%} of "
-                                    f"the positions would be padding, so {padding['group_by_length']:.0%}")
+        notes["group_by_length"] = (f"padding is {padding['group_by_length']:.0%} of the positions, instead of "
+                                    f"{padding['shuffled']:.0%} without it (8 rows at a time)")
     return options, notes, module
 
 
@@ -285,7 +286,7 @@ def _texts(read: Any, most: int, kind: Any) -> tuple[dict[str, Any], dict[str, s
     [source] = module.report["sources"].values()
     notes = {"source": f"{source['rows_kept']:,} rows of {tokens:,} tokens in all",
              "documents": f"each {documents} of the file is a document, so that some can be set aside for validation",
-             "max_length": "documents are laid end to end and split into blocks of so many tokens: none is lost"
+             "max_length": "documents are concatenated and split into blocks of this many tokens: none is lost"
                            + (f"; the usual {usual} would leave fewer than {FEW_BLOCKS} blocks"
                               if block < usual else "")}
     return options, notes, module
@@ -320,10 +321,10 @@ def _has_no_answer(row: dict[str, Any]) -> bool:
 def _validation(usable: int, is_sample: bool) -> tuple[int, str]:
     """Return the number of validation rows, and the reason."""
     if usable < FEW_ROWS:
-        return 0, f"{usable} rows are too few to set any aside: name others as val_source"
+        return 0, f"{usable} rows are too few to hold any out: set val_source"
     if is_sample:
-        return 500, "rows set aside for validation; or name others as val_source"
-    return min(500, max(1, usable // 20)), "rows set aside for validation, one in twenty; or name others as val_source"
+        return 500, "rows held out for validation; or set val_source"
+    return min(500, max(1, usable // 20)), "rows held out for validation, one in twenty; or set val_source"
 
 
 def _rows_of_a_step(rows: int, batch: int, least: int) -> int:
@@ -342,10 +343,10 @@ def _rounded(length: float) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Fitting into memory: full tuning, LoRA or QLoRA, batch size and gradient checkpointing.
+# Fitting into memory: full fine-tuning, LoRA or QLoRA, batch size and gradient checkpointing.
 
-ROOM = 0.8  # share of memory to use: the estimate may be off by tens of percent
-FULL_BELOW = 10**9  # parameters up to which full tuning is the first choice
+ROOM = 0.8  # fraction of memory to use: the estimate may be off by tens of percent
+FULL_BELOW = 10**9  # parameters up to which full fine-tuning is the first choice
 ADAPTER = LoRA(rank=16, alpha=32, dropout=0.05)
 SMALLEST_PLAIN_BATCH = 4  # below this use gradient checkpointing, which costs a third of the time
 
@@ -427,7 +428,7 @@ def plan_memory(shape: NetworkShape, machine: Machine, max_length: int, batch: i
         batch: Rows per step, the upper limit of a micro-batch.
         is_quantized: True if the model is saved in 4 or 8 bits, so that only an adapter can be trained.
         sequences: Sequences of a row, such as the answers of a pair.
-        has_reference: True if training compares with a frozen network: full tuning then keeps a copy of the model.
+        has_reference: True if training compares with a frozen network: full fine-tuning then keeps a copy of the model.
     """
     tried = None
     for lora, quantize, size, checkpointing in _choices(shape, batch, is_quantized):
@@ -504,7 +505,7 @@ class Facts(Measured):
     @cached_property
     def training(self) -> str:
         """Name of the tuning method."""
-        return "QLoRA" if self.plan.quantize else "LoRA" if self.plan.lora else "full tuning"
+        return "QLoRA" if self.plan.quantize else "LoRA" if self.plan.lora else "full fine-tuning"
 
     @cached_property
     def summary(self) -> str:
@@ -524,7 +525,7 @@ def recipe_text(facts: Facts) -> str:
     data = {"source": facts.data, **facts.options}
     lines = [
         f"# {facts.task} of {_plain(facts.model)} on {_plain(facts.data)}, by {facts.training}.",
-        "# Written by `new`: change what you like.",
+        "# Created by `new`; edit it freely.",
         "#",
         f"#   python train.py inspect --config {_plain(facts.path)}",
         f"#   python train.py fit --config {_plain(facts.path)}",
@@ -552,19 +553,19 @@ def recipe_text(facts: Facts) -> str:
         *_line("pretrained", facts.model, f"{facts.num_params:,} parameters", 4),
         *_model_lines(facts),
         *_line("optimizer", {"name": "adamw", "lr": rate, "schedule": "cosine", "warmup": 0.03},
-               "what matters most: try lr three times higher and lower", 4),
+               "the most important setting: try lr three times higher and lower", 4),
         "data:",
         *_line("class_path", declared("model")[facts.task].takes, "", 2),
         "  init_args:",
         *[line for key, value in data.items() for line in _line(key, value, facts.notes.get(key, ""), 4)],
         *_line("batch_size", plan.batch_size, _why_so_many_rows(facts), 4),
-        *(_line("eval_batch_size", max(plan.batch_size // 2, 1), "prompts answered at once, all of their answers "
-                "together", 4) if facts.fields.rows_per_prompt > 1 else []),
+        *(_line("eval_batch_size", max(plan.batch_size // 2, 1), "prompts answered at once", 4)
+          if facts.fields.rows_per_prompt > 1 else []),
         "checkpoint:",
         *_line("every_n_steps", max(1, min(500, steps // 2)), "resume with --ckpt_path last", 2),
         *_line("keep_last", 2, "", 2)]
     if usual.prompt:
-        lines.append(f"# samples: {{prompts: [{usual.prompt}], every_n_steps: 100}}   # what it writes, during "
+        lines.append(f"# samples: {{prompts: [{usual.prompt}], every_n_steps: 100}}   # answers during "
                      "training")
     return "\n".join(lines) + "\n"
 
@@ -572,29 +573,29 @@ def recipe_text(facts: Facts) -> str:
 def _why_so_many_rows(facts: Facts) -> str:
     plan = facts.plan
     if not plan.fits:
-        return f"rows of a micro-batch: even so few need more than {ROOM:.0%} of the memory"
+        return f"rows per micro-batch: even these need more than {ROOM:.0%} of the memory"
     if plan.batch_size == facts.batch:
-        return "rows of a micro-batch: all of a step at once"
-    return (f"rows of a micro-batch: twice as many would need more than {ROOM:.0%} of the memory"
+        return "rows per micro-batch: the whole step"
+    return (f"rows per micro-batch: twice as many would need more than {ROOM:.0%} of the memory"
             + ("" if plan.checkpointing else " without gradient_checkpointing, which takes longer"))
 
 
 def _model_lines(facts: Facts) -> list[str]:
     plan, options = facts.plan, as_options(facts.plan)
-    notes = {"quantize": "the frozen base in 4 bits (QLoRA): in 16 it would not fit",
-             "lora": "adapters train, the base is frozen; null trains the model itself"}
+    notes = {"quantize": "the frozen base in 4 bits (QLoRA): in 16 bits it would not fit",
+             "lora": "adapters train, the base is frozen; null is full fine-tuning"}
     lines = [line for key, value in options.items() for line in _line(key, value, notes[key], 4)]
     lines = [*(line for key, (value, note) in facts.settings.items() for line in _line(key, value, note, 4)), *lines]
     if not plan.lora:
-        lines.append("    # lora: {rank: 16, alpha: 32}   # adapters instead of full tuning, with lr "
+        lines.append("    # lora: {rank: 16, alpha: 32}   # adapters instead of full fine-tuning, with lr "
                      f"{_value(facts.usual.adapter_lr)}")
     if plan.checkpointing:
-        lines += _line("gradient_checkpointing", True, "a third more time, for a part of the memory", 4)
+        lines += _line("gradient_checkpointing", True, "a third more time, less memory", 4)
     return lines
 
 
 def _line(key: str, value: Any, comment: str = "", indent: int = 0) -> list[str]:
-    """Format a key with its comment beside it, or above it if the line would be too long."""
+    """Format a key with its comment next to it, or above it if the line would be too long."""
     text = f"{' ' * indent}{key}: {_value(value)}"
     if not comment:
         return [text]

@@ -23,10 +23,10 @@ ENVIRONMENTS = {"libtpu": "plan-tpu", "jax_cuda12_plugin": "plan-cuda"}
 
 
 def plan(parsed: Recipe, on: str) -> None:
-    """Say whether a recipe fits on devices that need not be here, what takes the memory, and how long it runs.
+    """Estimate memory and step time of a recipe on hardware that need not be present.
 
     Args:
-        on: The devices: `8xH100`, `v5e-16`, `v5p-64`, `cpu`. They take the place of `trainer.devices`.
+        on: Target devices: `8xH100`, `v5e-16`, `v5p-64`, `cpu`. They replace `trainer.devices`.
 
     Raises:
         UserError: There is no such target, the recipe cannot be planned, or the compiler has died.
@@ -40,8 +40,8 @@ def plan(parsed: Recipe, on: str) -> None:
     # In a separate process: the device's compiler must not run where JAX has started already, and may crash.
     status = subprocess.run([str(python), *words], env=os.environ | {"JAX_PLATFORMS": "cpu"}).returncode
     if status < 0:
-        raise UserError(f"--on {target}: the compiler ended with signal {-status}. Without {python.parents[1]} the "
-                        "plan is made on simulated devices.")
+        raise UserError(f"--on {target}: the compiler ended with signal {-status}. Remove {python.parents[1]} to plan "
+                        "on simulated devices.")
     raise SystemExit(status)
 
 
@@ -70,12 +70,12 @@ def print_plan(target: Target, setup: "Setup", planner: Any) -> None:
     for line in found.lines(planner.length.num_steps(recipe.rows * found.ranks, recipe.accumulated)):
         say(line)
     if planner.missing:
-        say(f"What is simulated here, `make {ENVIRONMENTS[planner.missing]}` compiles for the device itself.")
+        say(f"This is simulated. `make {ENVIRONMENTS[planner.missing]}` installs the device's own compiler.")
     if found.fits:
         return
     tried = first_that_fits(planner, recipe, found, setup.model.pretrained is not None and not setup.model.freezes)
     if tried is None:
-        say("No change of rows, gradient checkpointing, sharding or quantisation makes it fit: take more devices, "
+        say("Fewer rows, gradient checkpointing, sharding and quantisation do not make it fit. Use more devices, "
             "shorter rows or a smaller model.")
         return
     variant, found = tried

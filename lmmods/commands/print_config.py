@@ -1,4 +1,4 @@
-"""`--print_config`: print the recipe that a command line makes, with every default filled in."""
+"""`--print_config`: print the resolved recipe, with all defaults."""
 
 from importlib.metadata import version
 from typing import Any
@@ -25,7 +25,7 @@ def print_config(parsed: Recipe, word: str) -> None:
     """
     flags = [flag for flag in word.partition("=")[2].split(",") if flag]
     if unknown := [flag for flag in flags if flag not in FLAGS]:
-        raise UserError(f"--print_config is {unknown[0]}, but takes {' and '.join(FLAGS)}.")
+        raise UserError(f"--print_config is {unknown[0]}, but must be {' or '.join(FLAGS)}.")
     with guarded_imports():
         tree = whole(parsed, LibraryClasses(parsed)) | parsed.options
     if "skip_default" in flags:

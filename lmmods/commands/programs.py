@@ -10,7 +10,7 @@ import lmmods
 from lmmods.recipe.trust import FLAG, is_trusted
 
 TRAIN = Path(lmmods.__path__[0]).parent / "train.py"
-# As the user types it: an installed package has no train.py beside it, but the script `lmmods`.
+# As the user types it: an installed package has no train.py, but the script `lmmods`.
 TYPED = ("python", "train.py") if TRAIN.exists() else ("lmmods",)
 
 
@@ -26,7 +26,7 @@ def started(arguments: list[str], log: Path, keeps: tuple[int, ...] = ()) -> Ite
 
     Args:
         log: File that its output is appended to.
-        keeps: File descriptors that the process inherits and holds open.
+        keeps: File descriptors that the process inherits and keeps open.
     """
     with open(log, "ab") as file:
         process = Popen(command(arguments), stdin=DEVNULL, stdout=file, stderr=STDOUT, pass_fds=keeps)

@@ -13,10 +13,10 @@ COLUMNS = ("recipe", "task", "training", "model", "hardware", "time")
 
 
 def recipes(show: str | None = None) -> None:
-    """List every recipe with task, model, hardware and time, as the comments at their tops say.
+    """List the shipped recipes with task, model, hardware and time.
 
     Args:
-        show: Print the file of this recipe instead, for a copy of your own: recipes --show clm > mine.yaml.
+        show: Print this recipe instead, for example to copy it: recipes --show clm > mine.yaml.
 
     Raises:
         UserError: No recipe has this name.
@@ -67,16 +67,16 @@ def _chosen(found: dict[str, Path], name: str) -> Path:
     if name not in found:
         near = difflib.get_close_matches(name, found, 1)
         raise UserError(f"--show {name}: no recipe has this name." + (f" Did you mean {near[0]}?" if near else
-                                                                     " Without --show, all are listed."))
+                                                                     " Remove --show to list all."))
     return found[name]
 
 
 def _how_to_use(found: dict[str, Path]) -> list[str]:
-    lines = [f"They lie in {recipe_folder()}. Run one with fit --config NAME, or copy it with recipes --show NAME > "
-             "mine.yaml; new writes one for your own model and data."]
+    lines = [f"They are in {recipe_folder()}. Run one with fit --config NAME, copy it with recipes --show NAME > "
+             "mine.yaml, or create one for your model and data with new."]
     lacking = [name for name, path in found.items() if DEMO.search(path.read_text(encoding="utf-8"))]
     if not Path("demo").is_dir():
-        lines.append(f"{', '.join(lacking)} work on the files in demo/, which a clone of the project has and this "
-                     "folder has not: run them there.")
+        lines.append(f"{', '.join(lacking)} need the files in demo/ of a clone of the project. Run them "
+                     "there.")
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
     return [part for line in lines for part in textwrap.wrap(line, min(width, 120), break_on_hyphens=False)]

@@ -16,8 +16,7 @@ from lmmods.core.errors import UserError
 if TYPE_CHECKING:
     from lmmods.recipe.keys import Key
 
-GROUPS = {"train": "Train", "tune": "Tune", "data": "Look at the data", "results": "Use and compare results",
-          "help": "Find your way"}
+GROUPS = {"train": "Train", "tune": "Tune", "data": "Prepare", "results": "Use a trained model", "help": "Set up"}
 
 
 @dataclass(frozen=True)
@@ -44,36 +43,37 @@ class Command:
 
 RECIPE = "--config configs/sft_qlora.yaml"
 COMMANDS = {
-    "fit": Command("train", "Train.", "commands.train:fit", takes="recipe", example=RECIPE),
+    "fit": Command("train", "Train a model.", "commands.train:fit", takes="recipe", example=RECIPE),
     "validate": Command("train", "Evaluate on the validation set.", "commands.train:validate", takes="recipe",
                         example=RECIPE),
     "test": Command("train", "Evaluate on the test set.", "commands.train:test", takes="recipe", example=RECIPE),
-    "predict": Command("train", "Write predictions.jsonl.", "commands.train:predict", takes="recipe", example=RECIPE),
-    "recipes": Command("help", "List the recipes that come with the project: task, model, hardware, time.",
+    "predict": Command("train", "Run the model on the predict set and write predictions.jsonl.",
+                       "commands.train:predict", takes="recipe", example=RECIPE),
+    "recipes": Command("help", "List the shipped recipes with task, model, hardware and time.",
                        "commands.recipes:recipes"),
-    "new": Command("data", "Write a recipe for your own model and data.", "commands.new:new", ("name",),
+    "new": Command("data", "Create a recipe for your model and data.", "commands.new:new", ("name",),
                    example="mine --model demo/llama --data demo/instructions.jsonl"),
-    "inspect": Command("data", "Show what would be trained on, and train nothing.", "commands.inspect:inspect",
-                       takes="recipe", example=RECIPE),
-    "plan": Command("data", "Say whether a recipe fits on devices that are not here, and how long it runs.",
-                    "commands.plan:plan", takes="recipe", example=f"{RECIPE} --on 8xH100"),
-    "find": Command("tune", "Find the learning rate and the fastest batch size of a recipe.", "extras.find:find",
+    "inspect": Command("data", "Show training rows, loss mask, sizes and memory, without training.",
+                       "commands.inspect:inspect", takes="recipe", example=RECIPE),
+    "plan": Command("data", "Estimate memory and step time on hardware you do not have.", "commands.plan:plan",
+                    takes="recipe", example=f"{RECIPE} --on 8xH100"),
+    "find": Command("tune", "Find a learning rate and the fastest batch size that fits.", "extras.find:find",
                     takes="recipe", example=RECIPE),
-    "sweep": Command("tune", "Train a recipe with many settings, on this machine (Optuna) or by W&B's agents.",
+    "sweep": Command("tune", "Search hyperparameters, locally (Optuna) or with W&B agents.",
                      "extras.sweep.command:sweep", ("parameters",), "words"),
-    "chat": Command("results", "Talk to a run, a checkpoint, a model folder or a hub model.", "extras.chat:chat"),
-    "merge": Command("results", "Merge a run's adapter into its base: a plain Hugging Face folder.",
+    "chat": Command("results", "Chat with a run, a checkpoint, a model folder or a hub model.", "extras.chat:chat"),
+    "merge": Command("results", "Merge a run's adapter into its base model and write a Hugging Face folder.",
                      "commands.merge:merge", example="--run runs/sft_qlora --out merged"),
-    "evaluate": Command("results", "Evaluate a run on tasks of lm-eval.", "commands.evaluate:evaluate",
+    "evaluate": Command("results", "Run lm-eval benchmarks on a run.", "commands.evaluate:evaluate",
                         example="--run runs/sft_qlora --tasks hellaswag"),
-    "verify": Command("results", "Check a run against its manifest.json; train its first steps again.",
+    "verify": Command("results", "Check a run's files against its manifest.",
                       "extras.verify:verify", ("run",), example="runs/sft_qlora"),
-    "report": Command("results", "Lay runs side by side on one HTML page.", "extras.report.command:report", ("runs",),
+    "report": Command("results", "Compare runs on one HTML page.", "extras.report.command:report", ("runs",),
                       example="runs/sft_qlora"),
-    "doctor": Command("help", "Say what works on this machine: versions, devices, kernels, disk, accounts.",
+    "doctor": Command("help", "Check this machine: versions, devices, kernels, disk, accounts.",
                       "extras.doctor:doctor"),
-    "dashboard": Command("results", "Lay out the W&B workspace of a project.", "extras.dashboard:dashboard"),
-    "migrate": Command("help", "Make a recipe of a YAML of axolotl, LLaMA-Factory or TRL.",
+    "dashboard": Command("results", "Set up a W&B workspace for a project.", "extras.dashboard:dashboard"),
+    "migrate": Command("help", "Convert an axolotl, LLaMA-Factory or TRL config to a recipe.",
                        "extras.migration.command:migrate", ("file",), example="theirs.yaml --out mine.yaml"),
 }
 RECIPE_COMMANDS = tuple(name for name, command in COMMANDS.items() if command.takes == "recipe")
@@ -86,10 +86,10 @@ def program_help() -> str:
                               if command.group == group)] for group, title in GROUPS.items()]
     return "\n\n".join([
         "usage: python train.py COMMAND [options]",
-        "lmmods trains language models: a recipe is one YAML file, the engine torch (Lightning) or JAX (Flax).",
+        "Train language models from one YAML recipe, on torch (Lightning) or JAX (Flax).",
         *("\n".join(lines) for lines in groups if len(lines) > 1),
         textwrap.dedent("""\
-            python train.py COMMAND --help explains its options; of fit, every key of a recipe.
+            python train.py COMMAND --help lists its options; fit --help lists every recipe key.
             A first run: python train.py fit --config configs/sft_qlora.yaml""")])
 
 
@@ -97,8 +97,8 @@ def check_command(name: str) -> None:
     """Raise UserError if there is no command of this name."""
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
-        raise UserError(f"There is no command {name!r}." + (f" Did you mean {near[0]}?" if near else "")
-                        + " python train.py --help lists all.")
+        raise UserError(f"Unknown command {name!r}." + (f" Did you mean {near[0]}?" if near else "")
+                        + " See python train.py --help.")
 
 
 def function_of(name: str) -> Callable[..., None]:
@@ -135,7 +135,7 @@ def parse_command(name: str, words: list[str]) -> dict[str, Any]:
 
 
 def _split(words: list[str], own: dict[str, "Key"]) -> tuple[list[str], list[str]]:
-    """Part the words of a command with own options and those of a recipe."""
+    """Separate the words of a command's own options from those of a recipe."""
     mine, recipe, rest = [], [], list(words)
     while rest:
         word = rest.pop(0)

@@ -31,11 +31,11 @@ def read_reward_model(name: str, key: str, chats: bool) -> "RewardModel":
     the positions that it has. The network is loaded when it first scores.
 
     Args:
-        key: Recipe key that holds the name.
+        key: Recipe key of the name.
         chats: True if it must be able to score conversations.
 
     Raises:
-        UserError: There is no such model, it is no reward model, has several labels, or cannot write conversations.
+        UserError: There is no such model, it is not a reward model, has several labels, or cannot write conversations.
     """
     folder = _run_of(name)
     return _of_run(folder, f"{key} {name}") if folder else _of_model(name, f"{key} {name}", chats)
@@ -72,7 +72,7 @@ def _of_run(folder: RunFolder, key: str) -> "RewardModel":
     check_remote_code(block.get("init_args") or {})
     model, declared = read_blocks(folder)
     if not isinstance(model, RewardFields) or not isinstance(declared, RewardDataFields):
-        raise UserError(f"{key} is a run of {block.get('class_path')}, but must be one of Reward.")
+        raise UserError(f"{key} is a run of {block.get('class_path')}, but must be a Reward run.")
     model.compile, model.gradient_checkpointing = False, False  # only useful in training
     exported = exported_fields(folder, model)
     if exported is None:
@@ -98,8 +98,8 @@ def _of_model(name: str, key: str, chats: bool) -> "RewardModel":
                       max_length=position_limit(model.config_fields()) or LENGTH)
     _connect(data, model)
     if chats and not data.tokenizer.chat_template:
-        raise UserError(f"{key} has no chat template, so how it reads conversations is unknown. Put the template of "
-                        "its training into its folder as chat_template.jinja.")
+        raise UserError(f"{key} has no chat template for conversations. Add the template of its training to its "
+                        "folder as chat_template.jinja.")
     return RewardModel(key, model, data, frozen=True)
 
 
@@ -113,9 +113,9 @@ def _base_of(name: str, key: str) -> str:
     found = adapter_config(name, key)
     adapter_weights(name, key)
     if found.get("task_type") not in (None, "SEQ_CLS"):
-        raise UserError(f"{key} is an adapter for {found['task_type']}, but a reward model's is for SEQ_CLS.")
+        raise UserError(f"{key} is an adapter for {found['task_type']}, but must be one for SEQ_CLS.")
     if not found.get("base_model_name_or_path"):
-        raise UserError(f"{key}: {SETTINGS} does not say what the adapter's base model is.")
+        raise UserError(f"{key}: {SETTINGS} has no base_model_name_or_path. Add the adapter's base model.")
     _check_head(found["base_model_name_or_path"], key, has_new_head=bool(found.get("modules_to_save")))
     return found["base_model_name_or_path"]
 
@@ -127,7 +127,7 @@ def _check_head(name: str, key: str, has_new_head: bool = False) -> None:
         return
     [kind] = (config.architectures or ["model without a head"])[:1]
     if not kind.endswith(HEAD):
-        raise UserError(f"{key} is a {kind}, and no reward model, which classifies sequences and has one label: name a "
-                        "finished run of Reward, or another model of this kind.")
+        raise UserError(f"{key} is a {kind}, not a reward model. Use a finished Reward run, or a sequence "
+                        "classification model with one label.")
     if config.num_labels != 1:
-        raise UserError(f"{key} has {config.num_labels} labels, but a reward model has one, the score.")
+        raise UserError(f"{key} has {config.num_labels} labels, but a reward model must have one, the score.")

@@ -1,8 +1,7 @@
 """Build what a recipe describes on its engine: trainer, model and data module."""
 
 import inspect
-import os
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,28 +20,28 @@ from lmmods.core.hf_config import position_limit, tells_token_types
 from lmmods.core.redaction import left_out, redacted
 from lmmods.recipe.classes import FOLDERS, check_callback, implementation
 from lmmods.recipe.engines import load_engine
-from lmmods.recipe.keys import BLOCKS
+from lmmods.recipe.keys import BLOCKS, keys_of
 from lmmods.recipe.library_classes import LibraryClasses, whole
 from lmmods.recipe.reader import Recipe, filled, objects
 from lmmods.recipe.rewards import columns_of, read_rewards
 from lmmods.recipe.tasks.base import ConversationFields, TokenLossFields
 from lmmods.recipe.tasks.grpo import GRPOFields
-from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
+from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted, resolved
+from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
-from lmmods.runs.inside import way_out
-from lmmods.runs.trackio import configure_trackio
-from lmmods.runs.wandb import configure_wandb, known_wandb_id, wandb_loggers
+from lmmods.runs.loggers import support_of
+from lmmods.runs.run_files import way_out
 
 
 class Setup:
-    """What a recipe describes, built: `trainer`, `model` and `datamodule` of its engine.
+    """Objects built from a recipe: `trainer`, `model` and `datamodule` of its engine.
 
     Used as a context, it names what to lower where an engine runs out of memory.
 
     Args:
         recipe: The recipe of a command line.
-        trainer: Arguments of the trainer in place of the recipe's.
+        trainer: Arguments of the trainer that replace the recipe's.
 
     Raises:
         UserError: The engine cannot do what the recipe asks for, or the recipe is not trusted.
@@ -76,21 +75,20 @@ class Setup:
             raise what_to_lower(error, last and last.name) from error
 
     def _configure_loggers(self) -> None:
-        """Leave out loggers that the command does not use, give W&B's their folder, project and run id, and check where
-        they write."""
+        """Leave out loggers that the command does not use, set the options of the others, and check where they write.
+        """
         recipe, trainer = self.recipe, self.libraries.values.get("trainer", Namespace())
         folder = RunFolder(recipe.values("trainer")["default_root_dir"])
+        loggers = [spec for spec in _as_list(trainer.get("logger")) if isinstance(spec, Namespace)]
         if recipe.command != "fit" and trainer.get("logger") is not None:
-            # predict logs its table to the W&B run; other commands write metrics.json alone.
-            continues = recipe.command == "predict" and known_wandb_id(folder)
-            trainer.logger = wandb_loggers(trainer.logger) or None if continues else None
+            # predict logs its table to the run of fit; other commands write metrics.json alone.
+            loggers = [spec for spec in loggers if recipe.command == "predict"
+                       and support_of(spec.class_path).continues(folder.root)]
+            trainer.logger = loggers or None
         _check_complete(self.whole())
         resumes = recipe.command == "predict" or bool(recipe.options.get("ckpt_path"))
-        for logger in wandb_loggers(trainer.get("logger")):
-            configure_wandb(logger.init_args, folder, resumes)
-        for logger in _as_list(trainer.get("logger")):
-            if str(getattr(logger, "class_path", "")).endswith("TrackioLogger"):
-                configure_trackio(logger.init_args, folder, resumes)
+        for spec in loggers:
+            support_of(spec.class_path).configure(spec.init_args, folder.root, resumes)
         check_outputs(trainer, folder)
 
     def whole(self) -> dict[str, Any]:
@@ -181,6 +179,25 @@ class Setup:
         return tree
 
 
+# Keys of `trainer` that a dry run overrides.
+DRY = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "fast_dev_run": False,
+       "profiler": None, "barebones": False, "callbacks": None, "enable_checkpointing": False,
+       "enable_progress_bar": False, "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": None,
+       "check_val_every_n_epoch": 10**9}
+
+
+def dry_setup(recipe: Recipe, **trainer: Any) -> Setup:
+    """Build a recipe to measure what it computes: nothing is logged, sampled or saved, and no folder is created.
+
+    Args:
+        trainer: Keys of the recipe's trainer to set.
+    """
+    names = keys_of(recipe.kind("trainer"))
+    changes = {name: value for name, value in (DRY | trainer).items() if name in names}
+    given = recipe.given | dict.fromkeys(BLOCKS, {}) | {"trainer": recipe.given["trainer"] | changes}
+    return Setup(replace(recipe, given=given))
+
+
 def _built(kind: type, *args: Any, **kwargs: Any) -> Any:
     """Instantiate a class; errors of Lightning classes become UserError, others propagate."""
     if not kind.__module__.startswith("lightning."):
@@ -204,8 +221,8 @@ def _check_complete(recipe: dict[str, Any]) -> None:
     """Reject values that a run's config.yaml left out. Raises UserError."""
     if key := next(left_out(recipe), None):
         short = key.replace(".init_args.", ".")
-        raise UserError(f"{key} has *** where a password or token was: config.yaml of a run keeps none. Give the whole "
-                        f"value again, on the command line (--{short} …) or in a later recipe (--config).")
+        raise UserError(f"{key} has *** where a password or token was, as a run's config.yaml stores none. Set the "
+                        f"whole value again, on the command line (--{short} …) or in a later recipe (--config).")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,10 +232,7 @@ def _check_complete(recipe: dict[str, Any]) -> None:
 # their settings are checked before any of them is built.
 
 PROFILERS = ("AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler")
-# Files that are overwritten under fixed names; `*` stands for the profile name given in the recipe.
-FILES = {"CSVLogger": ("metrics.csv", "hparams.yaml"), "TensorBoardLogger": ("hparams.yaml",),
-         **dict.fromkeys(PROFILERS, ("*.txt", "*.prof", "*.json"))}
-SERVERS = ("http://", "https://", "databricks")
+PROFILES = ("*.txt", "*.prof", "*.json")  # files that they overwrite; `*` stands for the name given in the recipe
 TRUST = f"or, if you trust the recipe, add {FLAG} true to the command line."
 
 
@@ -229,22 +243,26 @@ def check_outputs(trainer: Any, folder: RunFolder) -> None:
         UserError: A Lightning class would write outside the run folder, over foreign files, or to an unknown place.
     """
     for key in ("logger", "profiler"):
-        given = trainer.get(key)
-        for spec in given if isinstance(given, list) else [given]:
+        for spec in _as_list(trainer.get(key)):
             path = str(getattr(spec, "class_path", ""))
             if path.split(".")[0] in PACKAGES[:2] and not is_trusted():
                 options = {name: value for part in ("init_args", "dict_kwargs") for name, value in
                            (spec.get(part) or {}).items()}
-                _check(f"trainer.{key}", path.rsplit(".", 1)[-1], options, folder)
-            elif path == "lmmods.runs.csv_logger.MetricsCSV":
+                _check(f"trainer.{key}", path, options, folder)
+            elif path and resolved(path) is MetricsCSV:
                 raise UserError("trainer.logger: MetricsCSV does not work here. Every run has it already.")
 
 
-def _check(key: str, name: str, options: dict[str, Any], folder: RunFolder) -> None:
+def _check(key: str, path: str, options: dict[str, Any], folder: RunFolder) -> None:
+    name = path.rpartition(".")[2]
     if options.get("settings"):  # wandb.Settings holds many paths
         raise UserError(f"{key}: {name} is given settings, which can name any place to write to. Leave them out, "
                         f"{TRUST}")
-    places = _places(name, options)
+    if key == "trainer.logger":
+        places, files = support_of(path).folders(options), support_of(path).overwrites
+    else:
+        places, files = [options.get("dirpath")] if name in PROFILERS else None, PROFILES
+        places = [] if name == "PassThroughProfiler" else places
     if places is None:
         raise UserError(f"{key}: it is not known where {name} writes. Name another one (docs/extending.md), {TRUST}")
     for place in filter(None, places):
@@ -252,34 +270,10 @@ def _check(key: str, name: str, options: dict[str, Any], folder: RunFolder) -> N
         if out is not None:
             raise UserError(f"{key}: {name} would write to {out}, and what a run writes lies in its folder. Name a "
                             f"folder in {folder.root}, {TRUST}")
-        taken = [path for pattern in FILES.get(name, ()) for path in Path(place).glob(pattern)]
+        taken = [path for pattern in files for path in Path(place).glob(pattern)]
         if taken and not folder.holds_run():
             raise UserError(f"{key}: {name} would write over {taken[0]}, which no run wrote. Name another folder in "
                             f"{folder.root}, {TRUST}")
-
-
-def _places(name: str, options: dict[str, Any]) -> list[str] | None:
-    """Return the folders that a class writes to, None if unknown; a None entry means the run folder."""
-    if name in ("CSVLogger", "TensorBoardLogger"):
-        version = options.get("version")
-        version = version if isinstance(version, str | None) else f"version_{version}"
-        return [os.path.join(*(str(part or "") for part in (options.get("save_dir"), options.get("name"), version,
-                                                             options.get("sub_dir"))))]
-    if name == "WandbLogger":
-        return [options.get("save_dir"), options.get("dir")]
-    if name == "MLFlowLogger":
-        store = options.get("tracking_uri") or options.get("save_dir")
-        is_users = str(store).startswith(SERVERS) or store == os.environ.get("MLFLOW_TRACKING_URI")
-        return [None if is_users else _folder_of(store), _folder_of(options.get("artifact_location"))]
-    if name in PROFILERS:
-        return [options.get("dirpath")]
-    return [] if name == "PassThroughProfiler" else None
-
-
-def _folder_of(store: str | None) -> str | None:
-    """Return the folder of an MLflow store: the store itself, or the folder of its SQLite database."""
-    file = str(store).removeprefix("sqlite:///")
-    return store if file == str(store) else os.path.dirname(file) or "."
 
 
 def _is_odd(place: str) -> bool:

@@ -6,14 +6,14 @@ from lmmods.recipe.reader import Recipe
 
 
 def fit(parsed: Recipe, ckpt_path: str | None = None, overwrite: bool = False, stop_at: int | None = None) -> None:
-    """Train.
+    """Train a model.
 
     Args:
-        ckpt_path: Go on from a checkpoint: `last`, `best`, a step number or a path. `auto` is the last one, or
-            begins the run where there is none yet: the same command starts a run and restarts it.
-        overwrite: Delete what an earlier run left in the run folder.
-        stop_at: Save and end after this optimiser step. Rates and order stay those of the whole run, which
-            `--ckpt_path last` goes on with.
+        ckpt_path: Resume from a checkpoint: `last`, `best`, a step number or a path. `auto` resumes from the last
+            checkpoint, or starts a new run if there is none, so the same command can be restarted.
+        overwrite: Delete an earlier run's files from the run folder.
+        stop_at: Save and exit after this optimiser step. The learning-rate schedule and data order of the full run do
+            not change; resume with `--ckpt_path last`.
     """
     _run(parsed, ckpt_path=ckpt_path, overwrite=overwrite, stop_at=stop_at)
 
@@ -22,7 +22,7 @@ def validate(parsed: Recipe, ckpt_path: str | None = None) -> None:
     """Evaluate on the validation set.
 
     Args:
-        ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
+        ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path. null uses the initial model.
     """
     _run(parsed, ckpt_path=ckpt_path)
 
@@ -31,16 +31,16 @@ def test(parsed: Recipe, ckpt_path: str | None = None) -> None:
     """Evaluate on the test set.
 
     Args:
-        ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path; null is the untrained start.
+        ckpt_path: Checkpoint to evaluate: `last`, `best`, a step number or a path. null uses the initial model.
     """
     _run(parsed, ckpt_path=ckpt_path)
 
 
 def predict(parsed: Recipe, ckpt_path: str | None = None) -> None:
-    """Write predictions.jsonl.
+    """Run the model on the predict set and write predictions.jsonl.
 
     Args:
-        ckpt_path: Checkpoint to use: `last`, `best`, a step number or a path; null is the untrained start.
+        ckpt_path: Checkpoint to use: `last`, `best`, a step number or a path. null uses the initial model.
     """
     _run(parsed, ckpt_path=ckpt_path)
 

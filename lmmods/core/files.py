@@ -1,8 +1,10 @@
-"""Bounded reads of untrusted files, such as those of an unpacked run or a downloaded model."""
+"""Bounded reads of untrusted files, such as those of an unpacked run; errors of paths and disks."""
 
 import errno
 import os
+import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from lmmods.core.errors import UserError
@@ -58,17 +60,47 @@ _WRONG_PATHS = {
 }
 
 
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and its causes: libraries wrap the system's error in their own."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def wrong_path_in(error: BaseException | None) -> UserError | None:
     """Return the error to report if an unusable path caused an exception; None for other causes."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _WRONG_PATHS and error.filename is not None:
-            place = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno in _WRONG_PATHS and cause.filename is not None:
+            place = os.fsdecode(cause.filename) if isinstance(cause.filename, bytes) else str(cause.filename)
             shown = place if len(place) <= 200 else f"{place[:100]}… ({len(place)} characters)"
-            return UserError(f"The path {shown} cannot be used: it {_WRONG_PATHS[error.errno]}. Name another one.")
-        if isinstance(error, ValueError) and "embedded null" in str(error):
+            return UserError(f"The path {shown} cannot be used: it {_WRONG_PATHS[cause.errno]}. Name another one.")
+        if isinstance(cause, ValueError) and "embedded null" in str(cause):
             return UserError("A path holds a NUL byte, which no name of a file has. Name another one.")
-        error = error.__cause__ or error.__context__
     return None
+
+
+# Disk full, quota exceeded, file too large, input/output error, read-only file system.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+def disk_error_in(error: BaseException | None) -> UserError | None:
+    """Return the error to report if a failing disk caused an exception, while writing any file; else None."""
+    for cause in _causes(error):
+        if (reason := disk_problem(cause)) is not None:
+            where = f" ({cause.filename})" if getattr(cause, "filename", None) else ""
+            return UserError(f"The disk cannot be written: {reason}{where}. Make room; a run resumes with "
+                             "--ckpt_path last.")
+    return None
+
+
+def disk_problem(error: BaseException) -> str | None:
+    """Return the system's message for a disk failure, None for any other error.
+
+    safetensors reports the error number in its text only.
+    """
+    told = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    number = int(told[1]) if told else getattr(error, "errno", None)
+    return os.strerror(number) if number in _DISK_ERRORS else None
 
 
 def check_place(option: str, path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lmmods.core.experts import mixture_of
 from lmmods.core.hf_config import layer_config
+from lmmods.core.optimizers import OPTIMIZERS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Size of a network, and the arithmetic of training it, the same on both engines.
@@ -177,10 +178,6 @@ CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
 LEAST_CHUNK = 128  # positions of a chunk, over which reading the weights of a large vocabulary is spread
 Method = Literal["counted from the configuration", "counted on fake tensors", "compiled by XLA", "measured"]
-# Bytes of optimiser state per trained parameter, in float32.
-STATE_BYTES = {"adamw": 8, "paged_adamw_32bit": 8, "lion": 4, "muon": 4, "adafactor": 4.1, "sgd": 4, "adamw_8bit": 2,
-               "paged_adamw_8bit": 2, "lion_8bit": 1, "paged_lion_8bit": 1, "sgd_8bit": 1}
-LIKE_PARAMETER = ("adamw", "sgd", "muon")  # optimisers whose state has the dtype of its parameter
 
 
 # A block that takes more than this fraction of the gap for it fits only just: a batch or a result that is placed inside
@@ -245,7 +242,7 @@ class Step:
 
     Args:
         num_trainable: Parameters that train.
-        optimizer: A key of `STATE_BYTES`.
+        optimizer: A key of `OPTIMIZERS`.
         checkpointing: True if only the blocks' inputs are kept, and a block is computed again to differentiate it.
         compute_bytes: Bytes of an activation.
         param_bytes: Bytes of a parameter that trains, and of its gradient.
@@ -325,7 +322,7 @@ def estimate_step(widths: Widths, weight_bytes: float, step: Step, num_tokens: i
     # the gradients of what it has kept.
     working = num_tokens * block if step.checkpointing or step.runs == "scanned" else 0
     loss = step.loss_bytes(widths.vocabulary, num_tokens)
-    state = STATE_BYTES[step.optimizer] * (step.param_bytes / 4 if step.optimizer in LIKE_PARAMETER else 1)
+    state = OPTIMIZERS[step.optimizer].bytes_per_parameter(step.param_bytes)
     gradients = step.param_bytes + 4 * step.sums_gradients
     # Autocast casts the weights that train once, and keeps the copies for the backward pass.
     copies = step.compute_bytes * step.num_trainable if step.is_mixed and step.runs != "scanned" else 0

@@ -10,9 +10,8 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from lmmods.core.errors import UserError, refuse_value
+from lmmods.core.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec
 
-OptimizerName = Literal["adamw", "adafactor", "sgd", "lion", "muon", "adamw_8bit", "lion_8bit", "sgd_8bit",
-                        "paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_8bit"]
 # Of Muon: coefficients of a Newton-Schulz iteration, and the least norm that a matrix is divided by; as in
 # torch.optim.Muon.
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -56,36 +55,35 @@ def depth(name: str, layers: int) -> int:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How the trained parameters move.
+    """Update rule, learning rate and schedule.
 
     Args:
-        name: Update rule. The 8-bit and paged ones are bitsandbytes' (torch engine only). `muon` (Jordan et al. 2024)
-            moves the matrices of the layers; embeddings, heads, norms and biases follow adamw.
+        name: Update rule. The 8-bit and paged ones are bitsandbytes' (torch only). `muon` (Jordan et al. 2024) updates
+            the matrices of the layers; embeddings, heads, norms and biases use adamw.
         lr: Peak learning rate.
-        weight_decay: Decoupled decay, on matrices only: never on biases and norms.
-        b_lr_ratio: Learning rate of the matrices B of an adapter as a multiple of that of A, which is `lr`: LoRA+
-            (Hayou et al. 2024).
-        layer_decay: Factor d on the learning rate from each layer to the one below it (Clark et al. 2020, Bao et al.
-            2022): of n layers the last has `lr` d, the first `lr` d^n, embeddings `lr` d^(n + 1), and what follows the
-            layers `lr`.
-        ema_decay: Decay d of an exponential average of what trains, in float32: after each step average = d average +
-            (1 - d) parameters. Evaluation, samples and the exported model have the average. null keeps none.
-        betas: Decay rates of the running moments.
+        weight_decay: Decoupled weight decay, on matrices only: not on biases and norms.
+        b_lr_ratio: LoRA+ (Hayou et al. 2024): learning rate of an adapter's B matrices, as a multiple of `lr`.
+        layer_decay: Factor d on the learning rate from each layer to the one below (Clark et al. 2020, Bao et al.
+            2022). Of n layers, the last trains at `lr` d, the first at `lr` d^n, embeddings at `lr` d^(n + 1),
+            everything after the layers at `lr`.
+        ema_decay: Decay d of a float32 moving average of the trained parameters, updated after each step: average = d
+            average + (1 - d) parameters. Evaluation, samples and the exported model use it. null keeps none.
+        betas: Decay rates of the moments.
         eps: Added to the denominator of the Adam update.
         momentum: Momentum of sgd.
-        muon_momentum: Momentum of muon, of an average of the gradients.
-        nesterov: Whether muon looks ahead by one more step of its momentum.
-        ns_steps: Newton-Schulz iterations by which muon orthogonalises an update.
-        ns_dtype: Type that these compute in. torch.optim.Muon has bfloat16, which GPUs multiply faster; in float32 both
+        muon_momentum: Momentum of muon, a moving average of gradients.
+        nesterov: Use Nesterov momentum in muon.
+        ns_steps: Number of Newton-Schulz iterations that orthogonalise an update of muon.
+        ns_dtype: Type of these iterations. torch.optim.Muon uses bfloat16, which is faster on GPUs; with float32 both
             engines give the same curve.
-        adjust_lr: What muon multiplies `lr` by for a matrix of A rows and B columns: 0.2 sqrt(max(A, B)), with which
-            its updates are as large as adamw's (Liu et al. 2025) and one rate suits all parameters, or the original
+        adjust_lr: Factor of muon on `lr` for a matrix with A rows and B columns. match_rms_adamw: 0.2 sqrt(max(A, B)),
+            which makes updates as large as adamw's (Liu et al. 2025), so that one `lr` suits all parameters. original:
             sqrt(max(1, A / B)).
-        schedule: Shape of the learning rate after warm-up. `linear` and `cosine` fall to `min_lr_ratio` at the last
-            step; `wsd` stays flat and falls linearly over the last `decay` of the run.
-        warmup: Linear warm-up from 0: an integer is a number of optimiser steps, a fraction a share of the run.
-        decay: Length of the final fall of `wsd`: steps or share of the run.
-        min_lr_ratio: Learning rate at the end of the fall as a share of `lr`.
+        schedule: Learning rate after warmup. `linear` and `cosine` fall to `min_lr_ratio` at the last step; `wsd` stays
+            constant and falls linearly over the last `decay` of the run.
+        warmup: Linear warmup from 0: number of optimiser steps (integer) or fraction of the run.
+        decay: Length of the final decay of `wsd`: number of steps or fraction of the run.
+        min_lr_ratio: Final learning rate as a fraction of `lr`.
     """
 
     name: OptimizerName = "adamw"
@@ -115,8 +113,9 @@ class Optimizer:
         require(0 < self.layer_decay <= 1, "optimizer.layer_decay", self.layer_decay, "more than 0 and at most 1")
         require(self.ema_decay is None or 0 < self.ema_decay < 1, "optimizer.ema_decay", self.ema_decay,
                 "null, or more than 0 and less than 1")
-        require(self.ema_decay is None or self.name in ("adamw", "adafactor", "sgd", "muon"), "optimizer.ema_decay",
-                self.ema_decay, f"null with optimizer.name {self.name}: adamw, adafactor, sgd and muon keep averages")
+        *others, last = (name for name, spec in OPTIMIZERS.items() if not spec.is_bitsandbytes)
+        require(self.ema_decay is None or not self.spec.is_bitsandbytes, "optimizer.ema_decay", self.ema_decay,
+                f"null with optimizer.name {self.name}: {', '.join(others)} and {last} keep averages")
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas,
                 "two numbers from 0 up to but not including 1")
         require(self.eps > 0, "optimizer.eps", self.eps, "more than 0")
@@ -124,14 +123,29 @@ class Optimizer:
         require(0 <= self.muon_momentum < 1, "optimizer.muon_momentum", self.muon_momentum,
                 "from 0 up to but not including 1")
         require(1 <= self.ns_steps < 100, "optimizer.ns_steps", self.ns_steps, "from 1 to 99")
-        require(self.name != "sgd_8bit" or self.momentum > 0, "optimizer.momentum", self.momentum,
-                "more than 0 for sgd_8bit, which has no plain form")
+        require(not self.spec.needs_momentum or self.momentum > 0, "optimizer.momentum", self.momentum,
+                f"more than 0 for {self.name}, which has no plain form")
         require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", self.min_lr_ratio, "from 0 to 1")
         for key in ("warmup", "decay"):
             value = getattr(self, key)
             whole = isinstance(value, int)
             require(value >= 0 and (whole or value <= 1), f"optimizer.{key}", value,
-                    "a whole number of steps, or a share of the run from 0.0 to 1.0")
+                    "an integer number of steps, or a fraction of the run from 0.0 to 1.0")
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """What is known of the update rule."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the update rule in torch; under muon, of parameters that are not its matrices."""
+        return {name: tuple(self.betas) if name == "betas" else getattr(self, name) for name in self.spec.options}
+
+    @property
+    def muon_options(self) -> dict[str, Any]:
+        """Arguments of the rule of muon's matrices, as torch.optim.Muon names them."""
+        return {"momentum": self.muon_momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
 
     def muon_factor(self, num_rows: int, num_columns: int) -> float:
         """What the learning rate of a matrix is multiplied by under muon."""
@@ -148,7 +162,7 @@ class Optimizer:
         kind = 4
         if decays(name, num_dims):
             is_b = self.b_lr_ratio != 1 and ".lora_B." in name
-            kind = is_b + (0 if self.name == "muon" and is_hidden_matrix(name, num_dims) else 2)
+            kind = is_b + (0 if self.spec.has_matrix_rule and is_hidden_matrix(name, num_dims) else 2)
         return kind if self.layer_decay == 1 else kind * (layers + 2) + depth(name, layers)
 
     def groups(self, layers: int = 0) -> list[dict[str, float]]:
@@ -195,19 +209,19 @@ class LoRA:
 
     Args:
         rank: Rank of the update.
-        alpha: The update is scaled by alpha / rank (alpha / sqrt(rank) with `rslora`).
+        alpha: Scales the update by alpha / rank, or by alpha / sqrt(rank) with `rslora`.
         dropout: Dropout on the adapter's input.
-        targets: `all-linear` (every linear layer but the output head, experts and routers) or names of modules, matched
+        targets: `all-linear` (all linear layers except the output head, experts and routers) or module names, matched
             at their end.
-        target_parameters: Stacked matrices of experts that get an adapter for each expert, in addition to `targets`,
-            matched at the end of their names: `[experts.gate_up_proj, experts.down_proj]`. As in PEFT without `dropout`
-            and `dora`.
-        modules_to_save: Modules trained in full and saved with the adapter, for example `[lm_head, embed_tokens]`.
+        target_parameters: Stacked expert matrices that get an adapter for each expert, in addition to `targets`,
+            matched at the end of their names: `[experts.gate_up_proj, experts.down_proj]`. As in PEFT, without
+            `dropout` and `dora`.
+        modules_to_save: Modules to train in full and save with the adapter, for example `[lm_head, embed_tokens]`.
         dora: Weight-decomposed adapters (Liu et al. 2024).
         rslora: Rank-stabilised scaling (Kalajdzievski 2023).
-        init: First values. `kaiming` draws A and sets B to zero. `pissa` (Meng et al. 2024) takes the principal
-            singular vectors of each adapted matrix, and the base keeps the rest, quantised after that; without
-            `target_parameters` and `dora`.
+        init: Initial values. `kaiming` samples A and sets B to zero. `pissa` (Meng et al. 2024) starts from the
+            principal singular vectors of each adapted matrix; the base keeps the remainder, quantised afterwards. Not
+            with `target_parameters` or `dora`.
     """
 
     rank: int = 64
@@ -226,11 +240,10 @@ class LoRA:
         require(self.alpha > 0, "lora.alpha", self.alpha, "more than 0")
         require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "from 0 up to but not including 1")
         if self.target_parameters:
-            require(self.dropout == 0, "lora.dropout", self.dropout, "0 with lora.target_parameters: PEFT has none "
-                    "there")
-            require(not self.dora, "lora.dora", self.dora, "false with lora.target_parameters: PEFT has none there")
-            require(not self.is_principal, "lora.init", self.init, "kaiming with lora.target_parameters: PEFT has no "
-                    "other there")
+            require(self.dropout == 0, "lora.dropout", self.dropout, "0 with lora.target_parameters, as in PEFT")
+            require(not self.dora, "lora.dora", self.dora, "false with lora.target_parameters, as in PEFT")
+            require(not self.is_principal, "lora.init", self.init, "kaiming with lora.target_parameters, as in "
+                    "PEFT")
         require(not (self.dora and self.is_principal), "lora.init", self.init, "kaiming with lora.dora")
 
     @property
@@ -308,24 +321,23 @@ class TokenLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class Teacher:
-    """Knowledge distillation (Hinton et al. 2015): learn the distributions of a frozen teacher as well as the labels.
+    """Knowledge distillation (Hinton et al. 2015) from a frozen teacher, in addition to the labels.
 
     Args:
-        pretrained: The teacher: a folder or hub id of a model with the student's vocabulary.
-        adapter: Folder of an adapter on it.
-        quantize: Store it in 4 bits (nf4, fp4) or 8 (int8).
-        beta: 0 is the forward divergence KL(teacher || student), 1 the reverse one; between them lies the
-            Jensen-Shannon divergence from their mixture, of which this is the teacher's share (GKD, Agarwal et al.
-            2024).
+        pretrained: Folder or hub id of the teacher, a model with the student's vocabulary.
+        adapter: Folder of an adapter for the teacher.
+        quantize: Store the teacher in 4 bits (nf4, fp4) or 8 bits (int8).
+        beta: 0 is the forward divergence KL(teacher || student), 1 the reverse. Between them is the Jensen-Shannon
+            divergence from a mixture with this fraction of the teacher (GKD, Agarwal et al. 2024).
         temperature: Divides the logits of both in the divergence, which is not multiplied by its square.
         ratio: The loss is ratio * divergence + (1 - ratio) * cross-entropy.
-        top_k: Compute its so many likeliest tokens in the place of each scored one before training, once for all runs
-            that share them, and take all others together as one; the teacher is not in memory then. null compares all
-            tokens, with the teacher beside the student.
-        on_policy: Share of the rows, by their numbers, whose answers the student draws anew in each epoch; on these it
-            learns the divergence alone (GKD). Fine-tuning (SFT) alone has it.
-        max_new_tokens: Longest such answer in tokens; a longer one is cut off.
-        sampling_temperature: Temperature at which the student draws them.
+        top_k: Precompute the teacher's k most likely tokens for every target token, once for all runs that share them,
+            and treat all other tokens as one; the teacher then leaves memory. null compares all tokens, with the
+            teacher in memory.
+        on_policy: Fraction of the rows, chosen by index, whose answers the student samples in each epoch. These train
+            on the divergence alone (GKD). SFT only.
+        max_new_tokens: Maximum number of tokens in a sampled answer; longer answers are truncated.
+        sampling_temperature: Temperature of this sampling.
     """
 
     pretrained: str | None = None
@@ -357,7 +369,7 @@ class Teacher:
                 "more than 0")
         for name, default in (("max_new_tokens", 128), ("sampling_temperature", 0.9)):
             require(self.on_policy > 0 or getattr(self, name) == default, f"teacher.{name}", getattr(self, name),
-                    f"{default}, its default, with teacher.on_policy 0, which draws no answers")
+                    f"{default}, its default, with teacher.on_policy 0, which samples no answers")
 
     @property
     def divergence(self) -> Divergence:
@@ -367,24 +379,24 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Generation:
-    """How text is generated in predict and in samples; names and meanings of transformers' GenerationConfig.
+    """Decoding settings of predict and samples, with the names and meanings of transformers' GenerationConfig.
 
     Args:
-        max_new_tokens: Longest answer in tokens.
-        min_new_tokens: Shortest answer in tokens.
-        do_sample: Draw from the distribution instead of taking the most likely token.
-        num_beams: Width of beam search.
-        num_beam_groups: Groups of diverse beam search (Vijayakumar et al. 2018).
-        penalty_alpha: Degeneration penalty of contrastive search (Su et al. 2022), used with top_k > 1.
-        use_cache: Keep keys and values of past tokens.
+        max_new_tokens: Maximum number of tokens in an answer.
+        min_new_tokens: Minimum number of tokens in an answer.
+        do_sample: Sample instead of taking the most likely token.
+        num_beams: Number of beams.
+        num_beam_groups: Number of groups in diverse beam search (Vijayakumar et al. 2018).
+        penalty_alpha: Degeneration penalty of contrastive search (Su et al. 2022), used with top_k > 1. Torch only.
+        use_cache: Cache the keys and values of past tokens.
         temperature: Divides the logits before sampling.
-        top_k: Sample among the k most likely tokens (0: all).
-        top_p: Sample among the most likely tokens whose probabilities add up to top_p.
+        top_k: Sample from the k most likely tokens; 0 uses all.
+        top_p: Sample from the most likely tokens whose probabilities sum to top_p.
         typical_p: Locally typical sampling (Meister et al. 2022).
         diversity_penalty: Penalty between the groups of diverse beam search.
-        repetition_penalty: Penalty on tokens already present; 1 is none.
+        repetition_penalty: Penalty on tokens that occurred before; 1 is none.
         length_penalty: Exponent of the length in beam scores.
-        no_repeat_ngram_size: No n-gram of this size occurs twice; 0 is off.
+        no_repeat_ngram_size: Size of n-grams that may occur only once; 0 allows all.
     """
 
     max_new_tokens: int = 256
@@ -423,12 +435,12 @@ class Generation:
 
 @dataclass(frozen=True)
 class BestOf:
-    """Generate several answers to each prompt in predict, and take the one that a reward model scores highest.
+    """Let predict sample several answers per prompt and keep the one that a reward model scores highest.
 
     Args:
-        reward: The reward model: folder of a finished run of the task Reward, folder or hub id of a model for sequence
-            classification with one label, or folder of an adapter of one.
-        answers: Answers to each prompt.
+        reward: Reward model: folder of a finished Reward run, folder or hub id of a sequence classification model with
+            one label, or folder of an adapter for one.
+        answers: Number of answers per prompt.
     """
 
     reward: str | None = None
@@ -442,8 +454,8 @@ class BestOf:
     def check_method(self, generation: Generation) -> None:
         """Raise UserError unless a decoding method gives answers that differ."""
         if not generation.do_sample or generation.num_beams > 1:
-            raise UserError("model.best_of chooses among answers that are sampled: set model.generation.do_sample to "
-                            "true and model.generation.num_beams to 1, or model.best_of to null")
+            raise UserError("model.best_of needs sampled answers: set model.generation.do_sample to true and "
+                            "model.generation.num_beams to 1, or model.best_of to null")
 
 
 def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: float, do_sample: bool | None) -> None:
@@ -453,7 +465,8 @@ def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: f
     if num_beams % num_beam_groups:
         raise UserError(f"num_beam_groups {num_beam_groups} must divide num_beams {num_beams}: change one of them")
     if do_sample:
-        raise UserError("num_beam_groups cannot go with do_sample: set that to false or num_beam_groups to 1")
+        raise UserError("num_beam_groups cannot be combined with do_sample: set do_sample to false, or "
+                        "num_beam_groups to 1")
     if diversity_penalty <= 0:
         raise UserError(f"diversity_penalty is {diversity_penalty}, but num_beam_groups {num_beam_groups} needs it "
                         "above 0: try 1.0")
@@ -480,7 +493,7 @@ def check_set(settings: Any, block: str) -> None:
         default = item.default if item.default_factory is MISSING else item.default_factory()
         takes_null = default is None or default is MISSING or type(None) in get_args(item.type)
         require(takes_null or getattr(settings, item.name) is not None, f"{block}.{item.name}", "null",
-                f"set; without the key it is {default!r}")
+                f"set. Remove the key for its default, {default!r}")
 
 
 def _as_steps(length: int | float, num_steps: int) -> int:

@@ -7,8 +7,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -46,8 +46,8 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
          device: str = "auto") -> None:
     """Talk to a run, one of its checkpoints, a model folder or a hub model, with the prompts of training and predict.
 
-    At a terminal answers come as they are written; /help lists what can be said besides. Without one each line of stdin
-    is a turn. Answers go to stdout, everything else to stderr.
+    At a terminal answers come as they are written; Ctrl+C stops one, /new starts a new conversation, Ctrl+D ends.
+    Without a terminal each line of stdin is a turn. Answers go to stdout, everything else to stderr.
 
     Args:
         run: The run folder, of either engine.
@@ -94,8 +94,8 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
     try:
         if prompt is not None:
             session.ask(prompt)
-        elif sys.stdin.isatty():
-            tell(f"{source.title}. /help lists commands, Ctrl+D ends.")
+        elif sys.stdin.isatty() and sys.stdout.isatty():
+            tell(f"{source.title}. Ctrl+C stops an answer, {NEW} starts a new conversation, Ctrl+D ends.")
             converse(session)
         else:
             answer_lines(session)
@@ -387,12 +387,7 @@ def _generation(said: dict[str, Any]) -> Generation:
 # Conversation at a terminal or over a pipe.
 
 PROMPT = ">>> "
-COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)
-HELP = """/new            forget the conversation and begin another (also /reset)
-/system TEXT    the same, with TEXT as its system turn
-/help           this (also /?)
-/exit           end (also /quit, /bye or Ctrl+D)
-Ctrl+C stops an answer. A line that ends in \\ goes on in the next one."""
+NEW = "/new"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # terminal control characters, except line breaks and tabs
 
 
@@ -422,10 +417,6 @@ class Session:
     turns: dict[str, list[Message]] = field(default_factory=dict)  # conversation history per model
     num_asked: int = 0
     stopped: bool = False  # set by Ctrl+C
-
-    def begin(self, system: str | None) -> None:
-        """Start a new conversation."""
-        self.turns, self.system = {}, system
 
     def ask(self, text: str) -> None:
         """Print the answers on stdout and everything else on stderr.
@@ -489,103 +480,42 @@ class Session:
 
 
 def converse(session: Session) -> None:
-    """Read questions from a terminal until Ctrl+D or /exit."""
+    """Read questions from a terminal until Ctrl+D.
+
+    Ctrl+C at the prompt starts a new line, and during an answer stops it. A second one during an answer, which may be
+    waiting for a long computation, ends the program.
+    """
     with suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited, and earlier ones come back
 
-    with _interrupting(session) as answering:
-        while (text := _typed()) is not None:
-            try:
-                if not text.strip():
-                    continue
-                if match := COMMAND.fullmatch(text.strip()):
-                    if not _obey(session, match[1], (match[2] or "").strip()):
-                        return
-                    continue
-                with answering():
-                    session.ask(text)
-            except UserError as error:  # continue the conversation without this question
-                tell(str(error))
-
-
-def _obey(session: Session, command: str, text: str) -> bool:
-    """Execute a slash command and return whether to continue."""
-    if command in ("exit", "quit", "bye"):
-        return False
-    if command in ("help", "?"):
-        tell(HELP)
-    elif command in ("new", "reset") and not text:
-        session.begin(session.system)
-        tell("A new conversation.")
-    elif command == "system" and text and session.source.is_chat:
-        session.begin(text)
-        tell("A new conversation with this system turn.")
-    elif command == "system":
-        tell("/system TEXT begins anew with TEXT as the system turn." if session.source.is_chat
-             else "This model continues texts and has no system turn.")
-    else:
-        tell(f"There is no command /{command}{' with a text behind it' if command in ('new', 'reset') else ''}; /help "
-             "lists them.")
-    return True
-
-
-def _typed() -> str | None:
-    """Read an input with its continuation lines; None at the end of input. Ctrl+C discards it and asks again."""
-    lines: list[str] = []
-    while True:
-        try:
-            line = _line(PROMPT if not lines else "... ")
-        except EOFError:
-            print(file=sys.stderr, flush=True)
-            return None
-        except KeyboardInterrupt:
-            print(file=sys.stderr, flush=True)
-            tell("(Ctrl+D or /exit ends)")
-            lines = []
-            continue
-        if not line.endswith("\\"):
-            return "\n".join([*lines, line])
-        lines.append(line[:-1])
-
-
-def _line(prompt: str) -> str:
-    """Read a line; if stdout is redirected, the prompt does not go to it."""
-    if sys.stdout.isatty():
-        return input(prompt)
-    sys.stderr.write(prompt)
-    sys.stderr.flush()
-    if not (line := sys.stdin.readline()):
-        raise EOFError
-    return line.removesuffix("\n")
-
-
-@contextmanager
-def _interrupting(session: Session) -> Iterator[Callable[[], Any]]:
-    """Handle Ctrl+C: at the input prompt it starts a new line; within the yielded context it stops the answer.
-
-    A second Ctrl+C during an answer, which may be waiting for a long computation, ends the program.
-    """
-    answering = False
+    is_answering = False
 
     def on_interrupt(number: int, _frame: Any) -> None:
-        if not answering:
+        if not is_answering:
             raise KeyboardInterrupt
         if session.stopped:
             raise Interrupted("Interrupted.")
         session.stopped = True
 
-    @contextmanager
-    def answer() -> Iterator[None]:
-        nonlocal answering
-        session.stopped, answering = False, True
-        try:
-            yield
-        finally:
-            answering = False
-
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield answer
+        while True:
+            try:
+                text = input(PROMPT)
+                if text.strip() == NEW:
+                    session.turns = {}
+                    tell("A new conversation.")
+                elif text.strip():
+                    session.stopped, is_answering = False, True
+                    session.ask(text)
+            except UserError as error:  # continue the conversation without this question
+                tell(str(error))
+            except EOFError:
+                return print(file=sys.stderr, flush=True)
+            except KeyboardInterrupt:
+                tell("\n(Ctrl+D ends)")
+            finally:
+                is_answering = False
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from lmmods.core import hub
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.core.hardware import COMPILED, REFERENCE, cache_folder, memory_limit, num_cores, processor, variables
+from lmmods.core.hardware import COMPILED, REFERENCE, cache_folder, memory_limit, num_cores, processor
 from lmmods.core.redaction import redact
 from lmmods.core.versions import ROOT, Project, code_version, python_version
 
@@ -47,19 +47,15 @@ class Findings:
 
 PROBES = {"torch": "lmmods.torch_engine.probe", "jax": "jax_engine.probe"}
 PROBE_SECONDS = 60  # allows for a busy machine; otherwise a few suffice
-COUNTING_SECONDS = 2.0  # time limit for measuring a cache, which may be on a slow disk
-NETWORK_SECONDS = 10
 LITTLE_DISK, NO_DISK, LITTLE_SHARED = 10 * 2**30, 2**30, 2**30  # bytes
 LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_JOB_ID")
 
 
-def doctor(network: bool = False) -> None:
+def doctor() -> None:
     """Say what works on this machine and what does not.
 
     Each line is ok, a note, or a problem with what to do. The status is 0 where a run could start, else 2.
-
-    Args:
-        network: Also ask the hub and W&B whether they answer. Otherwise nothing leaves this machine.
+    Nothing leaves this machine.
 
     Raises:
         UserError: There is a problem.
@@ -74,8 +70,6 @@ def doctor(network: bool = False) -> None:
     _check_disks(findings)
     _check_cache(findings)
     _check_accounts(findings)
-    if network:
-        _check_network(findings)
     if findings.problems:
         count = len(findings.problems)
         raise UserError(f"{count} problem{'s' if count > 1 else ''}, see above.")
@@ -157,9 +151,6 @@ def _check_memory(findings: Findings) -> None:
     if shared.is_dir() and (free := shutil.disk_usage(shared).free) < LITTLE_SHARED:
         findings.add("note", f"/dev/shm has {_size(free)} free, through which data.num_workers hand over batches",
                      "leave data.num_workers at 0, or start the container with --shm-size 8g")
-    if set_here := variables():
-        findings.add("ok", "variables that change numbers: " + ", ".join(f"{name}={value}" for name, value
-                                                                         in set_here.items()))
 
 
 def check_torch(found: dict[str, Any] | str, findings: Findings) -> None:
@@ -223,8 +214,10 @@ def check_jax(found: dict[str, Any] | str, findings: Findings) -> None:
 
 
 def _check_disks(findings: Findings) -> None:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
     places = {"the working directory": Path.cwd(), "temporary files": Path(tempfile.gettempdir()),
-              "the cache": cache_folder(), "the hub's cache": _hub_cache()}
+              "the cache": cache_folder(), "the hub's cache": Path(HF_HUB_CACHE)}
     for name, path in places.items():
         there = next(each for each in (path, *path.absolute().parents) if each.exists())
         if not os.access(there, os.W_OK):
@@ -241,33 +234,19 @@ _OTHER_PLACE = {"the cache": "set LMMODS_CACHE to another folder", "the hub's ca
 
 
 def _check_cache(findings: Findings) -> None:
+    """Report the size of the cache and how to clear it, by name, as its folder may have files of others."""
     root = cache_folder()
-    stores = [path.parent for path in root.glob("*data-*/manifest.json")]
-    references = [path.parent for path in root.glob(f"{REFERENCE}-*/manifest.json")]
-    compiled = root / COMPILED
-    if not stores and not references and not compiled.is_dir():
+    folders = [path.parent for kind in ("*data", REFERENCE) for path in root.glob(f"{kind}-*/manifest.json")]
+    patterns = [f"{kind}-*" for kind in sorted({folder.name.rsplit("-", 1)[0] for folder in folders})]
+    patterns += [COMPILED] if (root / COMPILED).is_dir() else []
+    if not patterns:
         return findings.add("ok", "the cache is empty")
-    kinds = sorted({store.name.rsplit("-", 1)[0] for store in (*stores, *references)})
-    names = [*(f"{root / kind}-*" for kind in kinds), *([str(compiled)] if compiled.is_dir() else [])]
-    kept = f", log-probabilities of {len(references)} sets of answers ({_size_of(references)})" if references else ""
-    findings.add("ok", f"the cache holds {len(stores)} tokenised sources ({_size_of(stores)}){kept} and programs "
-                       f"compiled by XLA ({_size_of([compiled])}); all of it is made anew when it is needed. To clear "
-                       f"it while no run is under way: rm -r {' '.join(names)}")
-
-
-def _size_of(folders: list[Path]) -> str:
-    """Return the size of all files below folders, or the part counted within the time limit."""
-    total, end = 0, time.monotonic() + COUNTING_SECONDS
-    for folder in folders:
-        for here, _, names in os.walk(folder):
-            for name in names:
-                try:
-                    total += os.lstat(os.path.join(here, name)).st_size
-                except FileNotFoundError:  # replaced by a run in the meantime
-                    continue
-            if time.monotonic() > end:
-                return f"more than {_size(total)}"
-    return _size(total)
+    size = 0
+    for file in (file for pattern in patterns for file in root.glob(f"{pattern}/**/*")):
+        with suppress(FileNotFoundError):  # replaced by a run in the meantime
+            size += file.lstat().st_size
+    findings.add("ok", f"the cache has {_size(size)}, all of which is made again when it is needed. To clear it while "
+                       f"no run is under way: rm -r {' '.join(str(root / pattern) for pattern in patterns)}")
 
 
 def _size(num_bytes: float) -> str:
@@ -281,17 +260,14 @@ def _size(num_bytes: float) -> str:
 # Hub and W&B ----------------------------------------------------------------------------------------------------------
 
 
-def _hub_cache() -> Path:
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
-
-
 def _check_accounts(findings: Findings) -> None:
     """Report the hub and W&B accounts in the environment; of secrets only their presence."""
+    from huggingface_hub import get_token
+
     from lmmods.runs.wandb import has_wandb_key
 
     offline = hub.offline_by()
-    token = "HF_TOKEN is set" if os.environ.get("HF_TOKEN") else "a token is saved" if _saved_token().is_file() else \
+    token = "a token is set" if get_token() else \
         "no token, so gated and private repositories are out of reach (hf auth login)"
     findings.add("ok", f"hub: {f'offline ({offline})' if offline else 'online'}; {token}"
                        + (f"; HF_ENDPOINT is {redact(os.environ['HF_ENDPOINT'])}" if os.environ.get("HF_ENDPOINT")
@@ -299,31 +275,3 @@ def _check_accounts(findings: Findings) -> None:
     mode = os.environ.get("WANDB_MODE")
     key = "an API key is set" if has_wandb_key() else "no API key, so runs are kept offline (wandb login)"
     findings.add("ok", f"W&B: {f'WANDB_MODE is {redact(mode)}; ' if mode else ''}{key}")
-
-
-def _saved_token() -> Path:
-    return Path(os.environ.get("HF_TOKEN_PATH") or _hub_cache().parent / "token").expanduser()
-
-
-def _check_network(findings: Findings) -> None:
-    from huggingface_hub.constants import ENDPOINT
-
-    wandb = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    for name, url, wrong in (("the hub", ENDPOINT, hub.unreachable(NETWORK_SECONDS)),
-                             ("W&B", wandb, hub.without_answer(lambda: _ask(wandb), NETWORK_SECONDS))):
-        findings.add("note" if wrong else "ok", f"{name} at {redact(url)} "
-                     + (f"cannot be reached ({wrong})" if wrong else "answers"),
-                     "a proxy is set with HTTPS_PROXY; runs on local files need neither" if wrong else "")
-
-
-def _ask(url: str) -> str:
-    import urllib.error
-    import urllib.request
-
-    try:
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=NETWORK_SECONDS)
-    except urllib.error.HTTPError:
-        return ""  # any answer means the host is reachable
-    except (OSError, ValueError) as error:
-        return str(error)
-    return ""

@@ -1,4 +1,4 @@
-"""Fields of the blocks beside trainer, model and data: checkpoint, samples, mmlu and publish, on either engine."""
+"""Fields of the blocks checkpoint, samples, mmlu and publish, for both engines."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,15 +10,15 @@ from lmmods.recipe.source import SourceLike
 
 @dataclass(eq=False, repr=False)
 class CheckpointFields:
-    """When a checkpoint is written besides after each validation, at the end and when interrupted, and which stay.
+    """Which checkpoints to write and keep. One is also written after each validation, at the end and on interruption.
 
     Args:
-        every_n_steps: Optimiser steps between checkpoints; null saves after each validation and at the end only.
-        keep_last: How many of the newest to keep.
-        keep_best: How many of the best by `monitor` to keep in addition.
-        monitor: Metric that says which is best; null is val/loss, in reinforcement learning val/reward.
-        mode: Direction of `monitor`: `min` if smaller is better, `max` if larger is; null is that of the metric that
-            null means there, else min.
+        every_n_steps: Optimiser steps between checkpoints. null saves only after each validation and at the end.
+        keep_last: Number of newest checkpoints to keep.
+        keep_best: Number of best checkpoints, by `monitor`, to keep in addition.
+        monitor: Metric that ranks checkpoints. Default: val/loss; for GRPO val/reward.
+        mode: `min` if lower values of `monitor` are better, `max` if higher ones are. Default: that of the default
+            metric, otherwise min.
     """
 
     every_n_steps: int | None = 250
@@ -36,15 +36,16 @@ class CheckpointFields:
 
 @dataclass(eq=False, repr=False)
 class SampleFields:
-    """Generate from fixed prompts, always the likeliest token, so that the answers of two steps can be compared.
+    """Answer fixed prompts during training, by greedy decoding, so that steps can be compared.
 
     They go to samples.jsonl, to the console, and to W&B and TensorBoard where these log.
 
     Args:
-        prompts: What to ask: instructions in fine-tuning, beginnings of texts in language modelling; null asks nothing.
-        every_n_steps: Optimiser steps between samples. The end of the run is sampled too.
-        max_new_tokens: Longest answer in tokens.
-        compare_base: Also ask before the first step, and write that answer next to each later one.
+        prompts: Prompts: instructions in fine-tuning, beginnings of texts in language modelling. null generates
+            nothing.
+        every_n_steps: Optimiser steps between samples. There are also samples at the end.
+        max_new_tokens: Maximum number of tokens in an answer.
+        compare_base: Also generate before the first step, and write that answer next to each later one.
     """
 
     prompts: list[str] | None = None
@@ -61,21 +62,21 @@ class SampleFields:
 
 @dataclass(eq=False, repr=False)
 class MMLUFields:
-    """Ask multiple-choice questions while training; the answer is the likeliest letter, not a generated text.
+    """Ask multiple-choice questions during training; the answer is the most likely letter, not a generated text.
 
     Rows are `subject, input, output`: the whole prompt, up to and with `Answer:`, and the right letter, from A to J.
     Metrics are `mmlu/<name>/accuracy` (of all questions), `mmlu/<name>/mean_subject_accuracy` (of the subjects' own
     accuracies), `mmlu/<name>/loss` (cross-entropy over the letters) and `mmlu/<name>/<subject>`.
 
     Args:
-        source: Where the questions come from: file, folder, glob, URL, hub id, a mapping as in data.source, or a list
-            of these; null asks nothing.
-        every_n_steps: Optimiser steps between rounds of questions; null asks at each validation, so that checkpoints
-            and early stopping may go by the accuracy. The end of the run is asked too.
-        limit: Ask only so many of the questions, spread evenly over all; null asks all.
-        max_length: Longest prompt in tokens, at most what the model takes; longer ones lose their beginning and are
-            counted.
-        name: The part of the metrics' names that says which questions these are.
+        source: Questions: file, folder, glob, URL, hub id, a mapping as in data.source, or a list of these. null asks
+            none.
+        every_n_steps: Optimiser steps between rounds. Default: at each validation, so that checkpoints and early
+            stopping can use the accuracy. There is also a round at the end.
+        limit: Maximum number of questions, spread evenly over all. null asks all.
+        max_length: Maximum prompt length in tokens, at most the model's limit; longer prompts lose their beginning and
+            are counted.
+        name: Name of the question set in metrics.
     """
 
     source: SourceLike | None = None
@@ -97,14 +98,14 @@ class MMLUFields:
 
 @dataclass
 class BenchmarkScore:
-    """A metric of the run as a score on the leaderboard of a benchmark.
+    """A metric of the run as a score on a benchmark's leaderboard.
 
     Args:
-        metric: Name in metrics.json, such as test/exact_match; those of the command evaluate begin with eval/.
+        metric: Name in metrics.json, such as test/exact_match; metrics of the evaluate command start with eval/.
         dataset: Hub id of the benchmark.
-        task: The benchmark's name of the task, `task_id` in its eval.yaml.
-        revision: Commit of the benchmark that was used.
-        scale: Factor between the metric and the score, such as 100 for a share that is wanted in per cent.
+        task: The benchmark's name of the task: `task_id` in its eval.yaml.
+        revision: Commit of the benchmark.
+        scale: Factor from the metric to the score, for example 100 from a fraction to per cent.
         notes: How it was measured, in a few words.
     """
 
@@ -126,20 +127,20 @@ class BenchmarkScore:
 
 @dataclass(eq=False, repr=False)
 class PublishFields:
-    """Upload model/ with its card. The token is huggingface_hub's own: $HF_TOKEN, or what `hf auth login` has stored.
+    """Upload model/ with its card to the Hugging Face hub. The token is $HF_TOKEN or stored by `hf auth login`.
 
     Repository, token and write permission are checked before training. An upload that fails during training is reported
     once and training continues; at the end it is an error (exit status 2) after everything else has been written.
 
     Args:
-        repo: Hub repository `user/name`, created if there is none; null uploads nothing.
+        repo: Hub repository `user/name`, created if it does not exist. null uploads nothing.
         private: Make the repository private.
-        when: `end` uploads what the finished run exports; `save` also the model of each checkpoint, in the background,
-            leaving one out while the upload before it is under way.
-        license: License in the card, as the hub names them (apache-2.0, mit, ...).
-        eval_results: Metrics that are scores on benchmarks of the hub, a list of mappings `metric`, `dataset`, `task`
-            and optionally `revision`, `scale`, `notes`. They are written into .eval_results/ of model/, from where the
-            hub takes them for the page of the model and the leaderboard of the benchmark.
+        when: `end` uploads the finished run's export; `save` also the model of each checkpoint, in the background, and
+            skips one while the previous upload is running.
+        license: License in the card, by its name on the hub (apache-2.0, mit, ...).
+        eval_results: Metrics to publish as benchmark scores: mappings with `metric`, `dataset`, `task` and optionally
+            `revision`, `scale`, `notes`. They are written to model/.eval_results/, from where the hub shows them on the
+            model page and the benchmark's leaderboard.
     """
 
     repo: str | None = None

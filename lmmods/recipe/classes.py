@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.engines import ENGINES
+from lmmods.recipe.engines import ENGINES, LOGGERS
 from lmmods.recipe.tasks.base import CausalFields, DataFields, TaskFields
 
 # Lightning's callbacks that a recipe may name: those that keep results reproducible and resuming exact.
@@ -20,44 +20,43 @@ ALLOWED = {
     "EarlyStopping": "Stops when a metric no longer improves.",
     "LearningRateMonitor": "Logs the learning rate of each parameter group, in addition to train/lr.",
     "ModelSummary": "Prints the layers and their sizes.",
-    "RichModelSummary": "The same as a table; needs the package rich.",
+    "RichModelSummary": "Like ModelSummary, as a table; needs the package rich.",
 }
 
 # Refused callback -> reason, or what to use instead.
 REFUSED = {
-    "BackboneFinetuning": "What trains is chosen by model.lora, its targets and modules_to_save.",
-    "BaseFinetuning": "What trains is chosen by model.lora, its targets and modules_to_save.",
+    "BackboneFinetuning": "Set model.lora with targets and modules_to_save.",
+    "BaseFinetuning": "Set model.lora with targets and modules_to_save.",
     "BasePredictionWriter": "predict writes predictions.jsonl.",
-    "BatchSizeFinder": "It changes the batch size behind the recipe's back. Set data.batch_size; inspect estimates the "
-                       "memory.",
-    "Callback": "It does nothing. Name a callback of your own.",
-    "Checkpoint": "Checkpoints are written by the block checkpoint.",
-    "DeviceStatsMonitor": "The progress line shows the memory, and W&B logs its own statistics of the machine.",
-    "EMAWeightAveraging": "Its checkpoints cannot be resumed from.",
-    "GradientAccumulationScheduler": "The learning rate would follow another number of steps, and a resume inside an "
-                                     "epoch would not be exact. Set trainer.accumulate_grad_batches.",
-    "LambdaCallback": "It takes functions, which a recipe cannot hold. Write a callback of your own.",
-    "LearningRateFinder": "Compare short runs with several --model.optimizer.lr instead.",
-    "ModelCheckpoint": "Checkpoints are written by the block checkpoint.",
+    "BatchSizeFinder": "It would override the recipe's batch size. Set data.batch_size; inspect estimates the memory.",
+    "Callback": "It does nothing. Use a callback of your own.",
+    "Checkpoint": "Use the checkpoint block.",
+    "DeviceStatsMonitor": "The progress line shows memory, and W&B logs machine statistics.",
+    "EMAWeightAveraging": "A run cannot resume from its checkpoints. Set model.optimizer.ema_decay.",
+    "GradientAccumulationScheduler": "The learning-rate schedule would not match the number of steps, and resuming "
+                                     "within an epoch would not be exact. Set trainer.accumulate_grad_batches.",
+    "LambdaCallback": "It needs functions, which a recipe cannot contain. Use a callback of your own.",
+    "LearningRateFinder": "Use the command find.",
+    "ModelCheckpoint": "Use the checkpoint block.",
     "ModelPruning": "Pruned layers cannot be exported or resumed from.",
-    "OnExceptionCheckpoint": "The last checkpoint of the block checkpoint is enough to go on from.",
-    "ProgressBar": "Progress is shown with trainer.enable_progress_bar.",
-    "RichProgressBar": "Progress is shown with trainer.enable_progress_bar.",
-    "SpikeDetection": "Its state cannot be resumed from. A loss that is not a number stops the run anyway; "
-                      "trainer.gradient_clip_val bounds a step.",
-    "StochasticWeightAveraging": "Its state cannot be resumed from. model.optimizer.schedule wsd or cosine ends a run "
-                                 "on small steps.",
-    "TQDMProgressBar": "Progress is shown with trainer.enable_progress_bar.",
-    "ThroughputMonitor": "train/tokens_per_second and train/mfu are logged always.",
+    "OnExceptionCheckpoint": "Use the checkpoint block, and resume from the last checkpoint.",
+    "ProgressBar": "Set trainer.enable_progress_bar.",
+    "RichProgressBar": "Set trainer.enable_progress_bar.",
+    "SpikeDetection": "A run cannot resume from its state. Set trainer.gradient_clip_val; a loss that is not a number "
+                      "stops the run anyway.",
+    "StochasticWeightAveraging": "A run cannot resume from its state. Set model.optimizer.ema_decay, or "
+                                 "model.optimizer.schedule to wsd or cosine.",
+    "TQDMProgressBar": "Set trainer.enable_progress_bar.",
+    "ThroughputMonitor": "train/tokens_per_second and train/mfu are always logged.",
     "Timer": "Set trainer.max_time, for example {hours: 8}.",
-    "WeightAveraging": "Its checkpoints cannot be resumed from.",
+    "WeightAveraging": "A run cannot resume from its checkpoints. Set model.optimizer.ema_decay.",
 }
 
 
 def check_callback(class_path: str) -> None:
     """Raise UserError if a recipe may not name this callback."""
     if reason := reason_against(class_path):
-        raise UserError(f"trainer.callbacks: {class_path.rsplit('.', 1)[-1]} does not work here. {reason}")
+        raise UserError(f"trainer.callbacks: {class_path.rsplit('.', 1)[-1]} is not supported. {reason}")
 
 
 def reason_against(class_path: str) -> str | None:
@@ -66,16 +65,15 @@ def reason_against(class_path: str) -> str | None:
     if name in ALLOWED or class_path.split(".")[0] not in ("lightning", "lmmods"):
         return None
     if class_path.startswith("lmmods."):
-        return "Every run has it already."
-    return REFUSED.get(name, "It is not supported: a resumed run could differ.")
+        return "It is part of every run. Remove it."
+    return REFUSED.get(name, "A resumed run could differ.")
 
 
-LOGGERS = ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "TrackioLogger", "WandbLogger")
 # Keys whose values are library classes, with the tested classes that may be given by short name; any other class needs
 # its import path. Their settings are validated by the engine.
 CLASSES = {
     "torch": {
-        "trainer.logger": LOGGERS,
+        "trainer.logger": tuple(LOGGERS),
         "trainer.callbacks": tuple(ALLOWED),
         "trainer.strategy": ("lmmods.strategies.FSDP2", "lmmods.strategies.DeepSpeed", "DDPStrategy",
                              "SingleDeviceStrategy"),
@@ -83,7 +81,8 @@ CLASSES = {
                             "SLURMEnvironment", "TorchElasticEnvironment", "XLAEnvironment"),
         "trainer.profiler": ("AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler"),
     },
-    "jax": {"trainer.logger": LOGGERS, "trainer.callbacks": ("EarlyStopping",), "trainer.strategy": ("MeshSharding",)},
+    "jax": {"trainer.logger": tuple(LOGGERS), "trainer.callbacks": ("EarlyStopping",),
+            "trainer.strategy": ("MeshSharding",)},
 }
 # Packages of further classes that a recipe may name without their module: user-defined tasks, our callbacks, loggers.
 FOLDERS = {
@@ -126,7 +125,7 @@ def class_name(kind: type) -> str:
 
 
 def module_of(kind: type, package: str) -> str:
-    """Return the module in a package that holds the class with these fields; it has the name of their own module."""
+    """Return the module in a package with the class of these fields; it has the name of their module."""
     return f"{package}.{kind.__module__.rpartition('.')[2]}"
 
 
@@ -161,8 +160,8 @@ def check_name(key: str, name: str, engine: str) -> None:
     if key == "model":
         for other, elsewhere in folders.items():
             if name in _classes_in(elsewhere):
-                raise UserError(f"model is {name}, a task of engine {other} alone: {folder} has no file for it. "
-                                f"Use --engine {other}, or write that file (docs/extending.md).")
+                raise UserError(f"model is {name}, which only engine {other} supports: {folder} has no file for it. "
+                                f"Use --engine {other}, or add that file (docs/extending.md).")
     if name in listed:
         return
     near = difflib.get_close_matches(name, listed, 1)

@@ -1,4 +1,4 @@
-"""The engines: their names, and the classes that recipes configure on each."""
+"""The engines: their names, the classes that recipes configure on each, and the loggers of both."""
 
 import importlib
 import pkgutil
@@ -7,6 +7,15 @@ from typing import Any
 
 ENGINES = ("torch", "jax")
 ENTRIES = {"torch": "lmmods.torch_engine.engine", "jax": "jax_engine.engine"}
+# Loggers that a recipe may give by short name -> the file whose SUPPORT says how runs use it (lmmods.runs.loggers). If
+# the class is ours, it is defined there, too.
+LOGGERS = {
+    "CSVLogger": "lmmods.runs.csv_logger",
+    "MLFlowLogger": "lmmods.runs.mlflow",
+    "TensorBoardLogger": "lmmods.runs.tensorboard",
+    "TrackioLogger": "lmmods.runs.trackio",
+    "WandbLogger": "lmmods.runs.wandb",
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,10 @@ class EngineTypes:
 
 def load_engine(engine: str) -> EngineTypes:
     """Import an engine. Raises UserError: one of its libraries is missing or of the wrong version."""
-    return importlib.import_module(ENTRIES[engine]).load()
+    types = importlib.import_module(ENTRIES[engine]).load()
+    for module in LOGGERS.values():  # short names are found among the classes that are imported
+        importlib.import_module(module)
+    return types
 
 
 def import_all(package: str) -> None:

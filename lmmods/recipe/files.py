@@ -128,8 +128,8 @@ def is_inline(value: str) -> bool:
 
 def _check_given(value: str) -> None:
     if not value.strip() or value.startswith("--"):  # missing, or the next option
-        raise UserError("--config has no value. Give it a recipe, as in --config configs/sft_qlora.yaml; "
-                        "python train.py recipes lists those that come with the project.")
+        raise UserError("--config has no value. Add a recipe, for example --config configs/sft_qlora.yaml; "
+                        "python train.py recipes lists the shipped ones.")
 
 
 def read_value(text: str) -> Any:
@@ -188,14 +188,15 @@ def read_text(path: str | Path) -> str:
         raise UserError(f"--config {shown}: a recipe must be a regular file, not a folder, a pipe or a device."
                         ) from error
     except files.TooLarge as error:
-        raise UserError(f"--config {shown}: more than {MAX_BYTES // 2**20} MiB are no recipe.") from error
+        raise UserError(f"--config {shown}: larger than {MAX_BYTES // 2**20} MiB, so it is not a recipe.") from error
     except FileNotFoundError as error:
-        raise UserError(f"--config {shown}: no such file in {Path.cwd()}, and no recipe of this name among those that "
-                        "python train.py recipes lists.") from error
+        raise UserError(f"--config {shown}: no such file in {Path.cwd()}, and no shipped recipe of this name. Use one "
+                        "that python train.py recipes lists.") from error
     except (OSError, ValueError) as error:
         raise UserError(f"--config {shown}: cannot be read ({getattr(error, 'strerror', None) or error}).") from error
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError(f"{shown}: the file is UTF-16, but a recipe must be UTF-8: iconv -f UTF-16 -t UTF-8.")
+        raise UserError(f"{shown}: the file is UTF-16, but a recipe must be UTF-8. Convert it: iconv -f UTF-16 -t "
+                        "UTF-8.")
     try:
         # With or without a byte order mark.
         return content.decode("utf-8-sig")
@@ -232,8 +233,8 @@ def _mapping(text: str, name: str, loader: type = RecipeLoader) -> dict[str, Any
     except yaml.YAMLError as error:
         raise UserError(f"{name}: broken YAML: {_reason(error)}") from error
     if not isinstance(content, dict):
-        kind = {list: "a list", type(None): "nothing"}.get(type(plain(content)), "a single value")
-        raise UserError(f"{name}: a recipe must be a mapping of keys to values, but this holds {kind}.")
+        kind = {list: "a list", type(None): "empty"}.get(type(plain(content)), "a single value")
+        raise UserError(f"{name}: a recipe must be a mapping of keys to values, but this is {kind}.")
     return content
 
 
@@ -289,12 +290,12 @@ def _check_events(events: Iterable[yaml.Event]) -> None:
         where = f"line {event.start_mark.line + 1}"
         # "!" is the non-specific tag, which constructs nothing of its own.
         if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent) and event.tag not in (None, "!"):
-            raise BrokenRecipe(f"{where}: the tag {shortened(event.tag)} has no place in a recipe; write the value "
-                               "plainly.")
+            raise BrokenRecipe(f"{where}: the tag {shortened(event.tag)} is not allowed in a recipe. Write the "
+                               "value without it.")
         if isinstance(event, yaml.CollectionStartEvent):
             open_ones.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
             if len(open_ones) > MAX_DEPTH:
-                raise BrokenRecipe(f"{where}: more levels of nesting than {MAX_DEPTH}.")
+                raise BrokenRecipe(f"{where}: more than {MAX_DEPTH} levels of nesting.")
             continue
         if isinstance(event, yaml.CollectionEndEvent):
             done = open_ones.pop()
@@ -305,7 +306,8 @@ def _check_events(events: Iterable[yaml.Event]) -> None:
         elif isinstance(event, yaml.AliasEvent):
             # Anchors are entered at their end, so a collection cannot contain itself.
             if event.anchor not in anchors:
-                raise BrokenRecipe(f"{where}: *{event.anchor} repeats nothing that is complete before it.")
+                raise BrokenRecipe(f"{where}: the alias *{event.anchor} has no complete anchor &{event.anchor} "
+                                   "before it.")
             size, anchor = anchors[event.anchor], None
         else:
             continue
@@ -316,7 +318,7 @@ def _check_events(events: Iterable[yaml.Event]) -> None:
             open_ones[-1].size += size
             open_ones[-1].children += 1
             if open_ones[-1].size > MAX_NODES:
-                raise BrokenRecipe(f"{where}: more values than {MAX_NODES:,}, aliases counted as what they stand for.")
+                raise BrokenRecipe(f"{where}: more than {MAX_NODES:,} values, with aliases expanded.")
 
 
 def _check_scalar(event: yaml.ScalarEvent, open_ones: list[_Collection], where: str) -> None:
@@ -330,7 +332,7 @@ def _check_scalar(event: yaml.ScalarEvent, open_ones: list[_Collection], where: 
     if event.value in parent.keys:
         raise BrokenRecipe(f"{where}: the key {shortened(event.value)} occurs twice in one mapping; keep one.")
     if event.value == TRUST_KEY:
-        raise BrokenRecipe(f"{where}: trust_recipe_code counts on the command line only, never in a file.")
+        raise BrokenRecipe(f"{where}: trust_recipe_code is allowed on the command line only. Remove it from the file.")
     parent.keys.add(event.value)
 
 
@@ -372,8 +374,7 @@ def header_of(path: Path) -> Header:
     comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))[0]
     found = {name: re.search(rf"^# {name.capitalize()}: (.+)$", comment, re.M) for name in ("hardware", "time")}
     if missing := [name for name, match in found.items() if match is None]:
-        raise UserError(f"{path}: the comment at its top does not say the {missing[0]}, as that of configs/clm.yaml "
-                        "does.")
+        raise UserError(f"{path}: the comment at its top has no {missing[0]}. Add it, as in configs/clm.yaml.")
     return Header(**{name: match[1] for name, match in found.items()})
 
 

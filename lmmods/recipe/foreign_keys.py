@@ -45,7 +45,7 @@ def read_rows() -> tuple[Row, ...]:
         if line.startswith("["):
             program = line.strip("[]")
         elif line and not line.startswith("#"):
-            old, ours, note = (cell.strip() for cell in line.split("|", 2))
+            old, ours, note = (cell.strip() for cell in line.removeprefix("* ").split("|", 2))
             rows.append(Row(program, (old, ours, note), _pairs(old, ours)))
     return tuple(rows)
 
@@ -145,7 +145,7 @@ def _interval(value: Any) -> Settings:
 
 
 def _first_values(value: Any) -> Settings:
-    # Of PEFT's: True draws A, and `pissa_niter_16` is a faster approximation of `pissa`.
+    # PEFT's values: True samples A, and `pissa_niter_16` is a faster approximation of `pissa`.
     if value is True:
         return {"model.lora.init": "kaiming"}
     return {"model.lora.init": "pissa"} if str(value).startswith("pissa") else {}
@@ -210,13 +210,13 @@ def hint_for(key: str, value: Any = None) -> str | None:
     if settings:
         shown = (f"{ours}: {yaml.safe_dump(is_now, default_flow_style=True).splitlines()[0]}"
                  for ours, is_now in settings.items())
-        return f"{key} is no key. Here: {', '.join(shown)}."
+        return f"{key} is not a key. Here: {', '.join(shown)}."
     ours, note = found[0]
     if not ours:
-        return f"{key} is no key, and there is none for it: {note}."
+        return f"{key} is not a key, and has no counterpart: {note}."
     note = "" if re.search(r"\bthere\b", note) else note  # a note about one program only
     others = "".join(f", or {' and '.join(each)}" for each, _ in found[1:] if each)
-    return f"{key} is no key. Here: {' and '.join(ours)}{others}{f' ({note})' if note else ''}."
+    return f"{key} is not a key. Here: {' and '.join(ours)}{others}{f' ({note})' if note else ''}."
 
 
 def foreign_value(key: str, value: str) -> str:

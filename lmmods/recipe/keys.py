@@ -1,4 +1,4 @@
-"""Keys that a command line and its recipes may hold, with type, default and description.
+"""Keys of command lines and recipes, with type, default and description.
 
 They are read from the dataclasses of fields, which import no heavy library, and from the command functions.
 """
@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ REQUIRED = inspect.Parameter.empty
 TRAINERS = {"torch": TorchTrainerFields, "jax": JaxTrainerFields}
 BLOCKS = {"checkpoint": CheckpointFields, "samples": SampleFields, "mmlu": MMLUFields, "publish": PublishFields}
 DEFAULT_SEED = 42
-PATHS = ("path", "default_root_dir", "cache_dir", "adapter")  # keys whose text is always a path
-WORDS = {str: ("a text", "texts"), int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
-         bool: ("true or false", "true or false"), type(None): ("null", "null"), Any: ("any value", "any values")}
+PATHS = ("path", "default_root_dir", "cache_dir", "adapter")  # keys whose string is always a path
+WORDS = {str: ("a string", "strings"), int: ("an integer", "integers"), float: ("a number", "numbers"),
+         bool: ("a boolean", "booleans"), type(None): ("null", "null"), Any: ("any value", "any values")}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _arguments(kind: Callable[..., Any]) -> dict[str, tuple[Any, Any, str]]:
 def _texts(kind: Callable[..., Any]) -> dict[str, str]:
     """Return the argument descriptions in the docstrings of a function, or of a class and its bases."""
     return {each.arg_name: " ".join((each.description or "").split())
-            # Base classes first, so that a subclass may describe an argument anew.
+            # Base classes first, so that a subclass may describe an argument again.
             for base in reversed(kind.__mro__ if inspect.isclass(kind) else [kind])
             for each in docstring_parser.parse(base.__doc__ or "").params}
 
@@ -77,7 +78,8 @@ def recipe_keys(options: dict[str, Key], engine: str) -> dict[str, Key]:
     return {
         **options,
         "seed_everything": Key("seed_everything", bool | int, DEFAULT_SEED,
-                               "Seed of weights, dropout, order and splits: 0 to 4294967295; true draws one."),
+                               "Seed for initial weights, dropout, data order and splits, 0 to 4294967295. true picks "
+                               "one at random."),
         "engine": Key("engine", Literal[ENGINES], "torch", "torch (Lightning) or jax (Flax)."),
         # Accepted by every command, as a recipe written for fit may set it.
         **({} if "overwrite" in options else {"overwrite": Key("overwrite", bool, False, "")}),
@@ -94,7 +96,7 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def block_in(hint: Any) -> type | None:
-    """Return the class of ours in a type hint whose fields a mapping may set; None if there is none."""
+    """Return the project's class in a type hint whose fields a mapping may set; None if there is none."""
     return next((each for each in members(hint) if _is_block(each)), None)
 
 
@@ -135,7 +137,7 @@ def nearest(name: str, names: list[str]) -> str | None:
     """Return the known key nearest to a misspelt one; None if none is near."""
     parent, _, leaf = name.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in names if each.rpartition(".")[0] == parent}
-    # In its own block first: a name that begins like it, then a similar one.
+    # In its own block first: a name that starts like it, then a similar one.
     begun = sorted((each for each in siblings if len(leaf) > 1 and each.startswith(leaf)), key=len)
     if near := begun[:1] or difflib.get_close_matches(leaf, siblings, 1, 0.7):
         return siblings[near[0]]
@@ -155,11 +157,12 @@ def nearest(name: str, names: list[str]) -> str | None:
     return None
 
 
-def in_words(hint: Any, name: str = "") -> str:
-    """Describe a type in plain words: `a whole number or null`, `one of nf4, fp4, int8, or null`.
+def in_words(hint: Any, name: str = "", as_type: bool = False) -> str:
+    """Describe the values of a type: `an integer or null`, `one of nf4, fp4, int8, or null`, `true or false`.
 
     Args:
         name: Name of the key with this type.
+        as_type: Name the type itself, for help and tables: `integer or null`, `boolean`.
     """
     listed, parts, has_null = [], [], False
     for each in members(hint):
@@ -167,12 +170,12 @@ def in_words(hint: Any, name: str = "") -> str:
             listed += map(str, get_args(each))
         elif each is type(None):
             has_null = True
-        elif each is bool:
+        elif each is bool and (not as_type or listed_in(hint)):
             listed += ["true", "false"]
-        # "a number" covers whole numbers, and "a text" a duration.
+        # "a number" covers integers, and "a string" a duration.
         elif not (each is int and float in members(hint) or each is timedelta and str in members(hint)):
             parts.append(_phrase(each, name))
-    parts = list(dict.fromkeys(parts))
+    parts = list(dict.fromkeys(re.sub(r"^an? | of its keys$", "", part) if as_type else part for part in parts))
     if len(listed) > 2 and not parts:
         return f"one of {', '.join(listed)}" + (", or null" if has_null else "")
     # A comma before the last `or`, where a part has one of its own.

@@ -31,7 +31,7 @@ set_loader("yaml", guarded(get_loader("yaml")), exceptions=(yaml.YAMLError,))  #
 set_dumper("yaml", as_yaml)
 
 
-# The command line: jsonargparse makes a parser of its own for each class, which reports errors too.
+# The command line: jsonargparse makes a separate parser for each class, which reports errors too.
 _words: ContextVar[list[str]] = ContextVar("words", default=[])  # noqa: B039 - never changed in place
 
 
@@ -195,7 +195,7 @@ def suggestion(name: str, known: set[str]) -> str:
 
 
 def known_names(parser: Parser) -> set[str]:
-    """Return the last parts of all keys and the short names of all classes that a recipe may hold."""
+    """Return the last parts of all keys and the short names of all classes that a recipe may contain."""
     options = options_of(parser)
     names = {string.rsplit(".", 1)[-1].lstrip("-") for option in options for string in option.option_strings}
     classes = {Optimizer, LoRA, Generation, BestOf, Teacher}
@@ -209,7 +209,7 @@ def known_names(parser: Parser) -> set[str]:
     return names - {"self", "kwargs", "args", "common"}
 
 
-SAYS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "list": "a list",
+SAYS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string", "list": "a list",
         "dict": "a mapping", "NoneType": "null"}  # jsonargparse's type names in plain words
 
 
@@ -236,7 +236,7 @@ def in_english(message: str, types: Mapping[str, Any], given: Sequence[str], kno
     if found := re.search(r"(?:Group '[^']*' does not accept option|Option|Key) '([^']*)'", message):
         key = whole(found[1])
         elsewhere = foreign(key)
-        return f"{key} is no key there.{suggestion(key, known)}" if elsewhere is None else elsewhere
+        return f"{key} is not a key there.{suggestion(key, known)}" if elsewhere is None else elsewhere
     if found := re.match(r'Parser key "([^"]+)": (.*?)(?:(?:Given|Got) value: (.*))?$', message):
         key, said, value = whole(found[1]), found[2], found[3]
         if found[1] in types:
@@ -246,17 +246,17 @@ def in_english(message: str, types: Mapping[str, Any], given: Sequence[str], kno
             parts = [SAYS[each] for each in re.findall(r"Expected (\w+)", said) if each in SAYS]
             wanted = " or ".join(dict.fromkeys([*(each.replace("'", "") for each in listed), *parts]))
         if wanted:
-            shown = "of another kind" if value is None else shortened(value) or "empty"
+            shown = "of another type" if value is None else shortened(value) or "empty"
             classes = {each.rsplit(".", 1)[-1]: each for listed in CLASSES.values() for each in listed.get(key, ())}
             # The value may be a misspelt class: compare it with the short names.
             near = difflib.get_close_matches(shown, classes, 1, 0.7)
             return f"{key} is {shown}, but must be {wanted}." + (f" Did you mean {classes[near[0]]}?" if near else "")
     if found := re.match(r"the following arguments are required: (.*)", message):
-        return f"{' and '.join(found[1].split(', '))} must be given."
+        return f"{' and '.join(found[1].split(', '))} must be set."
     if found := re.match(r"unrecognized arguments: (.*)", message):
         words = [word for word in found[1].split() if word.startswith("-")] or found[1].split()[:1]
-        return " ".join(f"{word} is no option.{suggestion(word.lstrip('-').partition('=')[0], known)}"
+        return " ".join(f"{word} is not an option.{suggestion(word.lstrip('-').partition('=')[0], known)}"
                         for word in words)
     if found := re.match(r"argument (\S+): expected one argument", message):
-        return f"{found[1]} has no value: {found[1].split('/')[-1]} VALUE."
+        return f"{found[1]} has no value. Use {found[1].split('/')[-1]} VALUE."
     return re.sub(r"(?:\ba )?<class '(?:[\w.]+\.)?(\w+)'>", r"\1", message)

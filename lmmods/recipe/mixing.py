@@ -1,4 +1,4 @@
-"""How the sources of a training set are mixed; no library, as help reads it too."""
+"""Mixing of training sources, without any library, as help reads it too."""
 
 import math
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from lmmods.core.settings import check_set, require
 
 @dataclass
 class MixingPoint:
-    """Weights of the sources at a point of the epoch.
+    """Weights of the sources at one point of the epoch.
 
     Args:
-        at: Share of the epoch, from 0.0 (its beginning) to 1.0.
-        weights: Weight of each source, in the order of `data.source`; 0 leaves one out.
+        at: Position in the epoch, from 0.0 (start) to 1.0.
+        weights: Weight of each source, in the order of `data.source`; 0 skips a source.
     """
 
     at: float
     weights: list[float]
 
     def __post_init__(self) -> None:
-        require(0 <= self.at <= 1, "data.mixing.schedule.at", self.at, "a share of the epoch from 0.0 to 1.0")
+        require(0 <= self.at <= 1, "data.mixing.schedule.at", self.at, "a position in the epoch from 0.0 to 1.0")
         require(all(weight >= 0 and math.isfinite(weight) for weight in self.weights) and sum(self.weights) > 0,
                 "data.mixing.schedule.weights", self.weights, "numbers of 0 or more, not all of them 0")
 
@@ -30,19 +30,18 @@ class MixingPoint:
 class Mixing:
     """Share of each source in the batches of training.
 
-    The share of a source is weight^(1 / temperature), divided by the sum over all sources. The weight is that of the
-    source; where no source has one, it is the number of its rows.
+    The share of a source is weight^(1 / temperature), divided by the sum over all sources. Without weights, a source's
+    number of rows is its weight.
 
     Args:
-        rule: Where an epoch ends. `upsample` when every source has been used up, while the others repeat; `exhaust`
-            when the first one has; `concat` takes each row as often as the weight of its source says, as without
+        rule: When an epoch ends. `upsample`: when every source is used up; the others repeat until then. `exhaust`:
+            when the first source is used up. `concat`: uses each row as often as its source's weight says, as without
             mixing.
-        temperature: 1 keeps the weights; more brings the shares closer together, less drives them
-            apart.
-        schedule: Weights that change in the course of an epoch: a list of {at, weights}, the first at 0.0; instead of
-            the weights of the sources.
-        interpolation: Between two points of the schedule, shares change in a straight line (linear), or at the second
-            point (step).
+        temperature: 1 keeps the weights; higher values bring the shares closer together, lower ones spread them.
+        schedule: Weights that change during an epoch, instead of the weights of the sources: a list of {at, weights},
+            the first at 0.0.
+        interpolation: Between two points of the schedule, change shares linearly (linear) or only at the second point
+            (step).
     """
 
     rule: Literal["upsample", "exhaust", "concat"] = "upsample"
@@ -64,7 +63,7 @@ class Mixing:
             self.schedule = [MixingPoint(**point) if isinstance(point, dict) else point for point in self.schedule]
             places = [point.at for point in self.schedule]
             require(places[:1] == [0] and all(a < b for a, b in zip(places, places[1:], strict=False)),
-                    "data.mixing.schedule", f"at {places}", "a list of points that begins at 0.0, each later than the "
+                    "data.mixing.schedule", f"at {places}", "a list of points that starts at 0.0, each later than the "
                     "one before")
 
     def check(self, weights: list[float | None], streaming: bool, group_by_length: bool) -> None:
@@ -77,32 +76,32 @@ class Mixing:
             return
         named = [weight is not None for weight in weights]
         if any(named) and not all(named):
-            raise UserError("data.mixing: some sources have a weight and others have none; give one to each of them, "
-                            "or to none, whose shares are then those of their rows")
+            raise UserError("data.mixing: some sources have a weight and others do not; set it for all, or for none "
+                            "to mix them by their numbers of rows")
         if self.schedule is not None:
             if any(named):
                 raise UserError("data.mixing.schedule and the weight of a source are both set; keep one of them")
             wrong = next((point for point in self.schedule if len(point.weights) != len(weights)), None)
             if wrong is not None:
                 raise UserError(f"data.mixing.schedule: the point at {wrong.at} has {len(wrong.weights)} weights, but "
-                                f"data.source has {len(weights)} sources; give one for each")
+                                f"data.source has {len(weights)} sources; set one for each")
             never = next((place for place in range(len(weights))
                           if not any(point.weights[place] for point in self._used_points())), None)
             if never is not None:
-                raise UserError(f"data.mixing.schedule: source {never + 1} has weight 0 in all of the epoch; take it "
-                                "out of data.source, or give it a weight")
+                raise UserError(f"data.mixing.schedule: source {never + 1} has weight 0 throughout the epoch; remove "
+                                "it from data.source, or raise its weight")
             if group_by_length:
-                raise UserError("data.mixing.schedule orders the rows of an epoch, and data.group_by_length draws "
-                                "another order for its steps; keep one of them")
+                raise UserError("data.mixing.schedule and data.group_by_length both decide the order of rows; keep one "
+                                "of them")
         if streaming and self.schedule is not None:
-            raise UserError("data.mixing.schedule counts in shares of an epoch, and a stream has no known length; set "
-                            "it to null, or data.streaming to false")
+            raise UserError("data.mixing.schedule needs the length of an epoch, which a stream does not have; set it "
+                            "to null, or data.streaming to false")
         if streaming and not all(named):
-            raise UserError("data.mixing of a stream needs a weight for each source, as the number of their rows is "
-                            "not known: {path: ..., weight: 0.3}")
+            raise UserError("data.mixing of a stream needs a weight for each source, as their numbers of rows are "
+                            "unknown; set it as in {path: ..., weight: 0.3}")
 
     def _used_points(self) -> list[MixingPoint]:
-        """Points of the schedule that hold for more than the end of an epoch."""
+        """Return the points of the schedule that apply to more than the end of an epoch."""
         points = self.schedule or []
         return points if self.interpolation == "linear" else [point for point in points if point.at < 1]
 

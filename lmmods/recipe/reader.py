@@ -143,7 +143,7 @@ def parse(arguments: list[str], options: dict[str, Key], example: str = "", chec
     values = {name: reader.given.get(name, key.default) for name, key in options.items()}
     typed = typed_value(layers, "overwrite")
     if typed is not None and "overwrite" not in options:
-        raise UserError(f"--overwrite is for fit: {command} deletes nothing. Leave it out.")
+        raise UserError(f"--overwrite applies only to fit, not to {command}. Remove it.")
     if "overwrite" in options:  # what was typed goes before any file, as it may delete a run
         folder = reader.given.get("trainer", {}).get("default_root_dir")
         values["overwrite"] = _overwrites(layers, folder) if typed is None else typed is True
@@ -195,7 +195,7 @@ def parse_options(words: list[str], keys: dict[str, Key], unnamed: Sequence[Key]
     """Return the arguments of a command without a recipe by name, groups of settings as objects.
 
     Args:
-        unnamed: Keys that positional words stand for.
+        unnamed: Keys of positional words.
         example: Valid command line to show if something is missing.
 
     Raises:
@@ -235,12 +235,12 @@ def _filled_value(value: Any, hint: Any) -> Any:
         return filled(kind, value)
     if isinstance(value, list):
         return [_filled_value(each, _items_of(hint)) for each in value]
-    # A whole number may be given where the type is a number.
+    # An integer may be given where the type is a number.
     return float(value) if type(value) is int and float in members(hint) and int not in members(hint) else value
 
 
 def _items_of(hint: Any) -> Any:
-    """Return the type of what a list holds."""
+    """Return the type of a list's items."""
     return next((get_args(each)[0] for each in members(hint) if get_origin(each) is list), Any)
 
 
@@ -296,7 +296,7 @@ class Reader:
         """Return the layers of a command line; mistakes in its words are recorded.
 
         Args:
-            unnamed: Keys that positional words stand for.
+            unnamed: Keys of positional words.
         """
         layers, rest, strays = [], list(words), []
         # Keys of all classes, as the classes of this command line are not known yet.
@@ -304,8 +304,8 @@ class Reader:
         while rest:
             word = rest.pop(0)
             if word == "--":
-                raise UserError("-- ends the options, and nothing may follow those of a recipe. Take it out.")
-            # A word with a space before `=` is a text that begins with a dash, not an option.
+                raise UserError("-- ends the options, and nothing may follow them. Remove it.")
+            # A word with a space before `=` is a string that starts with a dash, not an option.
             if not word.startswith("-") or " " in word.partition("=")[0]:
                 strays.append(word)
                 continue
@@ -321,7 +321,7 @@ class Reader:
                 if not rest or rest[0].startswith("-") and rest[0] != "-" and " " not in rest[0] and (
                         not NUMBER.fullmatch(rest[0])):
                     if option in CONFIG_OPTIONS or _name(option) in known or not self.takes_recipe:
-                        self.report("", f"{option} has no value: {option} VALUE.")
+                        self.report("", f"{option} has no value. Use {option} VALUE.")
                         self.dropped.add(_name(option))
                         continue
                     value = "true"  # a flag of another program
@@ -348,11 +348,11 @@ class Reader:
                 layers.append(Layer(key.name, False, {key.name: Scalar.of(words[number], words[number])}))
             elif key.default is REQUIRED:
                 self.report("", f"{key.name.upper()} is missing: {key.text}")
-        example = "--trainer.max_steps 3" if self.takes_recipe else f"--{next(iter(self.keys))} …"
+        example = "--trainer.max_steps 3" if self.takes_recipe else f"--{next(iter(self.keys), 'help')} …"
         for word in words[len(unnamed):]:
             if self.takes_recipe and _is_file(word):
-                raise UserError(f"{word} is no option. A recipe is given as in --config {word}.")
-            self.report("", f"{shortened(word)} is no option: options begin with --, as in {example}.")
+                raise UserError(f"Unexpected argument {word}. To pass a recipe, use --config {word}.")
+            self.report("", f"Unexpected argument {shortened(word)}. Options start with --, for example {example}.")
         self.dropped |= {key.name for key in unnamed}  # a missing one has been reported
         return layers
 
@@ -360,7 +360,7 @@ class Reader:
         tree = self.files[value] if value in self.files else read_with_lines(value)
         is_file = not is_inline(value)
         if is_file and (program := written_for(plain(tree))):
-            raise UserError(f"{value} is a configuration of {PROGRAMS[program]}, not a recipe. Make one of it: "
+            raise UserError(f"{value} is a configuration of {PROGRAMS[program]}, not a recipe. Convert it: "
                             f"python train.py migrate {value} --out recipe.yaml")
         return Layer(value if is_file else "", is_file, tree)
 
@@ -369,7 +369,7 @@ class Reader:
         block = block_in(self.keys[name].type) if name in self.keys else None
         if block and name not in TASKS and not value.lstrip().startswith("{") and _is_file(value):
             return Layer(value, True, {name: read_with_lines(value)})  # --trainer FILE
-        # A text is taken verbatim, as a commit 1234567 is no number.
+        # A string is used verbatim, as a commit 1234567 is not a number.
         is_text = name in self.keys and set(members(self.keys[name].type)) <= {str, type(None)}
         tree = Scalar.of(value, value) if is_text else read_value(value)
         # Nest the value from the inside out; a `+` appends to the last part of the key.
@@ -402,7 +402,7 @@ class Reader:
         self.named.add(block)
         if kind := known_class(block, name, self.engine):
             return kind
-        # A short name: say at once if there is no such class. Import paths are left to the engine.
+        # A short name: report at once if the class does not exist. Import paths are left to the engine.
         if re.fullmatch(r"[A-Z]\w+", name) and name.yaml_value == name:
             try:
                 check_name(block, name, self.engine)
@@ -427,7 +427,7 @@ class Reader:
         result = dict(under)
         for name, value in over.items():
             key, before = keys[name], result.get(name)
-            # A class of its own has other keys than the type of its block.
+            # A named class has other keys than the type of its block.
             kind = self.classes.get(key.name) or block_in(key.type)
             is_entry = layer.place.startswith(f"{key.name}.")  # an option that sets one entry of a mapping
             if (isinstance(value, dict) and isinstance(before, dict) and kind
@@ -473,7 +473,7 @@ class Reader:
 
     def _value(self, value: Any, hint: Any, key: Key, layer: Layer, line: int | None) -> Any:
         """Convert a value to the type of its key; `WRONG` if it is rejected."""
-        # A class of the user's: only its signature can tell the types of its keys.
+        # A user's class: only its signature has the types of its keys.
         if key.name in self.classes and self.classes[key.name] is None:
             self._keep_texts(value, keys_of(block_in(hint)))
             return LEFT
@@ -500,7 +500,7 @@ class Reader:
             if key.name.startswith("trainer."):
                 return None  # Lightning sets its own defaults for these
             if key.default is not REQUIRED and "." in key.name and block_in(hint) is None:
-                wanted = f"set; without the key it is {shown(key.default)}"
+                wanted = f"set. Remove the key for its default, {shown(key.default)}"
                 return self._refuse(value, key, layer, line, wanted)
         read = converted(value, hint)
         return self._refuse(value, key, layer, line) if read is WRONG else self._inner(value, read, hint, key, layer)
@@ -543,21 +543,21 @@ class Reader:
     def _unknown(self, name: str, value: Any, layer: Layer, line: int | None) -> None:
         at = layer.at(name, line)
         if name == "config":
-            self.report(at, "config is no key of a recipe, which names no other. Give several on the command line: "
+            self.report(at, "config is not a key: a recipe cannot name another one. Use several on the command line: "
                            "--config A --config B.")
         elif others := self._others_with(name):
-            self.report(at, f"{name} is no key of {class_name(self.classes[name.partition('.')[0]])}: "
+            self.report(at, f"{name} is not a key of {class_name(self.classes[name.partition('.')[0]])}: "
                            f"{' and '.join(others)} {'have' if len(others) > 1 else 'has'} it.")
         elif not self.takes_recipe:
             near = nearest(name, self.names)
             self.dropped.add(near or "")
-            self.report(at, f"{name} is no option." + (f" Did you mean --{near}?" if near else ""))
+            self.report(at, f"{name} is not an option." + (f" Did you mean --{near}?" if near else ""))
         elif foreign := hint_for(name, plain(value) if isinstance(value, Scalar) else None):
             self.report(at, foreign)
         else:
             near = nearest(name, self.names)
             self.dropped.add(near or "")
-            self.report(at, f"{name} is no key." + (f" Did you mean {near}?" if near else ""))
+            self.report(at, f"{name} is not a key." + (f" Did you mean {near}?" if near else ""))
 
     def _others_with(self, name: str) -> list[str]:
         """Return the classes that have a key which the named class lacks."""
@@ -591,7 +591,7 @@ class Reader:
             if key.name in self.classes:
                 if key.name not in self.named and not self._is_dropped(key.name):
                     names = [*declared(key.name)]
-                    self.report("", f"{key.name} is missing: name its class, as in --{key.name} {names[0]} "
+                    self.report("", f"{key.name} is missing. Name its class, for example --{key.name} {names[0]} "
                                    f"({', '.join(names)}).")
             elif key.default is REQUIRED and block_in(key.type) is None and key.name not in self.given:
                 self._missing(key)
@@ -609,7 +609,7 @@ class Reader:
     def _missing(self, key: Key) -> None:
         if not self._is_dropped(key.name):
             option = "" if "." in key.name else "--"
-            self.report("", f"{option}{key.name} is missing: it must be {in_words(key.type, key.name)}.")
+            self.report("", f"{option}{key.name} is missing. It must be {in_words(key.type, key.name)}.")
 
     def _made(self, name: str, kind: type) -> Any:
         """Instantiate a block's class; None if that fails."""
@@ -651,11 +651,11 @@ class Reader:
                 elif not messages:
                     return None
         for message in messages:
-            # Messages begin with the key, which the classes of a block know without the name of the block.
+            # Messages start with the key, in classes of a block without the name of the block.
             name = message.partition(" ")[0]
             if f"{block}.{name}" in self.places:
                 message, name = f"{block}.{message}", f"{block}.{name}"
-            # A key that was rejected has its default here: what follows from that is no mistake of its own.
+            # A rejected key has its default here: errors that follow from that are not reported.
             if self._is_dropped(*re.findall(r"[\w.]+\w", message)):
                 continue
             self.dropped.add(name)
@@ -715,7 +715,7 @@ def _scalar(value: Scalar, kinds: tuple[Any, ...]) -> Any:
     # `"3"` in quotes is a number, too, where no text is possible.
     is_quoted = value.yaml_value == value and str not in kinds
     for read in (value.yaml_value, *([_unquoted(value)] if is_quoted else [])):
-        # By type, not isinstance: true is no whole number, although bool derives from int.
+        # By type, not isinstance: true is not an integer, although bool derives from int.
         if any(each is Any or each is type(read) and each is not str or each is float and type(read) is int
                for each in kinds):
             return read
@@ -761,7 +761,7 @@ def shown(value: Any) -> str:
 
 
 def _is_complete(value: dict[str, Any], kind: type, hint: Any) -> bool:
-    """True if a mapping says all that a string would in its place: `{path: rows.jsonl}` is `rows.jsonl`."""
+    """True if a mapping is as complete as a string: `{path: rows.jsonl}` is `rows.jsonl`."""
     needed = {name for name, key in keys_of(kind).items() if key.default is REQUIRED}
     return str in members(hint) and bool(needed) and needed <= value.keys()
 

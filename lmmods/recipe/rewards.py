@@ -12,17 +12,17 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import as_yaml_word, require
 from lmmods.recipe.keys import REQUIRED, in_words, keys_of, members
 
-WAYS = ("name", "function", "model")  # in which a recipe says what scores an answer
+WAYS = ("name", "function", "model")  # keys that name what scores an answer
 WRONG = object()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """What every reward has.
+    """Options of every reward.
 
     Args:
         weight: Factor of the reward in the sum; 0 only logs it.
-        label: Name in metrics and files; null is the reward's own, the function's, or that of the model's folder.
+        label: Name in metrics and files. Default: the name of the reward, the function or the model's folder.
     """
 
     weight: float = 1.0
@@ -50,11 +50,11 @@ class RewardSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(RewardSettings):
-    """A reward that compares the answer with right ones.
+    """Base class for rewards that compare the answer with correct ones.
 
     Args:
-        column: Column with the right answer, or a list of right answers, the best of which counts; null is the
-            reference, the response that the row ends in.
+        column: Column with the correct answer, or a list of them, of which the best match counts. Default: the
+            reference, the response at the end of the row.
     """
 
     column: str | None = None
@@ -62,13 +62,13 @@ class Compared(RewardSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatch(Compared):
-    """1 if the answer is the right one, else 0.
+    """1 if the answer equals the correct one, else 0.
 
     Args:
-        ignore_case: Let upper and lower case be equal.
-        strip: Leave out white space around both.
-        extract: Regular expression whose first group, where it matches last, is compared instead of the whole answer;
-            an answer that it does not match is wrong. It is applied to right answers that it matches, too.
+        ignore_case: Ignore case.
+        strip: Ignore white space around both.
+        extract: Regular expression whose first group, at its last match, is compared instead of the whole answer. An
+            answer without a match is wrong. Also applied to correct answers that match.
     """
 
     ignore_case: bool = False
@@ -85,11 +85,11 @@ class ExactMatch(Compared):
 
 @dataclass(frozen=True, kw_only=True)
 class Contains(Compared):
-    """1 if the right answer, or a text, occurs in the answer, else 0.
+    """1 if the answer contains the correct answer, or `text`, else 0.
 
     Args:
-        text: Text to find, instead of the right answer.
-        ignore_case: Let upper and lower case be equal.
+        text: String to find instead of the correct answer.
+        ignore_case: Ignore case.
     """
 
     text: str | None = None
@@ -98,7 +98,7 @@ class Contains(Compared):
     def check(self, key: str) -> None:
         super().check(key)
         require(self.text is None or self.column is None, f"{key}.text", self.text, f"null where {key}.column is set")
-        require(self.text != "", f"{key}.text", "empty", "a text: the empty one occurs in every answer")
+        require(self.text != "", f"{key}.text", "empty", "a string that is not empty, as every answer contains that")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,8 @@ class Regex(RewardSettings):
     """1 if a regular expression matches, else 0.
 
     Args:
-        pattern: The expression, in Python's syntax; `(?i)` at its start ignores case, `(?s)` lets a dot match line
-            ends.
+        pattern: Regular expression in Python's syntax; `(?i)` at its start ignores case, `(?s)` lets a dot match line
+            breaks.
         full: Match the whole answer, without white space around it, instead of any part.
     """
 
@@ -123,11 +123,11 @@ class Regex(RewardSettings):
 class Format(RewardSettings):
     """1 if the answer is a sequence of tagged parts, as `<think>...</think> <answer>...</answer>`, else 0.
 
-    Nothing but white space may stand outside of them. Each tag occurs once, and none is empty.
+    Only white space may be outside them. Each tag occurs once, and none is empty.
 
     Args:
-        tags: Names of the tags in their order.
-        opened: The prompt ends in the first opening tag, as that of some reasoning models does.
+        tags: Tag names in order.
+        opened: The prompt ends in the first opening tag, as for some reasoning models.
     """
 
     tags: list[str] = field(default_factory=lambda: ["think", "answer"])
@@ -147,8 +147,8 @@ class Length(RewardSettings):
     tokens gets (L - C - n) / C from L - C on.
 
     Args:
-        max_tokens: Tokens above which an answer gets -1.
-        soft_tokens: Tokens below the limit over which the reward falls; 0 is a hard limit.
+        max_tokens: Maximum number of tokens; longer answers get -1.
+        soft_tokens: Number of tokens below the limit over which the reward falls; 0 is a hard limit.
     """
 
     max_tokens: int
@@ -168,20 +168,19 @@ class F1(Compared):
 
 @dataclass(frozen=True, kw_only=True)
 class Math(Compared):
-    """1 if the answer is mathematically equal to the right one, else 0; by the package math-verify."""
+    """1 if the answer is mathematically equal to the correct one, else 0. Uses the package math-verify."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Code(RewardSettings):
-    """Whether the program in the answer, its last fenced block or else all of it, passes the tests of its row.
+    """1 if the program in the answer (its last fenced block, or all of it) passes its row's tests, else 0.
 
     Args:
-        tests: Column with the tests: Python code, a list of pieces of Python code, each a test, or texts for the
-            standard input with what must be written, as `{inputs: [...], outputs: [...]}` or a list of `{input,
-            output}`.
-        language: Language of the program.
-        timeout: Longest time in seconds that the tests of an answer may take together; those left over have failed.
-        partial: Reward the share of the tests that pass, instead of 1 if all do, else 0.
+        tests: Column with the tests: Python code, a list of Python tests, or strings for standard input with the
+            expected output, as `{inputs: [...], outputs: [...]}` or a list of `{input, output}`.
+        language: Programming language.
+        timeout: Maximum time for all tests of an answer, in seconds; tests that have not run by then fail.
+        partial: Reward the fraction of tests that pass.
     """
 
     tests: str = "tests"
@@ -191,15 +190,15 @@ class Code(RewardSettings):
 
     def check(self, key: str) -> None:
         super().check(key)
-        require(0 < self.timeout < math.inf, f"{key}.timeout", self.timeout, "a number above 0")
+        require(0 < self.timeout < math.inf, f"{key}.timeout", self.timeout, "more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Function(RewardSettings):
-    """A function of the user's own.
+    """A user's own function.
 
     Args:
-        function: Import path, as `my.module.function`.
+        function: Import path, for example `my.module.function`.
     """
 
     function: str
@@ -210,7 +209,7 @@ class Function(RewardSettings):
 
     def check(self, key: str) -> None:
         require(bool(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", self.function)), f"{key}.function", self.function,
-                "an import path, as my.module.function")
+                "an import path such as my.module.function")
         super().check(key)
 
 
@@ -219,8 +218,8 @@ class Model(RewardSettings):
     """The score of a reward model.
 
     Args:
-        model: Folder of a finished run of the task Reward, folder or hub id of a model for sequence classification with
-            one label, or folder of an adapter of one.
+        model: Folder of a finished Reward run, folder or hub id of a sequence classification model with one label, or
+            folder of an adapter for one.
     """
 
     model: str
@@ -251,8 +250,8 @@ def read_rewards(rewards: list[dict[str, Any]], key: str = "model.rewards") -> l
         each = _read(given, f"{key}[{number}]")
         each.check(f"{key}[{number}]")
         if each.name in (names := [other.name for other in found]):
-            raise UserError(f"{key}[{number}] has the name of {key}[{names.index(each.name)}], {each.name}: give one "
-                            "of them another by its key label.")
+            raise UserError(f"{key}[{number}] and {key}[{names.index(each.name)}] have the same name, {each.name}. Set "
+                            "the label of one of them.")
         found.append(each)
     return found
 
@@ -271,10 +270,10 @@ def columns_of(rewards: Sequence[RewardSettings], has_environment: bool = False)
 
 def _read(given: Any, key: str) -> RewardSettings:
     if not isinstance(given, dict):
-        raise UserError(f"{key} is {as_yaml_word(given)}, but must be a mapping, as {{name: exact_match}}.")
+        raise UserError(f"{key} is {as_yaml_word(given)}, but must be a mapping such as {{name: exact_match}}.")
     ways = [way for way in WAYS if given.get(way) is not None]
     if len(ways) != 1:
-        what = f"has {' and '.join(ways)}" if ways else "does not say what scores an answer"
+        what = f"has {' and '.join(ways)}" if ways else "is incomplete"
         raise UserError(f"{key} {what}, but must have one of {', '.join(WAYS)}: {{name: exact_match}}, "
                         "{function: my.module.function} or {model: runs/reward}.")
     kind = _named(given["name"], f"{key}.name") if ways == ["name"] else OTHERS[ways[0]]
@@ -284,13 +283,13 @@ def _read(given: Any, key: str) -> RewardSettings:
         if name == "name" or name in WAYS and value is None:
             continue
         if name not in keys:
-            raise UserError(f"{key}.{name} is no key of a reward {given.get('name', ways[0])}, which has "
+            raise UserError(f"{key}.{name} is not a key of the reward {given.get('name', ways[0])}, which has "
                             f"{', '.join(each for each in keys if each not in WAYS)}.{did_you_mean(name, list(keys))}")
         options[name] = _converted(value, keys[name].type)
         if options[name] is WRONG:
             raise UserError(f"{key}.{name} is {as_yaml_word(value)}, but must be {in_words(keys[name].type)}.")
     if missing := [name for name, each in keys.items() if each.default is REQUIRED and name not in options]:
-        raise UserError(f"{key}.{missing[0]} is missing: it must be {in_words(keys[missing[0]].type)}.")
+        raise UserError(f"{key}.{missing[0]} is missing. It must be {in_words(keys[missing[0]].type)}.")
     return kind(**options)
 
 
@@ -308,7 +307,7 @@ def did_you_mean(name: Any, known: list[str]) -> str:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """Return a value as the type asks for it, whole numbers as float where only these are taken; else `WRONG`."""
+    """Convert a value to a type, integers to float where only numbers are allowed; else return `WRONG`."""
     for each in members(hint):
         if get_origin(each) is list:
             if isinstance(value, list) and all(type(part) is get_args(each)[0] for part in value):
@@ -316,7 +315,7 @@ def _converted(value: Any, hint: Any) -> Any:
         elif get_origin(each) is Literal:
             if value in get_args(each):
                 return value
-        elif type(value) is each:  # not isinstance: true is no number
+        elif type(value) is each:  # not isinstance: true is not a number
             return value
         elif each is float and type(value) is int:
             return float(value)
@@ -324,7 +323,7 @@ def _converted(value: Any, hint: Any) -> Any:
 
 
 def _pattern(key: str, text: str) -> re.Pattern[str] | None:
-    """Return a regular expression. Raises UserError if it is none."""
+    """Compile a regular expression. Raises UserError if it is not valid."""
     try:
         return re.compile(text)
     except re.error as error:

@@ -1,4 +1,4 @@
-"""What `source` may be: file, folder, glob, URL, hub id, or a list of these; no library, as help reads it too."""
+"""Sources of rows: file, folder, glob, URL, hub id, or a list of these; without any library, as help reads it too."""
 
 import os
 import stat
@@ -10,21 +10,20 @@ from lmmods.core.errors import UserError
 
 @dataclass
 class Source:
-    """One place that rows come from.
+    """One source of rows.
 
     Args:
-        path: File, folder, glob, URL (s3://, gs://, hf://, https://), hub id, or one of qlora's sets by name (alpaca,
+        path: File, folder, glob, URL (s3://, gs://, hf://, https://), hub id, or a qlora dataset by name (alpaca,
             alpaca-clean, chip2, self-instruct, hh-rlhf, oasst1, longform, unnatural-instructions).
-        name: Configuration of a hub data set.
-        split: Split of a hub data set; slices such as `train[:10%]` work.
-        revision: Branch, tag or commit of a hub data set.
-        columns: Names in the file -> names that the format expects, for example {question: instruction};
-            `body.messages` leads into an object. A column of the file that has such a name already gives way, which the
-            report counts.
-        limit: Use only this many rows, the first ones.
-        weight: Rows count this many times in an epoch: 2 twice each, 0.5 a seeded half of them; null is 1. With
-            `data.mixing`, what the share of the source is made from.
-        format: Format of these rows; null means `dataset_format` of the data module, or detection.
+        name: Configuration of a hub dataset.
+        split: Split of a hub dataset; slices such as `train[:10%]` work.
+        revision: Branch, tag or commit of a hub dataset.
+        columns: Column names in the file -> names that the layout expects: {question: instruction}; `body.messages`
+            reaches into an object. An existing column with such a name is dropped and counted.
+        limit: Use only the first rows, up to this number.
+        weight: Number of times that each row counts per epoch: 2 is twice, 0.5 a seeded half of the rows. With
+            `data.mixing`, the basis of the source's share. Default: 1.
+        format: Layout of these rows. Default: `data.dataset_format`, otherwise detected.
     """
 
     path: str
@@ -43,12 +42,12 @@ class Source:
             raise UserError(f"source {self.path}: weight is {self.weight}, but must be more than 0")
         twice = [name for name, times in Counter((self.columns or {}).values()).items() if times > 1]
         if twice:
-            raise UserError(f"source {self.path}: columns gives the name {twice[0]!r} to several columns; give it to "
-                            "one of them")
+            raise UserError(f"source {self.path}: columns maps several columns to {twice[0]!r}; map only one of "
+                            "them")
 
     @property
     def times(self) -> float:
-        """How many times a row counts in an epoch, without mixing."""
+        """Number of times that a row counts in an epoch, without mixing."""
         return 1.0 if self.weight is None else self.weight
 
 
@@ -56,18 +55,18 @@ SourceLike = str | Source | list[str | Source]
 
 
 def as_sources(source: SourceLike | dict, key: str, columns: dict[str, str] | None = None) -> list[Source]:
-    """The list of sources that a `source` field stands for; `columns` is for those that map none.
+    """Return the sources of a `source` field; `columns` applies to sources without their own.
 
     Raises:
         UserError: The list is empty.
     """
     items = source if isinstance(source, list) else [source]
     if not items or not all(items):
-        raise UserError(f"data.{key} is empty; give a file, folder, glob or hub id")
+        raise UserError(f"data.{key} is empty; set a file, folder, glob or hub id")
     sources = [Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
                for item in items]
     if key != "source" and any(item.times != 1 for item in sources):
-        raise UserError(f"weight counts in data.source only, not in data.{key}: evaluation sees each row once")
+        raise UserError(f"weight applies only to data.source, not to data.{key}, where each row counts once; remove it")
     return [replace(item, columns=columns) if item.columns is None else item for item in sources]
 
 
@@ -79,7 +78,7 @@ KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, 
 
 
 def check_regular(path: str) -> None:
-    """Raise UserError for a local path that is no regular file: opening it could wait or read for ever."""
+    """Raise UserError for a local path that is not a regular file: opening it could block for ever."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError as error:
@@ -89,12 +88,12 @@ def check_regular(path: str) -> None:
         raise UserError(f"{path}: cannot be read ({error})") from error
     if not stat.S_ISREG(mode):
         kind = next((kind for is_kind, kind in KINDS if is_kind(mode)), "a device")
-        raise UserError(f"{path}: this is {kind}, not a regular file, and is not opened; write its rows to a file, or "
+        raise UserError(f"{path}: this is {kind}, not a regular file; write its rows to a file, or "
                         "remove it from the data")
 
 
 def file_type(path: str) -> str:
-    """Extension that decides how `path` is read, without that of a compression: `a.jsonl.gz` gives `.jsonl`."""
+    """Return the extension that decides how `path` is read, without compression: `.jsonl` for `a.jsonl.gz`."""
     name = _name(path)
     for ending in CODECS:
         name = name.removesuffix(ending)
@@ -102,7 +101,7 @@ def file_type(path: str) -> str:
 
 
 def compression(path: str) -> str | None:
-    """fsspec's name of the compression that the extension stands for."""
+    """Return fsspec's name for the compression of an extension; None for other extensions."""
     return next((codec for ending, codec in CODECS.items() if _name(path).endswith(ending)), None)
 
 

@@ -14,23 +14,23 @@ from lmmods.core.settings import require
 
 
 class Logger:
-    """Where a run logs beside metrics.csv: stands for the engine's class."""
+    """Stand-in for the engine's class of loggers."""
 
 
 class Callback:
-    """Watches a run: stands for the engine's class."""
+    """Stand-in for the engine's class of callbacks."""
 
 
 class Strategy:
-    """How a run is spread over devices: stands for the engine's classes."""
+    """Stand-in for the engine's classes of strategies."""
 
 
 class ClusterEnvironment:
-    """How the processes of a run find each other: stands for Lightning's class, as `Profiler` does."""
+    """Stand-in for Lightning's class."""
 
 
 class Profiler:
-    """What measures the parts of a step."""
+    """Stand-in for Lightning's class."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -38,39 +38,38 @@ class TrainerFields:
     """Train, evaluate and predict.
 
     Args:
-        accelerator: Platform: cpu, gpu, tpu; `auto` takes the best there is.
-        devices: How many devices of this machine, or on torch a list of GPUs such as [0, 2]; `auto` and -1 take all (on
-            a CPU one).
-        num_nodes: Machines of the run; see docs/cluster.md.
-        strategy: `ddp` keeps everything on every device; `fsdp` shards parameters, gradients and optimiser state over
-            all of them; `auto` takes ddp when there are several devices. As a class: on torch
-            lmmods.strategies.FSDP2, lmmods.strategies.DeepSpeed or lightning's DDPStrategy, on JAX MeshSharding. See
-            docs/cluster.md.
-        precision: Arithmetic: float32; bfloat16 throughout; or mixed, with float32 master weights. `auto` is bf16-mixed
-            where the hardware multiplies bfloat16 and 32-true elsewhere; config.yaml names what it was.
-        logger: Loggers in addition to metrics.csv, which is always written. True or false add none.
-        callbacks: Callbacks in addition to those of the blocks checkpoint, samples, mmlu and publish.
-        max_epochs: Epochs to train; a fraction is allowed: 1.5 ends in the middle of the second epoch.
-        max_steps: Optimiser steps to train; -1 leaves it to max_epochs.
-        accumulate_grad_batches: Micro-batches of each device that make an optimiser step.
-        gradient_clip_val: Largest norm (or value) of the averaged gradient; null does not clip.
-        gradient_clip_algorithm: What gradient_clip_val bounds: norm or value; null is norm.
-        val_check_interval: Optimiser steps (an integer, over the whole run) or share of an epoch's steps between
-            validations; null is once an epoch.
-        check_val_every_n_epoch: Epochs between validations where val_check_interval is no integer.
-        limit_train_batches: How much of an epoch: micro-batches of each device, or a share.
-        limit_val_batches: The same of the validation set.
-        limit_test_batches: The same of the test set.
-        limit_predict_batches: The same of the rows to predict.
-        overfit_batches: Train and validate on the same few micro-batches (a number or a share), unshuffled.
-        num_sanity_val_steps: Validation batches tried before training; null is 2, -1 tries all.
-        log_every_n_steps: Optimiser steps between logged rows; null is 50.
-        enable_checkpointing: False writes no checkpoint.
-        enable_progress_bar: False shows no bar and no lines in its place.
-        default_root_dir: The run folder.
-        detect_anomaly: Stop at the operation that makes a NaN; slow.
-        heartbeat_timeout: Seconds without a sign of life of another process after which it is lost and the run ends;
-            null waits for it as long as the libraries do.
+        accelerator: Device type: cpu, gpu or tpu. `auto` picks the best available.
+        devices: Number of devices per machine, or on torch a list of GPUs such as [0, 2]. `auto` and -1 use all
+            devices, or one CPU.
+        num_nodes: Number of machines. See docs/cluster.md.
+        strategy: `ddp` replicates the model on every device; `fsdp` shards parameters, gradients and optimiser state
+            across them. `auto` uses ddp on several devices. Or a class: on torch lmmods.strategies.FSDP2,
+            lmmods.strategies.DeepSpeed or Lightning's DDPStrategy, on JAX MeshSharding. See docs/cluster.md.
+        precision: Arithmetic: float32, bfloat16, or mixed with float32 master weights. `auto` is bf16-mixed if the
+            hardware supports bfloat16, otherwise 32-true; config.yaml records the choice.
+        logger: Loggers to use in addition to metrics.csv, which is always written. true and false add none.
+        callbacks: Callbacks to add to the built-in ones (checkpoint, samples, mmlu, publish).
+        max_epochs: Number of epochs, possibly fractional: 1.5 stops in the middle of the second epoch.
+        max_steps: Number of optimiser steps; -1 uses max_epochs.
+        accumulate_grad_batches: Number of micro-batches per optimiser step on each device.
+        gradient_clip_val: Maximum norm (or value) of the averaged gradient. null does not clip.
+        gradient_clip_algorithm: What gradient_clip_val limits: norm or value. Default: norm.
+        val_check_interval: Optimiser steps between validations (integer, counted over the whole run), or fraction of an
+            epoch's steps. Default: once per epoch.
+        check_val_every_n_epoch: Epochs between validations, unless val_check_interval is an integer.
+        limit_train_batches: Number of micro-batches per epoch on each device, or fraction of the epoch.
+        limit_val_batches: Like limit_train_batches, for validation.
+        limit_test_batches: Like limit_train_batches, for test.
+        limit_predict_batches: Like limit_train_batches, for predict.
+        overfit_batches: Train and validate on the same few micro-batches (number or fraction), without shuffling.
+        num_sanity_val_steps: Number of validation batches to try before training; -1 tries all. Default: 2.
+        log_every_n_steps: Optimiser steps between log entries. Default: 50.
+        enable_checkpointing: Write checkpoints.
+        enable_progress_bar: Show a progress bar, or progress lines where a bar is not possible.
+        default_root_dir: Run folder.
+        detect_anomaly: Stop at the operation that produces a NaN. Slow.
+        heartbeat_timeout: Seconds without a heartbeat after which another process counts as lost and the run ends. null
+            waits as long as the libraries do.
     """
 
     accelerator: str = "auto"
@@ -106,19 +105,19 @@ class TorchTrainerFields(TrainerFields):
     """Train, evaluate and predict with Lightning.
 
     Args:
-        min_epochs: Epochs to train at least, whatever would stop the run before.
-        min_steps: Optimiser steps to train at least.
-        max_time: Stop after this time: DD:HH:MM:SS, or a mapping such as {hours: 8}.
-        fast_dev_run: Run one batch of each loop (true), or so many, and write nothing.
-        deterministic: Require deterministic algorithms of torch; `warn` uses them where there are some.
-        benchmark: cuDNN's search for the fastest algorithm.
-        inference_mode: Evaluate under torch.inference_mode instead of no_grad.
-        profiler: Profiler of the parts of a step: simple, advanced, pytorch, or a class.
-        barebones: Leave out all that could slow a step down, to measure the loop itself.
-        sync_batchnorm: Share the statistics of batch norms between processes.
-        reload_dataloaders_every_n_epochs: Epochs after which loaders are made anew; 0 keeps them.
+        min_epochs: Minimum number of epochs, even if something else would stop the run.
+        min_steps: Minimum number of optimiser steps.
+        max_time: Maximum training time: DD:HH:MM:SS, or a mapping such as {hours: 8}.
+        fast_dev_run: Run this many batches of each loop (true: one) and write nothing.
+        deterministic: Require deterministic algorithms; `warn` uses them where they exist.
+        benchmark: Let cuDNN search for the fastest algorithm.
+        inference_mode: Evaluate under torch.inference_mode instead of torch.no_grad.
+        profiler: Profile the parts of a step: simple, advanced, pytorch, or a class.
+        barebones: Disable everything that could slow a step, to measure the loop itself.
+        sync_batchnorm: Synchronise batch norm statistics between processes.
+        reload_dataloaders_every_n_epochs: Epochs after which data loaders are rebuilt; 0 keeps them.
         plugins: Cluster environments.
-        model_registry: Name of the model on Lightning's hub.
+        model_registry: Model name on Lightning's hub.
     """
 
     min_epochs: int | None = None
@@ -138,7 +137,7 @@ class TorchTrainerFields(TrainerFields):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class JaxTrainerFields(TrainerFields):
-    """Train, evaluate and predict on JAX, which takes some values less."""
+    """Train, evaluate and predict on JAX, which supports fewer values."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "tpu"] = "auto"
     devices: int | Literal["auto"] = "auto"
@@ -147,23 +146,23 @@ class JaxTrainerFields(TrainerFields):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How many optimiser steps a run has, by `trainer.max_epochs` and `trainer.max_steps`.
+# Number of optimiser steps of a run, from `trainer.max_epochs` and `trainer.max_steps`.
 
 def check_length(max_epochs: int | float | None, max_steps: int) -> None:
-    """Raise UserError unless the keys say how long to train."""
+    """Raise UserError unless one of the keys limits training."""
     if max_epochs is None and max_steps == -1:
-        raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
+        raise UserError("trainer.max_steps or trainer.max_epochs is missing. Set one of them.")
     require(max_epochs in (None, -1) or math.isfinite(max_epochs) and max_epochs >= 0, "trainer.max_epochs", max_epochs,
-            "a number of epochs, 0 or more; 1.5 is one and a half, and -1 leaves it to trainer.max_steps")
+            "0 or more (1.5 is one and a half epochs), or -1 to use trainer.max_steps")
 
 
 def steps_per_epoch(batches_per_epoch: int, batches_per_step: int) -> int:
-    """Optimiser steps of an epoch; arguments as of `num_steps`."""
+    """Return the optimiser steps of an epoch; arguments as in `num_steps`."""
     return -(-batches_per_epoch // batches_per_step)
 
 
 def num_steps(batches_per_epoch: int, batches_per_step: int, max_epochs: int | float | None, max_steps: int) -> int:
-    """Optimiser steps of a run. Raises UserError: the run has no end.
+    """Return the optimiser steps of a run. Raises UserError if it has no end.
 
     Args:
         batches_per_epoch: Micro-batches of each device in an epoch.
@@ -179,7 +178,7 @@ def num_steps(batches_per_epoch: int, batches_per_step: int, max_epochs: int | f
         by_epochs = whole * steps + math.ceil(part * steps)
     steps = min(by_epochs, math.inf if max_steps == -1 else max_steps)
     if math.isinf(steps):
-        raise UserError("trainer.max_steps or trainer.max_epochs is missing: say how long to train.")
+        raise UserError("trainer.max_steps or trainer.max_epochs is missing. Set one of them.")
     return steps
 
 

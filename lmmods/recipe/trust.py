@@ -1,8 +1,8 @@
 """Restrict the code that a recipe may run to lightning, torch and this project, unless the command line allows more.
 
 Recipes are shared: a run's config.yaml is published, copied and mailed. It is therefore treated as data unless
-`--trust_recipe_code true`, which no file can hold, is given. Three checks enforce this: nothing outside `PACKAGES` is
-imported, as importing already runs code; only classes of the key's type are built, never functions; and code shipped
+`--trust_recipe_code true` is given, which a file cannot contain. Three checks enforce this: nothing outside `PACKAGES`
+is imported, as importing already runs code; only classes of the key's type are built, never functions; and code shipped
 with a model runs only if the command line, not the file, asks for it.
 """
 
@@ -85,15 +85,15 @@ def guarded_imports(allowed: Iterable[str] | None = None) -> Iterator[None]:
 
 def refuse_import(key: str | None, path: str) -> None:
     """Raise ForeignCode for a class or function outside `PACKAGES`."""
-    raise ForeignCode(f"{key or 'The recipe'}: {path} is code outside of lightning, torch, lmmods and jax_engine, and "
-                      "a recipe may name no other. Nothing of it has run. If you have read it and trust it, add "
+    raise ForeignCode(f"{key or 'The recipe'}: {path} is code outside of lightning, torch, lmmods and jax_engine, "
+                      "which a recipe may not run. It has not run. If you have read it and trust it, add "
                       "--trust_recipe_code true to the command line.")
 
 
 def refuse_function(key: str, path: str) -> None:
     """Raise ForeignCode for a function that a recipe names, unless the command line trusts it."""
     if not is_trusted():
-        raise ForeignCode(f"{key}: {path} is code that would run here. Nothing of it has run. If you have read it and "
+        raise ForeignCode(f"{key}: {path} is code that a recipe may not run. It has not run. If you have read it and "
                           f"trust it, add {FLAG} true to the command line.")
 
 
@@ -106,7 +106,7 @@ def check_recipe(values: Any, model: dict[str, Any], remote_code_typed: bool) ->
         remote_code_typed: True if the command line itself requests the code shipped with the model.
 
     Raises:
-        UserError: A key holds a function or a class of the wrong kind, or requests code from the hub.
+        UserError: A key names a function or a class of the wrong type, or requests code from the hub.
     """
     if is_trusted():
         return
@@ -128,14 +128,14 @@ def check_remote_code(options: Any, typed: bool = False) -> None:
         UserError: The file sets it and the command line does not.
     """
     if options.get("trust_remote_code") and not typed and not is_trusted():
-        raise UserError("model.trust_remote_code is set in a file, and would run the code that comes with "
+        raise UserError("model.trust_remote_code is set in a file, but a file may not run the code of "
                         f"{options.get('pretrained')}. If you have read it and trust it, add --model.trust_remote_code "
                         f"true to the command line (merge, evaluate and chat: {FLAG} true).")
 
 
 def _check_kernel(key: str, name: Any) -> None:
     if isinstance(name, str) and "/" in name:
-        raise UserError(f"{key} is {name!r}, a kernel from the hub: code that would run here. If you trust it, add "
+        raise UserError(f"{key} is {name!r}, a kernel from the hub, which runs code. If you trust it, add "
                         f"{FLAG} true to the command line.")
 
 
@@ -163,15 +163,15 @@ def _check_class(key: str, path: str) -> None:
     found = resolved(path)
     if not inspect.isclass(found):
         _refuse_callable(key, path)
-    # The packages allowed hold many classes; some run code when built, so the kind counts, too.
+    # The allowed packages have many classes, some of which run code when built: check the base class too.
     if path.split(".")[0] not in ("lmmods", "jax_engine") and not issubclass(found, _kinds()):
-        raise UserError(f"{key}: {path} is none of the classes that a recipe is made of (callbacks, loggers, "
-                        "strategies, profilers, cluster environments). If you trust the recipe, add "
+        raise UserError(f"{key}: {path} is not a callback, logger, strategy, profiler or cluster environment. If "
+                        "you trust the recipe, add "
                         f"{FLAG} true to the command line.")
 
 
 def _refuse_callable(key: str, path: str) -> None:
-    raise UserError(f"{key}: {path} is a function, and a recipe may name classes only. If you trust the recipe, add "
+    raise UserError(f"{key}: {path} is a function, but a recipe may name only classes. If you trust the recipe, add "
                     f"{FLAG} true to the command line.")
 
 

@@ -41,20 +41,20 @@ def check_values(recipe: dict[str, Any], engine: str) -> None:
         check_share(f"trainer.{name}", trainer.get(name))
     clip, interval = trainer.get("gradient_clip_val"), trainer.get("val_check_interval")
     if trainer["max_steps"] == 0:
-        _refuse("trainer.max_steps", 0, "1 or more, or -1 to leave it to trainer.max_epochs")
+        _refuse("trainer.max_steps", 0, "1 or more, or -1 to use trainer.max_epochs")
     if trainer["max_epochs"] == 0:
-        _refuse("trainer.max_epochs", 0, "more than 0, or -1 to leave it to trainer.max_steps")
+        _refuse("trainer.max_epochs", 0, "more than 0, or -1 to use trainer.max_steps")
     if trainer.get("limit_train_batches") == 0:
-        _refuse("trainer.limit_train_batches", 0, "more than 0; null trains on all of an epoch")
+        _refuse("trainer.limit_train_batches", 0, "more than 0, or null for the whole epoch")
     check_length(trainer["max_epochs"], trainer["max_steps"])
     check_time(trainer.get("max_time"))
     if clip is not None and not 0 <= clip < math.inf:
-        _refuse("trainer.gradient_clip_val", clip, "0 or more; null does not clip")
+        _refuse("trainer.gradient_clip_val", clip, "0 or more, or null not to clip")
     if trainer.get("gradient_clip_algorithm") not in (None, "norm", "value"):
         _refuse("trainer.gradient_clip_algorithm", trainer["gradient_clip_algorithm"], "norm or value")
     if interval is not None and (interval < 1 if isinstance(interval, int) else not 0 < interval <= 1):
-        _refuse("trainer.val_check_interval", interval, "a share of an epoch up to 1.0, or a whole number of "
-                "optimiser steps from 1")
+        _refuse("trainer.val_check_interval", interval, "a fraction of an epoch up to 1.0, or an integer number "
+                "of optimiser steps from 1")
     if trainer["default_root_dir"] is None:
         _refuse("trainer.default_root_dir", None, "the path of a folder")
 
@@ -76,33 +76,33 @@ def check_time(value: str | dict[str, int] | timedelta | None) -> None:
     except (AttributeError, OverflowError, TypeError):  # malformed; too long; an unknown unit
         time = timedelta()
     if time is not None and time <= timedelta():
-        _refuse("trainer.max_time", value, "a time above 0: DD:HH:MM:SS, as 00:08:00:00 for eight hours, or a "
-                "mapping of weeks, days, hours, minutes and seconds, as {hours: 8}")
+        _refuse("trainer.max_time", value, "more than 0: DD:HH:MM:SS, for example 00:08:00:00, or a mapping of weeks, "
+                "days, hours, minutes and seconds, for example {hours: 8}")
 
 
 def check_seed(seed: Any) -> None:
-    """Check that a seed fits 32 bits; true draws one."""
+    """Check that a seed fits 32 bits; true picks one at random."""
     if seed is not True and (seed is None or seed is False or not 0 <= seed <= MAX_SEED):
-        _refuse("seed_everything", seed, f"a whole number from 0 to {MAX_SEED}, or true to draw one")
+        _refuse("seed_everything", seed, f"an integer from 0 to {MAX_SEED}, or true to pick one at random")
 
 
 def check_texts(value: Any, key: str) -> None:
-    """Check that no text holds a NUL byte and no path or hub id is empty or longer than a file system allows.
+    """Check that no string contains a NUL byte, and no path or hub id is empty or longer than a file system allows.
 
     Raises:
-        UserError: One does or is.
+        UserError: One of these is wrong.
     """
     if isinstance(value, str):
         if "\0" in value:
-            _refuse(key, value, "a text without NUL bytes")
+            _refuse(key, value, "a string without NUL bytes")
         if not value.strip() and key.rsplit(".", 1)[-1] in NEVER_EMPTY:
-            _refuse(key, value, "a path or a name; leave the key out for none")
+            _refuse(key, value, "a path or a name. Remove the key if there is none")
         longest = max(len(part.encode(errors="replace")) for part in value.split("/"))
         if key.rsplit(".", 1)[-1] in PATHS and "://" not in value and (longest > 255 or len(value) > 4095):
             raise UserError(f"{key} is {shortened(value)}: too long for a path.")
         if DEMO.match(value) and not Path("demo").is_dir():
-            raise UserError(f"{key} is {value}, a file of the demo, which a clone of the project has and {Path.cwd()} "
-                            "has not. Run it in the folder of the clone, or set the key to a path of your own.")
+            raise UserError(f"{key} is {value}, but {Path.cwd()} has no demo files. Run the command in a clone of the "
+                            "project, or set the key to a path of your own.")
     elif isinstance(value, list | tuple):
         for each in value:
             check_texts(each, key)
@@ -131,9 +131,9 @@ def check_devices(accelerator: str, devices: Any, engine: str) -> None:
 
 
 def check_share(key: str, value: int | float | None) -> None:
-    """Check a number of micro-batches, or a share of all."""
+    """Check a number of micro-batches, or a fraction of all."""
     if value is not None and not (value >= 0 if isinstance(value, int) else 0 <= value <= 1):
-        _refuse(key, value, "a whole number of micro-batches from 0, or a share from 0.0 to 1.0")
+        _refuse(key, value, "an integer number of micro-batches from 0, or a fraction from 0.0 to 1.0")
 
 
 def _refuse(key: str, value: Any, wanted: str) -> None:

@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -263,14 +262,6 @@ def missing_reason(groups: list[Group]) -> str | None:
         return f"{', '.join(answers[0].rewards)} returned None for every answer"
     reason, count = reasons.most_common(1)[0]
     return f"{reason} ({count} answers)"
-
-
-def score_again(rewards: Rewards, data: PromptData, groups: list[Group]) -> list[Group]:
-    """Return stored groups of training with rewards computed anew."""
-    again = [replace(group, answers=[replace(answer, rewards={}, reasons={}, reward=None) for answer in group.answers])
-             for group in groups]
-    set_rewards(rewards, [data.prompt("train", group.prompt) for group in groups], again)
-    return again
 
 
 def token_columns(task: GRPOFields) -> tuple[str, ...]:

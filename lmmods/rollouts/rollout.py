@@ -19,8 +19,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.policy import Row
-from lmmods.runs.atomic import write_bytes, write_text
-from lmmods.runs.run_files import ROLLOUT
+from lmmods.runs.run_files import ROLLOUT, write_bytes, write_text
 
 VERSION = 1
 BY_TOKEN = ("tokens", "logps", "entropies", "drawn")

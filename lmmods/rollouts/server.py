@@ -14,7 +14,7 @@ from lmmods.core.errors import UserError
 from lmmods.recipe.trust import is_trusted, refuse_import
 from lmmods.rollouts.policy import Drawn, Policy
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.inside import delete, fresh_folder
+from lmmods.runs.run_files import delete, fresh_folder
 
 KEY = "model.rollouts"
 SERVERS = {"VLLMServer": "lmmods.rollouts.vllm.VLLMServer"}  # by short name

@@ -33,13 +33,11 @@ from safetensors import SafetensorError, safe_open
 
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
-from lmmods.core.files import read_text
+from lmmods.core.files import disk_problem, read_text
 from lmmods.core.fingerprints import first_damaged, stamps
 from lmmods.core.lazy_array import LazyArray
-from lmmods.runs.atomic import commit_folder, disk_problem, write_json
-from lmmods.runs.checkpoint_files import MANIFEST, PLAIN
 from lmmods.runs.folder import checkpoint_names
-from lmmods.runs.inside import fresh_folder
+from lmmods.runs.run_files import MANIFEST, PLAIN, commit_folder, fresh_folder, write_json
 
 # Files of the arrays by the first key of their paths; all others are in REST.
 SHARDED = {"state_dict": "model", "optimizer_states": "optimizer"}

@@ -7,8 +7,8 @@ from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.recipe.block_fields import CheckpointFields
-from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.folder import RunFolder, checkpoint_position
+from lmmods.runs.run_files import remove_checkpoint
 
 
 class CheckpointPolicy(CheckpointFields):

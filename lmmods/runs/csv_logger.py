@@ -1,4 +1,4 @@
-"""The logger that writes metrics.csv of the run folder."""
+"""The logger that writes metrics.csv of the run folder, and Lightning's CSVLogger."""
 
 import csv
 import io
@@ -8,8 +8,9 @@ from typing import Any, TextIO
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lmmods.runs.atomic import open_to_append, write_text
+from lmmods.runs.loggers import VersionedFolder
 from lmmods.runs.repair import mended_table
+from lmmods.runs.run_files import open_to_append, write_text
 
 
 class MetricsCSV(Logger):
@@ -66,3 +67,6 @@ class MetricsCSV(Logger):
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the recipe is in config.yaml."""
+
+
+SUPPORT = VersionedFolder("metrics.csv", "hparams.yaml")  # for Lightning's

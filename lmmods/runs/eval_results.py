@@ -7,8 +7,7 @@ from typing import Any
 from lmmods.core.console import warn
 from lmmods.recipe.block_fields import BenchmarkScore
 from lmmods.recipe.files import as_yaml
-from lmmods.runs.atomic import write_text
-from lmmods.runs.inside import inside
+from lmmods.runs.run_files import inside, write_text
 
 FOLDER = ".eval_results"
 

@@ -5,36 +5,46 @@ Both engines write the same folder. No torch, no jax.
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.recipe.files import as_yaml, read_recipe
-from lmmods.recipe.values import check_ckpt_path
-from lmmods.runs.atomic import (
+from lmmods.recipe.values import A_CHECKPOINT, check_ckpt_path
+from lmmods.runs.eval_results import eval_results, write_eval_results
+from lmmods.runs.lock import FILE as LOCK
+from lmmods.runs.lock import FolderLock
+from lmmods.runs.loggers import logger_paths
+from lmmods.runs.repair import mended_numbers
+from lmmods.runs.run_files import (
+    FILES,
+    LIST,
+    NAMES,
     REPLACED,
+    RESULTS,
+    RunFiles,
+    check_links,
     commit_files,
     commit_folder,
     copy_file,
+    delete,
     files_in,
+    fresh_folder,
+    remove_checkpoint,
+    remove_rollouts,
+    remove_unfinished,
     restore,
     write_json,
     write_text,
 )
-from lmmods.runs.checkpoint_files import remove_checkpoint, remove_unfinished
-from lmmods.runs.ckpt_path import CHECKPOINT_NAME, check_places, place_of, refuse_foreign
-from lmmods.runs.eval_results import eval_results, write_eval_results
-from lmmods.runs.inside import check_links, delete, fresh_folder
-from lmmods.runs.lock import FILE as LOCK
-from lmmods.runs.lock import FolderLock
-from lmmods.runs.repair import mended_numbers
-from lmmods.runs.run_files import LIST, NAMES, RESULTS, RunFiles, remove_rollouts, wandb_paths
 
 CHECKPOINT_PREFIX = "step="
+CHECKPOINT_NAME = re.compile(r"step=[0-9]{1,18}(\+[0-9]{1,9})?")
 
 
 class RunFolder:
@@ -98,7 +108,10 @@ class RunFolder:
         checkpoint = continued(self, ckpt_path)
         if stop_at is not None:
             known = checkpoint is not None and CHECKPOINT_NAME.fullmatch(checkpoint.name)
-            check_stop(stop_at, checkpoint_position(checkpoint.name)[0] if known else 0)
+            step = checkpoint_position(checkpoint.name)[0] if known else 0
+            if stop_at <= step:
+                raise UserError(f"--stop_at is {stop_at}, but must be more than {step}"
+                                + (", the step of the checkpoint." if step else "."))
         if checkpoint:
             self.check_can_resume(checkpoint, overwrite)
         else:
@@ -115,7 +128,12 @@ class RunFolder:
         """Raise UserError if a new run would overwrite another one or files of others. Leaves no file behind."""
         check_writable(self.root)
         if not overwrite and self.holds_run() and {"config.yaml", "checkpoints"} & self.files.entries():
-            refuse_other_run(self.root, self.find("last"), self.completed.exists())
+            again, last = "start again with --overwrite true (its files are then deleted)", self.find("last")
+            if self.completed.exists():
+                raise UserError(f"{self.root} holds a finished run. Choose another trainer.default_root_dir, or "
+                                f"{again}.")
+            remedy = f"go on with --ckpt_path last, or {again}" if last else f"it saved no checkpoint yet; {again}"
+            raise UserError(f"{self.root} holds an unfinished run{f' ({last.name})' if last else ''}: {remedy}.")
         check_names(self.root, self.files)
 
     def check_can_resume(self, checkpoint: Path, overwrite: bool) -> None:
@@ -177,13 +195,15 @@ class RunFolder:
             UserError: There is none.
         """
         check_ckpt_path(ckpt_path)
+        found = None
         if ckpt_path in ("last", "best"):
             found = self.find(ckpt_path)
         elif CHECKPOINT_NAME.fullmatch(f"{CHECKPOINT_PREFIX}{ckpt_path.removeprefix(CHECKPOINT_PREFIX)}"):
             found = next((self.checkpoint(name) for name in self.names()
                           if checkpoint_position(name) == checkpoint_position(ckpt_path)), None)
         else:
-            found = place_of(ckpt_path)
+            with suppress(OSError, ValueError, RuntimeError):  # too long, a NUL in it, a cycle of links
+                found = path if (path := Path(ckpt_path).resolve()).exists() else None
         if found is None or not found.exists():
             here = ", ".join(self.names()) or "none"
             raise UserError(f"--ckpt_path {ckpt_path}: there is no such checkpoint (in {self.checkpoints}: {here}).")
@@ -210,7 +230,7 @@ class RunFolder:
     def write_start(self, recipe: dict[str, Any], report: dict[str, Any]) -> None:
         """Write the inputs of the run: its whole recipe and the report on its data."""
         if recipe:
-            self.files.claim(*wandb_paths(recipe, self.root))
+            self.files.claim(*logger_paths(recipe, self.root))
             write_text(self.config, as_yaml(recipe))
         write_json(self.data_report, report)
 
@@ -414,22 +434,39 @@ def check_names(root: Path, files: RunFiles) -> None:
                         "trainer.default_root_dir.")
 
 
-def refuse_other_run(root: Path, last: Path | None, completed: bool) -> None:
-    """Raise the UserError for a folder that already holds a run.
+# ---------------------------------------------------------------------------------------------------------------------
+# `--ckpt_path`: what a path that is no checkpoint is instead, and whether a run can write its files.
 
-    Args:
-        last: Its last checkpoint, if it has saved one.
-        completed: True if it is finished.
+def refuse_foreign(asked: str, path: Path) -> None:
+    """Raise UserError, naming what the path is, unless it may be a checkpoint."""
+    if path.is_dir() and ((path / "state.json").exists() or path.name.startswith("step=")):
+        return  # whole or damaged: shown by reading it
+    raise UserError(f"--ckpt_path {asked} is {_what(path)}, but must be last, best, a step number, or {A_CHECKPOINT}.")
+
+
+def _what(path: Path) -> str:
+    if not path.is_dir():
+        return ("a file of weights (name the folder it is in as model.pretrained or model.adapter to start from it)"
+                if path.suffix == ".safetensors" else "a single file, as other programs write")
+    kinds = {"checkpoints": "a run folder", "last": "the checkpoints of a run",
+             "trainer_state.json": "a checkpoint of transformers' Trainer (model.pretrained or model.adapter starts "
+                                   "from its weights)",
+             "adapter_config.json": "an adapter (model.adapter starts from it)",
+             "config.json": "a model folder (model.pretrained starts from it)"}
+    return next((kind for name, kind in kinds.items() if os.path.lexists(path / name)), "a folder without a state.json")
+
+
+def check_places(root: Path, checkpoints: Path) -> None:
+    """Refuse to resume in a run folder if something of another kind has a name that the run will write.
+
+    Raises:
+        UserError: A folder instead of a file, a file instead of a checkpoint, a copy of one instead of the link to it.
     """
-    again = "start again with --overwrite true (its files are then deleted)"
-    if completed:
-        raise UserError(f"{root} holds a finished run. Choose another trainer.default_root_dir, or {again}.")
-    remedy = f"go on with --ckpt_path last, or {again}" if last else f"it saved no checkpoint yet; {again}"
-    raise UserError(f"{root} holds an unfinished run{f' ({last.name})' if last else ''}: {remedy}.")
-
-
-def check_stop(stop_at: int, step: int) -> None:
-    """Raise UserError if a run at `step` is asked to stop there or earlier."""
-    if stop_at <= step:
-        raise UserError(f"--stop_at is {stop_at}, but must be more than {step}"
-                        + (", the step of the checkpoint." if step else "."))
+    kinds = [(root / name, Path.is_file, "a file") for name in (*FILES, "manifest.json")]
+    kinds += [(checkpoints / alias, Path.is_symlink, "a link to a checkpoint (a copy of it is none)")
+              for alias in ("last", "best")]
+    kinds += [(path, Path.is_dir, "the folder of a checkpoint") for path in checkpoints.glob("step=*")
+              if CHECKPOINT_NAME.fullmatch(path.name)]
+    for path, is_right, expected in kinds:
+        if os.path.lexists(path) and not is_right(path):
+            raise UserError(f"{path} is where the run writes {expected}. Move it away, or delete it.")

@@ -15,7 +15,8 @@ from lmmods.core.files import read_text
 from lmmods.core.redaction import redact
 from lmmods.recipe.block_fields import PublishFields
 from lmmods.runs.folder import write_json
-from lmmods.runs.inside import OWNER, is_local_path
+from lmmods.runs.published_paths import is_local_path
+from lmmods.runs.run_files import OWNER
 
 
 class Publisher(PublishFields):

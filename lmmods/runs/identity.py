@@ -16,11 +16,11 @@ from lmmods.data.batches.stream import ENDLESS
 from lmmods.recipe.classes import BASES, declared
 from lmmods.recipe.files import read_recipe
 from lmmods.recipe.trainer_fields import limited
-from lmmods.runs.atomic import append_json
 from lmmods.runs.checkpoint import read_plain
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.model_card import model_facts
 from lmmods.runs.progress import Cut
+from lmmods.runs.run_files import append_json
 
 FACTS = ("content", "weights", "commit")  # fingerprints of the content behind a path
 PLACES = ("path", "revision")  # its location

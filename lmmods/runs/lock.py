@@ -73,7 +73,7 @@ class FolderLock:
             # Again if the file or folder was deleted while this process took it.
             while self._file is None:
                 self._make_folders()
-                self._try(command)
+                self._file = self._open(command)
         except UserError:
             self._remove_folders()
             raise
@@ -84,52 +84,46 @@ class FolderLock:
         if self._file is not None:
             if fcntl:
                 self.path.unlink(missing_ok=True)  # before unlocking: waiting processes must see that it is gone
-            self.let_go()
+            self.close()
             if not fcntl:
                 with contextlib.suppress(PermissionError):  # Windows deletes no file that a process has open
                     self.path.unlink(missing_ok=True)
         self._remove_folders()
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Close the file without deleting it."""
         _HELD.discard(self)
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _try(self, command: str) -> None:
-        # O_NOFOLLOW: a link under this name is refused, not written through.
+    def _open(self, command: str) -> int | None:
+        """Return the file, locked and with a record of this process; None if another process has just deleted it."""
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)  # Windows has none
-        except FileNotFoundError:  # another process has just removed the folder that it had created
-            return
-        except OSError as error:
-            raise self._unwritable(error) from error
-        is_ours = False
-        try:
-            # The holder may have deleted the file between our open and lock: a lock on a deleted file protects nothing.
-            is_ours = self._is_granted(file) and self._is_still(file)
-            if is_ours:
-                self._sign(file, command)
-                self._file = file
-        except OSError as error:
-            raise self._unwritable(error) from error
-        finally:
-            if not is_ours or self._file is None:
+            # O_NOFOLLOW, which Windows lacks: a link under this name is refused, not written through.
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            try:
+                self._lock(file)
+                # The holder may have deleted the file before our lock, which then protects nothing.
+                if not os.path.samestat(os.fstat(file), os.stat(self.path)):
+                    raise FileNotFoundError
+                record = {"host": socket.gethostname(), "pid": os.getpid(), "command": command,
+                          "started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "job": _job()}
+                os.ftruncate(file, 0)
+                os.lseek(file, 0, os.SEEK_SET)
+                os.write(file, json.dumps(record).encode())
+            except BaseException:
                 os.close(file)
+                raise
+            return file
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written ({error.strerror}), so nothing can say that this folder is "
+                            "in use. Make room, delete it, or choose another trainer.default_root_dir.") from error
 
-    def _sign(self, file: int, command: str) -> None:
-        record = {"host": socket.gethostname(), "pid": os.getpid(), "command": command,
-                  "started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "job": _job()}
-        os.ftruncate(file, 0)
-        os.lseek(file, 0, os.SEEK_SET)
-        os.write(file, json.dumps(record).encode())
-
-    def _unwritable(self, error: OSError) -> UserError:
-        return UserError(f"{self.path} cannot be written ({error.strerror}), so nothing can say that this folder is in "
-                         "use. Make room, delete it, or choose another trainer.default_root_dir.")
-
-    def _is_granted(self, file: int) -> bool:
+    def _lock(self, file: int) -> None:
+        """Lock the open file. Raises UserError: the folder is in use."""
         try:
             lock_file(file)
             reaches_all = not LOCAL_ONLY.search(mount_of(self.path))
@@ -143,14 +137,6 @@ class FolderLock:
         # Where other machines do not see the lock, the record of the holder decides.
         if not reaches_all and record and not _is_dead(record):
             raise self._in_use(record)
-        return True
-
-    def _is_still(self, file: int) -> bool:
-        """True if the locked file is still the one at this path."""
-        try:
-            return os.path.samestat(os.fstat(file), os.stat(self.path))
-        except FileNotFoundError:
-            return False
 
     def _in_use(self, record: dict[str, Any]) -> UserError:
         holder, remedy = "another process", ""
@@ -179,14 +165,14 @@ class FolderLock:
 _HELD: set[FolderLock] = set()
 
 
-def _let_go_of_all() -> None:
+def _close_all() -> None:
     for lock in list(_HELD):
-        lock.let_go()
+        lock.close()
 
 
 # A forked child that outlives this process must not keep its locks; an exec closes them anyway, as Python opens files.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_of_all)
+    os.register_at_fork(after_in_child=_close_all)
 
 
 def mount_of(path: Path) -> str:

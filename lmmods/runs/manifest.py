@@ -27,10 +27,10 @@ from lmmods.core.files import read_text
 from lmmods.core.hardware import processor, variables
 from lmmods.core.redaction import redacted
 from lmmods.core.versions import code_version, installed_packages, python_version
-from lmmods.runs.atomic import write_json
 from lmmods.runs.eval_results import FOLDER as EVAL_RESULTS
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.model_card import described_model
+from lmmods.runs.run_files import write_json
 
 LEFT = ("config.yaml", "data_report.json", "metrics.csv", "samples.jsonl")  # beside model/; final when the run ends
 READERS = 4  # threads; each hashes about 1 GB per second

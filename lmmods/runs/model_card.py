@@ -22,11 +22,11 @@ from lmmods.data.sources.source_reader import NAMED_SETS
 from lmmods.recipe.classes import declared
 from lmmods.recipe.files import Loader, as_yaml
 from lmmods.recipe.tasks.base import CausalFields, TaskFields
-from lmmods.runs.atomic import write_json
 from lmmods.runs.eval_results import eval_results, write_eval_results
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.inside import hub_id, shown_path, shown_paths
+from lmmods.runs.published_paths import hub_id, shown_path, shown_paths
 from lmmods.runs.repair import read_table
+from lmmods.runs.run_files import write_json
 
 ENDS_IN_PADDING = "ends_in_padding"  # in the data report: rows of a decoder's classifier that end in the padding token
 POOLING = """## Padding

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmmods.core.files import MAX_TABLE_BYTES, read_text
-from lmmods.runs.atomic import copy_file
+from lmmods.runs.run_files import copy_file
 
 
 @dataclass

@@ -1,23 +1,292 @@
-"""The list, stored in a run folder, of the files that runs wrote there. Nothing else is ever deleted or overwritten."""
+"""Files of a run: the rules by which they are written and deleted, and the functions that keep them.
 
-import glob
+What a run writes or deletes lies, by its real path, inside its folder, and was made by it. A run folder may come from
+anybody, unpacked from an archive with all its links, so nothing that the folder says is trusted:
+
+- Inside: nothing is written or deleted through a link. New files appear by a rename, which replaces a link; folders are
+  created again (`fresh_folder`); a link in the way is itself removed. Names read from a file must be plain names
+  (`inside`). Only model and checkpoints may be links, and only if the folder behind the link names this run folder as
+  its owner, in a file `.run-folder` (`check_links`). No program writes that file, and an archive cannot place it
+  outside of itself, so it shows that the user made the link.
+- Made by it: a list in the folder has each path before it is created (`RunFiles.claim`), and paths that no run writes
+  are not accepted in it. The files of a checkpoint are those that its manifest names.
+- Whole: readers see the old file or folder or the complete new one, even if the writer is killed. Engines and libraries
+  write into new folders, which `commit_folder` renames.
+"""
+
 import json
 import os
 import re
+import secrets
+import shlex
+import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lmmods.core.errors import UserError
-from lmmods.core.files import is_plain_name, read_text
+from lmmods.core.files import MAX_TABLE_BYTES, is_plain_name, read_bytes, read_text
 from lmmods.recipe.classes import declared
 from lmmods.recipe.files import read_recipe
-from lmmods.runs.atomic import write_json
-from lmmods.runs.checkpoint_files import holds_checkpoint, remove_checkpoints
-from lmmods.runs.inside import OWNER, check_links, delete, inside
+from lmmods.runs.loggers import logger_paths
+
+OWNER = ".run-folder"  # in the target of a link: the path of the run folder that owns it
+MAY_BE_LINKS = ("checkpoints", "model")
+REPLACED = ".replaced-"
+MANIFEST = "manifest.json"  # of a checkpoint: name of each file, with size and checksum
+PLAIN = "state.json"  # of a checkpoint: everything but arrays, and where the arrays go
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files of a run in a folder without that list, of an earlier version: recognised by name and content.
+# Inside: links and names.
+
+def check_links(root: Path, names: Iterable[str]) -> None:
+    """Raise UserError if a name that a run writes in its folder is a link that must not be followed."""
+    for name in names:
+        path = root / name
+        if not path.is_symlink() or name in MAY_BE_LINKS and _belongs(path, root):
+            continue
+        if name in MAY_BE_LINKS and path.is_dir():
+            target = path.resolve()
+            raise UserError(f"{path} is a link to {target}, out of the run folder. If you have made it and that folder "
+                            f"is for this run alone, say so there: echo {shlex.quote(str(root.resolve()))} > "
+                            f"{shlex.quote(str(target / OWNER))}. If not, delete the link (docs/runs.md).")
+        raise UserError(f"{path} is a link, and what a run writes lies in its folder. Move the link away, or choose "
+                        "another trainer.default_root_dir.")
+
+
+def _belongs(link: Path, root: Path) -> bool:
+    """True if the target of a link names this run folder as its owner."""
+    try:
+        owner = Path(read_text(link / OWNER, most=2**16).strip())
+        return owner.is_absolute() and os.path.samefile(owner, root)
+    except (OSError, ValueError):
+        return False
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Join a folder with a name read from a file, such as `config.json` or `templates/tools.jinja`.
+
+    Raises:
+        UserError: It leads out of the folder.
+    """
+    parts = name.split("/")
+    parents = [folder.joinpath(*parts[:count]) for count in range(1, len(parts))]
+    if not all(map(is_plain_name, parts)) or any(parent.is_symlink() for parent in parents):
+        raise UserError(f"{folder}: the name {name!r} of a file of the run leads out of that folder. Delete the link, "
+                        "or choose another trainer.default_root_dir.")
+    return folder / name
+
+
+def way_out(root: Path, place: str | os.PathLike) -> Path | None:
+    """Return a path that leads out of the run folder below `place`, where a library will write; None if there is none.
+
+    The path is `place` itself or a link in it. Links that `check_links` has checked are skipped, and so are W&B's files
+    of earlier starts, which are not written again.
+    """
+    top, start = root.resolve(), Path(place).resolve()
+    if not start.is_relative_to(top):
+        return Path(place)
+    for folder, folders, files in os.walk(start):
+        here = Path(folder)
+        for name in (*folders, *files):
+            path = here / name
+            if path.is_symlink() and not (here == top and name in MAY_BE_LINKS) and not path.resolve().is_relative_to(
+                    top):
+                return path
+        folders[:] = [name for name in folders if here.name != "wandb" and not (here == top and name in MAY_BE_LINKS)]
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole: atomic writes, and deletions.
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file's content atomically; it is on disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # An unguessable, unused name: nobody can have placed a link there.
+    temporary = path.with_name(f".{path.name[:50]}-{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            # Without this, a crash after the rename could leave an empty file.
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:  # the disk is full: leave no partial file
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's text atomically. A link of this name is replaced itself; its target is left alone."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def append_json(path: Path, value: Any) -> None:
+    """Append a line to a small .jsonl file. The file is on disk when this returns."""
+    # Rewritten as a whole: an append that is cut off would leave half a line.
+    before = read_bytes(path, MAX_TABLE_BYTES) if path.exists() else b""
+    write_bytes(path, before + json.dumps(value, ensure_ascii=False).encode() + b"\n")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's content; `target` is replaced as by `write_text`."""
+    write_bytes(target, read_bytes(source, MAX_TABLE_BYTES))
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a text file written by `write_text` for appending. Raises OSError if it has become a link."""
+    flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    return open(os.open(path, flags), "a", newline="", encoding="utf-8")
+
+
+def files_in(folder: Path) -> set[str]:
+    """Return the paths of all files and links in `folder`, relative to it; none if there is no such folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+
+
+def commit_folder(temporary: Path, final: Path) -> None:
+    """Rename a finished folder to its final name, replacing an older one, after its files have reached the disk."""
+    sync(temporary)
+    # A folder cannot be renamed over another that is not empty: move the old one aside first. If the process is killed
+    # between the two renames, `restore` puts it back at the next start.
+    old = final.with_name(f"{REPLACED}{final.name}")
+    restore(old)
+    if final.is_symlink():
+        final.unlink()
+    elif final.exists():
+        os.replace(final, old)
+    os.replace(temporary, final)
+    restore(old)
+    _flush(final.parent)
+
+
+def restore(old: Path) -> None:
+    """Complete an interrupted `commit_folder`: remove the old folder if the new one exists, else put it back."""
+    final = old.with_name(old.name.removeprefix(REPLACED))
+    if old.is_symlink():
+        old.unlink()  # not created by this program
+    elif old.is_dir() and final.exists():
+        keep_foreign_files(old, final)
+    elif old.is_dir():
+        os.replace(old, final)
+
+
+def commit_files(temporary: Path, final: Path) -> None:
+    """Like `commit_folder`, file by file, for a folder that must not be replaced: a link, a mount, one with other
+    files.
+
+    Raises:
+        UserError: A folder in it is a link.
+    """
+    sync(temporary)
+    # All places are checked before the first file is moved.
+    places = {name: inside(final, name) for name in sorted(files_in(temporary))}
+    for name, place in places.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(temporary / name, place)
+    # Reverse order: inner folders come before those that contain them.
+    for folder in sorted((path for path in temporary.rglob("*") if path.is_dir()), reverse=True):
+        folder.rmdir()
+    temporary.rmdir()
+    _flush(final)
+
+
+def sync(folder: Path) -> None:
+    """Flush all files of a folder to disk."""
+    # Folders too, as the entry of a new file is part of its folder.
+    for path in (*folder.rglob("*"), folder):
+        _flush(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a folder with its content, or a link but not its target."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def fresh_folder(path: Path) -> Path:
+    """Create an empty folder, deleting whatever has this name."""
+    delete(path)
+    path.mkdir(parents=True)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Made by it: files of a checkpoint folder, deleted without those of somebody else.
+
+def own_files(checkpoint: Path) -> list[str]:
+    """Return the names of the files of a checkpoint; empty if the folder is not one."""
+    try:
+        manifest = json.loads(read_text(checkpoint / MANIFEST))
+    except (OSError, ValueError, RecursionError):
+        return []
+    is_ours = isinstance(manifest, dict) and PLAIN in manifest and all(map(is_plain_name, manifest))
+    return [*manifest, MANIFEST] if is_ours else []
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Delete a checkpoint. Other folders, links, and files that somebody put into its folder are kept.
+
+    A partly deleted checkpoint never keeps its name, unless such files lie in its folder.
+    """
+    names = own_files(checkpoint)
+    if not names or checkpoint.is_symlink():
+        return
+    folders = {path.name for path in checkpoint.iterdir() if path.is_dir()}  # no checkpoint has folders
+    if not folders and {path.name for path in checkpoint.iterdir()} <= set(names):
+        # Rename before deleting: a process killed meanwhile leaves no incomplete checkpoint under this name.
+        hidden = checkpoint.with_name(f".dropped-{checkpoint.name}")
+        delete(hidden)
+        os.replace(checkpoint, hidden)
+        delete(hidden)
+        return
+    # The manifest last: it lists the others.
+    for name in sorted(set(names) - folders, key=lambda name: name == MANIFEST):
+        delete(checkpoint / name)
+
+
+def keep_foreign_files(old: Path, new: Path) -> None:
+    """Delete a checkpoint that `new` replaces; move files of others from its folder to `new`."""
+    names = own_files(old)
+    for path in old.iterdir() if names else ():
+        if path.name not in names and not (new / path.name).exists():
+            os.replace(path, new / path.name)
+    delete(old)
+
+
+def remove_checkpoints(checkpoints: Path) -> None:
+    """Delete all checkpoints in a folder and the links `last` and `best`, nothing else."""
+    remove_unfinished(checkpoints)
+    for path in checkpoints.glob("step=*"):
+        remove_checkpoint(path)
+    for alias in ("last", "best"):
+        if (checkpoints / alias).is_symlink():
+            (checkpoints / alias).unlink()
+
+
+def remove_unfinished(checkpoints: Path) -> None:
+    """Delete temporary files left by killed writers."""
+    for pattern in (".step=*", ".old-step=*", ".dropped-step=*", ".last-*", ".best-*"):
+        for path in checkpoints.glob(pattern):
+            delete(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Made by it: files of a run without a list, of an earlier version, recognised by name and content.
 
 # Names at the top of the folder of any run.
 FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "samples.jsonl", "resumes.jsonl",
@@ -34,7 +303,7 @@ EXPORTED = re.compile(
 def recognised(root: Path) -> set[str]:
     """Return the paths of a run without that list, recognised by its recipe and checkpoints; none without a run."""
     recipe = _recipe(root)
-    has_checkpoint = holds_checkpoint(root / "checkpoints")
+    has_checkpoint = any(own_files(path) for path in (root / "checkpoints").glob("step=*"))
     if not (recipe and (root / "data_report.json").is_file()) and not has_checkpoint:
         return set()
     task = declared("model").get(recipe["model"].get("class_path", "") if recipe else "")
@@ -43,27 +312,7 @@ def recognised(root: Path) -> set[str]:
         found.add("checkpoints")
     found |= {name for name in (".model", ".publish") if (root / name).is_dir()}  # incomplete exports
     found |= {"manifest.json"} if _is_manifest(root / "manifest.json") else set()
-    return found | _exported(root) | wandb_paths(recipe, root)
-
-
-def wandb_id(recipe: dict[str, Any]) -> str | None:
-    """Return the W&B id of the run of a recipe."""
-    return _wandb_options(recipe).get("id")
-
-
-def _wandb_options(recipe: dict[str, Any]) -> dict[str, Any]:
-    loggers = (recipe.get("trainer") or {}).get("logger")
-    return next((logger.get("init_args") or {} for logger in (loggers if isinstance(loggers, list) else [loggers])
-                 if isinstance(logger, dict) and str(logger.get("class_path")).endswith("WandbLogger")), {})
-
-
-def wandb_paths(recipe: dict[str, Any], root: Path) -> set[str]:
-    """Return the paths that W&B writes in a recipe's run folder; `*` stands for the time of a start."""
-    logger = _wandb_options(recipe)
-    name = str(logger.get("id") or "")
-    if not is_plain_name(name) or Path(logger.get("save_dir") or root).resolve() != root.resolve():
-        return set()
-    return {"wandb", f"wandb/*-{glob.escape(name)}", "wandb/latest-run", "wandb/debug.log", "wandb/debug-internal.log"}
+    return found | _exported(root) | logger_paths(recipe, root)
 
 
 def _is_manifest(path: Path) -> bool:
@@ -94,6 +343,9 @@ def _exported(root: Path) -> set[str]:
     return {"model", *(f"model/{path.name}" for path in card.parent.iterdir() if EXPORTED.fullmatch(path.name))
             } if is_ours else set()
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Made by it: the list.
 
 LIST = ".run-files.json"
 # All that commands write at the top of a run folder. For model and wandb the list also holds their content.
@@ -127,12 +379,17 @@ class RunFiles:
                             "Delete it; the run is then recognised by its config.yaml and checkpoints.") from error
 
     def claim(self, *paths: str) -> None:
-        """Record paths that are about to be written. Raises UserError: a file that no run wrote is in the way."""
+        """Record paths that are about to be written.
+
+        Raises:
+            UserError: A file that no run wrote is in the way, or a link leads out of the folder.
+        """
         with self._turn:
             known = self.entries()
             for path in paths:
-                if path not in known and _is_taken(self.root / path):
-                    raise UserError(f"{self.root / path} was written by no run, so no run may write over it. Move it, "
+                place = self._real(path)
+                if path not in known and _is_taken(place):
+                    raise UserError(f"{place} was written by no run, so no run may write over it. Move it, "
                                     "or choose another trainer.default_root_dir.")
             self._write(known | set(paths))
 
@@ -163,9 +420,15 @@ class RunFiles:
         self._write(left)
         return [each for path in sorted(left) for each in sorted((self.root / path).iterdir()) if each.name != OWNER]
 
-    def _delete(self, path: str) -> None:
+    def _real(self, path: str) -> Path:
+        """Return where a path of the list lies. Raises UserError: a link in it leads out of the folder."""
         top, _, rest = path.partition("/")
-        target = inside(self.root / top, rest) if rest else self.root / top
+        if rest or top in FOLDERS:  # other names are those of files: a link is then replaced or deleted itself
+            check_links(self.root, (top,))
+        return inside(self.root / top, rest) if rest else self.root / top
+
+    def _delete(self, path: str) -> None:
+        target, (top, _, rest) = self._real(path), path.partition("/")
         if path in UNDER_WAY:
             delete(target)
         elif top == "wandb" and rest:
@@ -191,7 +454,7 @@ class RunFiles:
 
 
 ROLLOUT = re.compile(r"step=(\d+)\.(jsonl|safetensors)")
-UNFINISHED_ROLLOUT = re.compile(r"\.step=\d+\.(jsonl|safetensors)-[0-9a-f]{16}")  # left by a kill, see `atomic`
+UNFINISHED_ROLLOUT = re.compile(r"\.step=\d+\.(jsonl|safetensors)-[0-9a-f]{16}")  # left by a kill, see `write_bytes`
 
 
 def remove_rollouts(folder: Path, after: int = -1) -> None:

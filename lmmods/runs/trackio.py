@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redacted
-from lmmods.runs.folder import RunFolder
+from lmmods.runs.loggers import LoggerSupport
 
 
 class TrackioLogger(Logger):
@@ -80,10 +81,16 @@ class TrackioLogger(Logger):
             self._run = None
 
 
-def configure_trackio(options: Any, folder: RunFolder, goes_on: bool) -> None:
-    """Set the options of a TrackioLogger: the run's name, and whether to continue it. Names are redacted."""
-    options.project = redacted(options.project)
-    options.run_name = redacted(options.get("run_name") or folder.root.name)
-    options.goes_on = goes_on
-    if options.get("space_id") is None:
-        say(f"Trackio: the run is kept on this machine. Show it with: trackio show --project {options.project}")
+class TrackioSupport(LoggerSupport):
+    """A resumed run continues Trackio's latest run of its name."""
+
+    def configure(self, options: Any, root: Path, goes_on: bool) -> None:
+        """Set the run's name, and whether to continue it. Names are redacted."""
+        options.project = redacted(options.project)
+        options.run_name = redacted(options.get("run_name") or root.name)
+        options.goes_on = goes_on
+        if options.get("space_id") is None:
+            say(f"Trackio: the run is kept on this machine. Show it with: trackio show --project {options.project}")
+
+
+SUPPORT = TrackioSupport()

@@ -1,53 +1,70 @@
 """Weights & Biases: ids and folders of runs, the account, and what is logged besides metrics."""
 
+import glob
 import json
 import netrc
 import os
 import secrets
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lmmods.core.compat import logged_checkpoints, without_anonymous
 from lmmods.core.console import say
+from lmmods.core.files import is_plain_name
 from lmmods.core.redaction import redact, redacted
 from lmmods.recipe.files import read_recipe
-from lmmods.runs.folder import RunFolder
-from lmmods.runs.run_files import wandb_id
+from lmmods.runs.loggers import LoggerSupport, loggers_of
 
+PROJECT = "lmmods"  # unless the recipe names one
 TABLE_ROWS = 1000
 TABLE_PROMPTS = 4  # of a rollout
 
 
-def wandb_loggers(loggers: Any) -> list[Any]:
-    """Return the W&B loggers in the recipe's `trainer.logger`."""
-    loggers = loggers if isinstance(loggers, list) else [loggers]
-    return [logger for logger in loggers if str(getattr(logger, "class_path", "")).endswith("WandbLogger")]
+class WandbSupport(LoggerSupport):
+    """W&B writes into the run folder and keeps one run across resumes; predict adds its table to it."""
+
+    def folders(self, options: Mapping[str, Any]) -> list[str | None]:
+        """Return the folders of runs and of further files."""
+        return [options.get("save_dir"), options.get("dir")]
+
+    def configure(self, options: Any, root: Path, goes_on: bool) -> None:
+        """Write into the run folder, continue the run's id, stay offline without a key (never ask for one).
+
+        Notes, tags and names are stored in files and uploaded, so they are redacted.
+        """
+        for key, value in vars(options).items():
+            if isinstance(value, str | list):
+                options[key] = redacted(value)
+        options.save_dir = str(root) if options.get("save_dir") in (None, ".") else options.save_dir
+        options.project = options.get("project") or PROJECT
+        options.name = options.get("name") or root.name
+        if not (options.get("id") or options.get("version")):
+            options.id = _known_id(root) if goes_on else None
+            # W&B's sweep agents choose the id of the run that they start, and track it by that id.
+            options.id = options.id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+        if reason := _reason_to_stay_offline(options):
+            os.environ["WANDB_MODE"] = "offline"
+            say(f"W&B: {reason}, so the run is kept offline. Send it later with: wandb sync "
+                f"{options.save_dir}/wandb/offline-run-*")
+
+    def continues(self, root: Path) -> bool:
+        """True if a run in this folder has logged to W&B."""
+        return bool(_known_id(root))
+
+    def paths(self, options: Mapping[str, Any], root: Path) -> set[str]:
+        """Return the paths of the run's own folders, of the latest run and of the logs."""
+        name = str(options.get("id") or "")
+        if not is_plain_name(name) or Path(options.get("save_dir") or root).resolve() != root.resolve():
+            return set()
+        return {"wandb", f"wandb/*-{glob.escape(name)}", "wandb/latest-run", "wandb/debug.log",
+                "wandb/debug-internal.log"}
 
 
-def configure_wandb(options: Any, folder: RunFolder, goes_on: bool) -> None:
-    """Set W&B options: write into the run folder, continue the run's id, stay offline without a key (never ask for
-    one).
-
-    Notes, tags and names are stored in files and uploaded, so they are redacted.
-    """
-    for key, value in vars(options).items():
-        if isinstance(value, str | list):
-            options[key] = redacted(value)
-    options.save_dir = str(folder.root) if options.get("save_dir") in (None, ".") else options.save_dir
-    options.project = options.get("project") or "lmmods"
-    options.name = options.get("name") or folder.root.name
-    if not (options.get("id") or options.get("version")):
-        options.id = known_wandb_id(folder) if goes_on else None
-        # W&B's sweep agents choose the id of the run that they start, and track it by that id.
-        options.id = options.id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-    if reason := _reason_to_stay_offline(options):
-        os.environ["WANDB_MODE"] = "offline"
-        say(f"W&B: {reason}, so the run is kept offline. Send it later with: wandb sync "
-            f"{options.save_dir}/wandb/offline-run-*")
+SUPPORT = WandbSupport()
 
 
 def _reason_to_stay_offline(options: Any) -> str | None:
@@ -74,9 +91,11 @@ def _shortest(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def known_wandb_id(folder: RunFolder) -> str | None:
+def _known_id(root: Path) -> str | None:
     """Return the W&B id of the run in a folder."""
-    return wandb_id(read_recipe(folder.config)) if folder.config.exists() else None
+    config = root / "config.yaml"
+    recipe = read_recipe(config) if config.exists() else {}
+    return next((options.get("id") for support, options in loggers_of(recipe) if support is SUPPORT), None)
 
 
 def has_wandb_key() -> bool:

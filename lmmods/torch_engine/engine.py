@@ -13,7 +13,6 @@ def load() -> EngineTypes:
     from lightning.pytorch.strategies import Strategy
 
     from lmmods.data.base import DataModule
-    from lmmods.runs import trackio  # noqa: F401 - its logger is found by name
     from lmmods.torch_engine.callbacks.checkpoint import Checkpoint
     from lmmods.torch_engine.callbacks.evaluation import MMLU, Samples
     from lmmods.torch_engine.callbacks.export import Publish

@@ -28,7 +28,6 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import USABLE, Target
 from lmmods.core.labels import has_tokens
-from lmmods.core.memory import STATE_BYTES
 from lmmods.core.plan import Drawing, StepPlan, Traffic, Variant
 from lmmods.runs.schedule import RunLength
 from lmmods.torch_engine.compat.bitsandbytes import outline_template
@@ -207,7 +206,6 @@ def _all_places(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 
 BUCKETS = 2**20, 25 * 2**20  # bytes of DDP's gradient buckets: the first one, and the others
-STEPPING = ("adamw", "sgd", "adafactor", "muon")  # optimisers whose step runs without values
 PARTS = ("parameters", "optimiser state", "gradients", "buckets of gradients", "rows", "activations", "logits",
          "gathered parameters", "temporaries")
 Count = tuple[float, dict[tuple[str, int], Traffic]]  # FLOPs, and collectives by kind and number of processes
@@ -338,7 +336,7 @@ class Planner:
             skip_masks_of_full_rows(task.model)
             task.prepare_model()
             optimizer = None
-            if task.optimizer.name in STEPPING:
+            if not task.optimizer.spec.is_bitsandbytes:  # whose steps need values
                 optimizer = build_optimizer(task.named_parameters(), task.optimizer)
             gc.collect()
             ledger.name_new("parameters", 0)
@@ -367,7 +365,7 @@ class Planner:
         flops, traffic = _counted(counts, num_batches)
         data_ranks = ranks // math.prod(sharers)
         if optimizer is None:
-            memory["optimiser state"] = int(sum(grad.numel() for grad in gradients) * STATE_BYTES[task.optimizer.name])
+            memory["optimiser state"] = int(sum(grad.numel() for grad in gradients) * task.optimizer.spec.state_bytes)
         if ranks > 1 and not is_sharded:
             memory["buckets of gradients"] = size = sum(grad.nbytes for grad in gradients)
             traffic["all-reduce"] = Traffic(num_buckets([grad.nbytes for grad in gradients]), size, ranks)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent.parent
 WORKERS = ROOT / "benchmarks" / "workers"
@@ -206,6 +207,35 @@ def test_a_planned_size_is_read():
 
     assert gibibytes("simulated  fits: about 1.25 GiB of 23.54 GiB for a step") == 1.25
     assert gibibytes("512.00 MiB") == 0.5
+
+
+def test_plans_are_written_to_the_pages(tmp_path, monkeypatch):
+    import plans
+
+    def plan(recipe, on):
+        memory = "memory of each device"
+        if recipe["engine"] == "torch":
+            return plans.Planned({memory: "simulated  fits: about 7.25 GiB of 72 GiB for a step",
+                                  "a step takes at least": "assumed 344 ms (x)",
+                                  "so at most": "assumed 23,830 tokens per second"}, None, {})
+        return plans.Planned({memory: "compiled  does not fit: 90.00 GiB of 72 GiB for a step"}, "fsdp", {
+            memory: "compiled  fits: 9.00 GiB of 72 GiB", "a step takes at least": "assumed 1.2 s (x)"})
+
+    monkeypatch.setattr(plans, "plan", plan)
+    recipe = yaml.safe_load((plans.RECIPES / "sft_alpaca_7b.yaml").read_text())
+    assert plans.can_plan(recipe)
+    pages = {}
+    for name in ("PAGE", "CATALOGUE"):
+        pages[name] = tmp_path / getattr(plans, name).name
+        pages[name].write_text(getattr(plans, name).read_text())
+        monkeypatch.setattr(plans, name, pages[name])
+    plans.write({"sft_alpaca_7b": [plans.figures(recipe, *planned) for planned in plans.PLANNED]})
+    table = pages["PAGE"].read_text().partition(plans.MARK)[2]
+    remedied = "does not fit: 90.00 GiB; `fsdp`: 9.00 GiB"
+    assert table.count("\n") == 4 and "[`clm_gpt2_scratch`]" not in table
+    assert f"| 7.25 GiB | {remedied} | {remedied} | 344 ms / 1.2 s / 1.2 s | 23,830 /  /  |" in table
+    [row] = [line for line in pages["CATALOGUE"].read_text().split("\n") if "`sft_alpaca_7b`" in line]
+    assert "| GPU 16 GB, a day | 7.25 GiB | 38.8 %" in row
 
 
 @pytest.mark.slow

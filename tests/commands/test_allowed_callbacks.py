@@ -33,7 +33,7 @@ def test_what_cannot_work_is_refused_by_name(recipe, capsys, name, tmp_path):
     assert main(["fit", *recipe(trainer__callbacks=[callback])]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and name in said and not (tmp_path / "run").exists()
-    assert f"{name} does not work here" in said or name in ABSTRACT, said
+    assert f"{name} is not supported" in said or name in ABSTRACT, said
 
 
 @pytest.mark.parametrize("path", ["lmmods.torch_engine.callbacks.metrics.Metrics",
@@ -102,7 +102,7 @@ def test_a_max_time_that_is_none_is_refused(recipe, capsys, value, shown):
     """A run of no time would end with status 0, a step short and without a word."""
     assert main(["fit", *recipe(trainer__max_time=value)]) == 2
     said = capsys.readouterr()
-    assert f"trainer.max_time is {shown}, but must be a time above 0: DD:HH:MM:SS" in said.err and not said.out
+    assert f"trainer.max_time is {shown}, but must be more than 0: DD:HH:MM:SS" in said.err and not said.out
 
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])

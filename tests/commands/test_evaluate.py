@@ -116,7 +116,7 @@ def test_a_chat_is_rendered_under_our_limits(finished, task_folder, capsys):
     assert "error: the tokenizer's chat template does not come to an end" in capsys.readouterr().err
     template.unlink()
     assert main([*asked, str(run.root)]) == 2
-    assert "has no chat template. Leave it out." in capsys.readouterr().err
+    assert "has no chat template. Remove it." in capsys.readouterr().err
 
 
 def test_mistakes(tmp_path, monkeypatch, capsys):

@@ -62,7 +62,7 @@ ALPACA = [{"instruction": f"Say a {n} times.", "output": "a " * (n % 50)} for n 
 
 def test_instructions(made, llama_folder, capsys, tmp_path):
     said, recipe = made(llama_folder, ALPACA)
-    assert "Wrote mine.yaml: SFT by full tuning" in said
+    assert "Wrote mine.yaml: SFT by full fine-tuning" in said
     data, model, trainer = recipe["data"], recipe["model"], recipe["trainer"]
     assert (model["class_path"], data["class_path"]) == ("SFT", "SFTData")
     options = data["init_args"]
@@ -111,7 +111,7 @@ LABELLED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": n % 
 @pytest.mark.parametrize(("rows", "loss"), [(PAIRS, "sigmoid"), (LABELLED, "kto")])
 def test_preferences(made, llama_folder, capsys, rows, loss):
     said, recipe = made(llama_folder, rows)
-    assert "Wrote mine.yaml: Preference by full tuning" in said
+    assert "Wrote mine.yaml: Preference by full fine-tuning" in said
     assert (recipe["model"]["class_path"], recipe["data"]["class_path"]) == ("Preference", "PreferenceData")
     options = recipe["model"]["init_args"]
     assert options["loss"] == loss and options["optimizer"]["lr"] == 1e-5  # ten times that of large models
@@ -210,7 +210,7 @@ def test_columns_task_and_memory_of_a_gpu(made, llama_folder, capsys):
     said, recipe = made(llama_folder, rows, "--columns", "{q: instruction, a: output}", "--memory", "0.0005")
     assert recipe["data"]["init_args"]["columns"] == {"q": "instruction", "a": "output"}
     assert recipe["model"]["init_args"]["gradient_checkpointing"] is True
-    assert "GiB (--memory)" in open("mine.yaml").read() and "warning: even so a step needs about" in said
+    assert "GiB (--memory)" in open("mine.yaml").read() and "warning: a step needs about" in said
     inspected(capsys)
     said, recipe = made(llama_folder, rows, "--columns", "{a: text}", "--task", "CLM", "--overwrite", "true")
     assert recipe["model"]["class_path"] == "CLM"
@@ -218,7 +218,7 @@ def test_columns_task_and_memory_of_a_gpu(made, llama_folder, capsys):
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    ((), "is there already"), (("--overwrite", "true", "--memory", "0"), "--memory is 0"),
+    ((), "already exists"), (("--overwrite", "true", "--memory", "0"), "--memory is 0"),
     (("--overwrite", "true", "--task", "MLM"), "needs an encoder"),
     (("--overwrite", "true", "--task", "QA"), "no column 'question'"),
     (("--overwrite", "true", "--task", "Chat"), "task")])
@@ -234,7 +234,7 @@ def test_mistakes_of_data_and_model_are_told_as_fit_tells_them(made, llama_folde
     assert "no row was found" in made(llama_folder, "")
     assert "there is no folder 'no/model'" in made("no/model", ALPACA)
     assert "an encoder" in made(bert_folder, ALPACA)
-    assert "name the recipe to write" in made(llama_folder, ALPACA, name=".yaml")
+    assert "is not a name for a recipe" in made(llama_folder, ALPACA, name=".yaml")
 
 
 def test_a_model_without_tokenizer_or_end_token(made, llama_folder, tmp_path, capsys):
@@ -290,14 +290,14 @@ def test_the_comment_says_why_a_micro_batch_has_so_many_rows(made, llama_folder)
     def why(*options):
         _, recipe = made(llama_folder, ALPACA, *options, "--overwrite", "true")
         rows = recipe["data"]["init_args"]["batch_size"]
-        [said] = re.findall(r"# (rows of a micro-batch.*)", open("mine.yaml").read())
+        [said] = re.findall(r"# (rows per micro-batch.*)", open("mine.yaml").read())
         return rows, rows * recipe["trainer"]["accumulate_grad_batches"], said
 
     rows, of_a_step, said = why()
-    assert rows == of_a_step and said.endswith("all of a step at once")
+    assert rows == of_a_step and said.endswith("the whole step")
     rows, of_a_step, said = why("--memory", "0.002")
     assert rows < of_a_step and "twice as many would need more than 80% of the memory" in said
-    assert "even so few" in why("--memory", "0.0005")[2]
+    assert "even these need more" in why("--memory", "0.0005")[2]
 
 
 def test_more_memory_never_means_a_smaller_batch():

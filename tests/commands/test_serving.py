@@ -170,10 +170,10 @@ def test_the_modelfile(tmp_path, tokenizer_folder):
 
 
 @pytest.mark.parametrize(("template", "comment"), [
-    ("{{ strftime_now('%Y') }}{% for m in messages %}{{ m['content'] }};{% endfor %}", "has no equal"),
-    ("{% for m in messages %}{% for n in range(99999999) %}{{ n }}{% endfor %}{% endfor %}", "has no equal"),
-    ('{% for m in messages %}""" {{ m["content"] }}{% endfor %}', "has no equal"),
-    ("{% for", "has no equal"), (None, "continues texts")])
+    ("{{ strftime_now('%Y') }}{% for m in messages %}{{ m['content'] }};{% endfor %}", "cannot express"),
+    ("{% for m in messages %}{% for n in range(99999999) %}{{ n }}{% endfor %}{% endfor %}", "cannot express"),
+    ('{% for m in messages %}""" {{ m["content"] }}{% endfor %}', "cannot express"),
+    ("{% for", "cannot express"), (None, "continues texts")])
 def test_a_template_without_equal_is_left_to_the_user(template, comment, tmp_path, tokenizer_folder):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.chat_template = template

@@ -189,3 +189,7 @@ def test_addresses_on_the_hub(refused):
 
     with pytest.raises(UserError, match=r"hf://datasets/a/b/c.jsonl: the hub .* cannot be reached .*name it by its pa"):
         find_files("hf://datasets/a/b/c.jsonl")
+
+
+def test_no_wait_for_a_network_that_is_silent():
+    assert hub.without_answer(lambda: time.sleep(1) or "", 0.05) == "no answer within 0.05 seconds"

@@ -287,7 +287,7 @@ def test_what_is_learned(jinja, chat_folder, write_jsonl):
     assert scored(template="chatml", turns="split") == [f"{word}|" for word in words]
     (text, learned), = shown(build(path, chat_folder, train_on="all"))
     assert text == learned
-    with pytest.raises(UserError, match="data.train_on is last, but data.train_on_prompt asks for all"):
+    with pytest.raises(UserError, match="data.train_on is last, but data.train_on_prompt means all"):
         build(path, chat_folder, train_on="last", train_on_prompt=True)
 
 
@@ -297,7 +297,7 @@ def test_system_prompt_and_reasoning(jinja, chat_folder, write_jsonl):
     assert ["Be brief." in text for text in texts] == [True, False, True] and "Be kind." in texts[1]
     texts = [text for text, _ in shown(build(path, chat_folder, system_prompt="Be brief.", replace_system_prompt=True))]
     assert all("Be brief." in text for text in texts) and "Be kind." not in texts[1]
-    with pytest.raises(UserError, match="there is no data.system_prompt"):
+    with pytest.raises(UserError, match="data.system_prompt is not; set it too"):
         build(path, chat_folder, replace_system_prompt=True)
     texts = shown(build(write_jsonl([{"text": "no chat"}], "text.jsonl"), chat_folder, system_prompt="Be brief."))
     assert "Be brief." not in texts[0][0]

@@ -143,7 +143,7 @@ def test_mistakes(spm_folder, write_jsonl, rows):
         SFTData(path, decontaminate_ngram=8)
     with pytest.raises(UserError, match="decontaminate_ngram is 0, but must be 1 or more"):
         SFTData(path, decontaminate=path, decontaminate_ngram=0)
-    with pytest.raises(UserError, match="weight counts in data.source only, not in data.decontaminate"):
+    with pytest.raises(UserError, match="weight applies only to data.source, not to data.decontaminate"):
         SFTData(path, decontaminate=[{"path": path, "weight": 2}])
     with pytest.raises(UserError, match="nowhere.jsonl: no such file"):
         build(path, spm_folder, "nowhere.jsonl")

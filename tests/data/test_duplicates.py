@@ -274,7 +274,7 @@ def test_what_tells_labelled_rows_apart(kind, same, other, bert_folder, write_js
 
 
 @pytest.mark.parametrize(("fields", "message"), [
-    ({"deduplicate": "exact", "streaming": True}, "data.deduplicate compares all rows"),
+    ({"deduplicate": "exact", "streaming": True}, "data.deduplicate needs all rows"),
     ({"minhash_threshold": 0.9}, "must be 0.8, its default, unless data.deduplicate is minhash"),
     ({"deduplicate": "minhash", "minhash_threshold": 1.1}, "must be more than 0 and at most 1"),
 ])

@@ -49,7 +49,7 @@ def test_own_keys_stand_beside_those_of_the_task(own):
     parser.add_class_arguments(own, "data")
     text = " ".join(parser.format_help().split())
     assert "A key of its own." in text and "Rows per micro-batch and device in training." in text
-    assert "How conversations are written" in text
+    assert "Chat template: alpaca" in text
 
 
 def test_fields_need_no_library():

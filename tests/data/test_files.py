@@ -146,5 +146,5 @@ def test_columns_can_change_places(folder):
 
 
 def test_two_columns_of_one_name_are_refused():
-    with pytest.raises(UserError, match="gives the name 'text' to several columns"):
+    with pytest.raises(UserError, match="maps several columns to 'text'"):
         Source(str(Path("x")), columns={"a": "text", "b": "text"})

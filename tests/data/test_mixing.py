@@ -306,13 +306,13 @@ AT = [MixingPoint(0.0, [1, 0]), MixingPoint(1.0, [0, 1])]
 
 
 @pytest.mark.parametrize(("weights", "fields", "message"), [
-    ([1, None], {}, "some sources have a weight and others have none"),
+    ([1, None], {}, "some sources have a weight and others do not"),
     ([None, None], {"streaming": True}, "data.mixing of a stream needs a weight for each source"),
-    ([None, None], {"streaming": True, "mixing": Mixing(schedule=AT)}, "a stream has no known length"),
-    ([None, None], {"group_by_length": True, "mixing": Mixing(schedule=AT)}, "group_by_length draws another order"),
+    ([None, None], {"streaming": True, "mixing": Mixing(schedule=AT)}, "a stream does not have"),
+    ([None, None], {"group_by_length": True, "mixing": Mixing(schedule=AT)}, "group_by_length both decide the order"),
     ([1, 1], {"mixing": Mixing(schedule=AT)}, "schedule and the weight of a source are both set"),
     ([None, None], {"mixing": Mixing(schedule=[MixingPoint(0, [1, 1, 1])])}, "has 3 weights, but data.source has 2"),
-    ([None, None], {"mixing": Mixing(schedule=AT, interpolation="step")}, "source 2 has weight 0 in all"),
+    ([None, None], {"mixing": Mixing(schedule=AT, interpolation="step")}, "source 2 has weight 0 throughout"),
 ])
 def test_shares_that_are_not_defined(weights, fields, message):
     with pytest.raises(UserError, match=message):
@@ -325,11 +325,11 @@ def test_shares_that_are_not_defined(weights, fields, message):
     ({"rule": "concat", "temperature": 2}, "temperature is 2, but must be 1 with data.mixing.rule concat"),
     ({"rule": "concat", "schedule": AT}, "schedule is set, but must be null"),
     ({"interpolation": "step"}, "interpolation is step, but must be linear without"),
-    ({"schedule": []}, "begins at 0.0"),
-    ({"schedule": [{"at": 0.5, "weights": [1]}]}, "begins at 0.0"),
+    ({"schedule": []}, "starts at 0.0"),
+    ({"schedule": [{"at": 0.5, "weights": [1]}]}, "starts at 0.0"),
     ({"schedule": [{"at": 0, "weights": [1]}, {"at": 0, "weights": [1]}]}, "each later than the one before"),
     ({"schedule": [{"at": 0, "weights": [0, 0]}]}, "not all of them 0"),
-    ({"schedule": [{"at": 2, "weights": [1]}]}, "at is 2, but must be a share"),
+    ({"schedule": [{"at": 2, "weights": [1]}]}, "at is 2, but must be a position"),
 ])
 def test_settings_that_say_nothing(fields, message):
     with pytest.raises(UserError, match=message):
@@ -337,5 +337,5 @@ def test_settings_that_say_nothing(fields, message):
 
 
 def test_prompts_are_not_mixed():
-    with pytest.raises(UserError, match="data.mixing is not for prompts"):
+    with pytest.raises(UserError, match="data.mixing is not supported for prompts"):
         PromptData("rows.jsonl", mixing=Mixing())

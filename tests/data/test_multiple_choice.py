@@ -202,7 +202,7 @@ def test_inspection_names_the_right_choice(write_jsonl):
 def test_other_rows_and_packing_are_refused(write_jsonl):
     with pytest.raises(UserError, match="are no question with choices"):
         data_of(write_jsonl([{"text": "Two and two?", "label": 1}]))
-    with pytest.raises(UserError, match="the choices of a question stay together"):
+    with pytest.raises(UserError, match="a question's choices stay together"):
         MultipleChoiceData(source="a.jsonl", packing=True)
     assert not holds_choices({"question": "Two?", "context": "Two and two are four.", "answers": {"text": ["four"]}})
 

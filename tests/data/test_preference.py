@@ -251,7 +251,7 @@ def test_predict_asks_and_compares_with_the_wanted_answer(row, chat_folder, writ
 
 
 def test_packing_is_refused():
-    with pytest.raises(UserError, match="data.packing is not for preferences"):
+    with pytest.raises(UserError, match="data.packing is not supported for preferences"):
         PreferenceData(source="x", packing=True)
 
 

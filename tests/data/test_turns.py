@@ -174,7 +174,7 @@ def test_keys_of_turns_can_be_named():
     assert found.messages == [{"role": "user", "content": "a"},
                               {"role": "assistant", "content": "b", "tool_calls": [CALLED], "reasoning_content": "c",
                                "scored": False}]
-    with pytest.raises(UserError, match=r"data.turn_fields: a turn has no 'roles'; it has role, content"):
+    with pytest.raises(UserError, match=r"data.turn_fields: 'roles' is not a part of a turn \(role, content"):
         SFTData("x", turn_fields={"roles": "who"})
 
 

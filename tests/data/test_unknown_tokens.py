@@ -147,7 +147,7 @@ def test_questions_and_rows_of_no_weight(cased_folder, byte_level, tmp_path):
 
 
 def test_an_added_token_has_characters():
-    with pytest.raises(UserError, match="data.add_tokens holds an empty text, which is no token; take it out"):
+    with pytest.raises(UserError, match="data.add_tokens contains an empty string; remove it"):
         CLMData("x", add_tokens=["<gene>", ""])
 
 

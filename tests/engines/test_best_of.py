@@ -208,7 +208,7 @@ def test_an_answer_that_is_too_long_stops_where_the_reward_model_says_so(predict
 
 
 @pytest.mark.parametrize(("changes", "says"), [
-    ({"model__init_args__generation": {"do_sample": False}}, "model.best_of chooses among answers that are sampled"),
+    ({"model__init_args__generation": {"do_sample": False}}, "model.best_of needs sampled answers"),
     ({"model__init_args__generation": {"do_sample": True, "num_beams": 2}}, "num_beams to 1"),
     ({"model__init_args__best_of": {"reward": "x", "answers": 1}}, "best_of.answers is 1, but must be 2 or more"),
     ({"model__init_args__best_of": {"answers": 4}}, "best_of.reward is null, but must be a folder or hub id"),
@@ -232,12 +232,12 @@ def test_what_is_no_reward_model_is_refused_by_name(predict, judge, llama_folder
     (unwritten / "chat_template.jinja").unlink()
     empty = tmp_path / "empty"
     empty.mkdir()
-    cases = [(llama_folder, f"{KEY} {llama_folder} is a LlamaForCausalLM, and no reward model"),
-             (three, f"{KEY} {three} has 3 labels, but a reward model has one"),
+    cases = [(llama_folder, f"{KEY} {llama_folder} is a LlamaForCausalLM, not a reward model"),
+             (three, f"{KEY} {three} has 3 labels, but a reward model must have one"),
              (unwritten, f"{KEY} {unwritten} has no chat template"),
              (empty, "holds no config.json"), ("no/such-model", "no/such-model")]
     sft = finished()
-    cases += [(sft.root, f"{KEY} {sft.root} is a run of SFT, but must be one of Reward"),
+    cases += [(sft.root, f"{KEY} {sft.root} is a run of SFT, but must be a Reward run"),
               (sft.model, f"{KEY} {sft.model} is a run of SFT"),
               (shutil.copytree(sft.model, tmp_path / "adapter"), "is an adapter for CAUSAL_LM")]
     for reward, says in cases:

@@ -64,7 +64,7 @@ def test_a_task_of_ones_own_adds_a_key(base):
     parser = ArgumentParser()
     parser.add_class_arguments(Own, "model")
     help_text = " ".join(parser.format_help().split())
-    assert "Its key." in help_text and "How predict generates:" in help_text
+    assert "Its key." in help_text and "Decoding settings of predict:" in help_text
     chosen = parser.parse_args(["--model.own", "5", "--model.pretrained", "x", "--model.generation.top_k", "7"])
     task = parser.instantiate(chosen).model
     assert (task.own, task.pretrained, task.generation.top_k, task.optimizer.lr) == (5, "x", 7, 2e-4)

@@ -151,8 +151,8 @@ def test_one_network_at_a_time_is_in_memory(compared, monkeypatch):
 
 @pytest.mark.parametrize(("options", "model", "message"), [
     ((), {"config": {"model_type": "opt", "hidden_size": 16}}, "'opt' is not supported by the JAX engine"),
-    (("--which", "longest"), {}, "leave --which and --recipe out"),
-    (("--recipe", "true"), {}, "leave --which and --recipe out"),
+    (("--which", "longest"), {}, "Remove --which and --recipe"),
+    (("--recipe", "true"), {}, "Remove --which and --recipe"),
     (("--rows", "0"), {}, "--rows is 0, but must be 1 or more"),
 ])
 def test_what_cannot_be_compared_is_said_before_anything_is_loaded(compared, llama_folder, monkeypatch, options, model,

@@ -170,7 +170,7 @@ def test_turns_are_written_as_rows_of_training_are(session, capsys):
     assert typed.count(2) == 0  # a text, not the end token
     out, err = capsys.readouterr()
     assert out == "3\n7 and 8\n\n" and err == "(an empty answer)\n"
-    talk.begin("Be brief.")
+    talk.turns, talk.system = {}, "Be brief."
     talk.ask("Hello?")
     assert parrot.prompts[-1] == "<s>Be brief.\n\n" + ASK.format("Hello?")
 
@@ -192,12 +192,12 @@ def test_a_full_context_is_told_and_forgets_the_oldest(session, capsys):
         talk.ask(text)
     assert talk.models["tuned"].prompts[2].count("### Instruction") < 3 and "three" in talk.models["tuned"].prompts[2]
     assert f"longer than the model's {length + 30} positions" in capsys.readouterr().err
-    talk.begin(None)
+    talk.turns = {}
     talk.limit = length + 3
     talk.ask("one")
     assert "so the answer has at most 3 tokens" in capsys.readouterr().err
     talk.limit = length
-    talk.begin(None)
+    talk.turns = {}
     with pytest.raises(UserError, match=f"more than the {length} positions"):
         talk.ask("one")
     assert not talk.turns
@@ -222,7 +222,7 @@ def pipe(monkeypatch, content: bytes) -> None:
 
 
 def test_lines_of_a_pipe_are_turns(session, monkeypatch, capsys):
-    pipe(monkeypatch, "Größe?\r\n\n/exit\n".encode())
+    pipe(monkeypatch, "Größe?\r\n\n/new\n".encode())
     talk = session("a\nb", "c")
     answer_lines(talk)
     assert capsys.readouterr() == ("a\nb\nc\n", "line 2 is empty: left out\n")
@@ -298,20 +298,19 @@ def test_a_conversation_at_a_terminal(session, terminal):
             time.sleep(0.002)
 
     shown = terminal(
-        talk, (">>> ", "\n"), (">>> ", "Hello\\\n"), ("... ", "there?\n"), ("\\x1b[2Jyes", ""),
-        (">>> ", "Go on.\n"), ("quick", "^C"), ("(stopped)", ""), (">>> ", "^C"), ("/exit ends", ""),
-        (">>> ", "/help\n"), ("/system TEXT", ""), (">>> ", "/nope\n"), ("no command /nope", ""),
-        (">>> ", "/system Be kind.\n"), ("system turn.", ""), (">>> ", "/etc/hosts?\n"), ("dog", ""), (">>> ", "\x04"))
+        talk, (">>> ", "\n"), (">>> ", "Hello there?\n"), ("\\x1b[2Jyes", ""),
+        (">>> ", "Go on.\n"), ("quick", "^C"), ("(stopped)", ""), (">>> ", "^C"), ("Ctrl+D ends", ""),
+        (">>> ", "/new\n"), ("A new conversation.", ""), (">>> ", "/etc/hosts?\n"), ("dog", ""), (">>> ", "\x04"))
     assert signal.getsignal(signal.SIGINT) is before
-    assert "Hello\nthere?" in parrot.prompts[0] and len(parrot.prompts) == 3
+    assert "Hello there?" in parrot.prompts[0] and len(parrot.prompts) == 3
     assert parrot.prompts[1].endswith(ASK.format("Go on.")) and b"jumps" not in shown
-    assert parrot.prompts[2] == "<s>Be kind.\n\n" + ASK.format("/etc/hosts?")
+    assert parrot.prompts[2] == START + ASK.format("/etc/hosts?")
 
 
 def test_a_mistake_in_a_conversation_costs_its_question_alone(session, terminal):
     talk = session("fox", limit=120, max_new_tokens=4)
     terminal(talk, (">>> ", "x" * 200 + "\n"), ("Shorten it", ""), (">>> ", "Hello?\n"), ("fox", ""),
-             (">>> ", "/exit\n"))
+             (">>> ", "\x04"))
     assert len(talk.models["tuned"].prompts) == 1
 
 

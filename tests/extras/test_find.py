@@ -1,4 +1,4 @@
-"""`find`: the range test, the search for a batch size, and what is written back into a recipe."""
+"""`find`: the range test, the search for a batch size, and the lines of a recipe that it prints."""
 
 import json
 import math
@@ -11,26 +11,10 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.core.memory import GIB
 from lmmods.core.settings import Optimizer
 from lmmods.extras import find as find_command
-from lmmods.extras.find import (
-    DIVERGED,
-    SMOOTHING,
-    Measured,
-    RangeTest,
-    RecipeFiles,
-    Sizes,
-    as_text,
-    best,
-    edited,
-    measured_memory,
-    search,
-)
-from lmmods.runs.run_files import LIST
-
-LR = "model.init_args.optimizer.lr"
-
+from lmmods.extras.dry_run import dry_run
+from lmmods.extras.find import DIVERGED, SMOOTHING, Measured, RangeTest, Sizes, best, search, tell_changes
 
 # The range test -----------------------------------------------------------------------------------------------------
 
@@ -92,15 +76,13 @@ def test_a_ramp_that_is_none_is_refused(settings):
 # Batch sizes --------------------------------------------------------------------------------------------------------
 
 
-def measuring(speed, most: int = 10**9, gib: float = 1.0, room: float = math.inf):
-    """A measurement by formulas: speed by size, the largest size that fits, GiB of a row."""
+def measuring(speed, most: int = 10**9):
+    """A measurement by formulas: speed by size, the largest size that fits."""
     asked = []
 
     def measure(size: int) -> Measured:
         asked.append(size)
-        fits = size <= most
-        memory = measured_memory(gib * size * GIB, room * GIB)
-        return Measured(size, speed(size), memory) if fits else Measured(size, problem="out of memory")
+        return Measured(size, speed(size)) if size <= most else Measured(size, problem="out of memory")
 
     return measure, asked
 
@@ -121,12 +103,6 @@ def test_between_what_fits_and_what_does_not_it_looks_on():
     measure, seen = measuring(lambda size: size, 24)
     assert best(search([1, 2, 3, 4, 6, 8, 12, 16, 24, 48], 4, measure)).batch_size == 24
     assert seen[:4] == [4, 8, 16, 48] and seen[4:] == [24]
-
-
-def test_what_would_need_too_much_by_a_straight_line_is_not_tried():
-    measure, seen = measuring(lambda size: size, room=20.0)
-    tried = search([1, 2, 4, 8, 16, 32, 64], 4, measure)
-    assert seen == [4, 8, 16] and "would need about 32.0 of 20.0 GiB" in tried[-1].problem
 
 
 def test_where_nothing_fits_it_says_what_to_lower():
@@ -160,70 +136,20 @@ def test_a_process_that_needs_too_much_is_killed_with_its_children(monkeypatch, 
     assert status == -9 and most > 0.2
 
 
-# The recipe's file --------------------------------------------------------------------------------------------------
-
-RECIPE = """\
-# a comment
-model:
-  class_path: SFT
-  init_args:
-    optimizer: {name: adamw, lr: 2e-4}   # the rate
-trainer:
-  max_steps: 3   # few
-data:
-  init_args:
-    batch_size: 4
-"""
+# Lines of a recipe ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("key", "value", "before", "after"), [
-    (LR, 3.2e-5, "lr: 2e-4}   # the rate", "lr: 3.2e-5}   # the rate"),
-    ("data.init_args.batch_size", 16, "batch_size: 4\n", "batch_size: 16\n"),
-    ("trainer.accumulate_grad_batches", 2, "  max_steps: 3   # few",
-     "  accumulate_grad_batches: 2\n  max_steps: 3   # few"),
-    ("model.init_args.optimizer.eps", 1e-8, "{name: adamw", "{eps: 1.0e-8, name: adamw")])
-def test_only_the_value_changes(key, value, before, after):
-    assert before in RECIPE
-    assert edited(RECIPE, key, value, "r.yaml") == RECIPE.replace(before, after)
+def test_what_is_printed_is_a_recipe_with_these_values(capsys, tmp_path):
+    tell_changes({"data.init_args.batch_size": 8, "data.init_args.eval_batch_size": 4,
+                  "trainer.accumulate_grad_batches": 2, "model.init_args.optimizer.lr": 3.2e-5})
+    assert printed(capsys.readouterr().out) == {
+        "data": {"init_args": {"batch_size": 8, "eval_batch_size": 4}}, "trainer": {"accumulate_grad_batches": 2},
+        "model": {"init_args": {"optimizer": {"lr": 3.2e-5}}}}
 
 
-@pytest.mark.parametrize("text", [
-    RECIPE.replace("optimizer: {", "optimizer: &o {") + "extra: *o\n",
-    RECIPE.replace("lr: 2e-4", "lr: &rate 2e-4") + "extra: *rate\n",
-    RECIPE.replace("lr: 2e-4", "lr: [1, 2]")])
-def test_what_cannot_be_changed_alone_is_refused(text):
-    with pytest.raises(UserError, match="--write true: r.yaml:5: model.init_args.optimizer.lr"):
-        edited(text, LR, 1e-3, "r.yaml")
-
-
-def test_the_file_that_counts_is_changed(tmp_path):
-    for name, text in {"a": RECIPE, "b": "trainer: {max_steps: 5}\n",
-                       "c": "data: {init_args: {batch_size: 8}}\n"}.items():
-        (tmp_path / name).write_text(text)
-    arguments = [word for name in "abc" for word in ("--config", str(tmp_path / name))]
-    RecipeFiles(arguments).put({LR: 1e-3, "data.init_args.batch_size": 2, "trainer.accumulate_grad_batches": 4}, True)
-    assert (tmp_path / "a").read_text() == RECIPE.replace("2e-4", "1.0e-3")
-    assert (tmp_path / "b").read_text() == "trainer: {accumulate_grad_batches: 4, max_steps: 5}\n"
-    assert (tmp_path / "c").read_text() == "data: {init_args: {batch_size: 2}}\n"
-
-
-def test_where_nothing_can_be_written_it_is_said_before_the_search(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(RECIPE)
-    for arguments, key, message in (
-            (["--config", str(path), "--model.optimizer.lr=1"], LR, "given on the command line"),
-            (["--config", str(path)], "checkpoint.every_n_steps", "no recipe file has a place"),
-            (["--config", "{model: {init_args: {optimizer: {lr: 1}}}}"], LR, "no recipe file has a place")):
-        with pytest.raises(UserError, match=message):
-            RecipeFiles(arguments).check([key])
-    (tmp_path / LIST).write_text("{}")
-    with pytest.raises(UserError, match="belongs to a run"):
-        RecipeFiles(["--config", str(path)]).check([LR])
-
-
-def test_rates_are_written_as_yaml_reads_them():
-    for value in (3.2e-5, 1e-3, 0.01, 1.0):
-        assert yaml.safe_load(as_text(value)) == value
+def printed(out: str) -> dict:
+    """The lines of a recipe at the end of a command's output."""
+    return yaml.safe_load(out.split("Set in the recipe:\n")[1])
 
 
 # From end to end ----------------------------------------------------------------------------------------------------
@@ -247,12 +173,24 @@ def found(recipe, tmp_path, monkeypatch, capsys):
 TEST = {"model__init_args__optimizer__lr": 0.5, "samples__prompts": ["Add 1 and 2."], "data__init_args__val_size": 0.2}
 
 
+@pytest.fixture
+def watched(monkeypatch) -> list[float]:
+    """The tokens of each step that a dry run has measured so far."""
+    tokens = []
+
+    def watching(setup, watch):
+        return dry_run(setup, lambda figures: (tokens.append(figures["num_tokens"]), watch(figures))[1])
+
+    monkeypatch.setattr(find_command, "dry_run", watching)
+    return tokens
+
+
 @pytest.mark.slow
-def test_both_engines_suggest_the_same_rate_and_write_it(found, tmp_path):
-    words = "--what lr --steps 24 --min_lr 1e-4 --max_lr 3 --write true".split()
+def test_both_engines_suggest_the_same_rate(found, tmp_path, capsys):
+    words = "--what lr --steps 24 --min_lr 1e-4 --max_lr 3".split()
     torch = found(*words, **TEST)
-    written = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["model"]["init_args"]["optimizer"]["lr"]
-    assert written == torch["lr"] and len(torch["rates"]) > 15 and (tmp_path / "lr.png").exists()
+    assert printed(capsys.readouterr().out) == {"model": {"init_args": {"optimizer": {"lr": torch["lr"]}}}}
+    assert len(torch["rates"]) > 15 and (tmp_path / "lr.png").exists()
     (tmp_path / "lr.png").unlink()
     jax = found(*words, engine="jax", **TEST)
     assert jax["lr"] == torch["lr"] and jax["rates"] == pytest.approx(torch["rates"], rel=1e-6)
@@ -261,15 +199,10 @@ def test_both_engines_suggest_the_same_rate_and_write_it(found, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_a_step_is_measured_on_the_longest_rows(found, engine, monkeypatch):
-    from lmmods.extras.find import StepProbe
-
-    seen = []
-    monkeypatch.setattr(StepProbe, "add", lambda probe, figures, add=StepProbe.add: (
-        seen.append(figures["num_tokens"]), add(probe, figures))[1])
+def test_a_step_is_measured_on_the_longest_rows(found, engine, watched):
     step = found("--what", "step", engine=engine)
     assert step["tokens_per_second"] > 0 and step["memory"] > 0.1 and not step["on_device"]
-    assert len(seen) == 4 and seen == sorted(seen, reverse=True)
+    assert len(watched) == 4 and watched == sorted(watched, reverse=True)
 
 
 GRPO = {"model__class_path": "GRPO", "model__init_args__rewards": [{"name": "exact_match"}],
@@ -279,17 +212,13 @@ GRPO = {"model__class_path": "GRPO", "model__init_args__rewards": [{"name": "exa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_a_step_of_reinforcement_learning_is_measured_without_drawing(found, engine, monkeypatch):
+def test_a_step_of_reinforcement_learning_is_measured_without_drawing(found, engine, monkeypatch, watched):
     """Rows are of full length, and no answer is drawn for them."""
-    from lmmods.extras.find import StepProbe
     from lmmods.rollouts.maker import RolloutMaker
 
-    seen = []
     monkeypatch.setattr(RolloutMaker, "begin", None)
-    monkeypatch.setattr(StepProbe, "add", lambda probe, figures, add=StepProbe.add: (
-        seen.append(figures["num_tokens"]), add(probe, figures))[1])
     assert found("--what", "step", engine=engine, **GRPO)["tokens_per_second"] > 0
-    assert seen == [4 * 256] * 4
+    assert watched == [4 * 256] * 4
 
 
 @pytest.mark.parametrize("what", ["lr", "both"])
@@ -300,7 +229,7 @@ def test_a_loss_that_need_not_fall_gives_no_rate(recipe, capsys, what):
 
 @pytest.mark.parametrize(("ends", "chosen"), [
     ({}, 16), ({16: (2, 0.5, "error: Out of memory (x)")}, 8), ({16: (-9, 0.5, "")}, 8), ({8: (-9, 50.0, "")}, 4)])
-def test_the_batch_size_is_sought_by_steps_in_other_processes_and_written(recipe, tmp_path, monkeypatch, capsys, ends,
+def test_the_batch_size_is_sought_by_steps_in_other_processes_and_printed(recipe, tmp_path, monkeypatch, capsys, ends,
                                                                           chosen):
     """A process of each size is asked to measure a step; `ends` are exit status, GiB and output of those that fail."""
     monkeypatch.setattr(find_command, "free_memory", lambda: 40.0)
@@ -319,14 +248,14 @@ def test_the_batch_size_is_sought_by_steps_in_other_processes_and_written(recipe
 
     monkeypatch.setattr(find_command, "_watched", watched)
     arguments = recipe(trainer__accumulate_grad_batches=4, trainer__limit_train_batches=8)
-    assert main(["find", *arguments, "--what", "batch_size", "--write", "true"]) == 0, capsys.readouterr().err
+    assert main(["find", *arguments, "--what", "batch_size"]) == 0, capsys.readouterr().err
     assert asked == [(4, "2", "step"), (8, "2", "step"), (16, "1", "step")][: len(asked)]
-    assert f"Batch size {chosen}: " in capsys.readouterr().out
-    content = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
-    assert content["data"]["init_args"]["batch_size"] == chosen and not (tmp_path / "run").exists()
-    if chosen > 4:
-        assert content["trainer"]["accumulate_grad_batches"] == 16 // chosen
-        assert content["trainer"]["limit_train_batches"] == 8 * 4 // chosen
+    assert f"Batch size {chosen}: " in (out := capsys.readouterr().out) and not (tmp_path / "run").exists()
+    if chosen == 4:
+        assert "Set in the recipe" not in out
+    else:
+        assert printed(out) == {"data": {"init_args": {"batch_size": chosen}}, "trainer": {
+            "accumulate_grad_batches": 16 // chosen, "limit_train_batches": 8 * 4 // chosen}}
 
 
 def test_a_step_that_fails_for_another_reason_ends_the_search(recipe, monkeypatch, capsys):
@@ -340,7 +269,7 @@ def test_wrong_options_are_refused_before_anything_is_measured(recipe, tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.png").write_text("mine")
     for words, message in ((["--steps", "5"], "--steps is 5, but must be 20 or more"),
-                           (["--plot", "notes.png"], "is no picture of a range test"),
+                           (["--plot", "notes.png"], "is not the plot of a range test"),
                            (["--plot", "nowhere/lr.png"], "no such folder"),
                            (["--memory", "0"], "--memory is 0"),
                            (["--what", "batch_size", "--trainer.num_nodes", "2"], "without a launcher")):

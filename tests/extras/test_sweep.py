@@ -125,11 +125,11 @@ def test_agents_start_fit_in_a_folder_of_the_run(recipe, tmp_path, monkeypatch):
 def test_a_run_of_an_agent_has_the_id_that_the_agent_knows(monkeypatch, tmp_path):
     from jsonargparse import Namespace
 
-    from lmmods.runs.wandb import configure_wandb
+    from lmmods.runs.wandb import SUPPORT
 
     monkeypatch.setenv("WANDB_RUN_ID", "abc123")
     options = Namespace(save_dir=".", project=None, name=None, id=None, version=None)
-    configure_wandb(options, RunFolder(tmp_path), goes_on=False)
+    SUPPORT.configure(options, tmp_path, goes_on=False)
     assert options.id == "abc123"
 
 

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from lmmods.cli import main
-from lmmods.runs.atomic import files_in
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.run_files import files_in
 
 ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
 SLOW_ON_JAX = pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])

@@ -24,17 +24,17 @@ data:
 # What a recipe of one line, laid over BASE, is told behind its name and line.
 IN_FILES = {
     "trainer: {max_step: 3}":
-        "trainer.max_step is no key. Did you mean trainer.max_steps?",
+        "trainer.max_step is not a key. Did you mean trainer.max_steps?",
     "trainer: {max_steps: many}":
-        "trainer.max_steps is many, but must be a whole number.",
+        "trainer.max_steps is many, but must be an integer.",
     "trainer.max_stepz: 3":
-        "trainer.max_stepz is no key. Did you mean trainer.max_steps?",
+        "trainer.max_stepz is not a key. Did you mean trainer.max_steps?",
     "trainr: {max_steps: 3}":
-        "trainr is no key. Did you mean trainer?",
+        "trainr is not a key. Did you mean trainer?",
     "max_steps: 3":
-        "max_steps is no key. Here: trainer.max_steps (a fraction of epochs too).",
+        "max_steps is not a key. Here: trainer.max_steps (a fraction of epochs too).",
     "trainer: {max_steps: 3.5}":
-        "trainer.max_steps is 3.5, but must be a whole number.",
+        "trainer.max_steps is 3.5, but must be an integer.",
     "trainer: {max_epochs: ten}":
         "trainer.max_epochs is ten, but must be a number or null.",
     "trainer: {enable_checkpointing: 1}":
@@ -49,25 +49,25 @@ IN_FILES = {
     "trainer: {devices: 0}":
         "trainer.devices is 0, but must be auto or a number from 1, or on GPUs a list of their indices.",
     "trainer: {val_check_interval: 1.5}":
-        "trainer.val_check_interval is 1.5, but must be a share of an epoch up to 1.0, or a whole number of "
+        "trainer.val_check_interval is 1.5, but must be a fraction of an epoch up to 1.0, or an integer number of "
         "optimiser steps from 1.",
     "trainer: {max_time: [8]}":
-        "trainer.max_time is [8], but must be a text, a mapping of names to whole numbers or null.",
+        "trainer.max_time is [8], but must be a string, a mapping of names to integers or null.",
     "trainer: {callbacks: [{class_path: EarlyStoping}]}":
         "trainer.callbacks is EarlyStoping, but must be EarlyStopping, LearningRateMonitor, ModelSummary, "
         "RichModelSummary or the import path of a class. Did you mean EarlyStopping?",
     "trainer: [1, 2]":
         "trainer is [1, 2], but must be a mapping of its keys.",
     "seed_everything: soon":
-        "seed_everything is soon, but must be true, false or a whole number.",
+        "seed_everything is soon, but must be true, false or an integer.",
     "seed_everything: no":
-        "seed_everything is false, but must be a whole number from 0 to 4294967295, or true to draw one.",
+        "seed_everything is false, but must be an integer from 0 to 4294967295, or true to pick one at random.",
     "engin: jax":
-        "engin is no key. Did you mean engine?",
+        "engin is not a key. Did you mean engine?",
     "model: {init_args: {lora: {rnk: 8}}}":
-        "model.lora.rnk is no key. Did you mean model.lora.rank?",
+        "model.lora.rnk is not a key. Did you mean model.lora.rank?",
     "model: {lora: {rank: many}}":
-        "model.lora.rank is many, but must be a whole number.",
+        "model.lora.rank is many, but must be an integer.",
     "model.lora.rank: 0":
         "model.lora.rank is 0, but must be 1 or more.",
     "model: {init_args: {lora: 8}}":
@@ -84,58 +84,58 @@ IN_FILES = {
     "model: {init_args: {optimizer: null}}":
         "model.optimizer is null, but must be a mapping of its keys.",
     "model: {init_args: {optimizer: {schedule: null}}}":
-        "model.optimizer.schedule is null, but must be set; without the key it is constant.",
+        "model.optimizer.schedule is null, but must be set. Remove the key for its default, constant.",
     "model: {init_args: {quantize: 4bit}}":
         "model.quantize is 4bit, but must be one of nf4, fp4, int8, or null. Other programs' 4bit is nf4 "
         "here.",
     "model: {init_args: {beta: 0.1}}":
-        "model.beta is no key of SFT: GRPO and Preference have it.",
+        "model.beta is not a key of SFT: GRPO and Preference have it.",
     "model: {init_args: {rank: 8}}":
-        "model.rank is no key. Here: model.lora.rank (PEFT's LoraConfig).",
+        "model.rank is not a key. Here: model.lora.rank (PEFT's LoraConfig).",
     "model: {init_args: {pretrained: [gpt2]}}":
-        "model.pretrained is [gpt2], but must be a text or null.",
+        "model.pretrained is [gpt2], but must be a string or null.",
     "model: {init_args: {gradient_checkpointing: some}}":
         "model.gradient_checkpointing is some, but must be one of true, false, minimal.",
     "model: {init_args: {generation: {top_k: x}}}":
-        "model.generation.top_k is x, but must be a whole number.",
+        "model.generation.top_k is x, but must be an integer.",
     "model: {init_args: {fast_kernels: null}}":
-        "model.fast_kernels is null, but must be set; without the key it is true.",
+        "model.fast_kernels is null, but must be set. Remove the key for its default, true.",
     "model: {class_path: STF}":
         f"model is STF, but must be {TASKS} or the import path of a class. Did you mean SFT?",
     "data: {init_args: {batch_size: many}}":
-        "data.batch_size is many, but must be a whole number.",
+        "data.batch_size is many, but must be an integer.",
     "data: {init_args: {batch_size: 0}}":
         "data.batch_size is 0, but must be 1 or more.",
     "data: {init_args: {sorce: x}}":
-        "data.sorce is no key. Did you mean data.source?",
+        "data.sorce is not a key. Did you mean data.source?",
     "data: {init_args: {source: {path: x, limit: many}}}":
-        "data.source.limit is many, but must be a whole number or null.",
+        "data.source.limit is many, but must be an integer or null.",
     "data: {init_args: {source: {pth: x}}}":
-        "data.source.pth is no key. Did you mean data.source.path?",
+        "data.source.pth is not a key. Did you mean data.source.path?",
     "data: {init_args: {source: [{path: x, weigt: 2}]}}":
-        "data.source.weigt is no key. Did you mean data.source.weight?",
+        "data.source.weigt is not a key. Did you mean data.source.weight?",
     "data: {init_args: {columns: [a]}}":
-        "data.columns is [a], but must be a mapping of names to texts or null.",
+        "data.columns is [a], but must be a mapping of names to strings or null.",
     "data: {init_args: {reasoning: no}}":
         "data.reasoning is no, but must be keep or drop.",
     "data: {init_args: {add_tokens: <x>}}":
-        "data.add_tokens is <x>, but must be a list of texts or null.",
+        "data.add_tokens is <x>, but must be a list of strings or null.",
     "data: {init_args: {tokenizer_options: {do_lower_case: perhaps}}}":
-        "data.tokenizer_options is {do_lower_case: perhaps}, but must be a mapping of names to true or false,"
-        " or null.",
+        "data.tokenizer_options is {do_lower_case: perhaps}, but must be a mapping of names to booleans or "
+        "null.",
     "data: {init_args: {chat_template_kwargs: {a: [1]}}}":
-        "data.chat_template_kwargs is {a: [1]}, but must be a mapping of names to true or false, numbers or "
-        "texts, or null.",
+        "data.chat_template_kwargs is {a: [1]}, but must be a mapping of names to booleans, numbers or "
+        "strings, or null.",
     "checkpoint: {keep: 3}":
-        "checkpoint.keep is no key. Did you mean checkpoint.keep_last?",
+        "checkpoint.keep is not a key. Did you mean checkpoint.keep_last?",
     "checkpoint: {mode: less}":
         "checkpoint.mode is less, but must be min, max or null.",
     "checkpoint: {every_n_steps: 0}":
         "checkpoint.every_n_steps is 0, but must be 1 or more.",
     "samples: {prompts: Hello}":
-        "samples.prompts is Hello, but must be a list of texts or null.",
+        "samples.prompts is Hello, but must be a list of strings or null.",
     "mmlu: {limit: few}":
-        "mmlu.limit is few, but must be a whole number or null.",
+        "mmlu.limit is few, but must be an integer or null.",
     "publish: {when: never}":
         "publish.when is never, but must be end or save.",
     "publish: text":
@@ -143,43 +143,44 @@ IN_FILES = {
 }
 # The same of options, which stand for themselves where the mistake is about their own key.
 ON_THE_COMMAND_LINE = {
-    "--trainer.max_step 3": "--trainer.max_step is no key. Did you mean trainer.max_steps?",
-    "--trainer.max_steps many": "--trainer.max_steps is many, but must be a whole number.",
-    "--trainer.max_steps=": "--trainer.max_steps is empty, but must be a whole number.",
-    "--trainer.max_steps": "--trainer.max_steps has no value: --trainer.max_steps VALUE.",
+    "--trainer.max_step 3": "--trainer.max_step is not a key. Did you mean trainer.max_steps?",
+    "--trainer.max_steps many": "--trainer.max_steps is many, but must be an integer.",
+    "--trainer.max_steps=": "--trainer.max_steps is empty, but must be an integer.",
+    "--trainer.max_steps": "--trainer.max_steps has no value. Use --trainer.max_steps VALUE.",
     "--trainer.max_steps -5": "--trainer.max_steps is -5, but must be -1 or more.",
-    "--model.lora.rnk 8": "--model.lora.rnk is no key. Did you mean model.lora.rank?",
+    "--model.lora.rnk 8": "--model.lora.rnk is not a key. Did you mean model.lora.rank?",
     "--model.init_args.lora.rank 0": "--model.lora.rank is 0, but must be 1 or more.",
-    "--model.lora {rnk:\t8}": "--model.lora: model.lora.rnk is no key. Did you mean model.lora.rank?",
-    "--model.lo.rank 8": "--model.lo.rank: model.lo is no key. Did you mean model.lora?",
+    "--model.lora {rnk:\t8}": "--model.lora: model.lora.rnk is not a key. Did you mean model.lora.rank?",
+    "--model.lo.rank 8": "--model.lo.rank: model.lo is not a key. Did you mean model.lora?",
     "--model.optimizer.name adamm_8bit":
         "--model.optimizer.name is adamm_8bit, but must be one of adamw, adafactor, sgd, lion, muon, adamw_8bit, "
         "lion_8bit, sgd_8bit, paged_adamw_32bit, paged_adamw_8bit, paged_lion_8bit. Did you mean adamw_8bit?",
-    "--model.revision [a]": "--model.revision is [a], but must be a text or null.",
-    "--data.add_tokens a": "--data.add_tokens is a, but must be a list of texts or null.",
-    "--mod CLM": "--mod is no key. Did you mean model?",
-    "--stop 3": "--stop is no key. Did you mean stop_at?",
-    "--stop_at soon": "--stop_at is soon, but must be a whole number or null.",
+    "--model.revision [a]": "--model.revision is [a], but must be a string or null.",
+    "--data.add_tokens a": "--data.add_tokens is a, but must be a list of strings or null.",
+    "--mod CLM": "--mod is not a key. Did you mean model?",
+    "--stop 3": "--stop is not a key. Did you mean stop_at?",
+    "--stop_at soon": "--stop_at is soon, but must be an integer or null.",
     "--overwrite maybe": "--overwrite is maybe, but must be true or false.",
-    "--learning_rate 3": "--learning_rate is no key. Here: model.optimizer.lr (biases and norms do not decay).",
-    "--nonsense 3": "--nonsense is no key.",
-    "stray": "stray is no option: options begin with --, as in --trainer.max_steps 3.",
+    "--learning_rate 3": "--learning_rate is not a key. Here: model.optimizer.lr (biases and norms do not decay).",
+    "--nonsense 3": "--nonsense is not a key.",
+    "stray": "Unexpected argument stray. Options start with --, for example --trainer.max_steps 3.",
 }
 # Of commands that take no recipe, where several are told as one.
 OF_COMMANDS = {
-    "merge --ru x --outt y": ["--ru is no option. Did you mean --run?", "--outt is no option. Did you mean --out?"],
-    "merge --run x": ["--out is missing: it must be a text. For example: python train.py merge --run runs/sft_qlora "
+    "merge --ru x --outt y": ["--ru is not an option. Did you mean --run?",
+                               "--outt is not an option. Did you mean --out?"],
+    "merge --run x": ["--out is missing. It must be a string. For example: python train.py merge --run runs/sft_qlora "
                       "--out merged"],
     "merge --run x --out y --threshold z --dtype half": [
         "--threshold is z, but must be a number.",
         "--dtype is half, but must be one of float32, bfloat16, float16."],
-    "merge --run x --out y stray": ["stray is no option: options begin with --, as in --run …."],
-    "chat --generation.topk 3": ["--generation.topk is no option. Did you mean --generation.top_k?"],
-    "chat --generation.top_k x --seed": ["--seed has no value: --seed VALUE.",
-                                         "--generation.top_k is x, but must be a whole number or null."],
-    "verify --replay x": ["RUN is missing: The run folder, of either engine, finished or not.",
-                          "--replay is x, but must be a whole number or null."],
-    "sweep data.seed=1,2 --trials many": ["--trials is many, but must be a whole number or null."],
+    "merge --run x --out y stray": ["Unexpected argument stray. Options start with --, for example --run …."],
+    "chat --generation.topk 3": ["--generation.topk is not an option. Did you mean --generation.top_k?"],
+    "chat --generation.top_k x --seed": ["--seed has no value. Use --seed VALUE.",
+                                         "--generation.top_k is x, but must be an integer or null."],
+    "verify --replay 3": ["RUN is missing: The run folder, of either engine, finished or not.",
+                          "--replay is not an option."],
+    "sweep data.seed=1,2 --trials many": ["--trials is many, but must be an integer or null."],
     "new mine --model 12e5 --data 7 --task SFFT": [
         f"--task is SFFT, but must be one of {TASKS}, or null. Did you mean SFT?"],
 }
@@ -189,18 +190,18 @@ OF_THE_ENGINE = {
                                      "mean DDPStrategy?",
     "--trainer.plugins 3": "trainer.plugins is 3, but must be a class, a list of classes or null.",
     "--trainer.logger 3": "trainer.logger is 3, but must be true, false, a class, a list of classes or null.",
-    "--trainer.logger CSVLogger --trainer.logger.surprise 3": "trainer.logger.surprise is no key there.",
-    "--trainer.logger CSVLogger": "save_dir must be given.",
+    "--trainer.logger CSVLogger --trainer.logger.surprise 3": "trainer.logger.surprise is not a key there.",
+    "--trainer.logger CSVLogger": "save_dir must be set.",
     "--trainer.callbacks EarlyStopping --trainer.callbacks.monitor x --trainer.callbacks.patience many":
-        "trainer.callbacks.patience is many, but must be a whole number.",
+        "trainer.callbacks.patience is many, but must be an integer.",
     "--trainer.logger lightning.pytorch.loggers.Nothing": "There is no class lightning.pytorch.loggers.Nothing.",
     "--model lmmods.torch_engine.tasks.sft.SFTX": "There is no class lmmods.torch_engine.tasks.sft.SFTX.",
     "--model lmmods.torch_engine.tasks.causal_task.CausalModule --model.lora.rnk 3":
-        "model.lora.rnk is no key there. Did you mean rank?",
+        "model.lora.rnk is not a key there. Did you mean rank?",
     "--model lmmods.torch_engine.tasks.causal_task.CausalModule --model.lora.rank x":
-        "model.lora.rank is x, but must be a whole number.",
+        "model.lora.rank is x, but must be an integer.",
     "--model lmmods.torch_engine.tasks.causal_task.CausalModule --model.lr 3":
-        "model.lr is no key. Here: model.optimizer.lr.",
+        "model.lr is not a key. Here: model.optimizer.lr.",
 }
 PARSER = ("Parser key", "Option '", "typing", "Literal", "Union", "subclass", "NoneType", "Namespace", "Expected")
 
@@ -259,13 +260,13 @@ model:
       eps: 0
 """, "data: {init_args: {batch_size: 0, packin: true}}\nsamples: {every_n_steps: 0}\n", options=(
         "--trainer.max_step", "3", "--checkpoint.keep_last=0", "--data.max_length", "long")) == """13 mistakes:
-  mine.yaml:3: trainer.max_stepz is no key. Did you mean trainer.max_steps?
+  mine.yaml:3: trainer.max_stepz is not a key. Did you mean trainer.max_steps?
   mine.yaml:5: trainer.precision is half, but must be one of auto, 32-true, bf16-true, bf16-mixed, 16-mixed.
-  mine.yaml:8: model.lora.rnk is no key. Did you mean model.lora.rank?
+  mine.yaml:8: model.lora.rnk is not a key. Did you mean model.lora.rank?
   mine.yaml:10: model.optimizer.lr is fast, but must be a number.
-  mine1.yaml:1: data.packin is no key. Did you mean data.packing?
-  --trainer.max_step is no key. Did you mean trainer.max_steps?
-  --data.max_length is long, but must be a whole number or null.
+  mine1.yaml:1: data.packin is not a key. Did you mean data.packing?
+  --trainer.max_step is not a key. Did you mean trainer.max_steps?
+  --data.max_length is long, but must be an integer or null.
   mine.yaml:8: model.lora.dropout is 2, but must be from 0 up to but not including 1.
   mine.yaml:11: model.optimizer.eps is 0, but must be more than 0.
   mine1.yaml:1: data.batch_size is 0, but must be 1 or more.
@@ -276,15 +277,14 @@ model:
 
 def test_what_is_missing(told):
     assert told(base="trainer: {max_epochs: 1}\n") == f"""2 mistakes:
-  model is missing: name its class, as in --model CLM ({TASKS}).
-  data is missing: name its class, as in --data CLMData ({', '.join(declared('data'))}).
+  model is missing. Name its class, for example --model CLM ({TASKS}).
+  data is missing. Name its class, for example --data CLMData ({', '.join(declared('data'))}).
   For example: python train.py fit --config configs/sft_qlora.yaml"""
     assert told(base="model: {class_path: SFT}\ndata: {class_path: SFTData}\n") == """3 mistakes:
-  model.pretrained and model.config: set one of them, a model to start from or a configuration to start from random \
-weights.
-  data.source is missing: it must be a text, a mapping of its keys or a list of texts or mappings.
-  trainer.max_steps or trainer.max_epochs is missing: say how long to train."""
-    assert told(command="plan") == ("--on is missing: it must be a text. For example: python train.py plan --config "
+  model.pretrained and model.config: set one of them, to start from a model or from random weights.
+  data.source is missing. It must be a string, a mapping of its keys or a list of strings or mappings.
+  trainer.max_steps or trainer.max_epochs is missing. Set one of them."""
+    assert told(command="plan") == ("--on is missing. It must be a string. For example: python train.py plan --config "
                                     "configs/sft_qlora.yaml --on 8xH100")
 
 
@@ -301,7 +301,7 @@ def test_each_layer_is_held_to_the_class_that_counts_in_the_end(told):
     assert told(options=("--model.beta", "2", "--model", "Preference")) == (
         "model.class_path is Preference, which trains on PreferenceData, but data.class_path is SFTData: set it to "
         "PreferenceData, or model.class_path to SFT.")
-    assert told(options=("--model.beta", "2")) == "--model.beta is no key of SFT: GRPO and Preference have it."
+    assert told(options=("--model.beta", "2")) == "--model.beta is not a key of SFT: GRPO and Preference have it."
 
 
 
@@ -340,7 +340,7 @@ def test_help_has_every_key(capsys, tmp_path):
             again = key.name.count(".") > 1 and key.name.split(".")[1].endswith(("_source", "decontaminate"))
             assert again or "." not in key.name or f"\n  --{key.name} " in said, key.name
             assert key.text, key.name
-    assert "\nmodel, of Preference:\n  --model.loss " in said
+    assert "\nmodel, for Preference:\n  --model.loss " in said
     (tmp_path / "recipe.yaml").write_text(BASE)
     for words in (["--config", str(tmp_path / "recipe.yaml")], ["--model", "SFT"]):
         assert main(["inspect", *words, "--help"]) == 0
@@ -351,31 +351,31 @@ def test_help_has_every_key(capsys, tmp_path):
 
 def test_help_of_a_key(capsys):
     assert main(["fit", "--help", "model.lora.rank"]) == 0
-    assert capsys.readouterr().out == """  --model.lora.rank a whole number (default: 64)
+    assert capsys.readouterr().out == """  --model.lora.rank integer (default: 64)
       Rank of the update.
 More: docs/fields.md
 """
     assert main(["fit", "--help=model.init_args.loss"]) == 0
-    assert "\nOf Preference alone.\n" in capsys.readouterr().out
+    assert "\nOnly for Preference.\n" in capsys.readouterr().out
     assert main(["fit", "--help", "model.lora"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("  --model.lora a mapping of its keys or null (default: null)\n      Train an adapter")
+    assert said.startswith("  --model.lora mapping or null (default: null)\n      Train an adapter")
     assert all(f"  --model.lora.{name} " in said for name in ("rank", "alpha", "dropout", "targets", "rslora"))
     assert main(["plan", "--help", "on"]) == 0
-    assert capsys.readouterr().out.startswith("  --on a text\n      The devices: ")
+    assert capsys.readouterr().out.startswith("  --on string\n      Target devices: ")
 
 
 def test_help_of_an_option(capsys):
     assert main(["merge", "--help", "out"]) == 0
-    assert capsys.readouterr().out == "  --out a text\n      Folder to write.\n"
+    assert capsys.readouterr().out == "  --out string\n      Output folder.\n"
     assert main(["merge", "--help", "ot"]) == 2
-    assert capsys.readouterr().err == "error: --help ot: there is no such option. Did you mean out?\n"
+    assert capsys.readouterr().err == "error: --help ot: unknown option. Did you mean out?\n"
 
 
 def test_help_of_a_key_that_is_none(capsys):
     assert main(["fit", "--help", "model.lora.rnk"]) == 2
     assert capsys.readouterr().err == (
-        "error: --help model.lora.rnk: there is no such key. Did you mean model.lora.rank?\n")
+        "error: --help model.lora.rnk: unknown key. Did you mean model.lora.rank?\n")
     assert main(["fit", "--help", "xyzzy"]) == 2
     assert capsys.readouterr().err == (
-        "error: --help xyzzy: there is no such key. Without a name, --help lists all.\n")
+        "error: --help xyzzy: unknown key. --help alone lists all.\n")

@@ -9,14 +9,12 @@ import pytest
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.runs.atomic import append_json
 from lmmods.runs.checkpoint import WriterRank, begin_folder, write_checkpoint, write_manifest, write_shards
-from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, continued, write_json, write_text
-from lmmods.runs.inside import MAY_BE_LINKS, OWNER
 from lmmods.runs.lock import FILE as LOCK
-from lmmods.runs.run_files import LIST, NAMES, RunFiles, wandb_paths
+from lmmods.runs.loggers import logger_paths
+from lmmods.runs.run_files import LIST, MAY_BE_LINKS, NAMES, OWNER, RunFiles, append_json, remove_checkpoint
 
 ENGINES = pytest.mark.parametrize("engine", ["torch", "jax"])
 PLAIN = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 2}, "trainer__max_steps": 2,
@@ -145,7 +143,7 @@ def test_overwrite_deletes_what_runs_wrote_and_nothing_else(run, capfd):
 def test_overwrite_deletes_a_run_of_wandb_with_its_links(run):
     run.begin(None)
     recipe = {"trainer": {"logger": [{"class_path": "WandbLogger", "init_args": {"id": "a1"}}]}}
-    run.files.claim(*wandb_paths(recipe, run.root))
+    run.files.claim(*logger_paths(recipe, run.root))
     write_text(run.root / "wandb/offline-run-a1/logs/debug.log", "")
     for name, leads_to in (("latest-run", "offline-run-a1"), ("debug.log", "offline-run-a1/logs/debug.log")):
         (run.root / "wandb" / name).symlink_to(leads_to)
@@ -274,6 +272,18 @@ def test_the_list_names_only_what_runs_write(run, path):
     write_json(run.root / LIST, {"paths": [path]})
     with pytest.raises(UserError, match="run-files.json is damaged .no run writes"):
         run.check_can_start(overwrite=True)
+
+
+@pytest.mark.parametrize("path", ["model/config.json", "wandb/run-1", "checkpoints", "rollouts"])
+def test_a_linked_folder_of_others_is_neither_filled_nor_emptied(run, thesis, path):
+    """By the list itself, whether or not the start of a run has looked for links."""
+    run.root.mkdir()
+    (run.root / path.partition("/")[0]).symlink_to(thesis / "checkpoint")
+    before = tree(thesis)
+    for change in (run.files.claim, run.files.drop):
+        with pytest.raises(UserError, match="is a link"):
+            change(path)
+    assert tree(thesis) == before and not (run.root / LIST).exists()
 
 
 def test_no_link_in_model_leads_out(run, thesis):

@@ -30,7 +30,7 @@ QUICK_LABELS = ("llama", "gpt2", *ENCODERS)
 
 Pair = tuple[str, str]  # a family and a head
 HEADS: dict[str, list[Pair]] = {
-    "CLM, SFT, Preference": [(name, "causal") for name in CAUSAL],
+    "CLM, SFT, Preference, GRPO": [(name, "causal") for name in CAUSAL],
     "MLM": [(name, "masked") for name in ENCODERS],
     "QA": [(name, "qa") for name in ANSWERING],
     "SequenceClassification, Reward": [(name, "sequence") for name in (*MAIN, *VARIANTS) if name not in UNLABELLED],
@@ -44,8 +44,8 @@ LABELS = ("sequence", "token", "choice")
 TESTED: dict[str, list[Pair]] = {
     "quantize": LANGUAGE,
     "lora": LANGUAGE,
-    "packing": HEADS["CLM, SFT, Preference"],
-    "generation": HEADS["CLM, SFT, Preference"],
+    "packing": HEADS["CLM, SFT, Preference, GRPO"],
+    "generation": HEADS["CLM, SFT, Preference, GRPO"],
     "mesh": LANGUAGE,
 }
 
@@ -72,14 +72,17 @@ every_pair = cells("all", (*MAIN, *VARIANTS))
 
 
 def table() -> str:
-    """Every family by every head and feature, in Markdown."""
-    columns = HEADS | TESTED
-    rows = [["`model_type`", *HEADS, *(f"`{name}`" if name in ("quantize", "lora") else name for name in TESTED)]]
-    rows += [["---"] * len(rows[0])]
+    """Every family by every head, in Markdown; `features` says which families have the rest."""
+    rows = [["`model_type`", *HEADS], ["---"] * (1 + len(HEADS))]
     for family in sorted({name for name, _ in PAIRS}):
         rows.append([f"`{family}`", *("yes" if any(name == family for name, _ in pairs) else ""
-                                      for pairs in columns.values())])
+                                      for pairs in HEADS.values())])
     return "".join(re.sub(r" +", " ", f"| {' | '.join(row)} |\n") for row in rows)
+
+
+def features() -> dict[str, set[str]]:
+    """Each feature of TESTED with its families."""
+    return {feature: {name for name, _ in pairs} for feature, pairs in TESTED.items()}
 
 
 def table_of_page(text: str) -> re.Match:

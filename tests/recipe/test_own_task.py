@@ -121,14 +121,14 @@ def run(tmp_path):
 def test_help_and_errors_know_it(run):
     status, said = run("fit", "--help")
     assert status == 0 and f"({TASKS})" in said
-    assert "\nmodel, of Retell:\n  --model.patience a whole number (default: 1)\n" in said
-    assert "\ndata, of Retell" in said and "Whose lines they are." in said
-    assert run("fit", "--help", "model.voice")[1].startswith("  --model.voice a text (default: low)\n")
+    assert "\nmodel, for Retell:\n  --model.patience integer (default: 1)\n" in said
+    assert "\ndata, for Retell" in said and "Whose lines they are." in said
+    assert run("fit", "--help", "model.voice")[1].startswith("  --model.voice string (default: low)\n")
     assert "Did you mean Retell?" in run("fit", "--model", "Retel", "--data", "RetellData")[1]
     status, said = run("fit", "--model", "Retell", "--model.pretrained", "x", "--data", "RetellData", "--data.source",
                        "y", "--trainer.max_steps", "1", "--model.patience", "0", "--data.telle", "z")
     assert status == 2 and "--model.patience is 0, but must be 1 or more." in said
-    assert "--data.telle is no key. Did you mean data.teller?" in said
+    assert "--data.telle is not a key. Did you mean data.teller?" in said
     assert f"--task one of {TASKS}, or null" in run("new", "--help")[1]
 
 

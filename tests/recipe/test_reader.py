@@ -262,7 +262,7 @@ def test_names_that_are_almost_right(recipe, capsys):
      f"data is Data, but must be {', '.join(declared('data'))} or the import path of a class."),
     ("torch", "trainer__logger", [{"class_path": "WandbLoger"}], "Did you mean WandbLogger?"),
     ("jax", "trainer__callbacks", [{"class_path": "Timer"}], "trainer.callbacks is Timer, but must be EarlyStopping"),
-    ("torch", "trainer__callbacks", [{"class_path": "Timer"}], "Timer does not work here. Set trainer.max_time"),
+    ("torch", "trainer__callbacks", [{"class_path": "Timer"}], "Timer is not supported. Set trainer.max_time"),
     ("torch", "data__init_args__batch_size", 0, "data.batch_size is 0, but must be 1 or more"),
     ("jax", "model__init_args__lora", {"rank": 0}, "lora.rank is 0, but must be 1 or more."),
     ("jax", "samples", {"every_n_steps": 0}, "samples.every_n_steps is 0, but must be 1 or more."),

@@ -94,7 +94,7 @@ def test_a_wrong_path_is_refused(path, message):
 
 
 def test_an_environment_must_be_trusted():
-    with pytest.raises(ForeignCode, match=r"^model\.environment: .*Nothing of it has run.*--trust_recipe_code true"):
+    with pytest.raises(ForeignCode, match=r"^model\.environment: .*It has not run.*--trust_recipe_code true"):
         Environments(f"{PATH}.Counter", 1.0, 1)
 
 

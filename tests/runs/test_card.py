@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel
 from lmmods.cli import main
 from lmmods.recipe.classes import declared
 from lmmods.runs.folder import RunFolder, write_json, write_text
-from lmmods.runs.inside import hub_id
 from lmmods.runs.model_card import model_card
+from lmmods.runs.published_paths import hub_id
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad

@@ -5,7 +5,7 @@ import pytest
 
 from lmmods.core.errors import UserError
 from lmmods.runs.checkpoint import check_manifest, join, split, write_manifest
-from lmmods.runs.checkpoint_files import MANIFEST
+from lmmods.runs.run_files import MANIFEST
 
 TREE = {"a": [1, 2.5, None, True, "x"], "betas": (0.9, 0.999), "state": {0: {"m": np.arange(3)}, "b": np.ones(())},
         "empty": {}, "$odd": {"deep": [np.zeros((0, 2))]}, "nan": float("inf")}

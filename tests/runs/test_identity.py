@@ -28,7 +28,7 @@ from lmmods.runs.identity import (
 )
 from lmmods.runs.model_card import model_facts
 from lmmods.runs.progress import Cut
-from tests.house.test_docs import by_task  # noqa: F401 - a fixture
+from tests.house.test_docs import by_task, marks  # noqa: F401 - a fixture
 
 ENGINES = ["torch", "jax"]
 RECIPE = {
@@ -66,14 +66,6 @@ def compared(was: dict, now: dict, defaults: dict | None = None) -> tuple[list[s
     return [change.key for change in found.refused], [change.key for change in found.reported]
 
 
-def page_of_changes() -> tuple[str, str, str]:
-    """What docs/fields.md says of keys that are refused, reported and of how a step is split."""
-    page = (Path(__file__).parents[2] / "docs" / "fields.md").read_text()
-    section = page.split("## What may change when a run goes on")[1].split("\n## ")[0]
-    refused, others = section.split("**Reported**")
-    return refused, *others.split("**Split differently**")
-
-
 # Keys -------------------------------------------------------------------------------------------------------------
 
 
@@ -87,12 +79,18 @@ def test_every_key_is_in_one_list(by_task):  # noqa: F811
     for key in leaves:
         assert [is_among(key, each) for each in (REPORTED, CUT, NOT_COMPARED)].count(True) <= 1, key
     assert all(any(is_among(each, {key}) for each in keys) for key in REPORTED | CUT)
-    section = page_of_changes()[0]
-    for key in leaves:  # those that are refused are on the page, by their name or that of their block
-        if not any(is_among(key, each) for each in (REPORTED, CUT, NOT_COMPARED)):
-            parts = key.split(".")
-            assert any(f"`{'.'.join(parts[start:end])}`" in section for start in range(len(parts))
-                       for end in range(start + 1, len(parts) + 1) if end > 1 or len(parts) == 1), key
+    shown = marks()
+    for key in leaves:  # each is in a table, under its name or that of its block, with the mark of its list
+        parts = key.split(".")
+        names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        mark = "‡" if is_among(key, CUT) else "†" if is_among(key, REPORTED | NOT_COMPARED) else ""
+        assert next((shown[name] for name in names if name in shown), None) == mark, key
+
+
+def test_the_page_explains_the_marks():
+    section = (Path(__file__).parents[2] / "docs" / "fields.md").read_text().split("## What may change on resume")[1]
+    assert all(f"**{mark} " in section for mark in set(marks().values()) if mark)
+    assert set(marks().values()) == {"", "†", "‡"}
 
 
 def test_a_key_that_nobody_knows_is_refused():
@@ -521,10 +519,3 @@ def test_other_processes_take_the_hashes_of_the_first(instructions, tokenizer_fo
     fourth.trainer = trainer
     with pytest.raises(UserError, match="holds other rows than the first one"):
         fourth.setup("fit")
-
-
-def test_the_page_has_all_lists():
-    _, reported, cut = page_of_changes()
-    for keys, text in ((REPORTED, reported), (CUT, cut)):
-        for key in keys:
-            assert f"`{key}`" in text or f"`{key.rpartition('.')[2]}`" in text, key

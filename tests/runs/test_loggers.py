@@ -1,9 +1,12 @@
 """metrics.csv, W&B and TensorBoard: same numbers, one run across a resume, no secret anywhere."""
 
+import ast
 import csv
 import json
 import secrets
 import struct
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +15,13 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.data.label_metrics import class_report
+from lmmods.recipe.engines import LOGGERS
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.loggers import LoggerSupport, support_of
 from lmmods.runs.wandb import TABLE_PROMPTS, TABLE_ROWS, RolloutTable, log_classes
 
+ROOT = Path(__file__).parents[2]
 WANDB = [{"class_path": "WandbLogger", "init_args": {"project": "test"}}]
 
 
@@ -260,3 +266,21 @@ def test_tensorboard_by_one_line(recipe, tmp_path):
     rows = read(tmp_path / "run" / "metrics.csv")
     logged = {event.step: event.value for event in events.Scalars("train/loss")}
     assert logged == {int(row["step"]): pytest.approx(float(row["train/loss"]), rel=1e-6) for row in rows}
+
+
+def test_a_logger_is_named_in_its_entry_alone():
+    """No other file compares or looks up the name of a logger's class; texts for people may contain it."""
+    entry = ROOT / "lmmods" / "recipe" / "engines.py"
+    sources = [path for folder in ("lmmods", "jax_engine") for path in (ROOT / folder).rglob("*.py") if path != entry]
+    for path in sources:
+        texts = {node.value for node in ast.walk(ast.parse(path.read_text()))
+                 if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        assert not texts & LOGGERS.keys(), path
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_a_logger_is_known_by_each_name_of_its_class(name):
+    known = support_of(name)
+    assert known is import_module(LOGGERS[name]).SUPPORT
+    assert support_of(f"somewhere.My{name}") is known and support_of(f"lightning.pytorch.loggers.{name}") is known
+    assert type(support_of(f"{name}Wrapper")) is LoggerSupport

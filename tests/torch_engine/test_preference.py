@@ -400,7 +400,7 @@ def test_full_tuning_that_was_resumed_is_the_run_that_went_on(fit):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model__init_args__loss": "aot"}, "sorts the scores of a micro-batch"),
     ({"model__init_args__loss": "dpo"}, "its name here is sigmoid"),
-    ({"model__init_args__loss": "simpo", "model__init_args__reference": "copy"}, "compares with none"),
+    ({"model__init_args__loss": "simpo", "model__init_args__reference": "copy"}, "has no reference"),
     ({"model__init_args__lora": None, "model__init_args__quantize": None, "model__init_args__reference": "base"},
      "without an adapter"), ({"data__class_path": "SFTData"}, "set it to PreferenceData")])
 def test_what_does_not_go_together_is_refused(recipe, pairs, capsys, changes, message):

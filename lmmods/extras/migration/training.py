@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from lmmods.core.errors import UserError
+from lmmods.core.optimizers import SHARDABLE
 from lmmods.core.preference_losses import METHODS, REFUSED
 from lmmods.extras.migration.draft import Draft
 from lmmods.recipe.classes import declared
+from lmmods.recipe.engines import LOGGERS
 from lmmods.recipe.foreign_keys import OPTIMIZERS, PROGRAMS, SCHEDULES
 
-LOGGERS = {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger", "mlflow": "MLFlowLogger",
-           "trackio": "TrackioLogger"}
-SHARDED = ("adamw", "sgd")  # optimisers that strategy fsdp supports
+REPORT_TO = {name.removesuffix("Logger").lower(): name for name in LOGGERS}
 
 
 @dataclass(frozen=True)
@@ -195,13 +195,13 @@ def _take_loggers(draft: Draft) -> None:
         asked.append("wandb")
     loggers = []
     for name in dict.fromkeys(asked):
-        if name in LOGGERS:
+        if name in REPORT_TO:
             given = {key: value for key, value in options.items() if value} if name == "wandb" else {}
             if name == "tensorboard":
                 given = {"save_dir": str(draft.get("output_dir", "runs/migrated"))}
-            loggers.append({"class_path": LOGGERS[name], **({"init_args": given} if given else {})})
+            loggers.append({"class_path": REPORT_TO[name], **({"init_args": given} if given else {})})
         elif name not in ("none", "all"):
-            draft.lose("report_to", f"no logger {name}; there are {', '.join(sorted(set(LOGGERS.values())))}")
+            draft.lose("report_to", f"no logger {name}; there are {', '.join(LOGGERS)}")
     if loggers:
         draft.put("trainer.logger", loggers, "report_to", "wandb_project")
 
@@ -232,7 +232,7 @@ def _take_strategy(draft: Draft) -> None:
             draft.put("model.gradient_checkpointing", True, "fsdp_config.activation_checkpointing")
     strategy = draft.settings.get("trainer.strategy", ("", ""))[0]
     name = draft.settings["model.optimizer.name"][0]
-    if strategy == "fsdp" and name not in SHARDED:
+    if strategy == "fsdp" and name not in SHARDABLE:
         draft.note(f"Strategy fsdp takes no {name}: adamw takes its place.")
         draft.put("model.optimizer.name", "adamw", "optimizer", "optim")
     if strategy == "fsdp" and draft.settings.get("model.quantize", ("", ""))[0] == "int8":

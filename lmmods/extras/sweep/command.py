@@ -24,10 +24,14 @@ from lmmods.extras.report.reading import read_curves, read_runs
 from lmmods.extras.report.tables import TrialRow, TrialTable
 from lmmods.extras.sweep.study import Parameter, Study, as_words, grid, read_space
 from lmmods.recipe.files import CONFIG_OPTIONS, as_yaml, config_argument, option_values, read_recipe
+from lmmods.recipe.library_classes import LibraryClasses
 from lmmods.recipe.reader import parse
 from lmmods.recipe.tasks.base import TaskFields
-from lmmods.runs.atomic import write_text
+from lmmods.recipe.trust import guarded_imports
 from lmmods.runs.folder import RunFolder
+from lmmods.runs.loggers import loggers_of
+from lmmods.runs.run_files import write_text
+from lmmods.runs.wandb import PROJECT, SUPPORT
 
 OF_THE_SWEEP = ("--trainer.default_root_dir", "--ckpt_path", "--overwrite")
 TRIALS = 20
@@ -308,19 +312,14 @@ def sweep_file(folder: Path, recipe: list[str], space: list[Parameter], sampler:
 
 def _project(recipe: list[str]) -> str:
     """Return the W&B project that the recipe logs to. Raises UserError: it has no WandbLogger."""
-    loggers: Any = None
-    for value in option_values(recipe, *CONFIG_OPTIONS):
-        trainer = config_argument(value).get("trainer")
-        loggers = trainer.get("logger", loggers) if isinstance(trainer, dict) else loggers
-    typed = [word for word in recipe if "WandbLogger" in word]
-    for logger in loggers if isinstance(loggers, list) else [loggers]:
-        if "WandbLogger" in str(logger):
-            options = logger.get("init_args") if isinstance(logger, dict) else None
-            return str((options or {}).get("project") or "lmmods")
-    if not typed:
-        raise UserError("sweep: the recipe logs nothing to W&B, which so would learn nothing. Add class_path: "
-                        "WandbLogger to trainer.logger, or sweep on this machine with --backend optuna.")
-    return "lmmods"
+    options, _ = options_of("fit")
+    with guarded_imports():
+        libraries = LibraryClasses(parse(["fit", *recipe], options, checked=False))
+    for support, given in loggers_of(libraries.plain()):
+        if support is SUPPORT:
+            return str(given.get("project") or PROJECT)
+    raise UserError("sweep: the recipe logs nothing to W&B, which so would learn nothing. Add class_path: WandbLogger "
+                    "to trainer.logger, or sweep on this machine with --backend optuna.")
 
 
 def _distribution(parameter: Parameter, sampler: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Fields that tasks share: types, defaults, documentation, and the checks that need neither data nor a library.
 
-Both engines' task classes and the data modules inherit these dataclasses, so a key is written once. An engine refuses
-by name what it cannot do when the run starts.
+Both engines' task classes and the data modules inherit these dataclasses, so a key is written once. An engine reports
+what it does not support when a run starts.
 """
 
 import math
@@ -42,15 +42,15 @@ def check_range(**limits: tuple[int | float | None, int] | tuple[int | float | N
 
 @dataclass(frozen=True)
 class Usual:
-    """Usual settings of a task, from which `new` writes a recipe.
+    """Usual settings of a task, from which `new` creates a recipe.
 
     Args:
-        epochs: Epochs of training.
-        rows: Rows of an optimiser step.
-        lr: Learning rate of full tuning.
-        small_lr: The same for a network of fewer than 50 million parameters.
+        epochs: Number of epochs.
+        rows: Number of rows per optimiser step.
+        lr: Learning rate of full fine-tuning.
+        small_lr: Like `lr`, for models with fewer than 50 million parameters.
         adapter_lr: Learning rate of an adapter.
-        prompt: What `samples` may ask; None for a task that writes no text.
+        prompt: Prompt for `samples`; None for a task that does not generate text.
     """
 
     epochs: int = 3
@@ -62,13 +62,13 @@ class Usual:
 
 
 class Drawn(NamedTuple):
-    """Answers that a network draws, to train on them.
+    """Number and length of the answers that training samples from the model.
 
     Args:
-        answers: Number.
-        at_once: Drawn together.
-        steps: Optimiser steps that train on them.
-        new_tokens: Tokens of the longest.
+        answers: Number of answers.
+        at_once: Number of answers sampled together.
+        steps: Number of optimiser steps that train on them.
+        new_tokens: Maximum number of tokens in an answer.
     """
 
     answers: int
@@ -77,49 +77,47 @@ class Drawn(NamedTuple):
     new_tokens: int
 
 
-# As a network in training, a task is equal to itself alone and has a text of its own.
+# Tasks are networks in training, with their own equality and repr.
 @dataclass(kw_only=True, eq=False, repr=False)
 class TaskFields:
-    """What every task takes.
+    """Fields of every task.
 
     Args:
-        pretrained: Model to start from: a folder or a hub id.
+        pretrained: Model to start from: folder or hub id.
         config: Start from random weights instead: `{model_type: llama, hidden_size: 256, ...}`, or the folder or hub id
             of a configuration. The vocabulary size defaults to the tokenizer's.
-        config_overrides: Fields changed in the configuration that `config` or `pretrained` names.
+        config_overrides: Fields to change in the configuration of `config` or `pretrained`.
         revision: Branch, tag or commit of a hub model.
-        trust_remote_code: Run Python code that comes with the model. Command line and torch engine only.
-        quantize: Store the frozen base in 4 bits (nf4, fp4; experts too) or 8 (int8); needs `lora` or `adapter`. QLoRA
-            (Dettmers et al. 2023) is `lora` plus this field.
+        trust_remote_code: Run Python code that comes with the model. Command line and torch only.
+        quantize: Store the frozen base in 4 bits (nf4, fp4; experts too) or 8 bits (int8). Needs `lora` or `adapter`;
+            with `lora` it is QLoRA (Dettmers et al. 2023).
         double_quant: Quantise the 4-bit scales too.
-        quant_storage: Type in which packed 4-bit weights are kept (torch engine; changes nothing on JAX); null is
-            uint8.
-        lora: Train an adapter instead of the model itself; null is full tuning.
-        adapter: Folder of an adapter to go on from, with its own rank, alpha and targets; instead of `lora`.
-        trainable_parameters: Full tuning of the parameters alone whose names in the Hugging Face folder a regular
-            expression of this list matches, anywhere in the name: `['layers\\.(6|7)\\.', lm_head]`. null is all.
-        frozen_parameters: Parameters that do not train, by such a list: `[embed_tokens]`. Goes before
-            `trainable_parameters`.
-        optimizer: Update rule and schedule.
-        neftune_alpha: NEFTune (Jain et al. 2023): in training each number of a token's embedding gets uniform noise of
-            up to this / sqrt(L d), with L tokens in its row, or in its document of a packed row, and d numbers. null
-            is none; the paper uses 5 to 15.
-        gradient_checkpointing: Recompute activations in the backward pass: all of them (true: least memory, about a
-            third more time), or all but the products of weights (minimal; JAX engine only).
-        attention: Attention implementation of transformers (sdpa, eager, flash_attention_2); null takes its choice. On
-            JAX null and sdpa are the fast forms, fused on GPUs and in blocks on CPUs, and eager is the plain one.
-        save_dtype: Type of the weights in model/; null keeps them as they trained.
-        piece_tokens: A micro-batch is computed in pieces of so many tokens, on torch rows of similar length together; 0
-            computes it whole. null is 2^18 / hidden size (at least 1024) on one CPU, on JAX for adapters only, and 0
-            elsewhere.
-        fast_kernels: Take faster forms of the same function where there are some: logits of labelled positions only, a
-            chunk at a time; oneDNN for float32 products on CPUs (after a trial), short rows attending in float32 under
-            bfloat16 there, fused GELU, adapters computed with their layers, and on GPUs attention that knows packed
-            rows. False needs the memory of all logits; on JAX it also takes eager attention and, on a CPU, a loop over
-            layers.
-        compile: Compile the layers (torch.compile): slower to start, faster on GPUs. JAX compiles everything anyhow.
-        max_memory: Spread `pretrained` over the GPUs of this machine, layer by layer in one process: memory of its
-            weights on each (20GiB), or by device ({0: 10GiB, 1: 20GiB}). Torch engine only.
+        quant_storage: Storage type of packed 4-bit weights (no effect on JAX). Default: uint8.
+        lora: Train an adapter instead of the model. null is full fine-tuning.
+        adapter: Folder of an adapter to train further, with its own rank, alpha and targets; instead of `lora`.
+        trainable_parameters: Train only the parameters that match one of these regular expressions, anywhere in their
+            Hugging Face name: `['layers\\.(6|7)\\.', lm_head]`. null trains all. For full fine-tuning.
+        frozen_parameters: Do not train parameters that match one of these regular expressions, even if
+            `trainable_parameters` does: `[embed_tokens]`.
+        optimizer: Optimiser and learning-rate schedule.
+        neftune_alpha: NEFTune (Jain et al. 2023): in training, add uniform noise of up to this / sqrt(L d) to each
+            number of a token's embedding, with L tokens in the row (or packed document) and d numbers per token. null
+            adds none; the paper uses 5 to 15.
+        gradient_checkpointing: Recompute activations in the backward pass. true recomputes all: least memory, about a
+            third more time. `minimal` keeps the products with weights (JAX only).
+        attention: Attention implementation of transformers: sdpa, eager or flash_attention_2. Default: transformers'
+            choice. On JAX, null and sdpa are fast (fused on GPUs, in blocks on CPUs), eager is the plain form.
+        save_dtype: Type of the weights in model/. Default: the type they trained in.
+        piece_tokens: Split a micro-batch into chunks of this many tokens, on torch with rows of similar length
+            together; 0 does not split. Default: 2^18 / hidden size (at least 1024) on one CPU, on JAX for adapters
+            only; otherwise 0.
+        fast_kernels: Use faster forms of the same functions: logits in chunks, for target positions only; on CPUs
+            oneDNN for float32 products (after a trial) and float32 attention for short rows under bfloat16; fused GELU;
+            adapters fused with their layers; on GPUs attention for packed rows. false needs memory for all logits; on
+            JAX it also uses eager attention and, on a CPU, a loop over layers.
+        compile: Compile the layers with torch.compile: slower to start, faster on GPUs. JAX always compiles.
+        max_memory: Spread `pretrained` over this machine's GPUs, layer by layer in one process: memory for its weights
+            on each GPU (20GiB), or by device ({0: 10GiB, 1: 20GiB}). Torch only.
     """
 
     takes: ClassVar[str | None] = None  # kind of the data that the loss is made for; None leaves it to the user
@@ -127,7 +125,7 @@ class TaskFields:
     adapter_drops: ClassVar[bool] = True  # whether `adapter` keeps its own dropout
     auto_class: ClassVar[str] = "AutoModel"  # transformers' class that loads the model
     pipeline_tag: ClassVar[str | None] = None  # the hub's name of the task
-    head_in_full: ClassVar[bool] = False  # True if the head is none of a vocabulary, and trains beside an adapter
+    head_in_full: ClassVar[bool] = False  # True if the head is not a vocabulary, and trains with an adapter
     own_files: ClassVar[tuple[str, ...]] = ()  # names of files in the run folder that other tasks do not write
     accuracy: ClassVar[str | None] = None  # metric that may still rise when val/loss no longer falls
     ranked_by: ClassVar[tuple[str, Literal["min", "max"]]] = ("val/loss", "min")  # of checkpoints, unless set
@@ -164,21 +162,21 @@ class TaskFields:
     max_memory: str | dict[int | str, str] | None = None
 
     def __post_init__(self) -> None:
-        """Raise UserError unless the fields say clearly what the model starts from and what of it trains."""
+        """Raise UserError unless the fields define what the model starts from and what trains."""
         check_set(self, "model")
         require(self.max_memory is None or self.config is None, "model.max_memory", self.max_memory,
                 "null with model.config")
         require(self.piece_tokens is None or self.piece_tokens >= 0, "model.piece_tokens", self.piece_tokens,
                 "0 or more")
         if self.quantize and not self.trains_adapter:
-            raise UserError(f"model.quantize is {self.quantize}, but quantised weights cannot be trained themselves: "
-                            "set model.lora (QLoRA), or model.quantize to null for full tuning.")
+            raise UserError(f"model.quantize is {self.quantize}, but quantised weights cannot be trained. Set "
+                            "model.lora (QLoRA), or model.quantize to null for full fine-tuning.")
         if (self.config is None) == (self.pretrained is None):
-            raise UserError("model.pretrained and model.config: set one of them, a model to start from or a "
-                            "configuration to start from random weights.")
+            raise UserError("model.pretrained and model.config: set one of them, to start from a model or from "
+                            "random weights.")
         if self.config is not None and self.trains_adapter:
-            raise UserError("model.config starts from random weights, which an adapter does not hold: set model.lora "
-                            "and model.adapter to null, or name a model in model.pretrained.")
+            raise UserError("model.config starts from random weights, which an adapter does not contain. Set "
+                            "model.lora and model.adapter to null, or use model.pretrained.")
         check_overrides({**(self.config if isinstance(self.config, dict) else {}), **(self.config_overrides or {})})
         require(self.neftune_alpha is None or 0 < self.neftune_alpha < math.inf, "model.neftune_alpha",
                 self.neftune_alpha, "null or more than 0")
@@ -188,8 +186,8 @@ class TaskFields:
             patterns = getattr(self, key)
             check_patterns(f"model.{key}", patterns)
             require(patterns is None or not self.trains_adapter, f"model.{key}", patterns,
-                    "null with model.lora and model.adapter, under which the adapter trains alone; lora.targets and "
-                    "lora.modules_to_save choose what it holds")
+                    "null with model.lora and model.adapter, with which only the adapter trains; set lora.targets "
+                    "and lora.modules_to_save instead")
         require(self.quantize != "int8" or self.starts_at_base, "model.quantize", self.quantize,
                 "nf4, fp4 or null with lora.init: pissa")
         if self.lora and self.adapter:
@@ -197,7 +195,7 @@ class TaskFields:
                             "targets. Keep one of them.")
 
     def check_data(self, data: Any) -> None:
-        """Raise UserError where a data module says that it is of another task.
+        """Raise UserError if a data module belongs to another task.
 
         Args:
             data: Fields of data, whose `kind` is the name of the class that a task `takes`.
@@ -210,7 +208,7 @@ class TaskFields:
 
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
-        """Return what the model card says of the training method: the hub's tags and a sentence.
+        """Return the training method for the model card: the hub's tags and a sentence.
 
         Args:
             settings: `model.init_args` of the recipe.
@@ -226,7 +224,7 @@ class TaskFields:
         return f"{rows} rows", "" if tokens is None else f"about {tokens:.0f} tokens"
 
     def describe_training(self, rows: int, num_rows: int | None) -> list[str]:
-        """Describe what else is known of training before its first step, in a line each.
+        """Describe training before its first step, in lines for the console.
 
         Args:
             rows: Rows of an optimiser step.
@@ -235,7 +233,7 @@ class TaskFields:
         return []
 
     def drawn_answers(self, rows: int, eval_batch_size: int) -> Drawn | None:
-        """Return the answers that are drawn for training; None if there are none, or others draw them.
+        """Return the answers that training samples; None if there are none, or a server samples them.
 
         Args:
             rows: Rows of an optimiser step.
@@ -244,12 +242,12 @@ class TaskFields:
 
     @property
     def token_loss(self) -> TokenLoss:
-        """What training changes in the cross-entropy of tokens."""
+        """Changes to the cross-entropy of tokens in training."""
         return TokenLoss()
 
     @property
     def is_taught_beforehand(self) -> bool:
-        """True if a teacher's likeliest tokens are computed before training (`teacher.top_k`)."""
+        """True if a teacher's most likely tokens are computed before training (`teacher.top_k`)."""
         return False
 
     @property
@@ -269,12 +267,12 @@ class TaskFields:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of an answer, for which a prompt leaves room."""
+        """Maximum number of tokens of an answer, which a prompt must leave free."""
         return 1
 
     @property
     def rows_per_prompt(self) -> int:
-        """Rows of training that are made of a row of the data, where these are prompts."""
+        """Number of training rows per prompt."""
         return 1
 
     @property
@@ -293,11 +291,11 @@ class TaskFields:
         return {**{name: 0.0 for name in dropout_rates(config) if name not in named}, **given}
 
     def max_positions(self) -> int | None:
-        """Longest row the model takes, where its configuration says so. Raises UserError for an unknown model."""
+        """Return the maximum sequence length in the configuration, if any. Raises UserError for an unknown model."""
         return position_limit(self.config_fields())
 
     def label_names(self) -> list[str] | None:
-        """Names of the labels that `pretrained` knows, in the order of its outputs; None if they are numbers alone."""
+        """Return the label names of `pretrained`, in the order of its outputs; None if they are only numbers."""
         if self.pretrained is None:
             return None
         found = load_config(self.pretrained, self.config_overrides, self.revision, self.trust_remote_code).id2label
@@ -312,13 +310,13 @@ class TaskFields:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TokenLossFields(TaskFields):
-    """What the tasks take whose loss is the cross-entropy of tokens.
+    """Fields of tasks with a cross-entropy over tokens.
 
     Args:
-        label_smoothing: Share of each target that training spreads evenly over the vocabulary (Szegedy et al. 2016).
-        z_loss: Weight of the square of log Z, the logarithm of the softmax's denominator, which training adds to the
-            loss of each token so that logits stay near 0 (Chowdhery et al. 2022, with 1e-4).
-        teacher: Learn from a frozen model of the same vocabulary, too; null learns from the data alone.
+        label_smoothing: Fraction of each target that training spreads evenly over the vocabulary (Szegedy et al. 2016).
+        z_loss: Weight of (log Z)^2, with the softmax denominator Z, in the training loss of each token; keeps logits
+            near 0 (Chowdhery et al. 2022, with 1e-4).
+        teacher: Distil from a frozen model with the same vocabulary. null trains on the data alone.
     """
 
     label_smoothing: float = 0.0
@@ -333,8 +331,8 @@ class TokenLossFields(TaskFields):
         require(self.teacher is None or self.max_memory is None, "model.max_memory", self.max_memory,
                 "null with model.teacher")
         require(self.teacher is None or self.teacher.ratio < 1 or not (self.label_smoothing or self.z_loss),
-                "model.teacher.ratio", 1, "less than 1 with model.label_smoothing or model.z_loss, which are of the "
-                "cross-entropy")
+                "model.teacher.ratio", 1, "less than 1 with model.label_smoothing or model.z_loss, which change only "
+                "the cross-entropy")
 
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
@@ -355,13 +353,13 @@ class TokenLossFields(TaskFields):
 
     @property
     def on_policy(self) -> float:
-        """Share of the rows whose answers the network draws itself (`teacher.on_policy`)."""
+        """Fraction of the rows whose answers the student samples (`teacher.on_policy`)."""
         return 0.0 if self.teacher is None else self.teacher.on_policy
 
     def _refuse_on_policy(self, words: str) -> None:
-        """Raise UserError where answers are to be drawn; `words` name the task."""
+        """Raise UserError if answers are to be sampled; `words` name the task."""
         require(not self.on_policy, "model.teacher.on_policy", self.on_policy,
-                f"0 for {words}: only fine-tuning (SFT) draws answers to the prompts of its rows")
+                f"0 for {words}: only SFT samples answers")
 
     @property
     def teacher_fields(self) -> TaskFields:
@@ -374,14 +372,13 @@ class TokenLossFields(TaskFields):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CausalFields(TaskFields):
-    """What causal LMs take beside that.
+    """Fields of causal language models.
 
     Args:
-        generation: How predict generates.
-        best_of: Predict generates several answers to each prompt, of which a reward model chooses one; null generates
-            one.
-        balance_loss: Weight of a loss that spreads the tokens of each row evenly over the experts of a model that has
-            some, in place of transformers' router_aux_loss_coef; 0 is none. See docs/metrics.md.
+        generation: Decoding settings of predict.
+        best_of: Generate several answers per prompt in predict and let a reward model choose. null generates one.
+        balance_loss: Weight of a loss that spreads the tokens of each row evenly over a model's experts; replaces
+            transformers' router_aux_loss_coef. 0 is none. See docs/metrics.md.
     """
 
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
@@ -406,11 +403,11 @@ class CausalFields(TaskFields):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LabelFields(TaskFields):
-    """What the tasks take that learn labels.
+    """Fields of tasks that learn labels.
 
     Args:
-        class_weights: Weight of each label in the loss, by its name ({rare: 5.0}; others weigh 1), or `balanced`: rows
-            / (labels * rows with the label), of the training rows. null weighs all alike.
+        class_weights: Weight of each label in the loss, by name ({rare: 5.0}; others weigh 1), or `balanced`: rows /
+            (labels * rows with the label), over the training rows. null weighs all labels equally.
     """
 
     # Encoders of any size are tuned at 2e-5 to 5e-5 (Devlin et al., 2019, appendix A.3).
@@ -435,51 +432,51 @@ class DataFields:
     """Fields of every data module.
 
     Args:
-        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight, format}, or a list of these.
-        val_source: The same for validation.
-        val_size: Usable rows of `source` to set aside for validation: a share (0.05) or a number of rows (200).
-        test_source: The same for test.
-        predict_source: The same for predict; null takes the test set, else the validation set.
-        mixing: Share of each source in the batches of training; null takes each row once, or as often as the weight of
-            its source says. See docs/data.md.
-        deduplicate: Leave out training rows that repeat an earlier one, of any source: `exact` those of the same prompt
-            and answer, `minhash` also those of nearly the same text. The report counts them. See docs/data.md.
-        minhash_threshold: With `minhash`, the share of common 5-grams of words from which a row is nearly the same.
-        decontaminate: Evaluation sets, in any layout, that training rows must not repeat: rows of `source` that share
-            an n-gram of words with them are left out and counted. See docs/data.md.
-        decontaminate_ngram: Words of these n-grams.
-        tokenizer: Folder or hub id of the tokenizer; null takes the model's.
-        pad_token: Token to pad with, from the vocabulary or new; null keeps the tokenizer's
-            own; where it has none, causal models take another token it has, others add [PAD].
-        bos_token: Token that begins a text, where the tokenizer names none.
-        eos_token: Token that ends a text, where the tokenizer names none.
-        add_tokens: Tokens to keep whole wherever they occur in texts, and where the chat template writes them, there
-            alone. Those that the vocabulary contains keep their ids, special tokens among them are found in texts from
-            then on; the vocabulary grows by the others, whose embeddings are trained.
-        tokenizer_options: How a tokenizer of BERT's kind reads text, where its folder does not say it or says it
-            wrongly: do_lower_case, strip_accents, tokenize_chinese_chars, each true or false.
-        max_length: Longest row in tokens; null is 1024, or what the model can take if that is less.
+        source: Training rows: file, folder, glob, URL, hub id, a mapping {path, name, split, revision, columns, limit,
+            weight, format}, or a list of these.
+        val_source: Validation rows, given like `source`.
+        val_size: Usable rows of `source` to hold out for validation: fraction (0.05) or number (200).
+        test_source: Test rows, given like `source`.
+        predict_source: Rows for predict, given like `source`. Default: the test set, otherwise the validation set.
+        mixing: Share of each source in training batches. null uses each row once, or as often as its source's weight
+            says. See docs/data.md.
+        deduplicate: Drop training rows that repeat an earlier one, in any source: `exact` compares prompt and answer,
+            `minhash` also finds nearly equal text. The report counts them. See docs/data.md.
+        minhash_threshold: With `minhash`, fraction of common word 5-grams from which rows count as nearly equal.
+        decontaminate: Evaluation sets, in any layout. Rows of `source` that share a word n-gram with them are dropped
+            and counted. See docs/data.md.
+        decontaminate_ngram: Number of words in these n-grams.
+        tokenizer: Folder or hub id of the tokenizer. Default: the model's.
+        pad_token: Padding token, existing or new. Default: the tokenizer's; if it has none, causal models use another
+            of its tokens, others add [PAD].
+        bos_token: Token that starts a text, if the tokenizer defines none.
+        eos_token: Token that ends a text, if the tokenizer defines none.
+        add_tokens: Tokens to keep whole in texts; one that the chat template writes is kept whole only there. Existing
+            tokens keep their ids, and special ones are from then on recognised in texts. New ones extend the vocabulary
+            and are trained, also next to an adapter.
+        tokenizer_options: Options of a BERT tokenizer that its folder lacks or has wrong: do_lower_case, strip_accents,
+            tokenize_chinese_chars, each true or false.
+        max_length: Maximum sequence length in tokens. Default: 1024, or the model's limit if that is lower.
         batch_size: Rows per micro-batch and device in training.
-        eval_batch_size: Rows per batch and device elsewhere; null is `batch_size`.
-        packing: Put several rows into one of `max_length`, kept apart by `segment_ids` and `position_ids`.
-        streaming: Encode rows while training instead of into the cache, for sources larger than the disk. Needs
+        eval_batch_size: Rows per batch and device outside training. Default: `batch_size`.
+        packing: Pack several rows into one sequence of `max_length`, kept apart by `segment_ids` and `position_ids`.
+        streaming: Encode rows during training instead of into the cache, for sources larger than the disk. Needs
             `trainer.max_steps`; validation rows come from `val_source`.
-        stream_window: Rows of a stream that are read, and shuffled, together.
-        group_by_length: Put rows of similar length together, which saves padding; the order of batches stays random.
-        shuffle: Draw a new order of the training rows in each epoch.
-        pad_to_multiple_of: Lengths of batches are multiples of this.
-        num_workers: Processes that assemble batches; 0 does it in the training process, as is always done with answers
-            that the network draws itself.
-        num_proc: Processes that tokenise; null decides by the size of the source.
-        columns: Names in the file -> names that the task expects, for all sources that do not map their own;
-            `body.messages` leads into an object.
-        cache_dir: Where tokenised data are kept; null is $LMMODS_CACHE, or lmmods in the user's cache folder.
-        rebuild_cache: Tokenise again even if the cache has the data.
-        seed: Seed of splits and orders; null takes `seed_everything`.
+        stream_window: Number of stream rows that are read and shuffled together.
+        group_by_length: Batch rows of similar length, which saves padding; the order of batches stays random.
+        shuffle: Shuffle the training rows in each epoch.
+        pad_to_multiple_of: Pad batches to a multiple of this length.
+        num_workers: Number of processes that assemble batches. 0 uses the training process, as do all runs that train
+            on sampled answers.
+        num_proc: Number of processes that tokenise. Default: by the size of the source.
+        columns: Column names in the file -> names that the task expects, for sources without `columns` of their own;
+            `body.messages` reaches into an object.
+        cache_dir: Folder of tokenised data. Default: $LMMODS_CACHE, otherwise lmmods in the user's cache folder.
+        rebuild_cache: Tokenise again even if the data is cached.
+        seed: Seed of splits and data order. Default: `seed_everything`.
     """
 
-    kind: ClassVar[str | None] = None  # what a task names in `takes`; None goes with any task
+    kind: ClassVar[str | None] = None  # what a task names in `takes`; None works with any task
     trained_by: ClassVar[str | None] = None  # the task that takes it; None is `kind` without Data
     # How `new` chooses lengths: of conversations by the rows, of texts in full blocks, of questions in windows.
     rows_are: ClassVar[Literal["conversations", "texts", "questions"]] = "conversations"
@@ -532,11 +529,12 @@ class DataFields:
             raise UserError(f"data.tokenizer_options has {', '.join(sorted(unknown))}, but takes only "
                             f"{', '.join(TOKENIZER_OPTIONS)}")
         if "" in (self.add_tokens or []):
-            raise UserError("data.add_tokens holds an empty text, which is no token; take it out")
+            raise UserError("data.add_tokens contains an empty string; remove it")
         if self.val_size and self.val_source is not None:
             raise UserError("data.val_size and data.val_source are both set; keep one of them")
         if self.val_size and self.streaming:
-            raise UserError("data.val_size needs all rows and cannot go with data.streaming; set data.val_source")
+            raise UserError("data.val_size needs all rows and cannot be combined with data.streaming; set "
+                            "data.val_source")
         require(0 < self.minhash_threshold <= 1, "data.minhash_threshold", self.minhash_threshold,
                 "more than 0 and at most 1")
         require(self.deduplicate == "minhash" or self.minhash_threshold == 0.8, "data.minhash_threshold",
@@ -544,26 +542,26 @@ class DataFields:
         require(self.decontaminate is not None or self.decontaminate_ngram == 13, "data.decontaminate_ngram",
                 self.decontaminate_ngram, "13, its default, unless data.decontaminate names evaluation sets")
         if self.deduplicate is not None and self.streaming:
-            raise UserError("data.deduplicate compares all rows, which data.streaming does not hold; set one of them "
-                            "to null or false")
+            raise UserError("data.deduplicate needs all rows and cannot be combined with data.streaming; set one of "
+                            "them to null or false")
         if self.mixing is not None:
             self.mixing.check([source.weight for source in as_sources(self.source, "source")], self.streaming,
                               self.group_by_length)
 
     @property
     def mixes(self) -> bool:
-        """True if sources have shares, which each row once does not keep."""
+        """True if sources have shares other than their numbers of rows."""
         return self.mixing is not None and self.mixing.rule != "concat"
 
     def check_tokens(self) -> None:
-        """Raise UserError where a micro-batch would have more tokens than any device holds; null lengths are none."""
+        """Raise UserError if a micro-batch has more tokens than fit on any device, as far as lengths are set."""
         length = self.max_length or 1
         for name in ("batch_size", "eval_batch_size"):
             rows = getattr(self, name) or 0
             if rows * length > MOST_TOKENS:
                 most = MOST_TOKENS // length
                 raise UserError(f"data.{name} is {rows:,} and data.max_length {length:,}: {rows * length:,} tokens in "
-                                f"a micro-batch, and more than {MOST_TOKENS:,} fit on no device. Lower "
+                                f"a micro-batch, but no device fits more than {MOST_TOKENS:,}. Lower "
                                 + (f"data.{name} to {most:,} or less" if most else "data.max_length")
                                 + "; trainer.accumulate_grad_batches makes larger steps")
 
@@ -573,10 +571,10 @@ class TextDataFields(DataFields):
     """Fields of the tasks on plain text.
 
     Args:
-        source: Where the training texts come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight}, or a list of these. Text files, or files with a text column.
-        text_column: Column that holds the text.
-        documents: What a document of a .txt file is: the whole `file`, each `paragraph` (parted by blank lines) or
+        source: Training texts, in text files or files with a text column: file, folder, glob, URL, hub id, a mapping
+            {path, name, split, revision, columns, limit, weight}, or a list of these.
+        text_column: Column with the text.
+        documents: What a document of a .txt file is: the whole `file`, each `paragraph` (separated by blank lines) or
             each `line`.
     """
 
@@ -593,8 +591,8 @@ class LabelDataFields(DataFields):
     """Fields of the tasks that learn labels.
 
     Args:
-        labels: Names of the labels, in the order of the network's outputs; null is those of the training rows, sorted,
-            or in the order in which the model or the data set names the same labels. A stream needs them.
+        labels: Label names, in the order of the model's outputs. Default: the labels of the training rows, sorted, or
+            in the order in which the model or dataset lists the same labels. Required for streams.
     """
 
     labels: list[str] | None = None
@@ -602,8 +600,8 @@ class LabelDataFields(DataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for tasks that learn labels: each row is read by itself. "
-                            "data.group_by_length saves most of the padding")
+            raise UserError("data.packing is not supported for tasks with labels, which read each row separately; use "
+                            "data.group_by_length to save most of the padding")
         if self.labels is not None:
             twice = next((name for name in self.labels if self.labels.count(name) > 1), None)
             require(twice is None, "data.labels", self.labels, f"a list that names {twice!r} once")
@@ -615,29 +613,28 @@ class ConversationFields(DataFields):
     """Fields of the tasks on conversations.
 
     Args:
-        source: Where the training rows come from: file, folder, glob, URL, hub id, a set of qlora's by name, a mapping
-            {path, name, split, revision, columns, limit, weight, format}, or a list of these.
-        template: How conversations are written: alpaca, chatml, llama2, llama3, mistral, gemma, vicuna, zephyr, plain,
-            qlora-alpaca or qlora-plain, or a file of Jinja (.jinja) that takes the place of the tokenizer's chat
-            template. null takes the tokenizer's chat template if it has one, else alpaca.
-        chat_template_kwargs: Variables of the chat template, for example {enable_thinking: false}; a row's own column
-            chat_template_kwargs goes before.
-        dataset_format: Layout of the rows (alpaca, messages, prompt-completion, ...); null detects it from the columns.
-        roles: Names of roles in the file -> system, user, assistant or tool, in addition to the usual names.
+        source: Training rows: file, folder, glob, URL, hub id, a qlora dataset by name, a mapping {path, name, split,
+            revision, columns, limit, weight, format}, or a list of these.
+        template: Chat template: alpaca, chatml, llama2, llama3, mistral, gemma, vicuna, zephyr, plain, qlora-alpaca,
+            qlora-plain, or a Jinja file (.jinja). Default: the tokenizer's, otherwise alpaca.
+        chat_template_kwargs: Variables of the chat template, for example {enable_thinking: false}. A row's own
+            chat_template_kwargs take precedence.
+        dataset_format: Layout of the conversations (alpaca, messages, prompt-completion, ...). Default: detected from
+            the columns.
+        roles: Role names in the file -> system, user, assistant or tool, in addition to the usual names.
         turn_fields: Parts of a turn (role, content, reasoning_content, tool_calls, tool_call_id, name, scored) -> their
-            keys in the file, in addition to the usual keys, for example {role: who, content: said}.
+            keys in the file, in addition to the usual keys: {role: who, content: said}.
         reasoning: Keep or drop reasoning (`reasoning_content`, or `<think>` in a response).
-        system_prompt: System turn of conversations that have none.
-        replace_system_prompt: Give `system_prompt` to all conversations, whatever system turn they have.
-        source_max_length: Longest prompt (all before the last response) in tokens.
-        target_max_length: Longest last response in tokens.
-        on_overflow: What happens to a row over a limit. `error` stops; `skip` drops it; `truncate_turns` drops as many
-            of its oldest exchanges as it must, keeps the system turn and the tools, and drops rows whose last exchange
-            alone is too long; `truncate_prompt` truncates the oldest part of the prompt and drops rows whose response
-            alone is too long; `truncate` truncates the end of the response, which then has no end token, and the oldest
-            part of a prompt over `source_max_length`; `truncate_ends` truncates the ends of both. null is
-            `truncate_turns` with a chat template of Jinja and `truncate_prompt` with a named one. All of it is counted
-            in the report.
+        system_prompt: System turn for conversations without one.
+        replace_system_prompt: Use `system_prompt` in all conversations, instead of their own system turns.
+        source_max_length: Maximum length of the prompt (everything before the last response) in tokens.
+        target_max_length: Maximum length of the last response in tokens.
+        on_overflow: What to do with a row over a limit; the report counts it. `error` stops; `skip` drops the row;
+            `truncate_turns` drops the oldest exchanges, keeps the system turn and the tools, and drops rows whose last
+            exchange alone is too long; `truncate_prompt` truncates the start of the prompt and drops rows whose
+            response alone is too long; `truncate` truncates the end of the response, which then has no end token, and
+            the start of a prompt over `source_max_length`; `truncate_ends` truncates the ends of both. Default:
+            `truncate_turns` with a Jinja chat template, `truncate_prompt` with a named one.
     """
 
     template: str | None = None
@@ -657,7 +654,7 @@ class ConversationFields(DataFields):
         check_range(source_max_length=(self.source_max_length, 1), target_max_length=(self.target_max_length, 1))
         unknown = [name for name in self.turn_fields or {} if name not in TURN_FIELDS]
         if unknown:
-            raise UserError(f"data.turn_fields: a turn has no {unknown[0]!r}; it has {', '.join(TURN_FIELDS)}. They "
-                            "go on the left, the keys of the file on the right: {role: who, content: said}")
+            raise UserError(f"data.turn_fields: {unknown[0]!r} is not a part of a turn ({', '.join(TURN_FIELDS)}). Put "
+                            "parts on the left, keys of the file on the right: {role: who, content: said}")
         if self.replace_system_prompt and self.system_prompt is None:
-            raise UserError("data.replace_system_prompt is set, but there is no data.system_prompt to put in its place")
+            raise UserError("data.replace_system_prompt is set, but data.system_prompt is not; set it too")

@@ -9,7 +9,7 @@ from lmmods.recipe.tasks.base import CausalFields, TextDataFields, TokenLossFiel
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CLMFields(TokenLossFields, CausalFields):
-    """Train a causal LM on text; predict goes on with the text."""
+    """Train a causal LM on text; predict continues texts."""
 
     takes: ClassVar[str] = "CLMData"
     usual: ClassVar[Usual] = Usual(epochs=1, rows=32, prompt="Once upon a time")
@@ -24,9 +24,9 @@ class CLMDataFields(TextDataFields):
     """Text for causal language modelling.
 
     Args:
-        join: Lay the documents end to end before splitting, so that every block but the last is full. Otherwise each
-            document fills blocks of its own, padded or, with `packing`, put together whole. null joins unless
-            `packing` is set.
+        join: Concatenate documents before splitting them, so that every block but the last is full. Otherwise each
+            document fills its own blocks, which are padded or, with `packing`, packed whole. Default: true without
+            `packing`.
     """
 
     kind: ClassVar[str] = "CLMData"
@@ -36,4 +36,5 @@ class CLMDataFields(TextDataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.join and self.packing:
-            raise UserError("data.join and data.packing are both set; joined blocks are full already, keep one of them")
+            raise UserError("data.join and data.packing are both set; keep one of them, as joined blocks are full "
+                            "already")

@@ -15,52 +15,52 @@ from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Drawn, Us
 class GRPOFields(CausalFields):
     """Train a causal LM on its own answers, weighted by their rewards; predict generates answers.
 
-    A rollout draws `num_generations` answers to each of some prompts, scores them, and compares each with the others to
-    its prompt (Shao et al. 2024). Steps then train on these answers; one row of a batch is one answer.
+    A rollout samples `num_generations` answers per prompt, scores them, and compares the answers to a prompt (Shao et
+    al. 2024). Steps then train on these answers; one row of a batch is one answer.
 
     Args:
-        rewards: What scores an answer; the rewards are added up. Each is `{name: exact_match, ...}` with its options,
+        rewards: What scores an answer; rewards are summed. Each is `{name: exact_match, ...}` with its options,
             `{function: my.module.function}` or `{model: runs/reward}`, and may have a `weight`.
-        num_generations: Answers to each prompt in training.
-        prompts_per_step: Prompts of an optimiser step, which must go with data.batch_size,
-            trainer.accumulate_grad_batches and the number of devices; null takes what these come to.
-        steps_per_rollout: Optimiser steps for which answers are drawn at once, with the same weights.
-        num_iterations: How often the steps of a rollout are taken.
-        max_new_tokens: Longest answer in tokens; a longer one is cut off.
-        temperature: Temperature at which answers are drawn, and at which their probabilities are taken in the loss.
-        loss: How the losses of tokens are averaged over a step: over all tokens (dapo; Yu et al. 2025), over the tokens
-            of each answer and then over answers (grpo), or over answers of `max_new_tokens` tokens (dr_grpo; Liu et
-            al. 2025). cispo bounds the ratio as a weight instead of the objective, and averages over all tokens
-            (MiniMax 2025).
-        ratio: Probability ratio to the policy that drew the answer: of each `token`, or the geometric mean over the
+        num_generations: Number of answers per prompt in training.
+        prompts_per_step: Number of prompts per optimiser step. Must agree with data.batch_size,
+            trainer.accumulate_grad_batches and the number of devices. Default: what these give.
+        steps_per_rollout: Number of optimiser steps whose answers are sampled together, with the same weights.
+        num_iterations: Number of passes over the steps of a rollout.
+        max_new_tokens: Maximum number of tokens in an answer; longer answers are truncated.
+        temperature: Temperature for sampling answers and for their probabilities in the loss.
+        loss: How token losses are averaged over a step: over all tokens (dapo; Yu et al. 2025), over the tokens of each
+            answer and then over answers (grpo), or over answers of `max_new_tokens` tokens (dr_grpo; Liu et al. 2025).
+            cispo bounds the ratio as a weight instead of the objective, and averages over all tokens (MiniMax 2025).
+        ratio: Probability ratio to the policy that sampled the answer: per `token`, or the geometric mean over the
             answer (sequence; GSPO, Zheng et al. 2025).
-        epsilon: How far below 1 the ratio counts.
-        epsilon_high: How far above 1 the ratio counts; null is `epsilon`. For cispo the greatest ratio itself; null is
-            5.
-        beta: Weight of the divergence from the reference, by token: exp(d) - d - 1 of the difference d of
-            log-probabilities (k3; Schulman 2020). 0 needs no reference.
-        use_bias_correction_kl: Multiply the divergence of a token by its ratio, so that its gradient is not biased
-            where the policy has moved.
-        scale_rewards: Divide differences of rewards by their standard deviation over the answers to a prompt (group) or
-            over a rollout (batch), or leave them (none).
-        mask_truncated: Leave answers that were cut off out of the loss.
-        dynamic_sampling: How often prompts whose answers all have the same reward are replaced by others before a
-            rollout is trained on; 0 keeps them.
-        reference: What the divergence is from: `base` is the network without its adapter, `copy` what trains as it
-            stands before the first step. null is none with `beta` 0, else `base` with `lora` and `copy` without.
-        reward_timeout: Longest time in seconds that one answer may take to score.
-        reward_processes: Processes that score answers.
-        num_generations_eval: Answers drawn to each prompt in validation, for pass@k, beside the greedy one; null is
-            `num_generations`.
-        pass_reward: Reward from which an answer counts as right in pass@k.
-        rollouts: Server that draws the answers, `{class_path: VLLMServer, init_args: {...}}`; null draws them here.
-        importance_sampling_cap: With a server: weigh tokens by the ratio of their probabilities here and there, at most
-            this; null does not.
-        keep_rollouts: How many rollouts to keep on disk beside those that checkpoints need; null keeps all.
-        environment: Import path of an environment whose tools answers may use: `my.module.Environment`. The command
-            line must trust it (`--trust_recipe_code true`).
-        max_turns: Most turns of the model in an answer with an environment; all of them, and what tools say, come to
-            `max_new_tokens` at most.
+        epsilon: Clip the ratio below 1 - epsilon.
+        epsilon_high: Clip the ratio above 1 + epsilon_high. Default: `epsilon`. For cispo, maximum of the ratio itself;
+            default: 5.
+        beta: Weight of each token's divergence from the reference: exp(d) - d - 1 of the log-probability difference d
+            (k3; Schulman 2020). 0 needs no reference.
+        use_bias_correction_kl: Multiply a token's divergence by its ratio, so that its gradient is not biased after the
+            policy has moved.
+        scale_rewards: Divide reward differences by their standard deviation over a prompt's answers (group) or over a
+            rollout (batch), or not at all (none).
+        mask_truncated: Exclude truncated answers from the loss.
+        dynamic_sampling: Number of times that prompts whose answers all have the same reward are replaced before a
+            rollout is trained on. 0 keeps them.
+        reference: Model that the divergence is measured from: `base` is the model without its adapter, `copy` a frozen
+            copy from before the first step. Default: none with `beta` 0, `base` with `lora`, otherwise `copy`.
+        reward_timeout: Maximum time to score one answer, in seconds.
+        reward_processes: Number of processes that score answers.
+        num_generations_eval: Number of answers to sample per prompt in validation, for pass@k, in addition to the
+            greedy one. Default: `num_generations`.
+        pass_reward: Minimum reward of an answer that counts as correct in pass@k.
+        rollouts: Server that samples the answers, `{class_path: VLLMServer, init_args: {...}}`. null samples them in
+            the run itself.
+        importance_sampling_cap: With a server, weight tokens by the ratio of their probabilities in the run and on the
+            server, at most this. null does not.
+        keep_rollouts: Number of rollouts to keep on disk, in addition to those that checkpoints need. null keeps all.
+        environment: Import path of an environment whose tools answers may use: `my.module.Environment`. Needs
+            `--trust_recipe_code true` on the command line.
+        max_turns: Maximum number of model turns in an answer with an environment. All turns and tool outputs together
+            have at most `max_new_tokens` tokens.
     """
 
     takes: ClassVar[str] = "PromptData"
@@ -112,26 +112,26 @@ class GRPOFields(CausalFields):
             value = getattr(self, key)
             require(value is None or value >= least, f"model.{key}", value, f"null, or {least} or more")
         require(self.num_generations_eval != 1, "model.num_generations_eval", self.num_generations_eval,
-                "null, 0, or 2 or more: one answer is drawn greedily anyhow")
+                "null, 0, or 2 or more: there is always one greedy answer")
         require(self.temperature > 0, "model.temperature", self.temperature, "more than 0")
         require(self.reward_timeout > 0, "model.reward_timeout", self.reward_timeout, "more than 0")
-        require(self.neftune_alpha is None, "model.neftune_alpha", self.neftune_alpha, "null for reinforcement "
-                "learning: noise would change probabilities between drawing an answer and training on it")
+        require(self.neftune_alpha is None, "model.neftune_alpha", self.neftune_alpha, "null for GRPO: noise "
+                "would change probabilities between sampling an answer and training on it")
         require(self.optimizer.ema_decay is None, "model.optimizer.ema_decay", self.optimizer.ema_decay,
-                "null for reinforcement learning, whose answers are drawn by the network in training")
-        require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for reinforcement learning")
-        require(self.max_memory is None, "model.max_memory", self.max_memory, "null for reinforcement learning")
+                "null for GRPO, which samples answers from the trained parameters")
+        require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for GRPO")
+        require(self.max_memory is None, "model.max_memory", self.max_memory, "null for GRPO")
         require(self.beta > 0 or self.reference is None, "model.reference", self.reference, "null with model.beta 0")
         require(self.reference != "base" or self.trains_adapter, "model.reference", self.reference,
                 "copy (or null) without an adapter")
         require(self.reference != "base" or self.starts_at_base, "model.reference", self.reference,
-                "copy (or null) with lora.init: pissa, whose base alone is no model")
+                "copy (or null) with lora.init: pissa, whose base alone is not the model")
         require(self.importance_sampling_cap is None or self.importance_sampling_cap > 0,
                 "model.importance_sampling_cap", self.importance_sampling_cap, "null, or more than 0")
         require(self.importance_sampling_cap is None or self.rollouts is not None, "model.importance_sampling_cap",
-                self.importance_sampling_cap, "null without model.rollouts, as the network itself draws the answers")
+                self.importance_sampling_cap, "null without model.rollouts, as the run then samples answers itself")
         if not self.rewards and self.environment is None:
-            raise UserError("model.rewards is empty: name at least one, for example [{name: exact_match}]")
+            raise UserError("model.rewards is empty. Add at least one, for example [{name: exact_match}]")
         read_rewards(self.rewards or [])
         _ = self.policy_loss  # checks its settings
 
@@ -153,7 +153,7 @@ class GRPOFields(CausalFields):
         steps, prompts = self.steps_per_rollout, rows // self.num_generations * self.steps_per_rollout
         prompts = prompts if num_rows is None else min(prompts, num_rows)
         count = "" if num_rows is None else f"{-(-num_rows // prompts)} in an epoch, each "
-        times = f", taken {self.num_iterations} times" if self.num_iterations > 1 else ""
+        times = f", {self.num_iterations} passes" if self.num_iterations > 1 else ""
         weights = ", ".join(f"{each.name} (weight {each.weight:g})" for each in read_rewards(self.rewards))
         return [f"Rollouts: {count}of {_prompts(prompts)} x {self.num_generations} answers for "
                 f"{steps} step{'s' if steps > 1 else ''}{times}.", f"Rewards: {weights}."]
@@ -209,17 +209,16 @@ def _prompts(count: int) -> str:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PromptDataFields(ConversationFields):
-    """Prompts to answer; whatever else a row has is handed to the rewards. One row of a batch is one answer.
+    """Prompts to answer; rewards receive everything else in a row. One row of a batch is one answer.
 
     Args:
-        source: Where the prompts come from: file, folder, glob, URL, hub id, a mapping {path, name, split, revision,
-            columns, limit, weight, format}, or a list of these. Rows are chats or texts as for fine-tuning; where they
-            end in a response, it is the reference answer.
-        max_length: Longest prompt with its answer in tokens; null is 1024, or what the model can take if that is less.
-            A prompt is over the limit where `model.max_new_tokens` no longer fit.
+        source: Prompts: file, folder, glob, URL, hub id, a mapping {path, name, split, revision, columns, limit,
+            weight, format}, or a list of these. Rows are chats or texts as for SFT; a response at their end is the
+            reference answer.
+        max_length: Maximum length of a prompt with its answer, in tokens. Default: 1024, or the model's limit if that
+            is lower. A prompt is too long if `model.max_new_tokens` do not fit after it.
         batch_size: Answers per micro-batch and device in training.
-        eval_batch_size: Prompts that are answered at once in evaluation; null is `batch_size`.
-        dataset_format: Layout of the rows (messages, alpaca, prompt-completion, ...); null detects it from the columns.
+        eval_batch_size: Prompts answered at once in evaluation. Default: `batch_size`.
     """
 
     kind: ClassVar[str] = "PromptData"
@@ -228,12 +227,14 @@ class PromptDataFields(ConversationFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for prompts, whose answers are not known beforehand.")
+            raise UserError("data.packing is not supported for prompts, whose answers are not known in advance; "
+                            "remove it")
         if self.streaming:
-            raise UserError("data.streaming is not for prompts: which of them comes when must not depend on what was "
-                            "read. Set it to false")
+            raise UserError("data.streaming is not supported for prompts, whose order must not depend on what was "
+                            "read; set it to false")
         if self.mixes:
-            raise UserError("data.mixing is not for prompts: give their sources a weight, by which their rows are "
-                            "repeated, and set it to null")
+            raise UserError("data.mixing is not supported for prompts; set it to null, and the weight of a source to "
+                            "repeat its rows")
         if self.group_by_length:
-            raise UserError("data.group_by_length is not for prompts, whose answers are not known beforehand.")
+            raise UserError("data.group_by_length is not supported for prompts, whose answers are not known in "
+                            "advance; remove it")

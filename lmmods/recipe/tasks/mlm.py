@@ -13,7 +13,7 @@ class MLMFields(TokenLossFields):
     """Train a masked LM; predict fills the gaps.
 
     Args:
-        top_k: Candidates that predict names for each gap.
+        top_k: Number of candidates per gap in predict.
     """
 
     takes: ClassVar[str] = "MLMData"
@@ -30,7 +30,7 @@ class MLMFields(TokenLossFields):
         require(self.top_k >= 1, "model.top_k", self.top_k, "1 or more")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for masked LMs")
         require(self.teacher is None or self.teacher.top_k is None, "model.teacher.top_k",
-                self.teacher and self.teacher.top_k, "null for masked LMs, whose masks are drawn anew in each epoch")
+                self.teacher and self.teacher.top_k, "null for masked LMs, whose masks change in each epoch")
         self._refuse_on_policy("masked LMs")
 
 
@@ -39,10 +39,9 @@ class MLMDataFields(TextDataFields):
     """Text for masked language modelling.
 
     Args:
-        join: Lay the documents end to end before splitting, a separator between them. Otherwise each fills rows of its
-            own.
-        mlm_probability: Share of tokens to predict; of these 80 % are masked, 10 % replaced by others, 10 % kept.
-        whole_word_masking: Choose whole words instead of tokens.
+        join: Concatenate documents before splitting them, with a separator. Otherwise each fills rows of its own.
+        mlm_probability: Fraction of tokens to predict; 80 % of these are masked, 10 % replaced by others and 10 % kept.
+        whole_word_masking: Mask whole words instead of tokens.
     """
 
     kind: ClassVar[str] = "MLMData"
@@ -55,6 +54,6 @@ class MLMDataFields(TextDataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for masked language modelling; data.join fills rows")
+            raise UserError("data.packing is not supported for masked language modelling; use data.join to fill rows")
         if not 0 < self.mlm_probability < 1:
             refuse_value(f"data.mlm_probability is {self.mlm_probability}, but must be between 0 and 1.")

@@ -1,4 +1,4 @@
-"""Multiple choice: which of several texts goes on from, or answers, another one."""
+"""Multiple choice: which of several texts continues, or answers, another one."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,11 +29,10 @@ class MultipleChoiceDataFields(DataFields):
     """Questions with several choices; one row of a batch is a question.
 
     Args:
-        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight}, or a list of these. Rows {context, question, choices, answer} under these
-            or the usual other names.
-        max_length: Longest context with one of its choices in tokens; the context loses what is over it, and the choice
-            too if it leaves no room. null is 1024, or what the model can take if that is less.
+        source: Training questions: file, folder, glob, URL, hub id, a mapping {path, name, split, revision, columns,
+            limit, weight}, or a list of these. Rows {context, question, choices, answer}, also under other usual names.
+        max_length: Maximum length of a context with one choice, in tokens. The context is truncated, and the choice too
+            if it leaves no space. Default: 1024, or the model's limit if that is lower.
         batch_size: Questions per micro-batch and device in training.
     """
 
@@ -42,5 +41,5 @@ class MultipleChoiceDataFields(DataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for multiple choice: the choices of a question stay together. "
-                            "data.group_by_length saves most of the padding")
+            raise UserError("data.packing is not supported for multiple choice, where a question's choices stay "
+                            "together; use data.group_by_length to save most of the padding")

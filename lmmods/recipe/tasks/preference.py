@@ -16,21 +16,20 @@ class PreferenceFields(CausalFields):
 
     Args:
         loss: Loss of a pair: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm, nca_pair, bco_pair, sppo_hard, apo_zero,
-            apo_down, exo_pair, and without a reference simpo, orpo, cpo; of single answers with a label: kto,
+            apo_down, exo_pair, or without a reference simpo, orpo, cpo. Of single labelled answers: kto,
             apo_zero_unpaired.
-        beta: How much a change of log-probability counts; for ipo the weight of staying near the reference, for orpo
-            that of the odds ratio.
-        label_smoothing: Share of pairs whose answers are taken to be the wrong way round (sigmoid, robust,
-            sigmoid_norm, exo_pair, simpo, cpo).
-        gamma: Margin that simpo asks for between the answers.
-        sft_weight: Weight of the chosen answer's negative log-likelihood per token, pair by pair; null is 1 for orpo
-            and cpo, as their papers have it, and 0 for others.
-        desirable_weight: Weight of wanted answers (kto, apo_zero_unpaired).
-        undesirable_weight: Weight of unwanted ones.
-        reference: What answers are compared with. `base` is the network without its adapter; `copy` is a frozen copy of
-            what trains, as it stands before the first step; `cache` is the same network, of which only the
-            log-probabilities of all answers are kept, computed once for all runs that share them. null is none for a
-            loss without one, else `base` with `lora` and `copy` without.
+        beta: Weight of changes in log-probability; for ipo, of staying near the reference; for orpo, of the odds ratio.
+        label_smoothing: Fraction of pairs whose answers are assumed to be swapped (sigmoid, robust, sigmoid_norm,
+            exo_pair, simpo, cpo).
+        gamma: Margin between the answers in simpo.
+        sft_weight: Weight of the chosen answer's negative log-likelihood per token, for each pair. Default: 1 for orpo
+            and cpo, as in their papers, otherwise 0.
+        desirable_weight: Weight of desirable answers (kto, apo_zero_unpaired).
+        undesirable_weight: Weight of undesirable answers.
+        reference: Model that answers are compared with: `base` is the model without its adapter, `copy` a frozen copy
+            from before the first step. `cache` is like `copy`, but keeps only the log-probabilities of all answers,
+            computed once for all runs that share them. Default: none for a loss without a reference, `base` with
+            `lora`, otherwise `copy`.
     """
 
     takes: ClassVar[str] = "PreferenceData"
@@ -52,11 +51,11 @@ class PreferenceFields(CausalFields):
         super().__post_init__()
         method = self.preference_loss.method
         require(method.has_reference or self.reference is None, "model.reference", self.reference,
-                f"null with the loss {self.loss}, which compares with none")
+                f"null with the loss {self.loss}, which has no reference")
         require(self.reference != "base" or self.trains_adapter, "model.reference", self.reference,
                 "copy or cache (or null) without an adapter")
         require(self.reference != "base" or self.starts_at_base, "model.reference", self.reference,
-                "copy or cache (or null) with lora.init: pissa, whose base alone is no model")
+                "copy or cache (or null) with lora.init: pissa, whose base alone is not the model")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for preference optimisation")
         require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for preference optimisation")
 
@@ -97,17 +96,15 @@ class PreferenceFields(CausalFields):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PreferenceDataFields(ConversationFields):
-    """Pairs of answers, or single ones with a label; one row of a batch is a pair, or one answer.
+    """Pairs of answers, or single labelled answers; one row of a batch is a pair or an answer.
 
     Args:
-        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight, format}, or a list of these. Rows are pairs (chosen, rejected), lists of
-            answers with scores, or single answers with a label.
-        max_length: Longest prompt with one of its answers in tokens; null is 1024, or what the model can take if that
-            is less.
+        source: Training rows: file, folder, glob, URL, hub id, a mapping {path, name, split, revision, columns, limit,
+            weight, format}, or a list of these. Rows are pairs (chosen, rejected), lists of answers with scores, or
+            single labelled answers.
+        max_length: Maximum length of a prompt with one of its answers, in tokens. Default: 1024, or the model's limit
+            if that is lower.
         batch_size: Pairs per micro-batch and device in training.
-        dataset_format: Layout of the conversations in the rows (messages, prompt-completion, ...); null detects it from
-            the columns.
     """
 
     kind: ClassVar[str] = "PreferenceData"
@@ -115,5 +112,5 @@ class PreferenceDataFields(ConversationFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for preferences: the answers of a pair stay together. "
-                            "data.group_by_length saves most of the padding")
+            raise UserError("data.packing is not supported for preferences, where the answers of a pair stay together; "
+                            "use data.group_by_length to save most of the padding")

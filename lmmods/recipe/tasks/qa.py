@@ -20,19 +20,19 @@ class QAFields(TaskFields):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class QADataFields(DataFields):
-    """Questions on contexts.
+    """Questions about contexts.
 
     Args:
-        source: Where the training questions come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight}, or a list of these. SQuAD v1 or v2 JSON, or rows {question, context,
-            answers}.
-        stride: Tokens that neighbouring windows of a context share.
-        question_max_length: Longest question in tokens; longer ones are truncated and counted.
-        version_2_with_negative: Questions may have no answer (SQuAD v2.0): "" is then an answer, scored as v2.0 does.
-        n_best_size: Candidates kept of a window, and of a question in nbest_predictions.json.
-        max_answer_length: Longest answer in tokens.
-        null_score_diff_threshold: With version_2_with_negative, no answer is given where its score is above that of the
-            best answer by more than this.
+        source: Training questions: file, folder, glob, URL, hub id, a mapping {path, name, split, revision, columns,
+            limit, weight}, or a list of these. SQuAD v1 or v2 JSON, or rows {question, context, answers}.
+        stride: Number of tokens that neighbouring windows of a context share.
+        question_max_length: Maximum question length in tokens; longer questions are truncated and counted.
+        version_2_with_negative: Allow questions without an answer (SQuAD v2.0): "" is then an answer, scored as in
+            v2.0.
+        n_best_size: Number of candidates per window, and per question in nbest_predictions.json.
+        max_answer_length: Maximum answer length in tokens.
+        null_score_diff_threshold: With version_2_with_negative, give no answer if its score exceeds the best answer's
+            by more than this.
     """
 
     kind: ClassVar[str] = "QAData"
@@ -50,6 +50,6 @@ class QADataFields(DataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for question answering: a window is a row of its own")
+            raise UserError("data.packing is not supported for question answering, where each window is a row")
         check_range(stride=(self.stride, 0), question_max_length=(self.question_max_length, 1),
                     n_best_size=(self.n_best_size, 1), max_answer_length=(self.max_answer_length, 1))

@@ -16,8 +16,8 @@ class RewardFields(TaskFields):
     margin: Touvron et al. 2023, section 3.2.2).
 
     Args:
-        center_rewards_coefficient: Weight of (s_w + s_l)^2 in the loss of a pair, which keeps scores around 0
-            (Eisenstein et al. 2023, who take 0.01); 0 is none.
+        center_rewards_coefficient: Weight of (s_w + s_l)^2 in the loss of a pair, which keeps scores near 0 (Eisenstein
+            et al. 2023, with 0.01). 0 is none.
     """
 
     takes: ClassVar[str] = "RewardData"
@@ -59,15 +59,13 @@ class RewardDataFields(ConversationFields):
     """Pairs of answers to a prompt, or of texts; one row of a batch is a pair.
 
     Args:
-        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight, format}, or a list of these. Rows are pairs (chosen, rejected) of chats or
-            texts, or lists of answers with scores.
-        max_length: Longest prompt with one of its answers in tokens; null is 1024, or what the model can take if that
-            is less.
+        source: Training rows: file, folder, glob, URL, hub id, a mapping {path, name, split, revision, columns, limit,
+            weight, format}, or a list of these. Rows are pairs (chosen, rejected) of chats or texts, or lists of
+            answers with scores.
+        max_length: Maximum length of a prompt with one of its answers, in tokens. Default: 1024, or the model's limit
+            if that is lower.
         batch_size: Pairs per micro-batch and device in training.
-        dataset_format: Layout of the conversations in the rows (messages, prompt-completion, ...); null detects it from
-            the columns. `text-pair` is for plain texts without a prompt.
-        margin_column: Column with the least difference of the scores, where rows have it; elsewhere it is 0.
+        margin_column: Column with the minimum difference of a pair's scores; 0 for rows without it.
     """
 
     kind: ClassVar[str] = "RewardData"
@@ -77,5 +75,5 @@ class RewardDataFields(ConversationFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not for reward models: the answers of a pair stay together. "
-                            "data.group_by_length saves most of the padding")
+            raise UserError("data.packing is not supported for reward models, where the answers of a pair stay "
+                            "together; use data.group_by_length to save most of the padding")

@@ -10,7 +10,7 @@ ProblemType = Literal["single_label", "multi_label", "regression"]
 
 
 class SequenceClassificationFields(LabelFields):
-    """Tell the label of a text or of a pair of texts, or its number."""
+    """Predict labels, or a number, for a text or a pair of texts."""
 
     takes = "SequenceClassificationData"
     auto_class = "AutoModelForSequenceClassification"
@@ -23,13 +23,13 @@ class SequenceClassificationDataFields(LabelDataFields):
     """Texts, or pairs of texts, with labels; one row of a batch is one of them.
 
     Args:
-        source: Where the training rows come from: file, folder, glob, URL, hub id, a mapping {path, name, split,
-            revision, columns, limit, weight}, or a list of these. Rows have one or two columns of text and a label.
-        text_columns: One or two columns with the texts; null is the usual ones (sentence1 and sentence2, premise and
-            hypothesis, question and sentence, text, sentence ...), else the first two columns of text.
-        label_column: Column with the label; null is label or labels, else class, category, target or score.
-        problem_type: single_label, multi_label (a row has a list of labels) or regression (a number); null decides by
-            the training rows: lists are multi_label, numbers with a fraction regression.
+        source: Training rows: file, folder, glob, URL, hub id, a mapping {path, name, split, revision, columns, limit,
+            weight}, or a list of these. Rows have one or two text columns and a label.
+        text_columns: One or two columns with the texts. Default: the usual ones (sentence1 and sentence2, premise and
+            hypothesis, question and sentence, text, sentence ...), otherwise the first two text columns.
+        label_column: Column with the label. Default: label or labels, otherwise class, category, target or score.
+        problem_type: single_label, multi_label (a row has a list of labels) or regression (a number). Default: by the
+            training rows: lists are multi_label, fractional numbers regression.
     """
 
     kind: ClassVar[str] = "SequenceClassificationData"

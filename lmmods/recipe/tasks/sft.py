@@ -14,8 +14,8 @@ class SFTFields(TokenLossFields, CausalFields):
     """Fine-tune a causal LM on instructions or chats; predict generates answers.
 
     Args:
-        dft: Dynamic fine-tuning (Wu et al. 2025): training weights the loss of each token with the token's probability,
-            so that a token has the smaller a share in the gradient the less the model expects it. See docs/tuning.md.
+        dft: Dynamic fine-tuning (Wu et al. 2025): weight each token's training loss by its probability, so that
+            unexpected tokens contribute less to the gradient. See docs/techniques.md.
     """
 
     takes: ClassVar[str] = "SFTData"
@@ -26,18 +26,18 @@ class SFTFields(TokenLossFields, CausalFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(not self.dft or self.label_smoothing == 0, "model.label_smoothing", self.label_smoothing,
-                "0 with model.dft, whose weights are of the target alone")
+                "0 with model.dft, which weights only the target")
         require(not self.dft or self.teacher is None or self.teacher.ratio < 1, "model.teacher.ratio", 1,
-                "less than 1 with model.dft, which is of the cross-entropy")
+                "less than 1 with model.dft, which changes only the cross-entropy")
 
     def check_data(self, data: Any) -> None:
         super().check_data(data)
         if not self.on_policy:
             return
-        require(not data.packing, "data.packing", data.packing, "false with model.teacher.on_policy: how long the "
-                "drawn answers are is not known beforehand. data.group_by_length saves some of the padding")
+        require(not data.packing, "data.packing", data.packing, "false with model.teacher.on_policy, as the lengths "
+                "of sampled answers are not known in advance. Use data.group_by_length to save some of the padding")
         require(not data.streaming, "data.streaming", data.streaming, "false with model.teacher.on_policy, which "
-                "chooses rows by their numbers")
+                "chooses rows by index")
 
     def drawn_answers(self, rows: int, eval_batch_size: int) -> Drawn | None:
         if not self.on_policy:
@@ -47,7 +47,7 @@ class SFTFields(TokenLossFields, CausalFields):
     def describe_training(self, rows: int, num_rows: int | None) -> list[str]:
         if not self.on_policy:
             return []
-        return [f"On-policy: before each step the student answers {self.on_policy:.0%} of its rows anew, about "
+        return [f"On-policy: before each step the student samples answers for {self.on_policy:.0%} of the rows, about "
                 f"{rows * self.on_policy:.3g} of {rows}, with at most {self.teacher.max_new_tokens} tokens."]
 
     @property
@@ -60,14 +60,12 @@ class SFTDataFields(ConversationFields):
     """Conversations for supervised fine-tuning; one row of a batch is one conversation.
 
     Args:
-        train_on: Which tokens are scored: `responses` of the assistant, `all` tokens, or the `last` response. null is
-            responses.
-        train_on_prompt: The same as `train_on: all`.
-        train_on_last: The same as `train_on: last`.
-        turns: How many rows a conversation becomes. `all` is one row with every response, or, where the chat template
-            writes earlier turns differently from how inference showed and ended them (Qwen3 leaves their reasoning
-            out), one row for each response as in `split`; `last` is one row that ends in the last response, which alone
-            is scored.
+        train_on: Target tokens: `responses` of the assistant, `all` tokens, or the `last` response. Default: responses.
+        train_on_prompt: Same as `train_on: all`.
+        train_on_last: Same as `train_on: last`.
+        turns: Rows per conversation. `all`: one row with every response; or one row per response, as with `split`,
+            where the chat template renders earlier turns differently from inference (Qwen3 drops their reasoning).
+            `last`: one row that ends in the last response, its only target.
     """
 
     kind: ClassVar[str] = "SFTData"
@@ -83,5 +81,5 @@ class SFTDataFields(ConversationFields):
         asked = "all" if self.train_on_prompt else "last" if self.train_on_last else None
         if asked and self.train_on not in (None, asked):
             key = "train_on_prompt" if self.train_on_prompt else "train_on_last"
-            raise UserError(f"data.train_on is {self.train_on}, but data.{key} asks for {asked}; keep one of them")
+            raise UserError(f"data.train_on is {self.train_on}, but data.{key} means {asked}; keep one of them")
         self.train_on = self.train_on or asked or "responses"

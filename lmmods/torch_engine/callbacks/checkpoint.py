@@ -36,10 +36,10 @@ from lmmods.runs.checkpoint import (
     split_shards,
     write_checkpoint,
 )
-from lmmods.runs.checkpoint_files import remove_checkpoint
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.folder import checkpoint_name
 from lmmods.runs.progress import Progress, update_checkpoint
+from lmmods.runs.run_files import remove_checkpoint
 from lmmods.runs.wandb import log_checkpoint
 from lmmods.torch_engine.compat.lightning import correct_logged_step, loops_state
 

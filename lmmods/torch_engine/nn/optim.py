@@ -1,7 +1,8 @@
-"""Optimisers and learning-rate schedules, by the names in `lmmods.core.settings`."""
+"""Optimisers and learning-rate schedules, by the names in `lmmods.core.optimizers`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,27 +28,14 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
 
 def _build(named_params: list[tuple[str, nn.Parameter]], settings: Optimizer) -> torch.optim.Optimizer:
     layers = num_layers(name for name, _ in named_params)
-    params = [p for _, p in named_params if p.requires_grad]
     groups = [{"params": [], **own} for own in settings.groups(layers)]
     for name, param in named_params:
         if param.requires_grad:
             groups[settings.group_of(name, param.ndim, layers)]["params"].append(param)
-    if settings.name == "muon":
-        hidden = sum(settings.is_of_muon(place, layers) for place in range(len(groups)))
-        return Muon(groups[:hidden], groups[hidden:], settings)
-    groups = [group for group in groups if group["params"]]
-    # torch has none of these.
-    if "8bit" in settings.name or settings.name.startswith("paged") or settings.name == "lion":
-        return _bitsandbytes(groups, settings)
-    if settings.name == "adamw":
-        return torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps,
-                                 fused=_can_fuse(params))
-    if settings.name == "adafactor":
-        from transformers.optimization import Adafactor
-
-        # As in transformers' Trainer: use the recipe's learning rate, not Adafactor's relative one.
-        return _keeping_dtypes(Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False))
-    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+    for place, group in enumerate(groups):
+        if settings.is_of_muon(place, layers):
+            group.update(settings.muon_options)
+    return FACTORIES[settings.name]([group for group in groups if group["params"]], settings)
 
 
 AVERAGE = "ema"  # key in the state of a parameter
@@ -97,20 +85,15 @@ class Muon(torch.optim.Optimizer):
     those of torch's two optimisers.
 
     Args:
-        hidden: Groups of the matrices [A, B] and stacks of matrices [E, A, B].
-        others: Groups of the parameters that follow AdamW.
+        groups: Those with `Optimizer.muon_options` have matrices [A, B] and stacks of matrices [E, A, B].
     """
 
-    def __init__(self, hidden: list[dict[str, Any]], others: list[dict[str, Any]], settings: Optimizer) -> None:
+    def __init__(self, groups: list[dict[str, Any]], settings: Optimizer) -> None:
         self._settings = settings
-        own = {"momentum": settings.muon_momentum, "nesterov": settings.nesterov, "ns_steps": settings.ns_steps}
-        groups = [*({**group, **own} for group in hidden), *others]
-        super().__init__([group for group in groups if group["params"]], {"lr": settings.lr})
+        super().__init__(groups, {"lr": settings.lr})
         # It completes the groups that it is given; `step` gives it those of a loaded checkpoint.
         others = [group for group in self.param_groups if "ns_steps" not in group]
-        fused = _can_fuse([p for group in others for p in group["params"]])
-        self._adamw = torch.optim.AdamW(others or [{"params": []}], lr=settings.lr, betas=tuple(settings.betas),
-                                        eps=settings.eps, fused=fused)
+        self._adamw = _adamw(others or [{"params": []}], settings)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -212,10 +195,25 @@ def follow_recipe(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings
         schedule.base_lrs[number] = values["lr"]
 
 
-def _can_fuse(params: list[nn.Parameter]) -> bool:
-    """True if torch's fused AdamW supports these parameters: floating-point plain tensors on CPU or CUDA."""
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() and is_plain(p.data)
-               for p in params)
+# ---------------------------------------------------------------------------------------------------------------------
+# Factories: groups of parameters and settings to an optimiser.
+
+def _adamw(groups: list[dict[str, Any]], settings: Optimizer) -> torch.optim.Optimizer:
+    # The fused kernel is for floating-point plain tensors on CPU or CUDA.
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() and is_plain(p.data)
+                for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=settings.lr, fused=fused, **settings.options)
+
+
+def _sgd(groups: list[dict[str, Any]], settings: Optimizer) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=settings.lr, **settings.options)
+
+
+def _adafactor(groups: list[dict[str, Any]], settings: Optimizer) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    # As in transformers' Trainer: use the recipe's learning rate, not Adafactor's relative one.
+    return _keeping_dtypes(Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False))
 
 
 def _keeping_dtypes(optimizer: torch.optim.Optimizer, *keys: str) -> torch.optim.Optimizer:
@@ -237,20 +235,21 @@ def _keeping_dtypes(optimizer: torch.optim.Optimizer, *keys: str) -> torch.optim
     return optimizer
 
 
-def _bitsandbytes(groups: list[dict], settings: Optimizer) -> torch.optim.Optimizer:
+def _bitsandbytes(groups: list[dict[str, Any]], settings: Optimizer, name: str) -> torch.optim.Optimizer:
     import bitsandbytes as bnb
 
-    adam = {"betas": tuple(settings.betas), "eps": settings.eps}
-    lion = {"betas": tuple(settings.betas)}
-    cls, options = {
-        "lion": (bnb.optim.Lion32bit, lion),
-        "lion_8bit": (bnb.optim.Lion8bit, lion),
-        "sgd_8bit": (bnb.optim.SGD8bit, {"momentum": settings.momentum}),
-        "adamw_8bit": (bnb.optim.AdamW8bit, adam),
-        "paged_adamw_8bit": (bnb.optim.PagedAdamW8bit, adam),
-        "paged_adamw_32bit": (bnb.optim.PagedAdamW32bit, adam),
-        "paged_lion_8bit": (bnb.optim.PagedLion8bit, lion),
-    }[settings.name]
-    if settings.name.startswith("paged") and not torch.cuda.is_available():
+    if name.startswith("Paged") and not torch.cuda.is_available():
         say(f"optimizer {settings.name}: there is no GPU to page from, so its state stays in plain memory.")
-    return cls(groups, lr=settings.lr, **options)
+    return getattr(bnb.optim, name)(groups, lr=settings.lr, **settings.options)
+
+
+FACTORIES: dict[str, Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]] = {
+    "adamw": _adamw, "adafactor": _adafactor, "sgd": _sgd, "muon": Muon,
+    "lion": partial(_bitsandbytes, name="Lion32bit"),
+    "adamw_8bit": partial(_bitsandbytes, name="AdamW8bit"),
+    "lion_8bit": partial(_bitsandbytes, name="Lion8bit"),
+    "sgd_8bit": partial(_bitsandbytes, name="SGD8bit"),
+    "paged_adamw_32bit": partial(_bitsandbytes, name="PagedAdamW32bit"),
+    "paged_adamw_8bit": partial(_bitsandbytes, name="PagedAdamW8bit"),
+    "paged_lion_8bit": partial(_bitsandbytes, name="PagedLion8bit"),
+}

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
+from lmmods.core.optimizers import SHARDABLE
 from lmmods.torch_engine.nn.optim import recipe_lr
 from lmmods.torch_engine.nn.sharding import outside_blocks
 
@@ -59,9 +60,9 @@ class DeepSpeed(DDPStrategy):
         if getattr(module, "teacher", None) is not None:
             raise UserError("model.teacher does not go with DeepSpeed, which takes all networks of a task for the one "
                             "in training. Use strategy fsdp or ddp.")
-        if name not in ("adamw", "sgd"):
+        if name not in SHARDABLE:
             raise UserError(f"optimizer.name {name} does not go with DeepSpeed, which hands the optimiser one flat "
-                            "vector instead of the parameters. Use adamw or sgd, or strategy ddp.")
+                            f"vector instead of the parameters. Use {' or '.join(SHARDABLE)}, or strategy ddp.")
         if module.optimizer.ema_decay is not None:
             raise UserError("optimizer.ema_decay does not go with DeepSpeed, which hands the optimiser one flat vector "
                             "instead of the parameters. Set it to null, or use strategy ddp or fsdp.")

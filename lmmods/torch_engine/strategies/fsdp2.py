@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 from lmmods.core.errors import UserError
+from lmmods.core.optimizers import SHARDABLE
 from lmmods.runs.checkpoint import Shards, WriterRank
 from lmmods.torch_engine.compat.lightning import shard_over_all
 from lmmods.torch_engine.nn.micro_batches import gather
@@ -49,9 +50,9 @@ class FSDP2(ModelParallelStrategy):
         if teacher is not None and teacher.quantize == "int8":
             raise UserError("model.teacher.quantize int8 does not go with strategy fsdp, which cannot shard its "
                             "scales: use nf4 or fp4, or strategy ddp.")
-        if module.optimizer.name not in ("adamw", "sgd"):
+        if module.optimizer.name not in SHARDABLE:
             raise UserError(f"optimizer.name {module.optimizer.name} does not go with strategy fsdp, whose "
-                            "parameters are sharded over processes: use adamw or sgd, or strategy ddp.")
+                            f"parameters are sharded over processes: use {' or '.join(SHARDABLE)}, or strategy ddp.")
         sizes = {"tensor_parallel_size": self.tensor_parallel_size, "context_parallel_size": self.context_parallel_size}
         num_processes = self.num_nodes * self.num_processes
         if min(sizes.values()) < 1 or num_processes % math.prod(sizes.values()):

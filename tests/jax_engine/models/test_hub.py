@@ -10,7 +10,7 @@ import torch
 import transformers
 from hf_reference import FAMILIES
 from safetensors.torch import load_file
-from tested import PAGE, PAIRS, TESTED, table, table_of_page
+from tested import PAGE, PAIRS, TESTED, features, table, table_of_page
 
 from jax_engine.models import hub
 from lmmods.core.errors import UserError
@@ -81,7 +81,14 @@ def test_the_supported_families_are_all_tested():
 
 
 def test_the_page_has_the_table_of_what_is_tested():
-    assert table_of_page(PAGE.read_text())[0] == table(), "run python tests/jax_engine/tested.py"
+    page = PAGE.read_text()
+    assert table_of_page(page)[0] == table(), "run python tests/jax_engine/tested.py"
+    all_families, causal = {name for name, _ in PAIRS}, {name for name, head in PAIRS if head == "causal"}
+    assert features() == {"quantize": all_families, "lora": all_families, "mesh": all_families, "packing": causal,
+                          "generation": causal}
+    sentence = ("All families support `model.quantize`, `model.lora` and meshes; those with CLM also packing and "
+                "generation.")
+    assert sentence in " ".join(page.split())
     files = Path(__file__).parents[1].rglob("test_*.py")
     used = {name for file in files for name in re.findall(r'\b(?:cases|cells)\("(\w+)"', file.read_text())}
     assert used - {"all"} == TESTED.keys()

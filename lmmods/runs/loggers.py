@@ -1,0 +1,67 @@
+"""How runs use the loggers that recipes name. Each logger has its own file, listed in `recipe.engines.LOGGERS`."""
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lmmods.recipe.engines import LOGGERS
+
+
+class LoggerSupport:
+    """How runs use a logger. This class is for loggers that are not listed.
+
+    Its methods get a recipe's `init_args` as `options` and the run folder as `root`.
+
+    Args:
+        overwrites: Files in its folders that it overwrites under fixed names.
+    """
+
+    def __init__(self, *overwrites: str) -> None:
+        self.overwrites = overwrites
+
+    def folders(self, options: Mapping[str, Any]) -> list[str | None] | None:
+        """Return the folders that it writes to, None if unknown; a None entry means the run folder."""
+        return None
+
+    def configure(self, options: Any, root: Path, goes_on: bool) -> None:
+        """Set options before the logger is built; `goes_on` if an earlier start of the run may have used it."""
+
+    def continues(self, root: Path) -> bool:
+        """True if predict logs to the same run as fit did in this folder."""
+        return False
+
+    def paths(self, options: Mapping[str, Any], root: Path) -> set[str]:
+        """Return the paths that it writes in a run folder; `*` stands for the time of a start."""
+        return set()
+
+
+def support_of(class_path: str) -> LoggerSupport:
+    """Return how runs use a logger; a subclass by another author is known by the end of its name."""
+    module = next((module for name, module in LOGGERS.items() if class_path.endswith(name)), None)
+    return importlib.import_module(module).SUPPORT if module else LoggerSupport()
+
+
+def loggers_of(recipe: Mapping[str, Any]) -> Iterator[tuple[LoggerSupport, dict[str, Any]]]:
+    """Iterate over the loggers of a recipe in config.yaml, with their options."""
+    loggers = (recipe.get("trainer") or {}).get("logger")
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        if isinstance(logger, dict):
+            yield support_of(str(logger.get("class_path"))), logger.get("init_args") or {}
+
+
+def logger_paths(recipe: Mapping[str, Any], root: Path) -> set[str]:
+    """Return the paths that the loggers of a recipe write in its run folder; `*` stands for the time of a start."""
+    return {path for support, options in loggers_of(recipe) for path in support.paths(options, root)}
+
+
+class VersionedFolder(LoggerSupport):
+    """For loggers of Lightning that write into SAVE_DIR/NAME/VERSION."""
+
+    def folders(self, options: Mapping[str, Any]) -> list[str | None]:
+        """Return that folder."""
+        version = options.get("version")
+        version = version if isinstance(version, str | None) else f"version_{version}"
+        return [os.path.join(*(str(part or "") for part in (options.get("save_dir"), options.get("name"), version,
+                                                            options.get("sub_dir"))))]

@@ -1,0 +1,54 @@
+"""Local paths in published texts: relative to the run folder, or only their last part; and hub ids."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from lmmods.core.hub import HUB_ID
+from lmmods.data.sources.readers import READERS, file_type
+
+_ABSOLUTE = re.compile(r"(?:file://|local://)?(?:[/~\\]|[A-Za-z]:[\\/])")
+
+
+def is_local_path(text: str) -> bool:
+    """True if a text contains an absolute path of this machine, also as `file://` or in a `::` chain of fsspec."""
+    return "\n" not in text and any(_ABSOLUTE.match(part) for part in text.split("::"))
+
+
+def hub_id(name: str | None) -> str | None:
+    """Return `name` if it is a hub id, else None: the hub refuses a card that names anything else."""
+    is_local = not name or Path(name).exists() or file_type(name) in READERS
+    return name if not is_local and HUB_ID.fullmatch(name) else None
+
+
+def shown_path(text: str, root: Path) -> str:
+    """Shorten a path for publication; other texts are returned unchanged."""
+    if not is_local_path(text):
+        return text
+    return "::".join(_shown(part, root) if _ABSOLUTE.match(part) else part for part in text.split("::"))
+
+
+def shown_paths(value: Any, root: Path) -> Any:
+    """Return a copy of nested mappings and lists with `shown_path` of each text; equal keys are numbered."""
+    if isinstance(value, str):
+        return shown_path(value, root)
+    if isinstance(value, list):
+        return [shown_paths(item, root) for item in value]
+    if not isinstance(value, dict):
+        return value
+    shown: dict[Any, Any] = {}
+    for key, item in value.items():
+        name, number = shown_paths(key, root), 2
+        while name in shown:
+            name, number = f"{shown_paths(key, root)} ({number})", number + 1
+        shown[name] = item if key == "prompts" else shown_paths(item, root)  # of `samples`: the user's own words
+    return shown
+
+
+def _shown(path: str, root: Path) -> str:
+    path = os.path.expanduser(re.sub(r"^(?:file|local)://", "", path))
+    inside = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
+    if inside.split(os.sep)[0] != "..":
+        return inside
+    return re.split(r"[\\/]", path.rstrip("\\/"))[-1] or path
