@@ -109,8 +109,8 @@ class TaskFields:
             choice. On JAX, null and sdpa are fast (fused on GPUs, in blocks on CPUs), eager is the plain form.
         save_dtype: Type of the weights in model/. Default: the type they trained in.
         piece_tokens: Split a micro-batch into chunks of this many tokens, on torch with rows of similar length
-            together; 0 does not split. Default: 2^18 / hidden size (at least 1024) on one CPU, on JAX for adapters
-            only; otherwise 0.
+            together; 0 does not split, as parameters that are sharded need. Default: 2^18 / hidden size (at least
+            1024) on CPUs (on JAX on one, for adapters only); otherwise 0.
         fast_kernels: Use faster forms of the same functions: logits in chunks, for target positions only; on CPUs
             oneDNN for float32 products (after a trial) and float32 attention for short rows under bfloat16; fused GELU;
             adapters fused with their layers; on GPUs attention for packed rows. false needs memory for all logits; on
