@@ -74,7 +74,7 @@ def test_scores_of_a_local_task(finished, llama_folder, task_folder, changes, ca
     assert metrics == {**before, "eval/guess/acc": pytest.approx(expected)}
     assert json.loads((run.root / "evaluate.json").read_text())["n-samples"]["guess"]["effective"] == len(QUESTIONS)
     assert main(["evaluate", "--run", str(run.root), "--tasks", "gues", "--task_folder", task_folder]) == 2
-    assert "--tasks gues: lm-eval knows no such task" in capsys.readouterr().err
+    assert "--tasks gues: lm-eval has no such task" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -250,9 +250,9 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             return
         metrics = self.last_step.step_metrics()
         check_finite(metrics, step, self.trainer.current_epoch)
-        if abs(metrics["weight"] - self._step_weight) > 1e-3 * metrics["weight"]:
+        if abs(metrics["weight"] - (weight := self._step_weight.item())) > 1e-3 * metrics["weight"]:
             raise RuntimeError(f"{type(self).__name__}: the losses of step {step} weigh {metrics['weight']}, "
-                               f"but target_weight came to {float(self._step_weight)}")
+                               f"but target_weight came to {weight}")
 
     def chunk_tokens(self) -> int:
         """Return the tokens per chunk of a micro-batch; 0 for no chunks. Raises UserError as `tokens_per_piece`."""
