@@ -28,12 +28,12 @@ def _on_torch(trainer: Any, model: Any, datamodule: Any, watch: Watch) -> int | 
     import torch
 
     class Watching(L.Callback):
-        """Stops training when `watch` returns True."""
+        """Stops training when `watch` returns True, or at the end of the run."""
 
         def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
             # The metrics are sums over all processes, so all of them decide alike.
-            if watch(module.last_step.step_metrics()):
-                trainer.should_stop = True
+            if watch(module.last_step.step_metrics()) or trainer.global_step >= trainer.num_steps:
+                trainer.end()
 
     trainer.callbacks = [Watching()]  # instead of those that write
     with trainer.fast_products(model):
