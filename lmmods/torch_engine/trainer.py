@@ -360,7 +360,7 @@ class Trainer(L.Trainer):
 
     @property
     def progress(self) -> RunProgress:
-        """Steps done; for use in `on_train_start` and from `on_train_batch_end` to the next step."""
+        """Steps done; for use from `on_train_batch_end` to the next step, and at the start of a new run."""
         return RunProgress(self.current_epoch, self.fit_loop.batch_idx + 1, self.global_step, self.is_last_batch)
 
     def validation_is_due(self) -> bool:

@@ -108,6 +108,11 @@ class Checkpoint(CheckpointPolicy, L.Callback):
 
     # Resume ----------------------------------------------------------------------------------------------------------
 
+    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
+        """Take over its position, which is that of the run until a step is done."""
+        key = type(trainer.datamodule).__qualname__
+        self._position = {name: checkpoint[name] for name in ("progress", key) if name in checkpoint}
+
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """After StartReport has made the run folder ready."""
         if trainer.resumed_from and trainer.is_global_zero:

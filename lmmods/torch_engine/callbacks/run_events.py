@@ -53,7 +53,7 @@ class RunEvents(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._began = trainer.global_step, time.perf_counter()
-        if self._checkpoint is not None:
+        if self._checkpoint is not None and trainer.resumed_from is None:
             self._checkpoint.note_position(trainer)
         if trainer.global_step >= trainer.num_steps:
             trainer.end()  # resumed after the last step: only the end of the run is left
