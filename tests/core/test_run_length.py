@@ -46,7 +46,8 @@ def test_one_and_a_half_epochs(recipe, tmp_path, engine):
         rows = list(csv.DictReader(file))
     lr = [float(row["train/lr"]) for row in rows if row["train/lr"]]
     assert lr == pytest.approx([0.01 * (1 - step / 5) for step in range(5)])
-    assert [float(row["train/epoch"]) for row in rows if row["train/epoch"]] == [0.375, 0.75, 1.0, 1.375, 1.75]
+    assert [float(row["train/epoch"]) for row in rows if row["train/epoch"]] == pytest.approx(
+        [1 / 3, 2 / 3, 1, 4 / 3, 5 / 3])
     assert rows[-1]["step"] == "5" and rows[-1]["val/loss"]  # of the final model
     assert folder.names()[-1] == "step=5" and folder.completed.exists()
     assert json.loads(folder.metrics_json.read_text())["trainer/global_step"] == 5

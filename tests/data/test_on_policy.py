@@ -183,7 +183,7 @@ def test_rows_without_room_are_counted(data_with, capsys):
 
 
 @pytest.mark.parametrize(("trainer", "words"), [({"overfit_batches": 2}, "overfit_batches is 2"),
-                                                ({"limit_train_batches": 0.5}, "limit_train_batches is 0.5")])
+                                                ({"train_limit": 0.5}, "limit_train_batches is 0.5")])
 def test_parts_of_epochs_are_refused(data_with, trainer, words):
     with pytest.raises(UserError, match=rf"trainer\.{words}"):
         data_with(3, **trainer).train_batches()

@@ -51,7 +51,7 @@ def test_the_start(capsys):
     RunSummary(TaskFields(pretrained="base"), "Parameters: 7.", schedule(), 2, memory(2**30)).say(DATA)
     assert capsys.readouterr().out.splitlines() == [
         "Parameters: 7.", "Trains: all weights of base.", "Step: 24 rows (4 x 3 micro-batches x 2 devices), about 240 "
-        "tokens.", "Length: 6 steps (1.6 epochs of 4 steps); 2 validations.",
+        "tokens.", "Length: 6 steps (1.5 epochs of 4 steps); 2 validations.",
         "Memory: about 1.00 GiB of 2.00 GiB for a step, counted from the configuration."]
     few = SimpleNamespace(batch_size=16, report={"splits": {"train": {"rows": 5, "tokens": 50}}})
     for batch_size, accumulated, said in (

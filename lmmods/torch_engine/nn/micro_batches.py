@@ -21,11 +21,13 @@ class StepSums:
     Args:
         numbers: [5 + 2 M] float64, on the device: summed loss, weight, real tokens, rows, summed values and weight of
             each metric, norm of the gradient before clipping.
+        target_weight: Weight that gradients were divided by, which is that of the losses.
         lr: Learning rate of the step.
         metric_names: Names of the M metrics.
     """
 
     numbers: Tensor
+    target_weight: Tensor
     lr: float
     metric_names: tuple[str, ...] = ()
 

@@ -195,7 +195,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         weight = torch.stack([self.target_weight(batch) for batch in batches]).sum().double().to(self.device)
         # Processes that share micro-batches have all counted the same.
         weight = sum_over_processes(weight, strategy) / sharding.num_sharers(strategy)
-        self._step_weight = weight
+        self._weight = weight
         # Strategies average gradients over processes. A step without labels has gradient 0, not NaN.
         scale = sharding.num_losses(strategy) / torch.where(weight > 0, weight, 1)
         first, size, sums = step * trainer.accumulate, self.chunk_tokens(), []
@@ -238,7 +238,8 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Record the sums of the step; `grad_norm` is the norm of its gradient before clipping."""
         if hasattr(grad_norm, "full_tensor"):  # sharded gradients
             grad_norm = grad_norm.full_tensor()
-        self.last_step = StepSums(torch.cat([self._sums, grad_norm.to(self._sums).unsqueeze(0)]), lr, self.metric_names)
+        self.last_step = StepSums(torch.cat([self._sums, grad_norm.to(self._sums).unsqueeze(0)]), self._weight, lr,
+                                  self.metric_names)
 
     def check_finite(self, step: int) -> None:
         """Raise UserError if the last step's loss or gradient norm is not finite. Synchronises with the device.
@@ -248,9 +249,9 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """
         if self.last_step is None:
             return
-        metrics = self.last_step.step_metrics()
+        metrics, weight = self.last_step.step_metrics(), self.last_step.target_weight.item()
         check_finite(metrics, step, self.trainer.current_epoch)
-        if abs(metrics["weight"] - (weight := self._step_weight.item())) > 1e-3 * metrics["weight"]:
+        if abs(metrics["weight"] - weight) > 1e-3 * metrics["weight"]:
             raise RuntimeError(f"{type(self).__name__}: the losses of step {step} weigh {metrics['weight']}, "
                                f"but target_weight came to {weight}")
 
