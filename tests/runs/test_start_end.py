@@ -74,14 +74,14 @@ def test_the_start(capsys):
     RunSummary(task, "", schedule(), 2, memory(0)).say(DATA)
     assert capsys.readouterr().out.splitlines()[2:5] == [
         "Step: 6 prompts x 4 answers (4 x 3 micro-batches x 2 devices), about 60 tokens of prompts and at most 240 of "
-        "answers.", "Rollouts: 4 in an epoch, each of 12 prompts x 4 answers for 2 steps, taken 3 times.",
+        "answers.", "Rollouts: 4 in an epoch, each of 12 prompts x 4 answers for 2 steps, 3 passes.",
         "Rewards: exact_match (weight 1), f1 (weight 0.5)."]
     few.batch_size = 8
     RunSummary(task, "", schedule(batches_per_epoch=3), 1, memory(0)).say(few)
     assert capsys.readouterr().out.splitlines()[2:4] == [
         "Step: 5 prompts x 4 answers (an epoch, which is less than data.batch_size 8 x 3 micro-batches), about 50 "
         "tokens of prompts and at most 200 of answers.",
-        "Rollouts: 1 in an epoch, each of 5 prompts x 4 answers for 2 steps, taken 3 times."]
+        "Rollouts: 1 in an epoch, each of 5 prompts x 4 answers for 2 steps, 3 passes."]
     say_engine("jax", 2, "CPU", "bf16-mixed", "this CPU multiplies bfloat16")
     assert capsys.readouterr().out == ("Engine jax on 2 devices (CPU), precision bf16-mixed: this CPU multiplies "
                                        "bfloat16; trainer.precision sets another.\n")

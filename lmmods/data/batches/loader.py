@@ -5,7 +5,7 @@ resumed epoch would repeat its first rows and skip its last.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, tee
@@ -253,13 +253,13 @@ class StepLoader:
     """The training loader: each pass yields optimiser steps, lists of this rank's micro-batches.
 
     Args:
-        batches: Endless passes over micro-batches; its position is that of the steps.
+        batches: Endless passes over micro-batches with a position, such as `StatefulLoader`.
         accumulate: Micro-batches of a step; the last step of a pass may have fewer.
         num_batches: Micro-batches of a pass, at most all of an epoch.
         steps_done: Returns the steps of the current pass that are done where a resumed run begins.
     """
 
-    def __init__(self, batches: Iterable[Batch], accumulate: int, num_batches: int,
+    def __init__(self, batches: Any, accumulate: int, num_batches: int,
                  steps_done: Callable[[], int] = lambda: 0) -> None:
         self.num_batches = num_batches
         self._batches, self._accumulate, self._steps_done = batches, accumulate, steps_done
@@ -274,6 +274,14 @@ class StepLoader:
         while left > 0 and (step := list(islice(batches, min(self._accumulate, left)))):
             left -= len(step)
             yield step
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `StatefulLoader`."""
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As of `StatefulLoader`."""
+        self._batches.load_state_dict(state)
 
 
 def check_same(state: dict[str, Any], settings: dict[str, Any]) -> None:
