@@ -59,7 +59,7 @@ def test_what_is_said_of_a_run():
     task = task_of(on_policy=0.25, max_new_tokens=9)
     assert task.drawn_answers(10, 4) == (3, 4, 1, 9) and task_of().drawn_answers(10, 4) is None
     [line] = task.describe_training(10, None)
-    assert "25% of its rows" in line and "2.5 of 10, with at most 9 tokens" in line
+    assert "25% of the rows" in line and "2.5 of 10, with at most 9 tokens" in line
     assert task_of().describe_training(10, None) == []
     tags, words = SFTFields.method({"teacher": {"pretrained": "big", "on_policy": 0.25}})
     assert tags == ["distillation"] and "on 25% of the rows with answers of its own" in words
