@@ -29,10 +29,9 @@ HEADS = {"SFT": "causal", "CLM": "causal", "Preference": "causal", "MLM": "maske
 ROWS = 8  # of a step
 CUTS = [(8, 1), (4, 2), (2, 4), (1, 8)]  # rows of a micro-batch, micro-batches of a step
 LENGTH = 48
-COUNTED = {*TIMED, "train/epoch"}  # the latter in micro-batches, of which the last of an epoch may be short
 # All but sgd step as far where a gradient is rounding alone as elsewhere. At three times these rates the losses of one
-# program under two kernels of torch were 1.5e-5 apart after six steps.
-RATES = {"adamw": 0.001, "sgd": 0.03, "adafactor": 0.0005, "lion": 0.0001}
+# program under two kernels of torch were 1.5e-5 apart after six steps, and the norms of ipo's gradients 8e-3.
+RATES = {"adamw": 0.001, "sgd": 0.01, "adafactor": 0.0005, "lion": 0.0001}
 UNPACKED = ("openai-gpt", "ctrl", "gpt_oss", "qwen3_5_text")  # where torch refuses packed rows, or may
 WORDS = "the quick brown fox jumps over a lazy dog and then it sleeps".split()
 
@@ -202,6 +201,6 @@ def test_a_random_recipe_trains_alike_however_it_is_cut_and_on_both_engines(reci
         status = main(["fit", *recipe(f"{run.root.name}.yaml", **changes(trial, material, engine, cut, is_other),
                                       trainer__default_root_dir=str(run.root))])
         assert status == 0, f"Trial {seed} ended with status {status} on {name}:\n{yaml.safe_dump(trial)}"
-        found[name] = rows(run, without=COUNTED)
+        found[name] = rows(run, without=TIMED)
     said = [f"{name}, {line}" for name in runs for line in differences(found[name], found["torch"])]
     assert not said, f"Trial {seed}:\n{yaml.safe_dump(trial)}" + "\n".join(said)
