@@ -77,5 +77,5 @@ def test_mistakes(changes, message):
 def test_reinforcement_learning_keeps_none():
     settings = {"pretrained": "x", "rewards": [{"name": "exact_match"}]}
     GRPOFields(**settings)
-    with pytest.raises(UserError, match="model.optimizer.ema_decay is 0.9, but must be null for reinforcement"):
+    with pytest.raises(UserError, match="model.optimizer.ema_decay is 0.9, but must be null for GRPO"):
         GRPOFields(**settings, optimizer=Optimizer(ema_decay=0.9))
