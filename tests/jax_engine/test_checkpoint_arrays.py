@@ -24,7 +24,7 @@ from lmmods.runs.checkpoint import (
     write_checkpoint,
     write_shards,
 )
-from lmmods.torch_engine.callbacks.checkpoint import FolderCheckpointIO
+from lmmods.torch_engine.callbacks.checkpoint import TORCH
 from lmmods.torch_engine.nn.optim import build_optimizer
 
 RULES = [Optimizer(name="adamw", lr=1e-2, weight_decay=0.1), Optimizer(name="adafactor", lr=1e-2),
@@ -110,7 +110,7 @@ def test_torch_goes_on_where_jax_stopped_and_back(toy, tmp_path, settings):
     one = Replicas(jax.devices()[:1])
     steps, state = stepped(toy, one, settings)
     save(toy, one, state, settings, tmp_path / "jax")
-    content = FolderCheckpointIO().load_checkpoint(tmp_path / "jax")
+    content = read_checkpoint(tmp_path / "jax", TORCH)
     named = [(name, torch.nn.Parameter(tensor.clone())) for name, tensor in content["state_dict"].items()]
     optimizer = build_optimizer(named, settings)
     optimizer.load_state_dict(content["optimizer_states"][0])
@@ -122,8 +122,8 @@ def test_torch_goes_on_where_jax_stopped_and_back(toy, tmp_path, settings):
         optimizer.step()
 
     torch_step(2)
-    FolderCheckpointIO().save_checkpoint({"state_dict": dict(named), "param_names": [name for name, _ in named],
-                                          "optimizer_states": [optimizer.state_dict()]}, tmp_path / "torch")
+    write_checkpoint(tmp_path / "torch", {"state_dict": dict(named), "param_names": [name for name, _ in named],
+                                          "optimizer_states": [optimizer.state_dict()]}, TORCH)
     restored = unpack(read_checkpoint(tmp_path / "torch"), one.shapes(state), settings, toy.to_torch, toy.from_torch)
     assert all(np.array_equal(toy.to_torch(restored["trainable"])[name.removeprefix("model.")], p.detach())
                for name, p in named)
