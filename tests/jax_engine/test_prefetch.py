@@ -96,7 +96,7 @@ def test_a_process_reads_the_rows_of_its_own_ranks_alone(own, skipped):
             return training_order(LENGTHS, B, [7, epoch], rule).shifted(epoch * len(LENGTHS))
 
         loader = StatefulLoader(read, order_of, collate(), shard, B, Widths(LENGTHS, collate().padded))
-        loader.load_state_dict({"epoch": 2, "batches": skipped, "batch_size": B, "num_rows": len(LENGTHS)})
+        loader.load_state_dict({"epoch": 2, "rows": skipped * B, "batch_size": B, "num_rows": len(LENGTHS)})
         return list(Prefetcher(loader, parallel, B, PAD, max_length=64))
 
     wanted, found = groups(Shard(), Rows()), groups(Shard(fed=(own, 4)), rows)
@@ -153,7 +153,7 @@ def test_position_is_that_of_the_group_not_of_what_was_read_ahead():
 
     def state_dict():
         state = position()
-        if state["batches"] == 4:
+        if state["rows"] == 4 * B:
             read_ahead.set()
         return state
 
@@ -162,7 +162,7 @@ def test_position_is_that_of_the_group_not_of_what_was_read_ahead():
         iterator = iter(prefetcher)
         first = next(iterator)
         assert read_ahead.wait(60)
-        assert first.position["batches"] == 1 and next(iterator).position["batches"] == 2
+        assert first.position["rows"] == B and next(iterator).position["rows"] == 2 * B
 
 
 def test_a_mistake_in_the_loader_reaches_the_consumer():
