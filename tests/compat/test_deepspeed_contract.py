@@ -24,12 +24,6 @@ def test_flat_vectors(stages, stage, name):
     assert f"self.{name} = []" in inspect.getsource(stages[stage].__init__), mend("deepspeed", compat.flat_vectors)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_are_divided_by_the_loss_scale(stages, stage):
-    found = list(inspect.signature(stages[stage].override_loss_scale).parameters)
-    assert found == ["self", "loss_scale"], mend("deepspeed", compat.divide_gradients)
-
-
 def test_states_are_linked():
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
