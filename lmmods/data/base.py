@@ -455,7 +455,7 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
         """Training micro-batches of this rank, from a loaded position if there is one. Raises UserError."""
         if not self.streaming:
             self._loader = self._loaders.training(self._shard(), getattr(self.trainer, "overfit_batches", 0))
-        elif self.trainer is not None and getattr(self.trainer, "length", (self.trainer.max_steps,))[0] == -1:
+        elif self.trainer is not None and self._max_steps() == -1:
             raise UserError("data.streaming never ends; set trainer.max_steps")
         else:
             self._loader = self._loaders.streaming(self._shard(), self._splits.streams())
@@ -463,6 +463,10 @@ class DataModule(TaskHooks, lightning.LightningDataModule):
             self._loader.load_state_dict(self._position)
             self._position = None
         return self._loader
+
+    def _max_steps(self) -> int:
+        # The torch engine ends its runs itself: Lightning's own `max_steps` says nothing there.
+        return self.trainer.length[0] if hasattr(self.trainer, "length") else self.trainer.max_steps
 
     def val_dataloader(self) -> EvaluationLoader | list:
         """Validation batches of this rank; an empty list without a validation set."""

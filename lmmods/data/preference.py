@@ -11,7 +11,8 @@ from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import REFERENCE, cache_folder
 from lmmods.data.batches.collate import AnswerCollator, AnswerSet, Collator, MismatchedSet
-from lmmods.data.batches.loader import EvaluationLoader
+from lmmods.data.batches.loader import EvaluationLoader, StatefulLoader
+from lmmods.data.batches.stream import StreamLoader
 from lmmods.data.encode.conversations import Choices
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.preferences import PreferenceEncoder
@@ -51,6 +52,13 @@ class PreferenceData(PreferenceDataFields, ConversationData):
 
     def _asked(self, row: dict[str, Any]) -> dict[str, Any]:
         return as_asked(row)
+
+    def train_batches(self) -> StatefulLoader | StreamLoader:
+        """As of `DataModule`. Raises UserError for `kto` on a stream, whose last buffer may hold a single row."""
+        if self.streaming and self.answers == "mismatched":
+            raise UserError("model.loss kto compares each answer with that of another row, which data.streaming does "
+                            "not support: set it to false, or use apo_zero_unpaired")
+        return super().train_batches()
 
     # Log-probabilities under a reference model that is not loaded during training ------------------------------------
 

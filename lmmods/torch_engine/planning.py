@@ -540,8 +540,7 @@ def stand_in(data: Any, precision: str, accumulated: int, clip_val: float | None
         plugin = MixedPrecision(precision, "cpu", scaler)
     return SimpleNamespace(datamodule=data, strategy=strategy, precision=precision, precision_plugin=plugin,
                            accumulate=accumulated, num_data_ranks=ranks // math.prod(sharers), data_rank=0,
-                           clip_val=clip_val,
-                           gradient_clip_algorithm=None,
+                           clip_val=clip_val, gradient_clip_algorithm=None,
                            batches_per_step=accumulated * ranks // math.prod(sharers), current_epoch=0, global_step=0,
                            world_size=ranks)
 

@@ -23,10 +23,8 @@ def test_instructions_of_the_cpu():
 
 def test_lists_of_tensors_change_in_place():
     tensors = [torch.ones(2), torch.ones(3, 2)]
-    compat.scale_all(tensors, torch.tensor(3.0))
-    assert all((tensor == 3).all() for tensor in tensors), mend("torch", compat.scale_all)
     compat.add_to_all(tensors, [torch.ones(2), torch.ones(3, 2)])
-    assert all((tensor == 4).all() for tensor in tensors), mend("torch", compat.add_to_all)
+    assert all((tensor == 2).all() for tensor in tensors), mend("torch", compat.add_to_all)
 
 
 def test_hooks_are_seen():

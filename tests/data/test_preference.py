@@ -214,6 +214,13 @@ def test_each_answer_is_lent_to_another_prompt_once(chat_folder, write_jsonl):
         data_of(write_jsonl(rows[:1]), chat_folder, "mismatched")._loaders.items("train")
 
 
+def test_answers_are_not_lent_within_a_stream(chat_folder, write_jsonl):
+    rows = [{"messages": [*PROMPT, answer], "label": 1} for answer in (GOOD, BAD)]
+    data = data_of(write_jsonl(rows), chat_folder, answers="mismatched", streaming=True)
+    with pytest.raises(UserError, match="model.loss kto .* data.streaming does not support"):
+        data.train_batches()
+
+
 def test_rows_split_and_report_count_all_answers(chat_folder, write_jsonl):
     rows = [{**TEXTS, "prompt": f"{n}?", "topic": "numbers"} for n in range(20)]
     data = data_of(write_jsonl(rows), chat_folder, "single", val_size=5)

@@ -10,7 +10,6 @@ state of Lightning's loops. `TaskModule.on_load_checkpoint` checks the parameter
 """
 
 import collections
-import copy
 import os
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -84,7 +83,7 @@ class Checkpoint(CheckpointPolicy, L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
         """Add the position, the run's identity and its number of ranks."""
-        checkpoint |= {**copy.deepcopy(self._position), "world_size": trainer.num_data_ranks,
+        checkpoint |= {**self._position, "world_size": trainer.num_data_ranks,
                        "identity": trainer.identity.tree}
         del checkpoint["loops"]
 

@@ -29,11 +29,6 @@ def cpu_multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply all tensors of a device in place, in one kernel on GPUs: `_foreach_mul_`."""
-    torch._foreach_mul_(tensors, factor)
-
-
 def add_to_all(sums: list[Tensor], values: list[Tensor]) -> None:
     """Add a value to each sum in place, in one kernel on GPUs: `_foreach_add_`."""
     torch._foreach_add_(sums, values)
