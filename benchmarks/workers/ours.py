@@ -33,9 +33,9 @@ def pace_torch(asked: dict) -> None:
         rounds.start_loss(abs(total.item()) / weight.item())
         begin(self, trainer, module)
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # noqa: ANN001, ANN202
-        end(self, trainer, module, outputs, batch, batch_idx)
-        rounds.step(drawn.pop() if draws else int(batch["attention_mask"].sum()))
+    def on_train_batch_end(self, trainer, module, outputs, batches, batch_idx):  # noqa: ANN001, ANN202
+        end(self, trainer, module, outputs, batches, batch_idx)
+        rounds.step(drawn.pop() if draws else sum(int(batch["attention_mask"].sum()) for batch in batches))
 
     RunEvents.on_train_start, RunEvents.on_train_batch_end = on_train_start, on_train_batch_end
 
