@@ -91,7 +91,7 @@ def measure_rows(tokenizer: str, folder: Path, num_rows: int, num_proc: int) -> 
         cache_dir=str(folder / "cache"),
     )
     data.setup("fit")
-    encoder = data._sft_encoder("alpaca", False)
+    encoder = data.codec.conversation_encoder("alpaca", False)
     texts = []
     for line in path.open():
         row, = encoder.renderer.rows(encoder.conversation(json.loads(line)), "all")
@@ -115,10 +115,10 @@ def measure_rows(tokenizer: str, folder: Path, num_rows: int, num_proc: int) -> 
         )
         fresh._tokenizer = data._tokenizer  # loading it is no part of encoding
         fresh.setup("fit")
-        fresh._loaders.items("train")
+        fresh.items("train")
 
     raw_time, our_time = best_of(3, encode_raw, encode_ours)
-    items = data._loaders.items("train")
+    items = data.items("train")
     tokens = int(items.lengths.sum())
     print(f"raw encode_batch     {tokens / raw_time:12,.0f} tokens/s")
     print(f"read+encode+store+pack {tokens / our_time:10,.0f} tokens/s   {raw_time / our_time:.0%} of raw")
@@ -173,7 +173,7 @@ def measure_corpus(tokenizer: str, folder: Path, megabytes: int, num_proc: int) 
     data.setup("fit")
     taken = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    items = data._loaders.items("train")
+    items = data.items("train")
     tokens = int(items.lengths.sum())
     print(
         f"{megabytes} MiB of text: {tokens:,} tokens in {taken:,.0f} s, {megabytes / taken:.1f} MiB/s, "

@@ -182,7 +182,7 @@ class Trainer(JaxTrainerFields):
                 outputs |= run.task.outputs(run.steps, run.weights, batch, data, data.run_seed)
                 run.bar.update()
         # Each process has the outputs of its own ranks.
-        outputs = machines.gather(data.judged(outputs))
+        outputs = machines.gather(data.complete(outputs))
         if run.is_first:
             found = data.predictions(outputs)
             say(run.folder.write_predictions(found))
@@ -360,7 +360,7 @@ class Trainer(JaxTrainerFields):
                      else identity.check_evaluation(checkpoint)):
             say(line)
         data.prepare_data()
-        return data.contents
+        return data.sources.contents
 
     def _start(self, run: Training, checkpointer: Checkpointer, resumed: Path | None) -> None:
         """Prepare the run folder, start the loggers and print the run's summary."""
@@ -440,9 +440,9 @@ class Evaluation:
             # A new Weights object, so that its cached replica is freed afterwards.
             weights = Weights(run.parallel, run.eval_weights.trainable, run.weights.frozen)
             tokens = generate(run.task.network, weights.replica, self.samples.prompt_ids, self.samples.generation,
-                              run.data.stop_token_ids, tokenizer.pad_token_id)
+                              run.data.codec.stop_token_ids, tokenizer.pad_token_id)
             if run.is_first:
-                self.samples.write(step, run.data.decode_answers(tokens), run.loggers)
+                self.samples.write(step, run.data.codec.decode_answers(tokens), run.loggers)
         self.samples.latest_step = step
 
 

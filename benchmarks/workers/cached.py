@@ -20,7 +20,7 @@ def main() -> None:
     import numpy as np
 
     from lmmods.data.encode.encoder import Encoded, Ragged
-    from lmmods.data.sft import SFTData
+    from lmmods.data.sft import SFTCodec, SFTData
 
     class RandomTokens:
         """An encoder that does not look at its rows."""
@@ -36,11 +36,16 @@ def main() -> None:
                        "prompt_length": np.full(count, 5), "truncated": np.zeros(count, np.int64)}
             return Encoded(columns, np.arange(count), [], Counter(tokens=int(lengths.sum())))
 
-    class RandomRows(SFTData):
+    class RandomCodec(SFTCodec):
         """Instructions whose tokens are random."""
 
-        def _encoder(self, *source: Any) -> tuple[RandomTokens, dict[str, Any]]:
-            return RandomTokens(), super()._encoder(*source)[1]
+        def make_encoder(self, *source: Any) -> tuple[RandomTokens, dict[str, Any]]:
+            return RandomTokens(), super().make_encoder(*source)[1]
+
+    class RandomRows(SFTData):
+        """Data with such a codec."""
+
+        codec_class = RandomCodec
 
     path = Path(asked["folder"]) / f"{asked['rows']}.jsonl"
     if not path.exists():

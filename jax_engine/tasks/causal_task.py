@@ -49,7 +49,8 @@ class CausalTask(CausalFields, Task):
     # A teacher whose likeliest tokens are computed before training --------------------------------------------------
 
     def link(self, datamodule: Any) -> None:
-        datamodule.keeps_teacher = self.is_taught_beforehand
+        if self.is_taught_beforehand:
+            datamodule.add_column(PLACES)
 
     def begin(self, run: Any) -> None:
         if self.is_taught_beforehand:
@@ -125,7 +126,7 @@ class CausalTask(CausalFields, Task):
             prompts = [local["input_ids"][row][local["attention_mask"][row] > 0].tolist() for row in rows]
             if not prompts:
                 continue
-            answers = generate(self.network, weights.replica, prompts, self.generation, datamodule.stop_token_ids,
+            answers = generate(self.network, weights.replica, prompts, self.generation, datamodule.codec.stop_token_ids,
                                datamodule.tokenizer.pad_token_id, seed, local["index"][rows].tolist(), self.num_answers)
             own = {name: local[name][rows] for name in ("input_ids", "index")}
             found |= datamodule.outputs_by_index(own, answers)

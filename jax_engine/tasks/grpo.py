@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from jax_engine.tasks.sampler import JaxSampler, answers_at_once
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.rollouts import Place
-from lmmods.data.grpo import PromptData
+from lmmods.data.grpo import PromptData, Rollouts
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
 from lmmods.rollouts.policy import Row
@@ -51,9 +51,8 @@ class GRPO(GRPOFields, ReferencedTask):
     def link(self, datamodule: Any) -> None:
         if not isinstance(datamodule, PromptData):
             raise UserError("model.class_path is GRPO, which answers prompts: set data.class_path to PromptData.")
-        datamodule.plan = plan_of(self, datamodule.shuffle, datamodule.seed)
-        datamodule.token_columns = token_columns(self)
-        datamodule.begin_rollout = partial(self._begin_rollout, datamodule)
+        datamodule.take_rows_from(Rollouts(plan_of(self, datamodule.shuffle, datamodule.seed), token_columns(self),
+                                     self._begin_rollout))
 
     def begin(self, run: Any) -> None:
         self._run = run
@@ -76,10 +75,9 @@ class GRPO(GRPOFields, ReferencedTask):
 
         return RolloutMaker(self, run.data, run.folder, JaxPolicy(run), lambda: run.progress.step, report, run.is_first)
 
-    def _begin_rollout(self, data: PromptData, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]]:
-        if self._run is not None:
-            return self._maker.begin(place, name)
-        return "", data.stand_ins(place, self.num_generations)  # nothing trains, as in inspect
+    def _begin_rollout(self, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]] | None:
+        # In `inspect` and a plan nothing trains.
+        return None if self._run is None else self._maker.begin(place, name)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 

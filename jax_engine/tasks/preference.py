@@ -21,7 +21,8 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
-from lmmods.data.store.references import COMPUTING
+from lmmods.data.references import adopt_references, begin_references, reference_store
+from lmmods.data.store.references import COMPUTING, REFERENCE_LOGPS
 from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.runs.model_card import first_weights
 
@@ -42,15 +43,15 @@ def cache_references(run: Any) -> None:
     """
     data, trainer = run.data, run.data.trainer
     network = first_weights(run.task, trainer.precision, data.run_seed)
-    for role in data.begin_references(trainer.state.fn.value):
-        store = data.reference_store(role, network)
+    for role in begin_references(data, trainer.state.fn.value):
+        store = reference_store(data, role, network)
         found = on_first(store.read)
         if found is None:
             if run.is_first:
                 say(COMPUTING.format(rows=store.shape[0], role=role))
             found = _computed(run, role, store.shape)
             on_first(lambda store=store, found=found: store.write(found))
-        data.adopt_references(role, found)
+        adopt_references(data, role, found)
 
 
 def _computed(run: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
@@ -58,7 +59,7 @@ def _computed(run: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
     data, steps = run.data, run.steps
     batch_size = data.eval_batch_size
     found = [(batch.host["index"], steps.predict_step(run.weights.trainable, run.weights.frozen, batch.arrays)["logps"])
-             for batch in run.batches(data.reference_loader(role), batch_size, math.inf)]
+             for batch in run.batches(data.evaluation_loader(role, "index"), batch_size, math.inf)]
     # By number of the global batch and rank, so that the parts of all processes have different keys.
     parts = {(number, rank): (index[place], values[place]) for number, (index, rows) in enumerate(found)
              for values in [steps.fetch_rows(rows)] for place, rank in enumerate(steps.local_ranks)}
@@ -98,7 +99,7 @@ class Preference(PreferenceFields, ReferencedTask):
     def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False, on: Target | None = None
               ) -> tuple[Tree, Tree]:
         if self.reference_kind == "cache":
-            datamodule.keeps_references = True
+            datamodule.add_column(REFERENCE_LOGPS)
         return super().build(precision, datamodule, seed, abstract, on)
 
     def begin(self, run: Any) -> None:

@@ -18,7 +18,7 @@ class SFT(SFTFields, CausalTask):
     def link(self, datamodule: Any) -> None:
         super().link(datamodule)
         # A plan and `inspect` begin no run.
-        datamodule.on_policy = on_policy_of(self, datamodule, lambda: self._run and JaxSampler(self._run))
+        datamodule.take_rows_from(on_policy_of(self, datamodule, lambda: self._run and JaxSampler(self._run)))
 
     def begin(self, run: Any) -> None:
         super().begin(run)

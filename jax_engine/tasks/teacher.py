@@ -22,7 +22,7 @@ from jax_engine.models.network import Network
 from lmmods.core.console import say
 from lmmods.core.hardware import Target
 from lmmods.data.batches.collate import PLACES
-from lmmods.data.teacher import COMPUTING, LikeliestByNumber, gathered
+from lmmods.data.teacher import COMPUTING, LikeliestByNumber, gathered, number_scored, teacher_store
 from lmmods.recipe.tasks.base import TokenLossFields
 from lmmods.runs.model_card import first_weights
 
@@ -110,8 +110,8 @@ def cached_teacher(run: Any, size: int) -> LikeliestByNumber:
     task, data = run.task, run.data
     teacher, trainer, scores, parts, begin = task.teacher, data.trainer, None, [], 0
     facts = first_weights(task.teacher_fields, trainer.precision, 0)
-    for role, count in data.number_scored(trainer.state.fn.value).items():
-        store = data.teacher_store(role, facts, count, teacher.top_k, size)
+    for role, count in number_scored(data, trainer.state.fn.value).items():
+        store = teacher_store(data, role, facts, count, teacher.top_k, size)
         found = on_first(store.read)
         if found is None:
             if run.is_first:
@@ -132,7 +132,7 @@ def _scores(run: Any, size: int) -> Callable[[str], Iterator[tuple[np.ndarray, .
     steps = Steps(run.parallel, predict, None, predict=predict)
 
     def computed(role: str) -> Iterator[tuple[np.ndarray, ...]]:
-        batches = run.batches(data.teacher_loader(role), data.eval_batch_size, math.inf)
+        batches = run.batches(data.evaluation_loader(role), data.eval_batch_size, math.inf)
         own = [(batch.host[PLACES], steps.fetch_rows(steps.predict_step(params, {}, {
             name: array for name, array in batch.arrays.items() if name not in (TAUGHT_IDS, TAUGHT_LOGPS)})))
             for batch in batches]

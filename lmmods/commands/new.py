@@ -243,7 +243,7 @@ def _conversations(read: Any, most: int, kind: Any) -> tuple[dict[str, Any], dic
     whole = read(max_length=most)
     is_chat = issubclass(kind, ConversationFields)
     named = {"template": "alpaca"} if is_chat and not whole.tokenizer.chat_template else {}
-    length, room = whole.report["splits"]["train"]["length"], whole.new_tokens - 1
+    length, room = whole.report["splits"]["train"]["length"], whole.codec.model.new_tokens - 1
     max_length = min(_rounded(length["p95"] + room), most)
     if _rounded(length["max"] + room) <= 1.25 * max_length:  # too little gain to lose rows
         max_length = min(_rounded(length["max"] + room), most)
@@ -306,7 +306,8 @@ def _questions(read: Any, most: int, _kind: Any) -> tuple[dict[str, Any], dict[s
     notes = {"source": f"{source['rows_read']:,} questions, layout {source['format']}",
              "max_length": "longer contexts become several windows, so nothing is lost",
              "stride": "tokens that neighbouring windows share"}
-    if any(_has_no_answer(module.question_row("train", number)) for number in range(source["rows_read"])):
+    questions = module.rows("train")
+    if any(_has_no_answer(questions.source_row(number)) for number in range(source["rows_read"])):
         options["version_2_with_negative"] = True
         notes["version_2_with_negative"] = "some questions have no answer"
     return options, notes, module

@@ -41,6 +41,7 @@ class Setup:
 
     Args:
         recipe: The recipe of a command line.
+        longest_first: Train on the longest rows first, to measure the memory of the largest batch.
         trainer: Arguments of the trainer that replace the recipe's.
 
     Raises:
@@ -48,7 +49,7 @@ class Setup:
         SystemExit: The parser of library classes printed an error.
     """
 
-    def __init__(self, recipe: Recipe, **trainer: Any):
+    def __init__(self, recipe: Recipe, longest_first: bool = False, **trainer: Any) -> None:
         self.recipe, self.types = recipe, load_engine(recipe.engine)
         recipe.seed = pl.seed_everything(None if recipe.seed is True else recipe.seed, workers=True)
         self.libraries = LibraryClasses(recipe)
@@ -62,7 +63,7 @@ class Setup:
         if recipe.command == "predict" and isinstance(self.model, TokenLossFields):
             self.model.teacher = None  # answers need none
         self.trainer = self._trainer(made, trainer)
-        self._describe()
+        self._describe(longest_first)
 
     def __enter__(self) -> "Setup":
         return self
@@ -125,7 +126,7 @@ class Setup:
         self.asked = values  # arguments of the trainer as the recipe has them
         return self.types.trainer(**values | replaced)
 
-    def _describe(self) -> None:
+    def _describe(self, longest_first: bool) -> None:
         """Give the trainer the complete recipe and its identity, and the data module what it needs of the model."""
         recipe, defaults = redacted(self.whole()), self._defaults()
         recipe["trainer"]["callbacks"] = _as_list(recipe["trainer"].get("callbacks")) or None
@@ -141,32 +142,36 @@ class Setup:
         if not isinstance(self.blocks["checkpoint"], Callback):
             vars(self.trainer).update(self.blocks)
         self.trainer.recipe, self.trainer.identity = recipe, RunIdentity(recipe, defaults)
-        fields = self.model.config_fields()
-        self.datamodule.connect(pretrained=self.model.pretrained, revision=self.model.revision,
-                                trust_remote_code=self.model.trust_remote_code, seed=self.recipe.seed,
-                                max_positions=position_limit(fields), token_types=tells_token_types(fields),
-                                answers=self.model.answers, label_names=self.model.label_names(),
-                                new_tokens=self.model.new_tokens,
-                                max_new_tokens=getattr(getattr(self.model, "generation", None), "max_new_tokens", None))
-        if self.recipe.command == "predict" and getattr(self.model, "best_of", None) is not None:
+        self._connect(longest_first)
+
+    def _connect(self, longest_first: bool) -> None:
+        """Give the data module what depends on the model."""
+        model, fields = self.model, self.model.config_fields()
+        facts: dict[str, Any] = {}
+        if self.recipe.command == "predict" and getattr(model, "best_of", None) is not None:
             from lmmods.commands.reward_model import read_reward_model
 
-            self.datamodule.reward_model = read_reward_model(self.model.best_of.reward, "model.best_of.reward",
-                                                             isinstance(self.datamodule, ConversationFields))
-
-        if isinstance(self.model, GRPOFields):
-            rewards = read_rewards(self.model.rewards or [])
+            facts["reward_model"] = read_reward_model(model.best_of.reward, "model.best_of.reward",
+                                                      isinstance(self.datamodule, ConversationFields))
+        if isinstance(model, GRPOFields):
+            rewards = read_rewards(model.rewards or [])
+            facts["reward_columns"] = columns_of(rewards, model.environment is not None)
             if self.recipe.command in ("fit", "validate", "test"):
                 from lmmods.commands.reward_model import answer_scorers
                 from lmmods.rollouts.rewards import check_prompts
 
-                self.datamodule.reward_scorers = answer_scorers(rewards)
-                self.datamodule.check_prompts = partial(check_prompts, rewards)
-            self.datamodule.reward_columns = columns_of(rewards, self.model.environment is not None)
-            if self.model.environment is not None:
-                from lmmods.rollouts.turns import show_tools
+                facts |= {"reward_scorers": answer_scorers(rewards), "check_prompts": partial(check_prompts, rewards)}
+            if model.environment is not None:
+                from lmmods.rollouts.turns import environment_facts
 
-                show_tools(self.model, self.datamodule)
+                facts |= environment_facts(model)
+        self.datamodule.connect(pretrained=model.pretrained, revision=model.revision,
+                                trust_remote_code=model.trust_remote_code, seed=self.recipe.seed,
+                                max_positions=position_limit(fields), longest_first=longest_first,
+                                token_types=tells_token_types(fields), answers=model.answers,
+                                label_names=model.label_names(), new_tokens=model.new_tokens,
+                                max_new_tokens=getattr(getattr(model, "generation", None), "max_new_tokens", None),
+                                **facts)
 
     def _defaults(self) -> dict[str, Any]:
         """Return the defaults of all keys, in recipe blocks but without `class_path` and `init_args`."""
@@ -186,16 +191,17 @@ DRY = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None
        "check_val_every_n_epoch": 10**9}
 
 
-def dry_setup(recipe: Recipe, **trainer: Any) -> Setup:
+def dry_setup(recipe: Recipe, longest_first: bool = False, **trainer: Any) -> Setup:
     """Build a recipe to measure what it computes: nothing is logged, sampled or saved, and no folder is created.
 
     Args:
+        longest_first: As of `Setup`.
         trainer: Keys of the recipe's trainer to set.
     """
     names = keys_of(recipe.kind("trainer"))
     changes = {name: value for name, value in (DRY | trainer).items() if name in names}
     given = recipe.given | dict.fromkeys(BLOCKS, {}) | {"trainer": recipe.given["trainer"] | changes}
-    return Setup(replace(recipe, given=given))
+    return Setup(replace(recipe, given=given), longest_first)
 
 
 def _built(kind: type, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lmmods.core.console import warn
+from lmmods.data.codec import Codec, Predictions
 from lmmods.data.sources.conversation import Conversation
+from lmmods.data.store.rows import RowSet
 
 # Scores of texts, or of conversations that end in the answer to be scored; None for one that the model cannot read.
 Scorer = Callable[[list[str | Conversation]], list[float | None]]
@@ -29,27 +32,55 @@ class Candidates(NamedTuple):
         return [{"text": text.strip(), "score": score} for text, score in zip(self.texts, self.scores, strict=True)]
 
 
-def scored(outputs: dict[int, tuple[str, list[str]]], scorer: Scorer,
-           answered: Callable[[int, str, str], str | Conversation]) -> dict[int, Candidates]:
-    """Score the answers to each prompt.
+class BestOf:
+    """Decodes several answers to each prompt of predict, and takes the one that a reward model scores highest.
 
     Args:
-        outputs: Prompt and answers by index.
-        answered: What is scored, from the index, the prompt and an answer.
+        codec: Of a task that generates text.
+        scorer: The reward model.
     """
-    # Equal answers are scored once, so that their scores are equal, too.
-    distinct = dict.fromkeys((index, text) for index, (_, texts) in outputs.items() for text in texts)
-    found = scorer([answered(index, outputs[index][0], text) for index, text in distinct])
-    scores = dict(zip(distinct, found, strict=True))
-    return {index: Candidates(prompt, texts, [scores[index, text] for text in texts])
-            for index, (prompt, texts) in outputs.items()}
+
+    def __init__(self, codec: Codec, scorer: Scorer) -> None:
+        self._codec, self._scorer = codec, scorer
+
+    def decode_batch(self, batch: dict[str, Any], outputs: Any) -> dict[int, tuple[str, list[str]]]:
+        """Return (prompt, answers) by `index`.
+
+        Args:
+            outputs: Generated tokens [B * answers, T_new], with the answers to a prompt next to each other.
+        """
+        prompts, texts = self._codec.decode_prompts(batch["input_ids"]), self._codec.decode_answers(outputs)
+        size = len(texts) // max(len(prompts), 1)
+        return {index: (prompt, texts[place * size : (place + 1) * size])
+                for place, (index, prompt) in enumerate(zip(batch["index"].tolist(), prompts, strict=True))
+                if index >= 0}
+
+    def complete(self, rows: RowSet, outputs: dict[int, tuple[str, list[str]]]) -> dict[int, Candidates]:
+        """Score the answers to each prompt."""
+        # Equal answers are scored once, so that their scores are equal, too.
+        distinct = dict.fromkeys((index, text) for index, (_, texts) in outputs.items() for text in texts)
+        scores = self._scorer([self._codec.answered(rows, index, outputs[index][0], text) for index, text in distinct])
+        by_answer = dict(zip(distinct, scores, strict=True))
+        return {index: Candidates(prompt, texts, [by_answer[index, text] for text in texts])
+                for index, (prompt, texts) in outputs.items()}
+
+    def predict(self, rows: RowSet, outputs: dict[int, Candidates]) -> Predictions:
+        """Return records, scores and files of the best answers."""
+        if outputs and all(score is None for each in outputs.values() for score in each.scores):
+            warn("model.best_of: the reward model scores none of the answers, so the first answer to each prompt is "
+                 "taken. Use a reward model that accepts such texts, or lower model.generation.max_new_tokens.")
+        texts = {index: each.texts[each.best] for index, each in sorted(outputs.items())}
+        written = [{**self._codec.example(rows, index), "prediction_with_input": outputs[index].prompt + text,
+                    "prediction": text.strip(), "answers": outputs[index].listed()} for index, text in texts.items()]
+        scores, warnings = self._codec.score(rows, texts)
+        return Predictions(written, {**scores, **reward_metrics(outputs.values())}, {}, warnings)
 
 
-def reward_metrics(found: Iterable[Candidates]) -> dict[str, float]:
-    """Mean score of the best answers (`reward_best`) and of all (`reward_mean`), and how many answers have no score
-    (`answers_without_score`), if any.
+def reward_metrics(candidates: Iterable[Candidates]) -> dict[str, float]:
+    """Return the mean score of the best answers (`reward_best`) and of all (`reward_mean`), and how many answers have
+    no score (`answers_without_score`), if any.
     """
-    groups = [each.scores for each in found]
+    groups = [each.scores for each in candidates]
     known = [[score for score in scores if score is not None] for scores in groups]
     best, everything = [max(scores) for scores in known if scores], [score for scores in known for score in scores]
     metrics = {"reward_best": float(np.mean(best)), "reward_mean": float(np.mean(everything))} if best else {}

@@ -1,66 +1,87 @@
 """Causal language modelling on plain text: documents, each ended by the end token, split into blocks."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
+from lmmods.data.codec import Codec
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
 from lmmods.data.sources.cells import as_text
 from lmmods.data.sources.formats import recognise_texts
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
-from lmmods.recipe.source import Source
+from lmmods.recipe.tasks.base import TextDataFields
 from lmmods.recipe.tasks.clm import CLMDataFields
 
 
-class CLMData(CLMDataFields, DataModule):
-    """Texts for causal language modelling; one row of a batch is a block of `max_length` tokens."""
+class TextCodec(Codec):
+    """Plain texts. Abstract."""
 
-    _adds_padding = False  # another row in the output head would change every probability
+    settings: TextDataFields
+
+    def list_texts(self, record: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        return [as_text(record.get(self.settings.text_column), self.settings.text_column)]
+
+    def batch_columns(self, sets: Sequence[RowSet]) -> tuple[str, ...]:
+        return ("input_ids", "labels")
+
+
+class TextData(TextDataFields, DataModule):
+    """Plain texts. Abstract."""
+
+    @property
+    def text_files(self) -> str:  # type: ignore[override]
+        """How text files are read, as of `read_file`."""
+        return self.documents
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:
         return recognise_texts(row)
 
-    def encode_prompts(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of texts that begin a document."""
-        text = TextEncoder(self.tokenizer)
-        return [[*self._begin(text), *ids] for ids in text.encode_texts(texts, [False] * len(texts))]
 
-    def _begin(self, text: TextEncoder) -> list[int]:
-        """Ids before each document."""
-        return [self.tokenizer.bos_token_id] if text.uses_bos else []
+class CLMCodec(TextCodec):
+    """Texts in blocks of `max_length` tokens."""
 
-    def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
-        return SourceReader(source, self.documents, streaming)
+    settings: CLMDataFields
 
-    def _encoding_settings(self) -> dict[str, Any]:
-        return {"text_column": self.text_column, "max_length": self.max_length}
-
-    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
-        check_text_column(first, self.text_column)
+    def make_encoder(self, reader: SourceReader, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
+        check_text_column(first, self.settings.text_column)
         if self.tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-text token to part documents; name one with data.eos_token")
         text = TextEncoder(self.tokenizer)
         # A prompt leaves room for one generated token, and must not end its document.
-        end, longest = ([], self.max_length - 1) if prompts_only else ([self.tokenizer.eos_token_id], None)
-        return TextRowEncoder(self.text_column, text, self._begin(text), end, longest), {"format": "text"}
+        end, longest = ([], self.settings.max_length - 1) if prompts_only else ([self.tokenizer.eos_token_id], None)
+        return TextRowEncoder(self.settings.text_column, text, self._begin(text), end, longest), {"format": "text"}
 
-    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
-        return [as_text(row.get(self.text_column), self.text_column)]
+    def _begin(self, text: TextEncoder) -> list[int]:
+        """Return the ids before each document."""
+        return [self.tokenizer.bos_token_id] if text.uses_bos else []
 
-    def _batch_keys(self) -> tuple[str, ...]:
-        return ("input_ids", "labels")
+    def encoding_settings(self) -> dict[str, Any]:
+        return {"text_column": self.settings.text_column, "max_length": self.settings.max_length}
 
-    def _arrange(self, rows: RowSet) -> BlockSet:
+    def make_items(self, rows: RowSet, by_source: bool) -> BlockSet:
         # Packing keeps documents apart; without it, joining wastes no tokens on padding.
-        joined = not self.packing if self.join is None else self.join
-        return BlockSet(rows, self.max_length, joined, self.parts_sources)
+        joined = not self.settings.packing if self.settings.join is None else self.settings.join
+        return BlockSet(rows, self.settings.max_length, joined, by_source)
 
-    def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
+    def prompt_of(self, row: dict[str, Any]) -> dict[str, Any]:
         ids = row["input_ids"]
         # Rows of a validation set end in the end token, after which there is nothing to continue.
         ids = ids[:-1] if len(ids) and ids[-1] == self.tokenizer.eos_token_id else ids
-        return {"input_ids": ids[-self.max_length + 1 :], "index": row["index"]}
+        return {"input_ids": ids[-self.settings.max_length + 1 :], "index": row["index"]}
+
+    def encode_prompts(self, texts: list[str], training_rows: Callable[[], RowSet]) -> list[list[int]]:
+        """Return the token ids of texts that begin a document."""
+        text = TextEncoder(self.tokenizer)
+        return [[*self._begin(text), *ids] for ids in text.encode_texts(texts, [False] * len(texts))]
+
+
+class CLMData(CLMDataFields, TextData):
+    """Texts for causal language modelling; one row of a batch is a block of `max_length` tokens."""
+
+    codec_class = CLMCodec
+    adds_padding = False  # another row in the output head would change every probability

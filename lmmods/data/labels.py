@@ -10,26 +10,73 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
 from lmmods.core.files import read_text
 from lmmods.core.hardware import cache_folder
 from lmmods.data.base import DataModule
-from lmmods.data.encode.encoder import Encoder, RowCounts, describe_dropped, first_usable_row
+from lmmods.data.codec import Codec, NumbersCodec
+from lmmods.data.encode.encoder import RowCounts, describe_dropped, first_usable_row
 from lmmods.data.encode.labels import CuttingTokenizer
 from lmmods.data.encode.tokenizer import tells_texts_apart
-from lmmods.data.scoring import Predictions
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader, did_you_mean
 from lmmods.data.splits import FIRST_BUFFER
 from lmmods.data.store.cache import fingerprint, reporting_writes
-from lmmods.data.store.rows import RowSet
-from lmmods.recipe.source import Source
+from lmmods.data.store.rows import IndexedRows, RowSet
 from lmmods.recipe.tasks.base import LabelDataFields
 
 LABELS = "labels"  # in a checkpoint: the fields that the training rows decided
 MOST_LABELS = 10_000  # with more, a column holds something else
+
+
+def cutting_tokenizer(tokenizer: Any, max_length: int, is_pair: bool = False) -> CuttingTokenizer:
+    """Return the tokenizer that cuts rows to `max_length`. Raises UserError: nothing but special tokens fits."""
+    specials = tokenizer.num_special_tokens_to_add(pair=is_pair)
+    if max_length <= specials:
+        raise UserError(f"data.max_length is {max_length}, but the tokenizer adds {specials} special tokens to a row; "
+                        "set it to more")
+    return CuttingTokenizer(tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token_id, tokenizer.unk_token_id,
+                            max_length, tokenizer.truncation_side)
+
+
+class LabelCodec(NumbersCodec):
+    """Rows with labels; `index` of a batch is the number of a row in its set. Abstract: a task says what labels are.
+
+    The labels, and the columns that hold them, are those of the settings, which `LabelData` has filled in.
+    """
+
+    settings: LabelDataFields
+    found_fields: ClassVar[tuple[str, ...]] = ("labels",)
+
+    def encoding_settings(self) -> dict[str, Any]:
+        return {"max_length": self.settings.max_length, "truncation_side": self.tokenizer.truncation_side,
+                **{name: getattr(self.settings, name) for name in self.found_fields}}
+
+    def make_items(self, rows: RowSet, by_source: bool) -> IndexedRows:
+        return IndexedRows(rows)
+
+    def make_prompts(self, rows: RowSet) -> IndexedRows:
+        return IndexedRows(rows)
+
+    @property
+    def prompt_columns(self) -> tuple[str, ...]:
+        """Columns of a predict batch besides `attention_mask`."""
+        types = ("token_type_ids",) if self.model.token_types and tells_texts_apart(self.tokenizer) else ()
+        return ("input_ids", *types, "index")
+
+    @property
+    def prompt_side(self) -> str:
+        """Padding side in predict."""
+        return "right"
+
+    def count_labelled(self, rows: RowSet) -> int:
+        """Return how many rows, or words, have labels."""
+        return sum(self.count_labels(rows).values())
+
+    def example(self, rows: RowSet, index: int) -> dict[str, Any]:
+        """Return the record behind `index` of a batch."""
+        return rows.source_row(rows[index]["index"])
 
 
 class LabelData(LabelDataFields, DataModule):
@@ -40,25 +87,27 @@ class LabelData(LabelDataFields, DataModule):
     """
 
     found_fields: ClassVar[tuple[str, ...]] = ("labels",)
-    text_files: ClassVar[str] = "file"  # how .txt files are read, as of `read_file`
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._given = {name: getattr(self, name) for name in self.found_fields}
         self._are_found = False
-        self._readers: dict[str, SourceReader] = {}
 
     # Labels ----------------------------------------------------------------------------------------------------------
+
+    def make_codec(self) -> Codec:
+        self.find_labels()
+        return super().make_codec()
 
     def find_labels(self) -> None:
         """Fill in `found_fields`, once. Raises UserError: the training rows have no labels, or none that can be learnt.
         """
         if self._are_found:
             return
-        readers = self._splits.readers("train")
+        readers = self.sources.training_readers()
         found = self._facts(readers) if self.streaming else self._cached_facts(readers)
-        if self._given["labels"] is None and self.label_names is not None:
-            found["labels"] = in_order_of(self.label_names, found["labels"])
+        if self._given["labels"] is None and self._model.label_names is not None:
+            found["labels"] = in_order_of(self._model.label_names, found["labels"])
         self._adopt(found)
 
     def _adopt(self, found: dict[str, Any]) -> None:
@@ -149,13 +198,10 @@ class LabelData(LabelDataFields, DataModule):
         if self.streaming:
             raise UserError("model.class_weights is balanced, but the labels of a stream are not counted before "
                             "training: give each label its weight, or set data.streaming to false")
-        counts = np.array(list(self.label_counts("train").values()))
-        total, occurs = self._num_labelled("train"), counts > 0
+        rows = self.rows("train")
+        counts = np.array(list(self.codec.count_labels(rows).values()))
+        total, occurs = self.codec.count_labelled(rows), counts > 0
         return np.where(occurs, total / (occurs.sum() * np.maximum(counts, 1)), 1).astype(np.float32)
-
-    def _num_labelled(self, role: str) -> int:
-        """Rows, or words, of a role that have labels."""
-        return sum(self.label_counts(role).values())
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -170,79 +216,6 @@ class LabelData(LabelDataFields, DataModule):
         found = checkpoint.get(type(self).__qualname__, {}).get(LABELS)
         if found is not None:
             self._adopt(found)
-
-    # Rows ------------------------------------------------------------------------------------------------------------
-
-    def _encoding_settings(self) -> dict[str, Any]:
-        self.find_labels()
-        return {"max_length": self.max_length, "truncation_side": self.tokenizer.truncation_side,
-                **{name: getattr(self, name) for name in self.found_fields}}
-
-    def _cutting_tokenizer(self, is_pair: bool = False) -> CuttingTokenizer:
-        tokenizer = self.tokenizer
-        specials = tokenizer.num_special_tokens_to_add(pair=is_pair)
-        if self.max_length <= specials:
-            raise UserError(f"data.max_length is {self.max_length}, but the tokenizer adds {specials} special tokens "
-                            "to a row; set it to more")
-        return CuttingTokenizer(tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token_id, tokenizer.unk_token_id,
-                                self.max_length, tokenizer.truncation_side)
-
-    @abstractmethod
-    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]: ...
-
-    def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
-        reader = self._readers[repr(source)] = SourceReader(source, self.text_files, streaming)
-        return reader
-
-    def _class_names(self, source: Source, column: str) -> list[str] | None:
-        """What a source that has been opened calls its numbers."""
-        return self._readers[repr(source)].class_names(column)
-
-    def _arrange(self, rows: RowSet) -> "Examples":
-        return Examples(rows)
-
-    def _prompts(self, rows: RowSet) -> "Examples":
-        return Examples(rows)
-
-    def _prompt_keys(self) -> tuple[str, ...]:
-        types = ("token_type_ids",) if self.token_types and tells_texts_apart(self.tokenizer) else ()
-        return ("input_ids", *types, "index")
-
-    def _prompt_side(self) -> str:
-        return "right"
-
-    # Outputs ---------------------------------------------------------------------------------------------------------
-
-    def example(self, index: int) -> dict[str, Any]:
-        """The source row behind `index` of a predict batch."""
-        return self._example("predict", index)
-
-    def _example(self, role: str, index: int) -> dict[str, Any]:
-        rows = self._rows(role)
-        return rows.source_row(rows[index]["index"])
-
-    def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
-        """Logits by row; the network already returns them so."""
-        return outputs
-
-    def predictions(self, outputs: dict[int, Any]) -> Predictions:
-        """As `answer`, for all rows of predict."""
-        return self.answer("predict", outputs)
-
-
-class Examples(Dataset):
-    """Rows with `index`, their number in this set, and `source`, their number as read. Item -1 is None, a padding row.
-    """
-
-    def __init__(self, rows: RowSet) -> None:
-        self.rows, self.lengths, self.truncated = rows, rows.lengths, rows.truncated
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        row = self.rows[number]
-        return None if row is None else {**row, "index": number, "source": row["index"]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,23 +2,20 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
-from lmmods.data.base import DataModule
 from lmmods.data.batches.blocks import BlockSet
+from lmmods.data.clm import TextCodec, TextData
+from lmmods.data.codec import Predictions
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
-from lmmods.data.scoring import Predictions
-from lmmods.data.sources.cells import as_text
-from lmmods.data.sources.formats import recognise_texts
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
-from lmmods.recipe.source import Source
 from lmmods.recipe.tasks.mlm import MLMDataFields
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,50 +145,43 @@ def tokens_around(tokenizer) -> tuple[list[int], list[int]]:  # noqa: ANN001
     return tuple([] if token is None else [token] for token in ends)  # type: ignore[return-value]
 
 
-class MLMData(MLMDataFields, DataModule):
-    """Texts for masked language modelling. Training masks are drawn anew in each epoch, evaluation masks are fixed.
+class MLMCodec(TextCodec):
+    """Texts in blocks between special tokens. Training masks are drawn anew in each epoch, evaluation masks are fixed.
 
-    In predict, the mask token typed in a text of `predict_source` is the gap to fill.
+    In predict, the mask token typed in a text is the gap to fill.
     """
 
-    @classmethod
-    def recognise(cls, row: Row) -> str | None:
-        return recognise_texts(row)
+    settings: MLMDataFields
+    draws_by_epoch: ClassVar[bool] = True
 
-    def _reader(self, source: Source, streaming: bool = False) -> SourceReader:
-        return SourceReader(source, self.documents, streaming)
-
-    def _encoding_settings(self) -> dict[str, Any]:
-        return {"text_column": self.text_column, "join": self.join, "max_length": self.max_length}
-
-    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
+    def make_encoder(self, reader: SourceReader, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         if self.tokenizer.mask_token_id is None:
             raise UserError("the tokenizer has no mask token; use one of a masked language model")
-        check_text_column(first, self.text_column)
-        separated = self.join and not prompts_only and self.tokenizer.sep_token_id is not None
+        column = self.settings.text_column
+        check_text_column(first, column)
+        separated = self.settings.join and not prompts_only and self.tokenizer.sep_token_id is not None
         between = [self.tokenizer.sep_token_id] if separated else []
-        encoder = TextRowEncoder(self.text_column, TextEncoder(self.tokenizer), begin=[], end=between,
+        encoder = TextRowEncoder(column, TextEncoder(self.tokenizer), begin=[], end=between,
                                  gap=self.tokenizer.mask_token if prompts_only else None,
                                  longest=self._room() if prompts_only else None)
         return encoder, {"format": "text"}
 
     def _room(self) -> int:
         before, behind = tokens_around(self.tokenizer)
-        return self.max_length - len(before) - len(behind)
+        return self.settings.max_length - len(before) - len(behind)
 
-    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
-        return [as_text(row.get(self.text_column), self.text_column)]
+    def encoding_settings(self) -> dict[str, Any]:
+        return {"text_column": self.settings.text_column, "join": self.settings.join,
+                "max_length": self.settings.max_length}
 
-    def _batch_keys(self) -> tuple[str, ...]:
-        return ("input_ids", "labels")
-
-    def _arrange(self, rows: RowSet) -> MaskedSet:
+    def make_items(self, rows: RowSet, by_source: bool) -> MaskedSet:
         special, continues = vocabulary_flags(self.tokenizer)
-        masker = Masker(self.tokenizer.mask_token_id, special, continues, self.mlm_probability, self.whole_word_masking)
-        blocks = BlockSet(rows, self._room(), self.join, self.parts_sources)
-        return MaskedSet(blocks, masker, tokens_around(self.tokenizer), self.seed)
+        masker = Masker(self.tokenizer.mask_token_id, special, continues, self.settings.mlm_probability,
+                        self.settings.whole_word_masking)
+        blocks = BlockSet(rows, self._room(), self.settings.join, by_source)
+        return MaskedSet(blocks, masker, tokens_around(self.tokenizer), self.settings.seed)
 
-    def _is_scored(self, item: dict[str, Any], role: str) -> bool:
+    def is_scored(self, item: dict[str, Any], role: str) -> bool:
         if (item["labels"] != IGNORED).any():
             return True
         return role == "train" and not self._special[item["input_ids"]].all()  # masks are drawn anew in each epoch
@@ -201,19 +191,18 @@ class MLMData(MLMDataFields, DataModule):
         """[V] bool, True for special tokens."""
         return vocabulary_flags(self.tokenizer)[0]
 
-    def _prompt(self, row: dict[str, Any]) -> dict[str, Any]:
+    def prompt_of(self, row: dict[str, Any]) -> dict[str, Any]:
         before, behind = tokens_around(self.tokenizer)
         ids = row["input_ids"][: self._room()].tolist()
         return {"input_ids": [*before, *ids, *behind], "index": row["index"]}
 
-    def _draws_by_epoch(self) -> bool:
-        return True
-
-    def _prompt_side(self) -> str:
+    @property
+    def prompt_side(self) -> str:
+        """Padding side in predict."""
         return "right"
 
-    def outputs_by_index(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
-        """(text with each gap filled by its most likely token, candidates of each gap) of a predict batch by `index`.
+    def decode_batch(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
+        """Return (text with each gap filled by its most likely token, candidates of each gap) by `index`.
 
         Args:
             batch: The batch, with `input_ids` [B, T].
@@ -234,8 +223,8 @@ class MLMData(MLMDataFields, DataModule):
         # -1 is the index of padding rows.
         return {index: pair for index, *pair in zip(batch["index"].tolist(), texts, fills) if index >= 0}
 
-    def predictions(self, outputs: dict[int, Any]) -> Predictions:
-        """Rows with `prediction`, the filled text, and `fills`, the candidates of each gap, most likely first.
+    def predict(self, rows: RowSet, outputs: dict[int, Any]) -> Predictions:
+        """Return records with `prediction`, the filled text, and `fills`, each gap's candidates, most likely first.
 
         Raises:
             UserError: No text has a gap.
@@ -243,6 +232,12 @@ class MLMData(MLMDataFields, DataModule):
         if not any(fills for _, fills in outputs.values()):
             raise UserError(f"predict fills the gaps that the mask token {self.tokenizer.mask_token} leaves in the "
                             "texts of data.predict_source, but no text has one")
-        rows = [{**self.example(index), "prediction": text, "fills": fills}
-                for index, (text, fills) in sorted(outputs.items())]
-        return Predictions(rows, {}, {})
+        written = [{**self.example(rows, index), "prediction": text, "fills": fills}
+                   for index, (text, fills) in sorted(outputs.items())]
+        return Predictions(written, {}, {})
+
+
+class MLMData(MLMDataFields, TextData):
+    """Texts for masked language modelling."""
+
+    codec_class = MLMCodec

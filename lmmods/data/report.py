@@ -7,10 +7,11 @@ import numpy as np
 
 from lmmods.data.batches.packing import best_fit_decreasing
 from lmmods.data.batches.sampler import OrderRule, evaluation_order, training_order
+from lmmods.data.codec import Codec
 from lmmods.data.encode.encoder import SPELLED, UNUSED, describe_dropped
-from lmmods.data.hooks import TaskHooks
-from lmmods.data.splits import Role
+from lmmods.data.sources.by_role import Role
 from lmmods.data.store.rows import RowSet
+from lmmods.recipe.tasks.base import DataFields
 
 SAMPLE = 200_000  # rows from which the padding of larger sets is estimated
 MOST_UNKNOWN = 0.03  # share of unknown tokens above which a vocabulary probably does not fit the texts
@@ -21,8 +22,8 @@ EVALUATIONS = {"val": "Validation", "test": "Test", "predict": "Predict"}
 MOST_LABELS = 12  # labels that the table counts; data_report.json counts all
 
 
-def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role], Any], tokenizer_notes: list[str],
-             batches_per_step: int, mixing: dict[str, Any] | None = None,
+def describe(settings: DataFields, codec: Codec, sets: dict[Role, RowSet], items_of: Callable[[Role], Any],
+             tokenizer_notes: list[str], batches_per_step: int, mixing: dict[str, Any] | None = None,
              left_out: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
     """Build the report on all open sets.
 
@@ -38,17 +39,17 @@ def describe(task: TaskHooks, sets: dict[Role, RowSet], items_of: Callable[[Role
     for store in stores.values():
         path, later = store.info["path"], (left_out or {}).get(store.name, {})
         info = {**store.info, **later, "dropped": {**store.info["dropped"], **later.get("dropped", {})}}
-        sources[path if path not in sources else f"{path} ({store.name})"] = describe_source(info, task.left_over)
+        sources[path if path not in sources else f"{path} ({store.name})"] = describe_source(info, codec.left_over)
     splits = {
-        role: describe_rows(items_of(role), task.batch_size if role == "train" else task.eval_batch_size,
-                            task.pad_to_multiple_of, task.max_length, task.seed,
+        role: describe_rows(items_of(role), settings.batch_size if role == "train" else settings.eval_batch_size,
+                            settings.pad_to_multiple_of, settings.max_length, settings.seed,
                             batches_per_step if role == "train" else 1)
-        | ({"labels": counts} if (counts := task.label_counts(role)) else {})
+        | ({"labels": counts} if (counts := codec.count_labels(sets[role])) else {})
         for role in sets
         if role != "predict"
     }
     return {"sources": sources, "splits": splits, **({"mixing": mixing} if mixing else {}),
-            "max_length": task.max_length, "tokenizer": tokenizer_notes}
+            "max_length": settings.max_length, "tokenizer": tokenizer_notes}
 
 
 def describe_source(info: dict[str, Any], left_over: str) -> dict[str, Any]:

@@ -97,20 +97,3 @@ def _candidates(window: WindowLogits, settings: SpanSettings) -> list[tuple[floa
         start, end = window.start[starts[i]], window.end[ends[j]]
         found.append((start + end, start, end, int(window.offsets[starts[i], 0]), int(window.offsets[ends[j], 1])))
     return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Results of a task from the network's outputs: rows for predictions.jsonl, scores, further files.
-
-class Predictions(NamedTuple):
-    """Outputs converted back to the terms of the task.
-
-    Args:
-        rows: Records of predictions.jsonl, in the order of the data.
-        scores: Metrics, if the data hold right answers.
-        files: Further JSON files of the run folder, by name.
-    """
-
-    rows: list[dict[str, Any]]
-    scores: dict[str, float]
-    files: dict[str, Any]

@@ -4,7 +4,7 @@ import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -12,18 +12,17 @@ import numpy as np
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.collate import Collator, LabelCollator
+from lmmods.data.codec import ModelFacts, Predictions, can_score
 from lmmods.data.encode.encoder import Encoder, RowCounts
 from lmmods.data.encode.labels import DECIMAL_COMMA, Labels, SequenceEncoder, cell_list, label_name, read_bits
 from lmmods.data.label_metrics import class_report, multi_label_scores, regression_scores, single_label_scores
-from lmmods.data.labels import MOST_LABELS, LabelData, find_column
-from lmmods.data.scoring import Predictions
+from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, cutting_tokenizer, find_column
 from lmmods.data.sources.cells import as_text
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.formats import format_of
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
-from lmmods.data.splits import Role
-from lmmods.recipe.source import Source
+from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.sequence_classification import ProblemType, SequenceClassificationDataFields
 
 TEXTS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
@@ -135,15 +134,145 @@ class LabelSurvey:
                             "numbers, single_label if they are labels")
 
 
-class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
-    """Labelled texts; one row of a batch is a text or a pair, and `index` its number in its set.
+FOUND = ("labels", "problem_type", "text_columns", "label_column", "label_lists")
+
+
+class SequenceClassificationCodec(LabelCodec):
+    """Labelled texts; one row of a batch is a text or a pair.
 
     Batches have `labels`: the number of the label, int64 [B] and IGNORED in padding rows; for several labels float32
     [B, K], 1 for those of the row; for numbers float32 [B]. Both are NaN in padding rows.
+
+    Args:
+        label_lists: As `LabelSurvey.label_lists` returns it.
     """
 
-    found_fields: ClassVar[tuple[str, ...]] = ("labels", "problem_type", "text_columns", "label_column", "label_lists")
-    label_lists: LabelLists | None = None
+    settings: SequenceClassificationDataFields
+    found_fields: ClassVar[tuple[str, ...]] = FOUND
+
+    def __init__(self, settings: SequenceClassificationDataFields, tokenizer: Any, model: ModelFacts,
+                 label_lists: LabelLists | None) -> None:
+        super().__init__(settings, tokenizer, model)
+        self.labels, self.label_lists = settings.labels, label_lists
+
+    # From records to rows
+
+    def make_encoder(self, reader: SourceReader, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
+        texts, label_column = self.settings.text_columns, self.settings.label_column
+        for column in texts:
+            find_column(first, column, (), "data.text_columns")
+        if not prompts_only:
+            find_column(first, label_column, (), "data.label_column")
+        is_pair = len(texts) == 2
+        labels = Labels(self.labels, reader.class_names(label_column))
+        positions = self._positions() if self.label_lists == "positions" else None
+        cutting = cutting_tokenizer(self.tokenizer, self.settings.max_length, is_pair)
+        encoder = SequenceEncoder(cutting, prompts_only, texts, label_column, self.settings.problem_type, labels,
+                                  positions)
+        return encoder, {"format": "pair of texts" if is_pair else "text", "notes": self._notes(is_pair)}
+
+    def _positions(self) -> list[int]:
+        """Number of the label at each position of lists of zeros and ones: that of its name, if names are positions."""
+        names = list(map(str, range(len(self.labels))))
+        return list(map(self.labels.index, names)) if set(names) == set(self.labels) else list(range(len(names)))
+
+    def _notes(self, is_pair: bool) -> list[str]:
+        column = self.settings.label_column
+        notes = [f"columns: {' and '.join(self.settings.text_columns)}; {column} ({self.settings.problem_type})"]
+        if self.label_lists == "positions":
+            notes.append(f"lists of {len(self.labels)} zeros and ones in {column}: a one marks the label at its "
+                         "position")
+        elif self.label_lists == "numbers":
+            notes.append(f"lists of zeros and ones in {column}, not one for each label: they are label numbers")
+        if is_pair and not self.tokenizer.num_special_tokens_to_add(pair=True):
+            notes.append("the tokenizer puts nothing between the two texts")
+        return notes
+
+    def list_texts(self, record: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        return [as_text(record.get(name), name) for name in self.settings.text_columns]
+
+    # From rows to batches
+
+    def batch_columns(self, sets: Sequence[RowSet]) -> tuple[str, ...]:
+        return self.prompt_columns
+
+    def make_collator(self, collator: Collator, sets: Sequence[RowSet], added: Sequence[str] = ()) -> LabelCollator:
+        return LabelCollator(super().make_collator(collator, sets, added), self.settings.problem_type,
+                             len(self.labels))
+
+    def count_labels(self, rows: RowSet) -> dict[str, int]:
+        """Return how many rows have each label; empty for numbers."""
+        if not self.labels:
+            return {}
+        if self.settings.problem_type == "multi_label":
+            counts = rows.counts("label", len(self.labels))
+        else:
+            numbers = rows.column("label")
+            counts = np.bincount(numbers[numbers != IGNORED], minlength=len(self.labels))
+        return dict(zip(self.labels, counts.tolist(), strict=True))
+
+    def count_labelled(self, rows: RowSet) -> int:
+        return len(rows)
+
+    def describe_scored(self, item: dict[str, Any], record: dict[str, Any], info: dict[str, Any]) -> str:
+        label, column = item["label"], self.settings.label_column
+        if self.settings.problem_type == "regression":
+            return f"{column} {label:g}"
+        return f"{column} {', '.join(self.labels[number] for number in np.atleast_1d(label)) or '(none)'}"
+
+    # From outputs to predictions
+
+    def evaluate(self, role: str, rows: RowSet, outputs: dict[int, np.ndarray]) -> Predictions:
+        """Return labels, scores and files of an evaluation or of predict.
+
+        Args:
+            outputs: Logits [K] by `index`.
+
+        Returns:
+            Records with `prediction`, a name, a list of names or a number, and `probabilities` by name. Scores, and
+            classes.json for labels, if all records have labels.
+        """
+        if not outputs:
+            return Predictions([], {}, {})
+        indices = sorted(outputs)
+        logits = np.stack([outputs[index] for index in indices]).astype(np.float64)  # [N, K]
+        written = [{**self.example(rows, index), **self._predicted(values)}
+                   for index, values in zip(indices, logits, strict=True)]
+        labels = [rows[index]["label"] for index in indices]
+        is_regression = self.settings.problem_type == "regression"
+        is_scored, warnings = can_score(role, [math.isfinite(label) if is_regression else
+                                               IGNORED not in np.atleast_1d(label) for label in labels])
+        return Predictions(written, *(self._scores(logits, labels) if is_scored else ({}, {})), warnings)
+
+    def _predicted(self, logits: np.ndarray) -> dict[str, Any]:
+        if self.settings.problem_type == "regression":
+            return {"prediction": float(logits[0])}
+        if self.settings.problem_type == "multi_label":
+            shares = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
+            chosen: Any = [name for name, share in zip(self.labels, shares, strict=True) if share > 0.5]
+        else:
+            shares = np.exp(logits - np.logaddexp.reduce(logits))
+            chosen = self.labels[int(logits.argmax())]
+        return {"prediction": chosen, "probabilities": dict(zip(self.labels, shares.tolist(), strict=True))}
+
+    def _scores(self, logits: np.ndarray, labels: list[Any]) -> tuple[dict[str, float], dict[str, Any]]:
+        if self.settings.problem_type == "regression":
+            return regression_scores(logits[:, 0], np.array(labels)), {}
+        if self.settings.problem_type == "single_label":
+            numbers = np.array(labels)
+            report = class_report(logits.argmax(1), numbers, self.labels)
+            return single_label_scores(logits, numbers), {"classes.json": report}
+        present = np.zeros(logits.shape, bool)
+        for place, row in enumerate(labels):
+            present[place, row] = True
+        return multi_label_scores(logits, present), {"classes.json": class_report(logits > 0, present, self.labels)}
+
+
+class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
+    """Labelled texts: one text or a pair."""
+
+    found_fields: ClassVar[tuple[str, ...]] = FOUND
+    label_lists: LabelLists | None = None  # as `LabelSurvey.label_lists` returns it
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:
@@ -190,118 +319,9 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
         return {"labels": labels, "problem_type": problem_type, "text_columns": list(columns),
                 "label_column": label_column, "label_lists": label_lists}
 
-    def label_counts(self, role: Role) -> dict[str, int]:
-        """Rows of a role with each label; empty for numbers."""
-        if not self.labels:
-            return {}
-        rows = self._rows(role)
-        if self.problem_type == "multi_label":
-            counts = rows.counts("label", len(self.labels))
-        else:
-            numbers = rows.column("label")
-            counts = np.bincount(numbers[numbers != IGNORED], minlength=len(self.labels))
-        return dict(zip(self.labels, counts.tolist(), strict=True))
-
-    def _num_labelled(self, role: Role) -> int:
-        return len(self._rows(role))
-
-    # Rows ------------------------------------------------------------------------------------------------------------
-
-    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
+    def make_codec(self) -> SequenceClassificationCodec:
         self.find_labels()
-        return [as_text(row.get(name), name) for name in self.text_columns]
-
-    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
-        self.find_labels()
-        for column in self.text_columns:
-            find_column(first, column, (), "data.text_columns")
-        if not prompts_only:
-            find_column(first, self.label_column, (), "data.label_column")
-        is_pair = len(self.text_columns) == 2
-        labels = Labels(self.labels, self._class_names(source, self.label_column))
-        positions = self._positions() if self.label_lists == "positions" else None
-        encoder = SequenceEncoder(self._cutting_tokenizer(is_pair), prompts_only, self.text_columns, self.label_column,
-                                  self.problem_type, labels, positions)
-        return encoder, {"format": "pair of texts" if is_pair else "text", "notes": self._notes(is_pair)}
-
-    def _positions(self) -> list[int]:
-        """Number of the label at each position of lists of zeros and ones: that of its name, if names are positions."""
-        names = list(map(str, range(len(self.labels))))
-        return list(map(self.labels.index, names)) if set(names) == set(self.labels) else list(range(len(names)))
-
-    def _notes(self, is_pair: bool) -> list[str]:
-        notes = [f"columns: {' and '.join(self.text_columns)}; {self.label_column} ({self.problem_type})"]
-        if self.label_lists == "positions":
-            notes.append(f"lists of {len(self.labels)} zeros and ones in {self.label_column}: a one marks the label at "
-                         "its position")
-        elif self.label_lists == "numbers":
-            notes.append(f"lists of zeros and ones in {self.label_column}, not one for each label: they are label "
-                         "numbers")
-        if is_pair and not self.tokenizer.num_special_tokens_to_add(pair=True):
-            notes.append("the tokenizer puts nothing between the two texts")
-        return notes
-
-    def _batch_keys(self) -> tuple[str, ...]:
-        return self._prompt_keys()
-
-    def _batch_collator(self, collator: Collator) -> Callable[[list], dict[str, Any]]:
-        return LabelCollator(collator, self.problem_type, len(self.labels))
-
-    def _scored(self, item: dict[str, Any], source: dict[str, Any]) -> str:
-        label = item["label"]
-        if self.problem_type == "regression":
-            return f"{self.label_column} {label:g}"
-        numbers = np.atleast_1d(label)
-        return f"{self.label_column} {', '.join(self.labels[number] for number in numbers) or '(none)'}"
-
-    # Outputs ---------------------------------------------------------------------------------------------------------
-
-    def answer(self, role: Role, outputs: dict[int, np.ndarray]) -> Predictions:
-        """Labels, scores and files of an evaluation or of predict.
-
-        Args:
-            outputs: Logits [K] by `index`.
-
-        Returns:
-            Rows with `prediction`, a name, a list of names or a number, and `probabilities` by name. Scores, and
-            classes.json for labels, if all rows have labels.
-        """
-        if not outputs:
-            return Predictions([], {}, {})
-        indices = sorted(outputs)
-        logits = np.stack([outputs[index] for index in indices]).astype(np.float64)  # [N, K]
-        rows = [{**self._example(role, index), **self._predicted(row)}
-                for index, row in zip(indices, logits, strict=True)]
-        known = self._rows(role)
-        labels = [known[index]["label"] for index in indices]
-        is_regression = self.problem_type == "regression"
-        if not self._can_score(role, [math.isfinite(label) if is_regression else IGNORED not in np.atleast_1d(label)
-                                      for label in labels]):
-            return Predictions(rows, {}, {})
-        return Predictions(rows, *self._scores(logits, labels))
-
-    def _predicted(self, logits: np.ndarray) -> dict[str, Any]:
-        if self.problem_type == "regression":
-            return {"prediction": float(logits[0])}
-        if self.problem_type == "multi_label":
-            shares = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
-            chosen: Any = [name for name, share in zip(self.labels, shares, strict=True) if share > 0.5]
-        else:
-            shares = np.exp(logits - np.logaddexp.reduce(logits))
-            chosen = self.labels[int(logits.argmax())]
-        return {"prediction": chosen, "probabilities": dict(zip(self.labels, shares.tolist(), strict=True))}
-
-    def _scores(self, logits: np.ndarray, labels: list[Any]) -> tuple[dict[str, float], dict[str, Any]]:
-        if self.problem_type == "regression":
-            return regression_scores(logits[:, 0], np.array(labels)), {}
-        if self.problem_type == "single_label":
-            numbers = np.array(labels)
-            report = class_report(logits.argmax(1), numbers, self.labels)
-            return single_label_scores(logits, numbers), {"classes.json": report}
-        present = np.zeros(logits.shape, bool)
-        for place, row in enumerate(labels):
-            present[place, row] = True
-        return multi_label_scores(logits, present), {"classes.json": class_report(logits > 0, present, self.labels)}
+        return SequenceClassificationCodec(self, self.tokenizer, self._model, self.label_lists)
 
 
 def text_columns(row: Row, label_column: str) -> list[str]:

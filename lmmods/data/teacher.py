@@ -14,10 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
+from lmmods.core.hardware import REFERENCE, cache_folder
 from lmmods.core.hf_config import load_config
+from lmmods.core.labels import IGNORED
 from lmmods.core.settings import Teacher
+from lmmods.data.base import DataModule
+from lmmods.data.batches.collate import PLACES
 from lmmods.data.encode.tokenizer import TokenizerOptions
+from lmmods.data.sources.by_role import STAGE_ROLES, Role
+from lmmods.data.store.cache import fingerprint
+from lmmods.data.store.references import ArrayStore
 
 SHOWN = 3  # tokens named in a message
 
@@ -74,6 +82,66 @@ def num_columns(teacher: Teacher, tokenizer: Any, student_rows: int, trust_remot
         raise UserError(f"model.teacher.top_k is {teacher.top_k}, but must be at most {size}, the size of the "
                         "vocabulary.")
     return size
+
+
+def number_scored(data: DataModule, stage: str) -> dict[Role, int]:
+    """Number the scored tokens of the sets of a stage, one set after the other; return how many each has.
+
+    Batches hold the numbers from 1 as `teacher_places` [B, T], 0 elsewhere.
+
+    Raises:
+        UserError: Rows of a stream are not known before training.
+    """
+    if data.streaming and stage == "fit":
+        raise UserError("model.teacher.top_k goes through all rows before training, which data.streaming does not "
+                        "allow: set one of them to null, or false")
+    counts: dict[Role, int] = {}
+    for role in STAGE_ROLES[stage]:
+        if role in data.sets and role != "predict":
+            items = data.unpacked_items(role)
+            sizes = np.fromiter((is_scored(items[place]["labels"]).sum() for place in range(len(items))), np.int64,
+                                len(items))
+            data.fill_column(role, PLACES, _Numbers(sum(counts.values()) + np.cumsum(sizes) - sizes))
+            counts[role] = int(sizes.sum())
+    return counts
+
+
+class _Numbers:
+    """Numbers of the scored tokens of an item; picklable, for processes that prepare batches.
+
+    Args:
+        starts: Scored tokens before each item.
+    """
+
+    def __init__(self, starts: np.ndarray) -> None:
+        self._starts = starts
+
+    def __call__(self, place: int, item: dict[str, Any]) -> np.ndarray:
+        scored = is_scored(item["labels"])
+        return np.where(scored, self._starts[place] + np.cumsum(scored), 0)
+
+
+def is_scored(labels: np.ndarray) -> np.ndarray:
+    """Return True where a causal LM is scored on a token: where it has a label, and is not the first."""
+    return (labels != IGNORED) & (np.arange(len(labels)) > 0)
+
+
+def teacher_store(data: DataModule, role: Role, network: dict[str, Any], count: int, top_k: int, size: int
+                  ) -> ArrayStore:
+    """Return the store of a teacher's likeliest tokens in the place of the scored tokens of a set.
+
+    Args:
+        network: All that determines the teacher's numbers.
+        count: Scored tokens.
+        size: Tokens that its distributions are over.
+    """
+    rows, items = data.rows(role), data.unpacked_items(role)
+    key = fingerprint({"teacher": network, "top_k": top_k, "size": size,
+                       "stores": [store.name for store in rows.stores], "rows": fingerprints.of_array(rows.chosen),
+                       "lengths": fingerprints.of_array(items.lengths), "max_length": data.max_length,
+                       "parts": data.mixes and not data.streaming})
+    return ArrayStore(cache_folder(data.cache_dir) / f"{REFERENCE}-{key}",
+                      {"ids": (count, top_k), "logps": (count, top_k + 1)}, "tokens of a teacher")
 
 
 class LikeliestByNumber:

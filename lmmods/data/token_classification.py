@@ -1,5 +1,6 @@
 """Words with tags: named entities, parts of speech."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -7,16 +8,15 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
+from lmmods.data.codec import Predictions, can_score
 from lmmods.data.encode.encoder import Encoder, RowCounts
 from lmmods.data.encode.labels import Labels, TokenEncoder, cell_list, first_tokens, label_name, word_prefix
 from lmmods.data.label_metrics import class_report, entity_scores, entity_spans, have_entities, tag_scores
-from lmmods.data.labels import MOST_LABELS, LabelData, find_column
-from lmmods.data.scoring import Predictions
+from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, cutting_tokenizer, find_column
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.source_reader import SourceReader
-from lmmods.data.splits import Role
-from lmmods.recipe.source import Source
+from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.token_classification import TokenClassificationDataFields
 
 TOKENS = ("tokens", "words")
@@ -78,14 +78,121 @@ def _some(names: set[str]) -> str:
     return ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
 
 
-class TokenClassificationData(TokenClassificationDataFields, LabelData):
-    """Tagged words; one row of a batch is a text, and `index` its number in its set.
+FOUND = ("labels", "tokens_column", "tags_column")
+
+
+class TokenClassificationCodec(LabelCodec):
+    """Tagged words; one row of a batch is a text.
 
     Batches have `labels` int64 [B, T], IGNORED where a token bears no tag.
     """
 
-    found_fields: ClassVar[tuple[str, ...]] = ("labels", "tokens_column", "tags_column")
-    text_files: ClassVar[str] = "conll"
+    settings: TokenClassificationDataFields
+    found_fields: ClassVar[tuple[str, ...]] = FOUND
+
+    def __init__(self, settings: TokenClassificationDataFields, *rest: Any) -> None:
+        super().__init__(settings, *rest)
+        self.labels, self._words, self._tags = settings.labels, settings.tokens_column, settings.tags_column
+
+    # From records to rows
+
+    def make_encoder(self, reader: SourceReader, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
+        find_column(first, self._words, (), "data.tokens_column")
+        if not prompts_only:
+            find_column(first, self._tags, (), "data.tags_column")
+        labels = Labels(self.labels, reader.class_names(self._tags))
+        cutting = cutting_tokenizer(self.tokenizer, self.settings.max_length)
+        encoder = TokenEncoder(cutting, prompts_only, self._words, self._tags, labels, self.settings.label_all_tokens,
+                               word_prefix(self.tokenizer.backend_tokenizer.to_str()))
+        return encoder, {"format": "tagged words", "notes": [f"columns: {self._words}; {self._tags}"]}
+
+    def encoding_settings(self) -> dict[str, Any]:
+        return {**super().encoding_settings(), "label_all_tokens": self.settings.label_all_tokens}
+
+    def list_texts(self, record: dict[str, Any], info: dict[str, Any]) -> list[str]:
+        return [" ".join(map(str, cell_list(record.get(self._words), self._words)))]
+
+    # From rows to batches
+
+    def batch_columns(self, sets: Sequence[RowSet]) -> tuple[str, ...]:
+        return (*self.prompt_columns, "labels")
+
+    def count_labels(self, rows: RowSet) -> dict[str, int]:
+        """Return how many tokens bear each tag."""
+        return dict(zip(self.labels, rows.counts("labels", len(self.labels)).tolist(), strict=True))
+
+    def is_scored(self, item: dict[str, Any], role: str) -> bool:
+        return bool((item["labels"] != IGNORED).any())  # the first token may be a word, too
+
+    def describe_scored(self, item: dict[str, Any], record: dict[str, Any], info: dict[str, Any]) -> str:
+        words = cell_list(record[self._words], self._words)
+        firsts = first_tokens(item["words"])
+        return " ".join(f"{words[word]}/{self.labels[tag]}" for word, tag in zip(
+            item["words"][firsts], item["labels"][firsts], strict=True))
+
+    # From outputs to predictions
+
+    def evaluate(self, role: str, rows: RowSet, outputs: dict[int, np.ndarray]) -> Predictions:
+        """Return tags, scores and files of an evaluation or of predict.
+
+        Args:
+            outputs: Logits [t, K] of the tokens of each row by `index`, without padding.
+
+        Returns:
+            Records with `prediction`, a tag for each word, and `entities`, if the tags mark some. Words that the
+            network did not see (cut off, or without a token) are O where tags mark entities, else None, which is never
+            right.
+            Scores are over all words, if all records have tags; `words_not_seen` counts these, if there are any.
+        """
+        written, predicted, gold = [], [], []
+        marks_entities = have_entities(self.labels)
+        unseen_name = OUTSIDE if marks_entities else None
+        unseen = self.labels.index(OUTSIDE) if marks_entities and OUTSIDE in self.labels else NO_TAG
+        num_unseen = 0
+        for index in sorted(outputs):
+            row, record = rows[index], self.example(rows, index)
+            firsts = first_tokens(row["words"])
+            seen = row["words"][firsts]
+            numbers = np.full(len(row["tags"]), unseen)  # [W]
+            numbers[seen] = outputs[index][firsts].argmax(1)
+            tags = [unseen_name] * len(numbers)
+            for word in seen:
+                tags[word] = self.labels[numbers[word]]
+            words = cell_list(record[self._words], self._words)
+            entities = {"entities": [
+                {"type": kind, "start": start, "end": end, "text": " ".join(map(str, words[start:end]))}
+                for kind, start, end in entity_spans(tags)]} if marks_entities else {}
+            written.append({**record, "prediction": tags, **entities})
+            predicted.append(numbers)
+            gold.append(row["tags"])
+            num_unseen += len(numbers) - len(seen)
+        is_scored, warnings = can_score(role, [bool((tags != IGNORED).all()) for tags in gold])
+        if not is_scored:
+            return Predictions(written, {}, {}, warnings)
+        scores, files = self._scores(predicted, gold, marks_entities)
+        not_seen = {"words_not_seen": float(num_unseen)} if num_unseen else {}
+        return Predictions(written, {**scores, **not_seen}, files, warnings)
+
+    def _scores(self, predicted: list[np.ndarray], gold: list[np.ndarray], marks_entities: bool
+                ) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return scores of the tags of each row, numbers; NO_TAG for a word without one."""
+        flat = np.concatenate(predicted), np.concatenate(gold)
+        report = class_report(*flat, self.labels)
+        if not marks_entities:
+            return tag_scores(*flat, len(self.labels)), {"classes.json": report}
+        named = [[[OUTSIDE if number == NO_TAG else self.labels[number] for number in row] for row in rows]
+                 for rows in (predicted, gold)]
+        entities, by_type = entity_scores(*named)
+        scores = {"accuracy": float((flat[0] == flat[1]).mean()), **entities}
+        return scores, {"classes.json": {**report, "entities": by_type}}
+
+
+class TokenClassificationData(TokenClassificationDataFields, LabelData):
+    """Tagged words."""
+
+    codec_class = TokenClassificationCodec
+    found_fields: ClassVar[tuple[str, ...]] = FOUND
+    text_files = "conll"
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:
@@ -112,91 +219,3 @@ class TokenClassificationData(TokenClassificationDataFields, LabelData):
             raise UserError(f"data.source: all words have the tag {labels[0]!r} in the column {tags!r}, so there is "
                             "nothing to tell apart. Add rows with other tags")
         return {"labels": labels, "tokens_column": tokens, "tags_column": tags}
-
-    def label_counts(self, role: Role) -> dict[str, int]:
-        """Tokens of a role that bear each tag."""
-        return dict(zip(self.labels, self._rows(role).counts("labels", len(self.labels)).tolist(), strict=True))
-
-    # Rows ------------------------------------------------------------------------------------------------------------
-
-    def _texts(self, row: dict[str, Any], info: dict[str, Any]) -> list[str]:
-        self.find_labels()
-        return [" ".join(map(str, cell_list(row.get(self.tokens_column), self.tokens_column)))]
-
-    def _encoding_settings(self) -> dict[str, Any]:
-        return {**super()._encoding_settings(), "label_all_tokens": self.label_all_tokens}
-
-    def _encoder(self, source: Source, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
-        self.find_labels()
-        find_column(first, self.tokens_column, (), "data.tokens_column")
-        if not prompts_only:
-            find_column(first, self.tags_column, (), "data.tags_column")
-        labels = Labels(self.labels, self._class_names(source, self.tags_column))
-        encoder = TokenEncoder(self._cutting_tokenizer(), prompts_only, self.tokens_column, self.tags_column, labels,
-                               self.label_all_tokens, word_prefix(self.tokenizer.backend_tokenizer.to_str()))
-        return encoder, {"format": "tagged words", "notes": [f"columns: {self.tokens_column}; {self.tags_column}"]}
-
-    def _batch_keys(self) -> tuple[str, ...]:
-        return (*self._prompt_keys(), "labels")
-
-    def _scored(self, item: dict[str, Any], source: dict[str, Any]) -> str:
-        words = cell_list(source[self.tokens_column], self.tokens_column)
-        firsts = first_tokens(item["words"])
-        return " ".join(f"{words[word]}/{self.labels[tag]}" for word, tag in zip(
-            item["words"][firsts], item["labels"][firsts], strict=True))
-
-    def _is_scored(self, item: dict[str, Any], role: str) -> bool:
-        return bool((item["labels"] != IGNORED).any())  # the first token may be a word, too
-
-    # Outputs ---------------------------------------------------------------------------------------------------------
-
-    def answer(self, role: Role, outputs: dict[int, np.ndarray]) -> Predictions:
-        """Tags, scores and files of an evaluation or of predict.
-
-        Args:
-            outputs: Logits [t, K] of the tokens of each row by `index`, without padding.
-
-        Returns:
-            Rows with `prediction`, a tag for each word, and `entities`, if the tags mark some. Words that the network
-            did not see (cut off, or without a token) are O where tags mark entities, else None, which is never right.
-            Scores are over all words, if all rows have tags; `words_not_seen` counts these, if there are any.
-        """
-        rows, predicted, gold = [], [], []
-        marks_entities = have_entities(self.labels)
-        unseen_name = OUTSIDE if marks_entities else None
-        unseen = self.labels.index(OUTSIDE) if marks_entities and OUTSIDE in self.labels else NO_TAG
-        num_unseen = 0
-        for index in sorted(outputs):
-            row, source = self._rows(role)[index], self._example(role, index)
-            firsts = first_tokens(row["words"])
-            seen = row["words"][firsts]
-            numbers = np.full(len(row["tags"]), unseen)  # [W]
-            numbers[seen] = outputs[index][firsts].argmax(1)
-            tags = [unseen_name] * len(numbers)
-            for word in seen:
-                tags[word] = self.labels[numbers[word]]
-            words = cell_list(source[self.tokens_column], self.tokens_column)
-            entities = {"entities": [
-                {"type": kind, "start": start, "end": end, "text": " ".join(map(str, words[start:end]))}
-                for kind, start, end in entity_spans(tags)]} if marks_entities else {}
-            rows.append({**source, "prediction": tags, **entities})
-            predicted.append(numbers)
-            gold.append(row["tags"])
-            num_unseen += len(numbers) - len(seen)
-        if not self._can_score(role, [bool((tags != IGNORED).all()) for tags in gold]):
-            return Predictions(rows, {}, {})
-        scores, files = self._scores(predicted, gold, marks_entities)
-        return Predictions(rows, {**scores, **({"words_not_seen": float(num_unseen)} if num_unseen else {})}, files)
-
-    def _scores(self, predicted: list[np.ndarray], gold: list[np.ndarray], marks_entities: bool
-                ) -> tuple[dict[str, float], dict[str, Any]]:
-        """Scores of the tags of each row, numbers; NO_TAG for a word without one."""
-        flat = np.concatenate(predicted), np.concatenate(gold)
-        report = class_report(*flat, self.labels)
-        if not marks_entities:
-            return tag_scores(*flat, len(self.labels)), {"classes.json": report}
-        named = [[[OUTSIDE if number == NO_TAG else self.labels[number] for number in row] for row in rows]
-                 for rows in (predicted, gold)]
-        entities, by_type = entity_scores(*named)
-        scores = {"accuracy": float((flat[0] == flat[1]).mean()), **entities}
-        return scores, {"classes.json": {**report, "entities": by_type}}

@@ -192,7 +192,7 @@ class Source:
 
     @cached_property
     def _encoder(self) -> Any:
-        return self.data.prompt_encoder(self.layout)
+        return self.data.codec.prompt_encoder(self.layout)
 
     def encode(self, messages: list[Message]) -> list[int]:
         """Return the prompt's token ids for a conversation. Raises UserError: the template cannot render it."""
@@ -231,7 +231,7 @@ def read_run(run: str, ckpt_path: str | None) -> Source:
     _connect(data, model)
     trainer = recipe.get("trainer") if isinstance(recipe.get("trainer"), dict) else {}
     return Source(_title(str(checkpoint or folder.model), model), exported, data, _layout(folder, declared),
-                  model.generation, data.stop_token_ids, recipe.get("engine", "torch"),
+                  model.generation, data.codec.stop_token_ids, recipe.get("engine", "torch"),
                   trainer.get("precision", "32-true"), _seed(recipe), checkpoint,
                   base=without_training(model) if model.pretrained else None)
 
@@ -309,7 +309,8 @@ def read_model(name: str, template: str | None, template_kwargs: dict[str, Any] 
     ends = said.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     layout = CHAT if isinstance(data, ConversationFields) else None
-    ends = sorted({*data.stop_token_ids, *ends})  # evaluated first: reading stop_token_ids also validates the template
+    # Before anything else, as reading stop_token_ids also checks the template.
+    ends = sorted({*data.codec.stop_token_ids, *ends})
     return Source(_title(name, model), model, data, layout, _generation(said), ends, frozen=True,
                   base=without_adapter(model) if adapter else None)
 

@@ -475,11 +475,8 @@ def measure_step(parsed: Recipe, result: str | None) -> None:
         tokens.append(figures["num_tokens"])
         return len(ends) == MEASURED_STEPS
 
-    with dry_setup(parsed, max_steps=MEASURED_STEPS, limit_val_batches=1, num_sanity_val_steps=1) as setup:
+    with dry_setup(parsed, True, max_steps=MEASURED_STEPS, limit_val_batches=1, num_sanity_val_steps=1) as setup:
         datamodule = setup.datamodule
-        datamodule.longest_first = True
-        if datamodule.streaming:  # the longest rows are unknown when streaming
-            datamodule.pad_to_multiple_of = datamodule.max_length
         on_device = dry_run(setup, watch)
     if not setup.trainer.is_global_zero:
         return

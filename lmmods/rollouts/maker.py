@@ -151,11 +151,11 @@ class RolloutMaker:
             prompts, answers = self._turns.answer(prompts, size, numbers, seconds)
         else:
             drawn = self._policy.draw([prompt.ids for prompt in prompts for _ in range(size)], numbers,
-                                      task.temperature, task.max_new_tokens, data.stop_token_ids)
-            texts = data.decode_answers(each.tokens for each in drawn)
+                                      task.temperature, task.max_new_tokens, data.codec.stop_token_ids)
+            texts = data.codec.decode_answers(each.tokens for each in drawn)
             answers = [_answer(each, text) for each, text in zip(drawn, texts, strict=True)]
             seconds["drawing"] += time.perf_counter() - began
-        asked = data.decode_prompts(prompt.ids for prompt in prompts)
+        asked = data.codec.decode_prompts(prompt.ids for prompt in prompts)
         groups = [Group(prompt.number, prompt.ids, text, answers[place * size : (place + 1) * size])
                   for place, (prompt, text) in enumerate(zip(prompts, asked, strict=True))]
         began = time.perf_counter()

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from lmmods.data.batches.on_policy import OnPolicy, stand_ins
+from lmmods.data.on_policy import OnPolicy, stand_ins
 from lmmods.data.sft import SFTData
 from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.policy import Sampler
@@ -33,6 +33,6 @@ def draw_answers(task: SFTFields, data: SFTData, sampler_of: Callable[[], Sample
         return stand_ins(prompts, numbers)
     own = list(range(sampler.rank, len(prompts), sampler.num_ranks))
     drawn = sampler.draw([prompts[place].tolist() for place in own], numbers[own], task.teacher.sampling_temperature,
-                         numbers.shape[1], data.stop_token_ids)
+                         numbers.shape[1], data.codec.stop_token_ids)
     parts = sampler.gather({place: answer.tokens for place, answer in zip(own, drawn, strict=True)})
     return [parts[place] for place in range(len(prompts))]

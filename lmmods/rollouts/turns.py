@@ -138,21 +138,22 @@ class _Talk:
         self.is_open, self.ended, self.reason, self.calls = False, ended, reason, []
 
 
-def show_tools(task: GRPOFields, data: PromptData) -> None:
-    """Have prompts show the tools of the environment that a task names.
+def environment_facts(task: GRPOFields) -> dict[str, Any]:
+    """Return what prompts must know of the environment that a task names, as arguments of `PromptData.connect`.
 
     Raises:
         UserError: As of `Environments`; one cannot be made, or a method cannot be a tool; or nothing gives a reward.
     """
     names = [each.name for each in read_rewards(task.rewards or [])]
     with Environments(task.environment, task.reward_timeout, 1) as environments:
-        data.tools, data.is_scored_by_environment = environments.facts()
-    if not (names or data.is_scored_by_environment):
+        tools, gives_reward = environments.facts()
+    if not (names or gives_reward):
         raise UserError(f"{KEY}: {task.environment} has no method {SCORE}, and model.rewards is empty: name a reward, "
                         "for example [{name: exact_match}].")
-    if data.is_scored_by_environment and ENVIRONMENT in names:
+    if gives_reward and ENVIRONMENT in names:
         raise UserError(f"model.rewards[{names.index(ENVIRONMENT)}] has the name {ENVIRONMENT}, which is that of the "
                         "environment's own reward: give it another by its key label.")
+    return {"tools": tools, "is_scored_by_environment": gives_reward}
 
 
 class Turns:
@@ -170,8 +171,8 @@ class Turns:
 
     def __init__(self, task: GRPOFields, data: PromptData, policy: Policy) -> None:
         self._task, self._data, self._policy = task, data, policy
-        self._limit, self._encoder = task.max_new_tokens, data.prompt_encoder("messages")
-        self._tools = [tool["function"]["name"] for tool in data.tools]
+        self._limit, self._encoder = task.max_new_tokens, data.codec.prompt_encoder("messages")
+        self._tools = [tool["function"]["name"] for tool in data.codec.model.tools]
         if self._tools:
             self._check_form()
         self._environments = Environments(task.environment, task.reward_timeout, task.reward_processes)
@@ -259,7 +260,7 @@ class Turns:
     def _prompt(self, prompt: Prompt, said: str | None, left_out: int) -> Prompt:
         if left_out:
             raise RowProblem(f"it returned {len(said) + left_out} characters")
-        return prompt if said is None else self._data.prompt_with(prompt, said)
+        return prompt if said is None else self._data.codec.prompt_with(prompt, said)
 
     def _call(self, talks: list[_Talk], seconds: dict[str, float]) -> None:
         """Make the calls of the last turns, and add what the tools say."""
@@ -337,7 +338,7 @@ class Turns:
                 own = talk.numbers[len(talk.tokens) : len(talk.tokens) + room]
                 row[: len(own)] = own
         drawn = self._policy.draw([[*talk.prompt.ids, *talk.tokens] for talk in talks], numbers,
-                                  self._task.temperature, room, self._data.stop_token_ids)
+                                  self._task.temperature, room, self._data.codec.stop_token_ids)
         for talk, each in zip(talks, drawn, strict=True):
             self._take(talk, each)
         seconds["drawing"] += time.perf_counter() - began
@@ -358,13 +359,14 @@ class Turns:
         talk.calls = calls if talk.is_open else []
 
     def _calls(self, tokens: list[int]) -> list[Call]:
-        known, [text] = ", ".join(self._tools), self._data.decode_answers([tokens])
+        known, [text] = ", ".join(self._tools), self._data.codec.decode_answers([tokens])
         return [call if call.problem is not None or call.name in self._tools else
                 call._replace(problem=f"there is no tool {call.name}, only {known}")
                 for call in read_calls(text)]
 
     def _answer(self, talk: _Talk) -> Answer:
-        is_scored, [text] = self._data.is_scored_by_environment, self._data.decode_answers([talk.tokens[talk.begun :]])
+        is_scored = self._data.is_scored_by_environment
+        [text] = self._data.codec.decode_answers([talk.tokens[talk.begun :]])
         return Answer(
             np.array(talk.tokens, np.int32), np.array(talk.logps, np.float32), np.array(talk.entropies, np.float32),
             np.array(talk.drawn, bool), talk.ended, text, rewards={ENVIRONMENT: talk.reward} if is_scored else {},

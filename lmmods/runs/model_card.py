@@ -16,7 +16,7 @@ from lmmods.core.generation_config import GENERATION_CONFIG, exported_generation
 from lmmods.core.hf_config import TEXT_NAMES, parts_left_out
 from lmmods.core.markdown import code, escaped, fenced
 from lmmods.core.redaction import redact, redacted
-from lmmods.data.hooks import TaskHooks
+from lmmods.data.base import DataModule
 from lmmods.data.report import render_table
 from lmmods.data.sources.source_reader import NAMED_SETS
 from lmmods.recipe.classes import declared
@@ -355,7 +355,7 @@ def _from_hub_cache(name: str, file: str, revision: str | None) -> Path | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Files beside the weights of an exported model: tokenizer, generation settings, card and curves.
 
-def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: str, data: TaskHooks) -> None:
+def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: str, data: DataModule) -> None:
     """Write all but weights and configuration into the folder of an exported model or adapter.
 
     Args:
@@ -364,12 +364,12 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
         data: The data module, set up.
     """
     chat_template = data.chat_template
-    save_tokenizer(data.tokenizer, chat_template, folder, data.has_token_types)
+    save_tokenizer(data.tokenizer, chat_template, folder, data.codec.has_token_types)
     if isinstance(task, CausalFields):
         base = base_generation(task.pretrained, task.revision)
         tokenizer = data.tokenizer
         write_json(folder / GENERATION_CONFIG, exported_generation(
-            task.generation, base, data.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id))
+            task.generation, base, data.codec.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id))
     network = {**(task.overrides or {}), **data.network_fields}
     labels = {key: network[key] for key in ("num_labels", "id2label", "label2id") if key in network}
     card = model_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None, labels,

@@ -46,7 +46,7 @@ class RunStart:
         """Prepare the run folder. Called by the first process; the others wait for it."""
         self.folder.begin(self.resumed_from)
         self.folder.write_start(self.recipe, self.data.report)
-        begin_manifest(self.folder, self.recipe, self.data.described_sources(), self.machine, self.resumed_from,
+        begin_manifest(self.folder, self.recipe, self.data.sources.describe(), self.machine, self.resumed_from,
                        self.step)
         if self.resumed_from:
             self.identity.note_resume(self.folder, self.resumed_from, self.step)

@@ -45,7 +45,7 @@ class RewardModel:
         Raises:
             UserError: The network cannot be loaded, or a score is not a number.
         """
-        rows = self.data.encode_answers(answers)
+        rows = self.data.codec.encode_answers(answers)
         known = [place for place, ids in enumerate(rows) if ids is not None]
         scores: list[float | None] = [None] * len(rows)
         collate = Collator(("input_ids",), self.data.tokenizer.pad_token_id, self.data.pad_to_multiple_of,

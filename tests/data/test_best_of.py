@@ -9,9 +9,9 @@ from lmmods.data.sft import SFTData
 def test_answers_without_any_score_are_reported(spm_folder, write_jsonl, capsys, scores, best, is_said):
     data = SFTData(path := write_jsonl([{"instruction": "Say it.", "output": "a"}]), tokenizer=spm_folder,
                    max_length=256, predict_source=path)
+    data.connect(reward_model=lambda texts: scores)
     data.prepare_data()
     data.setup("predict")
-    data.reward_model = lambda texts: scores
-    found = data.predictions(data.judged({0: ("Say it.", ["a", "b"])}))
+    found = data.predictions(data.complete({0: ("Say it.", ["a", "b"])}))
     assert found.rows[0]["prediction"] == best and found.scores["answers_without_score"] == scores.count(None)
     assert ("the reward model scores none of the answers" in capsys.readouterr().out) is is_said

@@ -9,7 +9,7 @@ from lmmods.data.clm import CLMData
 
 
 def tokens_in_order(data):
-    items = data._loaders.items("train")
+    items = data.items("train")
     return [token for number in range(len(items)) for token in items[number]["input_ids"].tolist()]
 
 
@@ -24,7 +24,7 @@ def test_blocks_hold_every_token(documents, count, any_folder, tmp_path):
     assert sum(token == tokenizer.eos_token_id for token in ids) == count
     text = tokenizer.decode([t for t in ids if t not in (tokenizer.eos_token_id, tokenizer.bos_token_id)])
     assert text.split() == path.read_text().split() or count > 1
-    lengths = data._loaders.items("train").lengths
+    lengths = data.items("train").lengths
     assert (lengths[:-1] == 8).all() and lengths.sum() == len(ids)
 
 
@@ -53,9 +53,9 @@ def test_separate_documents_fill_rows_of_their_own(byte_level_folder, tmp_path):
     path.write_text("".join(json.dumps({"body": "hello " * n}) + "\n" for n in (1, 30, 3)))
     data = CLMData(str(path), tokenizer=byte_level_folder, text_column="body", max_length=16, join=False)
     data.setup("fit")
-    items = data._loaders.items("train")
+    items = data.items("train")
     assert [items[n]["index"] for n in range(len(items))][0] == 0 and items[len(items) - 1]["index"] == 2
-    assert items.lengths.max() <= 16 and items.lengths.sum() == data._rows("train").lengths.sum()
+    assert items.lengths.max() <= 16 and items.lengths.sum() == data.rows("train").lengths.sum()
 
 
 def test_a_wrong_column_and_an_empty_corpus_are_errors(byte_level_folder, tmp_path):
@@ -73,7 +73,7 @@ def test_validation_blocks_come_from_other_documents(byte_level_folder, tmp_path
     data.setup("fit")
     text = [
         data.tokenizer.decode([t for n in range(len(i)) for t in i[n]["input_ids"]])
-        for i in (data._loaders.items("train"), data._loaders.items("val"))
+        for i in (data.items("train"), data.items("val"))
     ]
     seen = [{line for line in part.split("<|endoftext|>") if line} for part in text]
     assert len(seen[1]) == 10 and not seen[0] & seen[1] and len(seen[0] | seen[1]) == 50

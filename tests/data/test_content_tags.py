@@ -89,11 +89,11 @@ def test_predictions_have_the_tags_that_their_references_have(folder, write_json
     [row] = data.rows_for_inspection(1)
     ids, length = row["input_ids"], row["prompt_length"]
     pad = data.tokenizer.pad_token_id
-    assert data.decode_answers([[*ids[length:], pad, pad]]) == [ANSWER]
-    assert data.decode_prompts([[pad, pad, *ids[:length]]]) == [
+    assert data.codec.decode_answers([[*ids[length:], pad, pad]]) == [ANSWER]
+    assert data.codec.decode_prompts([[pad, pad, *ids[:length]]]) == [
         "user: Say 7.</s><|im_end|> <think>assistant: "]
     prompts = build(PromptData, folder(), write_jsonl([{**ROWS[0], "answer": "7"}], "prompts.jsonl"))
-    assert prompts.prompt("train", 0).reference == prompts.decode_answers([ids[length:]])[0] == ANSWER
+    assert prompts.prompt("train", 0).reference == prompts.codec.decode_answers([ids[length:]])[0] == ANSWER
 
 
 def test_only_what_is_around_a_text_is_left_out():

@@ -88,15 +88,15 @@ def test_rows_are_left_out_and_counted(spm_folder, write_jsonl, rows, tmp_path):
     report = data.report["sources"][path]
     assert report["dropped"] == {f"13 words in a row are also in {evaluation}": {
         "rows": 2, "first": [f"{path}:3", f"{path}:10"]}}
-    assert report["rows_kept"] == 8 == len(data._rows("train"))
+    assert report["rows_kept"] == 8 == len(data.rows("train"))
     assert f"looked for 13 words in a row of 1 rows of {evaluation}; 2 more have no text of so many words" in \
         data.report_table()
     # Rows of validation that are set aside from them, too; those of another source are not looked at.
     data = build(path, spm_folder, evaluation, val_size=4)
-    assert len(data._rows("train")) + len(data._rows("val")) == 8
-    assert len(build(path, spm_folder, evaluation, val_source=path)._rows("val")) == 10
+    assert len(data.rows("train")) + len(data.rows("val")) == 8
+    assert len(build(path, spm_folder, evaluation, val_source=path).rows("val")) == 10
     # Fewer words find rows that the last one is in, too.
-    assert len(build(path, spm_folder, evaluation, decontaminate_ngram=10)._rows("train")) == 6
+    assert len(build(path, spm_folder, evaluation, decontaminate_ngram=10).rows("train")) == 6
     assert len({folder.name for folder in (tmp_path / "cache").iterdir()}) == 3
 
 
@@ -104,9 +104,9 @@ def test_the_set_is_part_of_what_the_rows_are(spm_folder, write_jsonl, rows, tmp
     path, evaluation = write_jsonl(rows, "train.jsonl"), write_jsonl(EVALUATED, "evaluation.jsonl")
     first = build(path, spm_folder, evaluation)
     other = build(path, spm_folder, write_jsonl(EVALUATED[1:], "evaluation.jsonl"))
-    assert len(other._rows("train")) == 10
+    assert len(other.rows("train")) == 10
     assert first.identity()["decontaminate"] != other.identity()["decontaminate"]
-    assert list(first.described_sources()["decontaminate"][0]["files"]) == [evaluation]
+    assert list(first.sources.describe()["decontaminate"][0]["files"]) == [evaluation]
     assert "decontaminate" not in SFTData(path, tokenizer=spm_folder).identity()
 
 
@@ -132,7 +132,7 @@ def test_texts(byte_level_folder, tmp_path, write_jsonl):
     (tmp_path / "train.txt").write_text(f"One fine day.\n\nThey asked: {TIDE}.\n\nTwo.\n")
     data = build(str(tmp_path / "train.txt"), byte_level_folder, write_jsonl(EVALUATED, "evaluation.jsonl"), CLMData,
                  documents="paragraph")
-    assert len(data._rows("train")) == 2
+    assert len(data.rows("train")) == 2
 
 
 def test_mistakes(spm_folder, write_jsonl, rows):

@@ -177,8 +177,8 @@ def test_no_repetition_among_the_validation_rows(spm_folder, write_jsonl):
     path = write_jsonl([{"instruction": f"Say {n % 10}.", "output": "x"} for n in range(40)])
     for seed in range(5):
         data = build(path, spm_folder, val_size=4, seed=seed)
-        rows = [row["index"] for role in ("train", "val") for row in (data._rows(role)[n]
-                for n in range(len(data._rows(role))))]
+        rows = [row["index"] for role in ("train", "val") for row in (data.rows(role)[n]
+                for n in range(len(data.rows(role))))]
         assert sorted(rows) == list(range(10))
 
 
@@ -199,7 +199,7 @@ def test_kept_in_the_cache_and_found_again_where_it_is_damaged(spm_folder, sourc
 
 def test_weights_repeat_what_stays(spm_folder, sources):
     data = build([{"path": sources[0], "weight": 2}, sources[1]], spm_folder)
-    assert len(data._rows("train")) == 2 * 9 + 5
+    assert len(data.rows("train")) == 2 * 9 + 5
 
 
 CHAT = [{"role": "user", "content": "Say one."}, {"role": "assistant", "content": "one"}]
@@ -226,7 +226,7 @@ TOOL = [{"type": "function", "function": {"name": "f", "description": "Count.", 
 def test_what_tells_rows_of_a_task_apart(kind, fields, same, other, spm_folder, write_jsonl):
     path = write_jsonl([{**row, "id": f"row {n}"} for n, row in enumerate([same, other, same])])
     data = build(path, spm_folder, kind, **fields)
-    assert len(data._rows("train")) == 2 and data.report["sources"][path]["rows_dropped"] == 1
+    assert len(data.rows("train")) == 2 and data.report["sources"][path]["rows_dropped"] == 1
 
 
 @pytest.mark.parametrize("columns", [("answer",), None])
@@ -235,10 +235,10 @@ def test_what_rewards_read_tells_prompts_apart(columns, spm_folder, write_jsonl)
     rows = [{"prompt": f"{LONG}?", "answer": answer, "id": id} for answer, id in (("1", 1), ("1", 2), ("2", 1))]
     for option in ("exact", "minhash"):
         data = PromptData(write_jsonl(rows), tokenizer=spm_folder, max_length=512, deduplicate=option)
-        data.reward_columns = columns
+        data.connect(reward_columns=columns)
         data.prepare_data()
         data.setup("fit")
-        assert len(data._rows("train")) == (3 if columns is None else 2)
+        assert len(data.rows("train")) == (3 if columns is None else 2)
 
 
 WITH_TOOLS = "{{ tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
@@ -252,7 +252,7 @@ def test_nearly_equal_rows_have_equal_system_turns_and_tools(spm_folder, write_j
     path = write_jsonl([*rows, {"messages": chat, "tools": TOOL}, {"messages": chat}])
     for option, stays in (("minhash", [0, 2, 4, 5]), ("exact", [0, 1, 2, 3, 4, 5])):
         data = build(path, spm_folder, deduplicate=option, template=str(tmp_path / "chat.jinja"))
-        assert data._rows("train").index.tolist() == stays
+        assert data.rows("train").index.tolist() == stays
 
 
 @pytest.mark.parametrize(("kind", "same", "other"), [
@@ -270,7 +270,7 @@ def test_what_tells_labelled_rows_apart(kind, same, other, bert_folder, write_js
     if kind is TokenClassificationData:
         fields["labels"] = ["A", "B"]
     data = build(path, bert_folder, kind, **fields)
-    assert len(data._rows("train")) == 2 and data.report["sources"][path]["rows_dropped"] == 1
+    assert len(data.rows("train")) == 2 and data.report["sources"][path]["rows_dropped"] == 1
 
 
 @pytest.mark.parametrize(("fields", "message"), [

@@ -209,5 +209,5 @@ def test_sources_of_different_layouts_and_weights_mix(spm_folder, write_jsonl):
     data = SFTData([{"path": alpaca, "weight": 2}, {"path": chat, "weight": 0.5, "limit": 4}], tokenizer=spm_folder)
     data.setup("fit")
     assert {s["format"] for s in data.report["sources"].values()} == {"alpaca", "prompt-completion"}
-    texts = [json.dumps(data._rows("train").source_row(row["index"])) for row in data.rows_for_inspection(99)]
+    texts = [json.dumps(data.rows("train").source_row(row["index"])) for row in data.rows_for_inspection(99)]
     assert len(texts) == 22 and sum('"output": "a' in text for text in texts) == 20

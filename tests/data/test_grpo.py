@@ -1,6 +1,7 @@
 """Prompts of reinforcement learning, and the division of epochs into rollouts."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -12,7 +13,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.loader import Shard
 from lmmods.data.batches.rollouts import RolloutLoader, RolloutPlan
-from lmmods.data.grpo import PromptData
+from lmmods.data.grpo import PromptData, RolloutCollator
 from lmmods.recipe.rewards import read_rewards
 from lmmods.rollouts.rewards import check_prompts
 
@@ -35,8 +36,7 @@ def test_prompts_are_checked_as_soon_as_they_are_there(llama_folder, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     data = PromptData(source=str(path), max_length=256, template="alpaca")
-    data.connect(pretrained=str(llama_folder), seed=7, new_tokens=4)
-    data.check_prompts = partial(check_prompts, rewards)
+    data.connect(pretrained=str(llama_folder), seed=7, new_tokens=4, check_prompts=partial(check_prompts, rewards))
     data.prepare_data()
     with pytest.raises(UserError, match=r"any of the 3 rows of data.source: the row has no column levle.*mean level\?"):
         data.setup("fit")
@@ -201,10 +201,11 @@ def test_another_number_of_answers_in_a_step_is_refused():
 
 def test_columns_of_answers(llama_folder, tmp_path):
     data = data_of(llama_folder, tmp_path / "rows.jsonl", pad_to_multiple_of=4)
-    data.token_columns = ("old_logps",)
+    collate = RolloutCollator(replace(data.collator(), keys=("input_ids", "labels"), side="right"),
+                              ("old_logps",))
     item = {"input_ids": np.arange(5), "labels": np.array([IGNORED, IGNORED, 2, 3, 4]), "advantages": -1.5,
             "idle_weight": 0.0, "row": 3, "draw": 0, "old_logps": np.float32([0, 0, -1, -2, -3])}
-    batch = data.collator()([item, None])
+    batch = collate([item, None])
     assert batch["advantages"].tolist() == [-1.5, 0] and batch["idle_weight"].tolist() == [0, 0]
     assert batch["old_logps"].tolist() == [[0, 0, -1, -2, -3, 0, 0, 0], [0.0] * 8]
     assert batch["old_logps"].dtype == batch["advantages"].dtype == torch.float32

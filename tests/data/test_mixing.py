@@ -224,8 +224,8 @@ def test_blocks_are_of_one_source(fields, byte_level_folder, tmp_path):
               if text in "ab"} for ids, _ in rows_of(take(data, len(data._loader)))]
     assert all(len(letters) == 1 for letters in found)
     assert found[::2] == [{"a"}] * (len(found) // 2) and found[1::2] == [{"b"}] * (len(found) // 2)
-    sizes = data._loaders.mixture._sizes
-    assert len(found) == 2 * sizes[1] and sizes.sum() == len(data._loaders.items("train"))
+    sizes = data._built.loaders.mixture._sizes
+    assert len(found) == 2 * sizes[1] and sizes.sum() == len(data.items("train"))
 
 
 def test_masks_are_those_of_the_pass(bert_folder, tmp_path):  # noqa: F811
@@ -234,7 +234,7 @@ def test_masks_are_those_of_the_pass(bert_folder, tmp_path):  # noqa: F811
         (tmp_path / f"{name}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * count)
     fields = {"documents": "line", "max_length": 12, "join": False, "mixing": Mixing(temperature=1e9)}
     data = build([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], bert_folder, MLMData, **fields)
-    items, numbers = data._loaders.items("train"), data._loaders.mixture.epoch(0, data.seed)
+    items, numbers = data.items("train"), data._built.loaders.mixture.epoch(0, data.seed)
     again = [number for number in numbers.tolist() if number % len(items) == 0]
     assert len(again) == 3 == len({number // len(items) for number in again})  # b has three times the blocks of a
     assert len({tuple(items[number]["input_ids"].tolist()) for number in again}) > 1

@@ -63,7 +63,7 @@ def test_shares_of_masks_within_three_sigma():
 @pytest.mark.parametrize("join", [True, False])
 def test_rows_are_wrapped_and_nothing_is_lost(join, bert_folder, tmp_path):
     data = build(bert_folder, tmp_path, join=join)
-    items = data._loaders.items("train")
+    items = data.items("train")
     original = [
         np.where(row["labels"] != -100, row["labels"], row["input_ids"])
         for row in map(items.__getitem__, range(len(items)))

@@ -74,7 +74,7 @@ def test_rows_that_are_dropped(row, reason, write_jsonl):
     data = data_of(write_jsonl([TWO, row]))
     [source] = data.report["sources"].values()
     assert {why: entry["rows"] for why, entry in source["dropped"].items()} == {reason: 1}
-    assert source["rows_kept"] == len(data._loaders.items("train")) == 1
+    assert source["rows_kept"] == len(data.items("train")) == 1
 
 
 def test_pairs_are_encoded_as_by_transformers(write_jsonl):
@@ -100,7 +100,7 @@ def test_the_context_alone_is_truncated(write_jsonl):
     row = {"context": "red blue " * 40, "question": "Which colour is it?", "choices": ["green", "red and blue"],
            "answer": 1}
     data = data_of(write_jsonl([row]), max_length=30)
-    pairs = [answer["input_ids"] for answer in data._loaders.items("train")[0]["answers"]]
+    pairs = [answer["input_ids"] for answer in data.items("train")[0]["answers"]]
     tokenizer = AutoTokenizer.from_pretrained(BERT)
     wanted = tokenizer([row["context"]] * 2, [f"{row['question']} {choice}" for choice in row["choices"]],
                        truncation="only_first", max_length=30)["input_ids"]
@@ -117,7 +117,7 @@ def test_a_question_with_a_choice_that_leaves_no_room_counts(write_jsonl):
     data = data_of(write_jsonl([TWO]), "validate", val_source=path)
     wanted = AutoTokenizer.from_pretrained(BERT)([TWO["question"]] * 2, row["choices"], truncation="longest_first",
                                                  max_length=64)["input_ids"]
-    assert [answer["input_ids"].tolist() for answer in data._loaders.items("val")[1]["answers"]] == wanted
+    assert [answer["input_ids"].tolist() for answer in data.items("val")[1]["answers"]] == wanted
     found = data.answer("val", {0: np.array([0, 1, 0], np.float32), 1: np.array([1, 0, 0], np.float32)})
     assert found.scores == {"accuracy": 0.5} and len(found.rows) == 2
     [source] = (entry for name, entry in data.report["sources"].items() if name == path)
@@ -140,7 +140,7 @@ def test_rows_with_different_numbers_of_choices(write_jsonl):
     missing = np.arange(4) >= first["choices"][:, None].numpy()
     assert (first["attention_mask"].sum(-1).numpy()[missing] == 1).all()
     assert (first["input_ids"].numpy()[missing] == data.tokenizer.pad_token_id).all()
-    padding = data._loaders.collator()([None])
+    padding = data.collator()([None])
     assert padding["labels"].tolist() == [-100] and padding["choices"].tolist() == [1]
     assert padding["attention_mask"].sum(-1).tolist() == [[1] * 4] and padding["index"].tolist() == [-1]
 
@@ -191,7 +191,7 @@ def test_csv_cells(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('question,choices,label\nTwo and two?,"[""3"", ""4"", ""22""]",1\nOne?,"[""0"", ""1""]",1\n')
     data = data_of(str(path))
-    assert [row["answer"] for row in (data._rows("train")[0], data._rows("train")[1])] == [1, 1]
+    assert [row["answer"] for row in (data.rows("train")[0], data.rows("train")[1])] == [1, 1]
 
 
 def test_inspection_names_the_right_choice(write_jsonl):

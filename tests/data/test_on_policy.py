@@ -11,8 +11,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.loader import Shard
-from lmmods.data.batches.on_policy import DrawnSet, OnPolicy, OnPolicyLoader
 from lmmods.data.batches.sampler import training_order
+from lmmods.data.on_policy import DrawnSet, OnPolicy, OnPolicyLoader
 from lmmods.data.sft import SFTData
 from lmmods.recipe.tasks.clm import CLMFields
 from lmmods.recipe.tasks.mlm import MLMFields
@@ -153,12 +153,12 @@ def test_a_step_that_goes_on_draws_all_its_answers_again(done):
 
 @pytest.fixture
 def data_with(llama_folder, instructions):
-    def make(most, **trainer):
+    def make(most, longest_first=False, **trainer):
         data = SFTData(source=str(instructions), max_length=96, template="alpaca", batch_size=4)
-        data.connect(pretrained=str(llama_folder), seed=7)
+        data.connect(pretrained=str(llama_folder), seed=7, longest_first=longest_first)
         data.prepare_data()
         data.setup("fit")
-        data.on_policy = OnPolicy(0.5, most, 96, 7, Student())
+        data.take_rows_from(OnPolicy(0.5, most, 96, 7, Student()))
         data.trainer = SimpleNamespace(data_rank=0, num_data_ranks=1, batches_per_step=2, **trainer)
         return data
 
@@ -167,7 +167,7 @@ def data_with(llama_folder, instructions):
 
 def test_rows_without_room_are_counted(data_with, capsys):
     data = data_with(3)
-    prompts = data._rows("train").column("prompt_length")
+    prompts = data.rows("train").column("prompt_length")
     longest = int(np.sort(prompts)[-5])
     data = data_with(96 - longest)
     count = int((prompts > longest).sum())
@@ -190,10 +190,9 @@ def test_parts_of_epochs_are_refused(data_with, trainer, words):
 
 
 def test_to_measure_memory_all_answers_are_of_full_length(data_with):
-    data = data_with(3)
-    data.longest_first = True
+    data = data_with(3, longest_first=True)
     batch = next(iter(data.train_batches()))
-    prompts = np.sort(data._rows("train").column("prompt_length"))
+    prompts = np.sort(data.rows("train").column("prompt_length"))
     assert (batch["drawn"] == 1).all()
     assert batch["attention_mask"].sum(1).tolist() == (prompts[prompts <= 93][-4:] + 3)[::-1].tolist()
 

@@ -112,8 +112,8 @@ def test_single_answers(rows, chat_folder, write_jsonl):
     found = shown(data)
     assert [name for name, *_ in found] == ["wanted", "not wanted"]
     assert found[0][2] == "2<|im_end|>" and found[1][2].startswith("22")
-    batch = data_of(files, chat_folder, "single", batch_size=2, shuffle=False)._loaders.collator(seeded=True)(
-        [data._loaders.items("train")[place] for place in (0, 1, -1)])
+    batch = data_of(files, chat_folder, "single", batch_size=2, shuffle=False).collator(seeded=True)(
+        [data.items("train")[place] for place in (0, 1, -1)])
     assert batch["input_ids"].shape[:2] == (3, 1) and batch["desirable"].tolist() == [1, 0, 0]
 
 
@@ -121,7 +121,7 @@ def test_a_batch_holds_pairs(chat_folder, write_jsonl):
     rows = [{**TEXTS, "chosen": "2" * n} for n in (1, 2, 30)]
     data = data_of(write_jsonl(rows), chat_folder, batch_size=3, shuffle=False)
     batch = next(iter(data.train_batches()))
-    singles = [data._loaders.items("train")[place] for place in range(3)]
+    singles = [data.items("train")[place] for place in range(3)]
     longest = max(len(answer["input_ids"]) for row in singles for answer in row["answers"])
     assert {name: tuple(column.shape) for name, column in batch.items()} == dict.fromkeys(
         ("input_ids", "labels", "attention_mask", "token_seeds"), (3, 2, longest))
@@ -133,7 +133,7 @@ def test_a_batch_holds_pairs(chat_folder, write_jsonl):
             assert batch["attention_mask"][row, side].sum() == size
     real = batch["attention_mask"].bool()
     assert len(batch["token_seeds"][real].unique()) == real.sum()  # no two positions share their dropout
-    padding = data._loaders.collator()([None])
+    padding = data.collator()([None])
     assert (padding["labels"] == IGNORED).all() and padding["attention_mask"].sum(-1).tolist() == [[1, 1]]
 
 
@@ -180,7 +180,7 @@ def test_both_answers_lose_the_same_of_the_prompt(on_overflow, chat_folder, writ
     chosen, rejected = shown(data)
     assert chosen[1] == rejected[1]
     assert chosen[2] == "yes<|im_end|>" and rejected[2].startswith("no, not at all")
-    items = data._loaders.items("train")
+    items = data.items("train")
     assert items.lengths.max() <= 100 and items.truncated[0] > 0
     source = next(iter(data.report["sources"].values()))
     assert source["rows_cut"] == 1 and source["tokens_cut"] == items.truncated[0]
@@ -196,7 +196,7 @@ def test_each_answer_is_lent_to_another_prompt_once(chat_folder, write_jsonl):
     rows = [{"prompt": f"question {n}", "completion": f"answer {n}" * (1 + n // 3), "label": n % 2 == 0}
             for n in range(9)]
     data = data_of(write_jsonl(rows), chat_folder, "mismatched", max_length=60)
-    items = data._loaders.items("train")
+    items = data.items("train")
     lent = []
     for place in range(9):
         own, other = items[place]["answers"]
@@ -211,7 +211,7 @@ def test_each_answer_is_lent_to_another_prompt_once(chat_folder, write_jsonl):
         assert lent[-1] != place
     assert sorted(lent) == list(range(9))
     with pytest.raises(UserError, match="one row alone"):
-        data_of(write_jsonl(rows[:1]), chat_folder, "mismatched")._loaders.items("train")
+        data_of(write_jsonl(rows[:1]), chat_folder, "mismatched").items("train")
 
 
 def test_answers_are_not_lent_within_a_stream(chat_folder, write_jsonl):
@@ -224,7 +224,7 @@ def test_answers_are_not_lent_within_a_stream(chat_folder, write_jsonl):
 def test_rows_split_and_report_count_all_answers(chat_folder, write_jsonl):
     rows = [{**TEXTS, "prompt": f"{n}?", "topic": "numbers"} for n in range(20)]
     data = data_of(write_jsonl(rows), chat_folder, "single", val_size=5)
-    train, val = (data._splits.sets[role] for role in ("train", "val"))
+    train, val = (data.sets[role] for role in ("train", "val"))
     assert (len(train), len(val)) == (30, 10) and not set(train.index) & set(val.index)
     paired = data_of(write_jsonl(rows), chat_folder, batch_size=4)
     split = paired.report["splits"]["train"]
@@ -254,7 +254,7 @@ def test_predict_asks_and_compares_with_the_wanted_answer(row, chat_folder, writ
     data.setup("predict")
     batch = next(iter(data.predict_dataloader()))
     assert data.tokenizer.decode(batch["input_ids"][0]).endswith("Two?<|im_end|>\n<|im_start|>assistant\n")
-    assert data.score({0: "2"}) == ({"exact_match": 1.0} if len(row) > 1 else {})
+    assert data.codec.score(data.rows("predict"), {0: "2"})[0] == ({"exact_match": 1.0} if len(row) > 1 else {})
 
 
 def test_packing_is_refused():
@@ -264,6 +264,6 @@ def test_packing_is_refused():
 
 def test_the_cache_tells_pairs_from_single_answers(chat_folder, write_jsonl):
     path = write_jsonl([TEXTS])
-    assert [len(data_of(path, chat_folder, answers)._rows("train")) for answers in ("pair", "single", "pair")] == [
+    assert [len(data_of(path, chat_folder, answers).rows("train")) for answers in ("pair", "single", "pair")] == [
         1, 2, 1]
     assert json.dumps(data_of(path, chat_folder).report)  # plain JSON

@@ -56,7 +56,7 @@ def test_a_text_is_gone_on_from(chat_folder, write_jsonl):
     batches = [ids for batch in predicted.predict_dataloader() for ids in batch["input_ids"]]
     assert sorted(predicted.tokenizer.decode(ids, skip_special_tokens=True) for ids in batches) == sorted(
         row["text"] for row in rows)
-    assert predicted.score({0: "x", 1: "y"}) == {}
+    assert predicted.codec.score(predicted.rows("predict"), {0: "x", 1: "y"}) == ({}, ())
 
 
 def test_rows_without_a_prompt_are_dropped(chat_folder, write_jsonl):

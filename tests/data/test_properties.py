@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lmmods.core.labels import IGNORED
-from lmmods.data.base import NumberedSet
+from lmmods.data.batches.numbered import NumberedSet
 from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
 from lmmods.data.batches.sampler import (
     PADDING_ROW,

@@ -48,14 +48,14 @@ def windows_of(data, role="train"):
     for batch in data.train_batches():
         for n in range(len(batch["index"])):
             row = {key: value[n] for key, value in batch.items()}
-            yield row, data.window(role, int(row["index"]))
+            yield row, data.codec.window(data.rows(role), int(row["index"]))
 
 
 def test_every_answer_lies_where_the_labels_say(bert_folder, tmp_path):  # noqa: F811
     data = build(squad(tmp_path), bert_folder)
     found, covered = {}, {}
     for row, window in windows_of(data):
-        question = data.question_row("train", window["question"])
+        question = data.rows("train").source_row(window["question"])
         offsets = window["offsets"]
         inside = offsets[offsets[:, 1] > 0]
         covered.setdefault(question["id"], []).append((inside[:, 0].min(), inside[:, 1].max()))
@@ -63,7 +63,7 @@ def test_every_answer_lies_where_the_labels_say(bert_folder, tmp_path):  # noqa:
         if start == window["cls_position"]:
             continue
         text = question["context"][offsets[start, 0] : offsets[end, 1]]
-        assert text == data.golds("train", window["question"])[0]
+        assert text == data.codec.golds(data.rows("train").source_row(window["question"]))[0]
         found[question["id"]] = found.get(question["id"], 0) + 1
     assert set(found) == {"0", "1", "2"}
     for spans in covered.values():  # windows overlap and reach from end to end
@@ -85,7 +85,7 @@ def test_padding_side_left_moves_positions(bert_folder, tmp_path):  # noqa: F811
         pad = int((row["attention_mask"] == 0).sum())
         start, end = int(row["start_positions"]) - pad, int(row["end_positions"]) - pad
         if start != window["cls_position"]:
-            text = data.question_row("train", window["question"])["context"]
+            text = data.rows("train").source_row(window["question"])["context"]
             assert text[window["offsets"][start, 0] : window["offsets"][end, 1]] in ANSWERS
             checked += 1
     assert checked >= 3
@@ -125,7 +125,8 @@ def test_wrong_offsets_are_found_or_counted(bert_folder, tmp_path):  # noqa: F81
         "answers are not {text, answer_start}": 1,
         "answers is missing": 1,
     }
-    lost = [row for row, window in windows_of(data) if data.question_row("train", window["question"])["id"] == "lost"]
+    questions = data.rows("train")
+    lost = [row for row, window in windows_of(data) if questions.source_row(window["question"])["id"] == "lost"]
     assert lost and all(int(row["start_positions"]) == -100 for row in lost)
 
 
@@ -157,7 +158,7 @@ def test_long_questions_are_cut_and_counted(bert_folder, tmp_path):  # noqa: F81
     ]
     path = squad(tmp_path, more=more)
     data = build(path, bert_folder)
-    assert data.report["sources"][path]["questions_cut"] == 1 and data._rows("train").lengths.max() <= 64
+    assert data.report["sources"][path]["questions_cut"] == 1 and data.rows("train").lengths.max() <= 64
     assert "  cut 1 questions to data.question_max_length" in data.report_table()
 
 
@@ -176,16 +177,17 @@ def test_a_flat_csv_file_says_what_the_same_rows_say_in_json(tmp_path, bert_fold
             answers = "" if row["answers"] is None else json.dumps(row["answers"])
             writer.writerow({**row, "is_impossible": flag, "answers": answers}.values())
     as_json, as_csv = (build(str(tmp_path / name), bert_folder) for name in ("a.jsonl", "a.csv"))
-    sets = [data._rows("train") for data in (as_json, as_csv)]
+    sets = [data.rows("train") for data in (as_json, as_csv)]
     assert len(sets[0]) == len(sets[1]) > 12
     for left, right in zip(*sets):
         assert all((left[key] == right[key]).all() if key in ("input_ids", "offsets") else
                    list(left) == list(right) for key in left)
         assert (left["start_positions"], left["end_positions"]) == (right["start_positions"], right["end_positions"])
     for number, row in enumerate(rows):
-        assert as_json.question_row("train", number) == as_csv.question_row("train", number) == row
-        assert as_json.golds("train", number) == as_csv.golds("train", number)
-        assert as_json.is_labelled("train", number) == as_csv.is_labelled("train", number) == (row["id"] != "null")
+        from_json, from_csv = (data.rows("train").source_row(number) for data in (as_json, as_csv))
+        assert from_json == from_csv == row
+        assert as_json.codec.golds(from_json) == as_csv.codec.golds(from_csv)
+        assert as_json.codec.is_labelled(from_json) == as_csv.codec.is_labelled(from_csv) == (row["id"] != "null")
     assert as_json.report["sources"][str(tmp_path / "a.jsonl")]["dropped"] == {}
     assert as_csv.report["sources"][str(tmp_path / "a.csv")]["dropped"] == {}
 
@@ -206,7 +208,7 @@ def test_questions_without_an_id_stay_distinct_and_a_number_is_a_context(tmp_pat
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({**row, **more}) + "\n" for more in ({}, {"id": None}, {"id": ""}, {"id": "x"})))
     data = build(str(path), bert_folder)
-    lengths = [len(data.window("train", index)["offsets"]) for index in range(4)]
+    lengths = [len(data.codec.window(data.rows("train"), index)["offsets"]) for index in range(4)]
     found = data.answer("train", {index: (np.zeros(length), np.zeros(length)) for index, length in enumerate(lengths)})
     assert list(found.files["predictions.json"]) == ["0", "1", "2", "x"] and len(found.rows) == 4
 
@@ -231,7 +233,7 @@ def test_questions_that_share_an_id_are_answered_each_by_itself(bert_folder, wri
     assert list(files) == list(found.files["nbest_predictions.json"]) == ["a", "a#1", "2", "2#3", "a#4"]
     assert list(files.values()) == [row["prediction"] for row in found.rows]
     said = capsys.readouterr().out
-    assert said.count("warning: 3 questions of data.source have the id of another one, the first is a (") == 1
+    assert said.count("warning: 3 questions of train have the id of another one, the first is a (") == 1
     assert "rows.jsonl:2)" in said
 
 
@@ -241,8 +243,8 @@ def test_windows_are_shown_with_the_place_of_their_question(bert_folder, write_j
         "text": ["42"], "answer_start": [CONTEXT.index("42")]}} for _ in range(2)])
     data = build(path, bert_folder)
     shown = data.rows_for_inspection(100)
-    assert len(shown) == len(data._rows("train")) > 4
-    wanted = data._rows("train").index.tolist()
+    assert len(shown) == len(data.rows("train")) > 4
+    wanted = data.rows("train").index.tolist()
     assert [row["index"] for row in shown] == wanted
     assert [row["location"] for row in shown] == [f"{path}:{number + 1}" for number in wanted]
     assert {row["scored"] for row in shown} == {"start and end of 42", "no answer, as this window does not hold it"}
@@ -256,7 +258,7 @@ def test_questions_without_a_score_are_said(bert_folder, tmp_path, capsys):  # n
         data = QAData(squad(tmp_path), tokenizer=bert_folder, max_length=64, stride=16, question_max_length=16,
                       predict_source=str(path), **fields)
         data.setup("predict")
-        sizes = data._rows("predict").lengths
+        sizes = data.rows("predict").lengths
         return data.predictions({n: (np.zeros(size), np.zeros(size)) for n, size in enumerate(sizes)}).scores
 
     row = {"id": "a", "question": "what?", "context": "the fox", "answers": {"text": ["the"], "answer_start": [0]}}

@@ -28,7 +28,7 @@ def data_of(source, folder, stage="fit", **settings) -> RewardData:
 
 def texts(data: RewardData, role="train") -> list[list[str]]:
     """The sequences of each row."""
-    items = data._loaders.items(role)
+    items = data.items(role)
     return [[data.tokenizer.decode(answer["input_ids"]) for answer in items[place]["answers"]]
             for place in range(len(items))]
 
@@ -46,7 +46,7 @@ def test_every_layout_of_a_pair_is_the_same_pair(row, chat_folder, write_jsonl):
     data = data_of(write_jsonl([row]), chat_folder)
     assert texts(data) == [[f"{CHAT}2<|im_end|>\n", f"{CHAT}22 is the answer.<|im_end|>\n"]]
     written = [data.tokenizer.apply_chat_template([*PROMPT, answer]) for answer in (GOOD, BAD)]
-    assert [answer["input_ids"].tolist() for answer in data._loaders.items("train")[0]["answers"]] == [
+    assert [answer["input_ids"].tolist() for answer in data.items("train")[0]["answers"]] == [
         ids["input_ids"] for ids in written]
     assert [row["name"] for row in data.rows_for_inspection(9)] == ["chosen", "rejected"]
 
@@ -57,12 +57,12 @@ def test_answers_of_other_models_are_written_as_those_of_rows(chat_folder, byte_
     data = data_of(write_jsonl([TEXTS], "train.jsonl"), chat_folder, "predict", predict_source=write_jsonl(rows))
     wanted = [items["input_ids"].flatten().tolist() for items in data.predict_dataloader()][::-1]
     empty = {"role": "assistant", "content": " "}
-    found = data.encode_answers([Conversation([*PROMPT, GOOD]), PLAIN["chosen"], Conversation([*PROMPT, empty]),
+    found = data.codec.encode_answers([Conversation([*PROMPT, GOOD]), PLAIN["chosen"], Conversation([*PROMPT, empty]),
                                  Conversation([*PROMPT, BAD]), ""])
     assert found[2] is None and found[4] is None
     assert [found[0].tolist(), found[3].tolist()] == sorted(wanted, key=len)
     assert data.tokenizer.decode(found[1]) == f"<s>{PLAIN['chosen']}<|im_end|>"
-    assert data.encode_answers([]) == []
+    assert data.codec.encode_answers([]) == []
 
 
 def test_texts_without_a_prompt(byte_level_folder, chat_folder, write_jsonl):
@@ -91,18 +91,18 @@ def test_a_batch_holds_pairs(chat_folder, write_jsonl):
     rows = [{**TEXTS, "chosen": "2" * n, "margin": margin} for n, margin in ((1, 0.5), (2, None), (30, "2"))]
     data = data_of(write_jsonl(rows), chat_folder, batch_size=3, shuffle=False)
     batch = next(iter(data.train_batches()))
-    longest = int(data._loaders.items("train").lengths.max())
+    longest = int(data.items("train").lengths.max())
     assert {name: tuple(column.shape) for name, column in batch.items()} == {
         **dict.fromkeys(("input_ids", "attention_mask", "token_seeds"), (3, 2, longest)), "index": (3,), "margin": (3,)}
     assert batch["margin"].tolist() == [0.5, 0, 2] and batch["index"].tolist() == [0, 1, 2]
     for row in range(3):
-        for side, answer in enumerate(data._loaders.items("train")[row]["answers"]):
+        for side, answer in enumerate(data.items("train")[row]["answers"]):
             size = len(answer["input_ids"])
             assert batch["input_ids"][row, side, :size].tolist() == answer["input_ids"].tolist()
             assert batch["attention_mask"][row, side].tolist() == [1] * size + [0] * (longest - size)
     real = batch["attention_mask"].bool()
     assert len(batch["token_seeds"][real].unique()) == real.sum()  # no two positions share their dropout
-    padding = data._loaders.collator()([None])
+    padding = data.collator()([None])
     assert padding["index"].tolist() == [-1] and padding["margin"].isnan().all()
     assert padding["attention_mask"].sum(-1).tolist() == [[1, 1]]
     [source] = data.report["sources"].values()
@@ -113,7 +113,7 @@ def test_what_is_cut_is_counted(byte_level_folder, write_jsonl):
     long = {"chosen": "fox " * 200, "rejected": "dog"}
     data = data_of(write_jsonl([long, PLAIN]), byte_level_folder, max_length=40)
     [source] = data.report["sources"].values()
-    first = data._loaders.items("train")[0]["answers"][0]["input_ids"]
+    first = data.items("train")[0]["answers"][0]["input_ids"]
     assert len(first) == 40 and source["rows_cut"] == 1
     whole = data.tokenizer(long["chosen"])["input_ids"]
     assert source["tokens_cut"] == len(whole) + 1 - 40  # 1: the end token
@@ -169,7 +169,7 @@ def test_predict_scores_chats_and_pairs(chat_folder, write_jsonl, capsys):
     good, bad = len(f"{CHAT}2<|im_end|>\n"), len(f"{CHAT}22 is the answer.<|im_end|>\n")
     assert written == [{**rows[0], "score": good}, {**rows[1], "scores": [good, bad]}, {**rows[3], "score": bad}]
     assert metrics == {"reward_min": good, "reward_mean": (2 * good + 2 * bad) / 4, "reward_max": bad}
-    [source] = [data._splits.sets["predict"].info(0)]
+    [source] = [data.sets["predict"].info(0)]
     assert list(source["dropped"]) == ["the conversation does not end in an answer"]
     said = capsys.readouterr().out
     assert "4 read: the conversation does not end in an answer (1 rows, first" in said

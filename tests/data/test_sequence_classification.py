@@ -19,6 +19,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Ragged
 from lmmods.data.encode.labels import Labels, SequenceEncoder
+from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
+from lmmods.data.labels import cutting_tokenizer
 from lmmods.data.sequence_classification import SequenceClassificationData
 from lmmods.data.sources.readers import Row
 from tests.data.conftest import CORPUS
@@ -46,7 +48,7 @@ def rows_of(data, role="train"):
     for batch in loader:
         for place, index in enumerate(batch["index"].tolist()):
             if index >= 0:
-                source = data._rows(role)[index]["index"]
+                source = data.rows(role)[index]["index"]
                 found[source] = {name: column[place] for name, column in batch.items()}
     return found
 
@@ -91,7 +93,7 @@ def test_several_labels(bert_folder, write_jsonl):  # noqa: F811
     assert rows[0]["labels"].dtype == torch.float32
     assert data.network_fields["problem_type"] == "multi_label_classification"
     assert data.report["sources"][path]["rows_dropped"] == 4
-    assert data.label_counts("train") == {"a": 1, "b": 1, "c": 1}
+    assert data.codec.count_labels(data.rows("train")) == {"a": 1, "b": 1, "c": 1}
 
 
 @pytest.mark.parametrize("lists,fields,labels,rows", [
@@ -174,7 +176,7 @@ def test_padding_rows_have_no_label(bert_folder, write_jsonl):  # noqa: F811
     for labels, is_none in (([0, 1], lambda column: column == IGNORED), ([0.5, 1.5], torch.isnan),
                             ([["a"], ["b"]], torch.isnan)):
         data = build(write_jsonl(labelled(labels)), bert_folder)
-        batch = data._loaders.collator()([data._loaders.items("train")[0], None])
+        batch = data.collator()([data.items("train")[0], None])
         assert bool(is_none(batch["labels"][1]).all()) and not bool(is_none(batch["labels"][0]).any())
         assert batch["index"].tolist() == [0, -1] and batch["attention_mask"][1].sum() == 1
 
@@ -244,7 +246,8 @@ def test_labels_are_kept_for_other_processes_evaluation_and_checkpoints(bert_fol
 
 def test_counts_and_weights(bert_folder, write_jsonl):  # noqa: F811
     data = build(write_jsonl(labelled(["a"] * 30 + ["b"] * 10)), bert_folder, labels=["a", "b", "never"])
-    assert data.label_counts("train") == data.report["splits"]["train"]["labels"] == {"a": 30, "b": 10, "never": 0}
+    counts = data.codec.count_labels(data.rows("train"))
+    assert counts == data.report["splits"]["train"]["labels"] == {"a": 30, "b": 10, "never": 0}
     assert data.class_weights("balanced").tolist() == pytest.approx([40 / (2 * 30), 40 / (2 * 10), 1])
     assert data.class_weights("balanced").dtype == np.float32
     assert data.class_weights({"b": 3}).tolist() == [1, 3, 1] and data.class_weights(None) is None
@@ -258,9 +261,9 @@ def test_weights_count_the_rows_that_train(bert_folder, write_jsonl):  # noqa: F
     assert several.class_weights("balanced").tolist() == pytest.approx([20 / (2 * 10)] * 2)
     path = write_jsonl(labelled(["a", "b"] * 20))
     data = build([{"path": path, "weight": 2.0}], bert_folder, val_size=10)
-    counts = data.label_counts("train")
-    assert sum(counts.values()) == 60 and sum(data.label_counts("val").values()) == 10
-    assert counts["a"] + 2 * data.label_counts("val")["a"] == 40
+    counts = data.codec.count_labels(data.rows("train"))
+    assert sum(counts.values()) == 60 and sum(data.codec.count_labels(data.rows("val")).values()) == 10
+    assert counts["a"] + 2 * data.codec.count_labels(data.rows("val"))["a"] == 40
 
 
 # Encoding
@@ -330,8 +333,8 @@ def test_an_encoder_survives_pickling(bert_folder, write_jsonl):  # noqa: F811
     path = write_jsonl(rows)
     one, two = (build(path, bert_folder, num_proc=n, cache_dir=f"{path}.{n}") for n in (1, 2))
     for n in range(40):
-        assert (one._rows("train")[n]["input_ids"] == two._rows("train")[n]["input_ids"]).all()
-    encoder, _ = one._encoder(one._splits.sources["train"][0], Row("x", 1, rows[0]), False)
+        assert (one.rows("train")[n]["input_ids"] == two.rows("train")[n]["input_ids"]).all()
+    encoder, _ = one.codec.make_encoder(one.sources.training_readers()[0], Row("x", 1, rows[0]), False)
     again = pickle.loads(pickle.dumps(encoder))
     texts = [{"text": "the [SEP] fox", "label": "a"}]
     assert again(texts).columns["input_ids"].values.tolist() == encoder(texts).columns["input_ids"].values.tolist()
@@ -343,9 +346,8 @@ def test_an_encoder_survives_pickling(bert_folder, write_jsonl):  # noqa: F811
 def test_wrong_values_give_a_row_or_a_reason(problem_type, label, prompts_only, bert_folder):  # noqa: F811
     """Each value of another kind in each column, straight to the encoder: JSON could not hold some of them."""
     names = [] if problem_type == "regression" else ["a", "b"]
-    data = SequenceClassificationData("x", tokenizer=bert_folder, max_length=16)
-    encoder = SequenceEncoder(data._cutting_tokenizer(True), prompts_only, ["first", "second"], "label", problem_type,
-                              Labels(names, None))
+    cutting = cutting_tokenizer(load_tokenizer(TokenizerOptions(bert_folder)).tokenizer, 16, is_pair=True)
+    encoder = SequenceEncoder(cutting, prompts_only, ["first", "second"], "label", problem_type, Labels(names, None))
     row = {"first": "the fox", "second": "jumps", "label": label}
     rows = [row, *({**row, column: value} for column in row for value in WRONG),
             *({name: value for name, value in row.items() if name != column} for column in row)]
@@ -417,7 +419,7 @@ def test_a_stream_with_named_labels(bert_folder, write_jsonl):  # noqa: F811
     data.trainer = None
     batch = next(iter(data.train_batches()))
     assert set(batch["labels"].tolist()) <= {0, 1} and data.problem_type == "single_label"
-    assert data.label_counts("train") == {"b": 20, "a": 20}
+    assert data.codec.count_labels(data.rows("train")) == {"b": 20, "a": 20}
     with pytest.raises(UserError, match="stream"):
         data.class_weights("balanced")
 
@@ -438,7 +440,7 @@ def test_answers_of_one_label(bert_folder, write_jsonl):  # noqa: F811
     assert found.scores["accuracy"] == right / 5 and found.scores["f1_macro"] <= 1
     assert np.trace(np.array(found.files["classes.json"]["confusion"])) == right
     json.dumps(found)
-    assert data.answer("test", {}) == ([], {}, {})
+    assert data.answer("test", {}) == ([], {}, {}, ())
 
 
 def test_answers_of_several_labels_and_numbers(bert_folder, write_jsonl):  # noqa: F811

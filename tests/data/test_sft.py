@@ -1,5 +1,6 @@
 """SFTData end to end on tiny tokenizers: labels, prompts, terminators, limits, split, scores."""
 
+from functools import partial
 from itertools import islice
 
 import lightning
@@ -94,7 +95,7 @@ def test_every_assistant_turn_or_the_last_is_scored(last_only, any_folder, write
     text = data.tokenizer.decode(labelled(row))
     assert ("how are you 0" in text) is not last_only
     assert "The sum is 42." in text and "again" not in text and "adds numbers" not in text
-    assert sum(label in data.stop_token_ids for label in row["labels"]) == (1 if last_only else 2)
+    assert sum(label in data.codec.stop_token_ids for label in row["labels"]) == (1 if last_only else 2)
 
 
 def test_tokens_typed_by_a_user_stay_text(any_folder, write_jsonl):
@@ -194,33 +195,33 @@ def test_split_is_disjoint_complete_and_stable(spm_folder, write_jsonl, alpaca_r
     for val_size, count in ((0.25, 10), (7, 7)):
         data = build(path, spm_folder, val_size=val_size)
         again = build(path, spm_folder, val_size=val_size, max_length=400, template="plain")
-        val, train = (set(data._splits.sets[role].index.tolist()) for role in ("val", "train"))
+        val, train = (set(data.sets[role].index.tolist()) for role in ("val", "train"))
         assert len(val) == count and not val & train and val | train == set(range(40))
-        assert set(again._splits.sets["val"].index.tolist()) == val
+        assert set(again.sets["val"].index.tolist()) == val
 
 
 def test_usable_rows_are_set_aside(spm_folder, write_jsonl, alpaca_rows):
     """As many as asked for, whatever was dropped; the rows that were held out before a drop stay held out."""
     before = build(write_jsonl(alpaca_rows), spm_folder, val_size=10)
-    held_out = before._splits.sets["val"].index.tolist()
-    useless = {*held_out[:6], *before._splits.sets["train"].index.tolist()[:5]}
+    held_out = before.sets["val"].index.tolist()
+    useless = {*held_out[:6], *before.sets["train"].index.tolist()[:5]}
     path = write_jsonl([{**row, "output": ""} if n in useless else row for n, row in enumerate(alpaca_rows)])
     usable = set(range(40)) - useless
     for val_size, count in ((10, 10), (0.25, 7)):  # a share is one of 29 usable rows
         data = build(path, spm_folder, val_size=val_size)
-        val, train = (data._splits.sets[role].index.tolist() for role in ("val", "train"))
+        val, train = (data.sets[role].index.tolist() for role in ("val", "train"))
         assert len(val) == count and set(val) | set(train) == usable and not set(val) & set(train)
         assert set(held_out) - useless <= set(val)
         assert data.report["splits"]["val"]["rows"] == count
         cached = build(path, spm_folder, val_size=val_size)
-        assert set(cached._splits.sets["val"].index.tolist()) == set(val)
+        assert set(cached.sets["val"].index.tolist()) == set(val)
     with pytest.raises(UserError, match="the source has 29 usable rows of 40"):
         build(path, spm_folder, val_size=29)
 
 
 def test_padding_rows_count_nothing_and_attend_to_one_token(spm_folder, write_jsonl, alpaca_rows):
     data = build(write_jsonl(alpaca_rows), spm_folder)
-    batch = data._loaders.collator()([None])
+    batch = data.collator()([None])
     assert batch["labels"].eq(-100).all() and batch["attention_mask"].sum() == 1
 
 
@@ -232,11 +233,12 @@ def test_predict_gives_prompts_references_and_scores(stage, spm_folder, write_js
     for batch in data.predict_dataloader():
         assert set(batch) == {"input_ids", "attention_mask", "index"}
         assert batch["attention_mask"][:, -1].all()
-        seen |= {int(index): data.reference(int(index)) for index in batch["index"]}
+        seen |= {int(index): data.codec.reference(data.rows("predict"), int(index)) for index in batch["index"]}
     assert len(seen) == 6
     assert all(alpaca_rows[index]["output"] == text == data.example(index)["output"] for index, text in seen.items())
-    assert data.score({index: f" {text}\n" for index, text in seen.items()}) == {"exact_match": 1.0}
-    assert data.score({index: "x" for index in seen}) == {"exact_match": 0.0}
+    score = partial(data.codec.score, data.rows("predict"))
+    assert score({index: f" {text}\n" for index, text in seen.items()}) == ({"exact_match": 1.0}, ())
+    assert score({index: "x" for index in seen}) == ({"exact_match": 0.0}, ())
 
 
 def test_scores_say_what_they_do_not_count(chat_folder, write_jsonl, alpaca_rows, capsys):
@@ -338,7 +340,7 @@ def test_packed_batches_score_the_same_tokens(any_folder, write_jsonl, alpaca_ro
         assert (batch["labels"][firsts] == -100).all() and firsts.sum() == batch["segment_ids"].max(1).values.sum()
         seen += int((batch["labels"] != -100).sum())
     assert seen == scored
-    padding = packed._loaders.collator()([None])
+    padding = packed.collator()([None])
     assert padding["segment_ids"].sum() == 1 == padding["attention_mask"].sum()
 
 
@@ -353,7 +355,7 @@ def test_rows_count_by_their_weight(any_folder, write_jsonl, alpaca_rows):
             assert source["rows_weighted"] == 3
             assert source["dropped"]["the row's weight is 0"]["rows"] == 2
         (batch,) = islice(data.train_batches(), 1)
-        rows = {row["index"]: row for row in map(data._rows("train").__getitem__, range(4))}
+        rows = {row["index"]: row for row in map(data.rows("train").__getitem__, range(4))}
         if fields.get("packing"):
             ids, weight = (batch[name][0][batch["segment_ids"][0] == 1] for name in ("input_ids", "loss_weights"))
             index = next(n for n, row in rows.items() if row["input_ids"].tolist() == ids.tolist())

@@ -99,7 +99,7 @@ def test_store_is_an_arrow_file_that_datasets_opens(spm_folder, write_jsonl, alp
     table = datasets.Dataset.from_file(str(store / "encoded.arrow"))
     assert table[3]["input_ids"] == data.rows_for_inspection(4)[3]["input_ids"]
     assert json.loads((store / "info.json").read_text())["rows_read"] == len(alpaca_rows)
-    assert np.array_equal(data._rows("train").lengths, [len(row) for row in table["input_ids"]])
+    assert np.array_equal(data.rows("train").lengths, [len(row) for row in table["input_ids"]])
 
 
 def test_an_unwritable_cache_is_an_error(spm_folder, write_jsonl, alpaca_rows, tmp_path):

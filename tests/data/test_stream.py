@@ -83,7 +83,7 @@ def test_sources_come_in_proportion(spm_folder, write_jsonl):
     rare = write_jsonl([{"instruction": "ask", "output": "rare"}] * 100, "a.jsonl")
     often = write_jsonl([{"prompt": "ask", "completion": "often"}] * 100, "b.jsonl")
     data = build([{"path": rare, "weight": 0.2}, {"path": often, "weight": 0.8}], spm_folder, stream_window=100)
-    rows = data._rows("train")
+    rows = data.rows("train")
     counts = [len(store) for store in rows.stores]
     assert 8 <= counts[0] <= 32 and sum(counts) == 100
 

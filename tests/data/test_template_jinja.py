@@ -154,5 +154,5 @@ def test_who_trains_on_with_what_was_left_has_the_same_rows(name, chat_folder, w
     second = data_of(str(tmp_path / "left.jinja"))
     for ours, theirs in zip(first.rows_for_inspection(2), second.rows_for_inspection(2), strict=True):
         assert (list(ours["input_ids"]), list(ours["labels"])) == (list(theirs["input_ids"]), list(theirs["labels"]))
-    assert first.stop_token_ids == second.stop_token_ids
+    assert first.codec.stop_token_ids == second.codec.stop_token_ids
     assert first.encode_prompts(["Why?"]) == second.encode_prompts(["Why?"])

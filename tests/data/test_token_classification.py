@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.encode.labels import Labels, TokenEncoder
+from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
+from lmmods.data.labels import cutting_tokenizer
 from lmmods.data.sources.readers import LONGEST, TOO_LONG, Row, read_file
 from lmmods.data.token_classification import TokenClassificationData
 from lmmods.runs.inspect import show_data
@@ -122,7 +124,7 @@ def test_words_without_a_token(num_words, bert_folder, write_jsonl):  # noqa: F8
     source = data.report["sources"][path]
     wanted = sum(not data.tokenizer.tokenize(word) for word in words)
     assert source["words_without_token"] == wanted and source["dropped"]["the tokenizer finds no token"]["rows"] == 1
-    item = data._rows("train")[0]
+    item = data.rows("train")[0]
     logits = np.eye(2, dtype=np.float32)[np.maximum(item["labels"], 0)]
     found = data.answer("train", {0: logits})
     assert found.rows[0]["prediction"] == [tag if data.tokenizer.tokenize(word) else None
@@ -149,9 +151,8 @@ def test_rows_that_cannot_be_used_are_counted_with_their_reason(bert_folder, wri
 
 @pytest.mark.parametrize("prompts_only", [False, True])
 def test_wrong_values_give_a_row_or_a_reason(prompts_only, bert_folder):  # noqa: F811
-    data = TokenClassificationData("x", tokenizer=bert_folder, max_length=16)
-    encoder = TokenEncoder(data._cutting_tokenizer(), prompts_only, "tokens", "tags", Labels(["A", "B-C", "I-C"], None),
-                           True, "")
+    cutting = cutting_tokenizer(load_tokenizer(TokenizerOptions(bert_folder)).tokenizer, 16)
+    encoder = TokenEncoder(cutting, prompts_only, "tokens", "tags", Labels(["A", "B-C", "I-C"], None), True, "")
     row = {"tokens": ["the", "fox"], "tags": ["A", "B-C"]}
     rows = [row, *({**row, column: value} for column in row for value in WRONG),
             *({**row, column: [row[column][0], value]} for column in row for value in WRONG), {"tokens": ["a"]}]
@@ -169,13 +170,14 @@ def test_tags_as_numbers_and_given_names(bert_folder, write_jsonl):  # noqa: F81
     path = write_jsonl(rows, "b.jsonl")
     data = build(path, bert_folder, labels=["O", "B-PER", "I-PER"])
     assert data.report["sources"][path]["dropped"]["a label that is none of data.labels"]["rows"] == 1
-    assert data.label_counts("train") == {"O": 0, "B-PER": 1, "I-PER": 1}
+    assert data.codec.count_labels(data.rows("train")) == {"O": 0, "B-PER": 1, "I-PER": 1}
 
 
 def test_counts_weights_and_the_network(bert_folder, write_jsonl):  # noqa: F811
     data = build(write_jsonl(tagged()), bert_folder)
     flat = [tag for tags in TAGS for tag in tags]
-    assert data.label_counts("train") == data.report["splits"]["train"]["labels"] == {n: flat.count(n) for n in NAMES}
+    counts = data.codec.count_labels(data.rows("train"))
+    assert counts == data.report["splits"]["train"]["labels"] == {n: flat.count(n) for n in NAMES}
     assert data.class_weights("balanced").tolist() == pytest.approx([len(flat) / (7 * flat.count(n)) for n in NAMES])
     config = AutoConfig.for_model("bert", **data.network_fields)
     assert [config.id2label[n] for n in range(config.num_labels)] == NAMES and config.problem_type is None
@@ -297,7 +299,7 @@ def test_answers_from_logits(label_all_tokens, bert_folder, write_jsonl):  # noq
     data = build(write_jsonl(tagged()), bert_folder, label_all_tokens=label_all_tokens)
     outputs = {}
     for n in range(len(WORDS)):
-        item = data._loaders.items("train")[n]
+        item = data.items("train")[n]
         outputs[n] = np.eye(7, dtype=np.float32)[np.maximum(item["labels"], 0)]
     found = data.answer("train", outputs)
     assert [row["prediction"] for row in found.rows] == TAGS
@@ -312,7 +314,7 @@ def test_answers_from_logits(label_all_tokens, bert_folder, write_jsonl):  # noq
 
 def right_logits(data, role):
     """Logits that give each word of a set that the model sees its own tag."""
-    rows = data._rows(role)
+    rows = data.rows(role)
     return {n: np.eye(len(data.labels), dtype=np.float32)[np.maximum(rows[n]["labels"], 0)] for n in range(len(rows))}
 
 
@@ -327,7 +329,7 @@ def test_words_that_are_cut_off_are_missed_entities(role, bert_folder, write_jso
         data = build(path, bert_folder, stage, max_length=max_length, **{f"{role}_source": other})
         found = data.answer(role, right_logits(data, role))
         predicted = [row["prediction"] for row in found.rows]
-        unseen = [len(row) - len(set(data._rows(role)[n]["words"].tolist()) - {-1}) for n, row in enumerate(tags)]
+        unseen = [len(row) - len(set(data.rows(role)[n]["words"].tolist()) - {-1}) for n, row in enumerate(tags)]
         assert [row[len(row) - count:] for row, count in zip(predicted, unseen, strict=True)] == [
             ["O"] * count for count in unseen]
         assert found.scores.pop("words_not_seen", 0) == sum(unseen)
@@ -383,7 +385,7 @@ def test_parts_of_speech_have_no_entities(bert_folder, write_jsonl):  # noqa: F8
     rows = tagged([["the", "fox"], ["it", "jumps"]], [["DT", "NN"], ["PRP", "VBZ"]], ("words", "pos_tags"))
     data = build(write_jsonl(rows), bert_folder)
     assert (data.tokens_column, data.tags_column) == ("words", "pos_tags")
-    outputs = {n: np.zeros((len(data._rows("train")[n]["input_ids"]), 4), np.float32) for n in range(2)}
+    outputs = {n: np.zeros((len(data.rows("train")[n]["input_ids"]), 4), np.float32) for n in range(2)}
     found = data.answer("train", outputs)
     assert set(found.scores) == {"accuracy", "f1_macro"} and found.scores["accuracy"] == 0.25
     assert set(found.rows[0]) == {"words", "pos_tags", "prediction"}

@@ -158,14 +158,14 @@ def test_added_tokens_are_whole_in_texts(cased_folder, tmp_path):
     """One that the vocabulary holds and the tokenizer splits keeps its id; neither is special, so both are masked."""
     data = rows_of(MLMData, tmp_path / "a.txt", "the [unused0] fox <gene>s\n", cased_folder,
                    add_tokens=["[unused0]", "<gene>", "[MASK]"], documents="line", mlm_probability=0.99)
-    ids = data._rows("train")[0]["input_ids"].tolist()
+    ids = data.rows("train")[0]["input_ids"].tolist()
     assert data.tokenizer.convert_ids_to_tokens(ids[:-1]) == ["the", "[unused0]", "fox", "<gene>", "s"]
     assert ids[1] == 5 and ids[3] == len(WORDS) and data.trainable_new_tokens == [len(WORDS)]
     assert data.report["tokenizer"] == ["data.add_tokens: [unused0] keeps its id 5 and is no longer split",
                                         "data.add_tokens: [MASK] is a token already"]
-    assert (data._loaders.items("train")[0]["labels"][1:-2] != -100).all()
+    assert (data.items("train")[0]["labels"][1:-2] != -100).all()
     split = rows_of(MLMData, tmp_path / "a.txt", "the [unused0] fox\n", cased_folder, documents="line")
-    assert split._rows("train")[0]["input_ids"].tolist().count(1) == 3
+    assert split.rows("train")[0]["input_ids"].tolist().count(1) == 3
 
 
 def test_marks_of_a_template_are_whole_in_the_template_alone(byte_level, tmp_path):
@@ -173,7 +173,7 @@ def test_marks_of_a_template_are_whole_in_the_template_alone(byte_level, tmp_pat
     row = json.dumps({"prompt": "Say <|im_end|> and <gene>.", "completion": "<gene>"})
     data = rows_of(SFTData, tmp_path / "a.jsonl", row, byte_level, template="chatml", max_length=99,
                    add_tokens=["<|im_start|>", "<|im_end|>", "<gene>"])
-    ids = data._rows("train")[0]["input_ids"].tolist()
+    ids = data.rows("train")[0]["input_ids"].tolist()
     start, end, gene = (data.tokenizer.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>", "<gene>"))
     assert (ids.count(start), ids.count(end), ids.count(gene)) == (2, 2, 2)
     assert data.tokenizer.decode(ids, skip_special_tokens=True).count("<gene>") == 2
@@ -187,5 +187,5 @@ def test_old_runs_go_on_with_the_tokens_that_they_had(byte_level, tmp_path):
         (tmp_path / "a.txt").write_text("a <gene> b\n")
         data.resume_from({"CLMData": state})
         data.setup("fit")
-        made.append(data._rows("train")[0]["input_ids"].tolist().count(320))
+        made.append(data.rows("train")[0]["input_ids"].tolist().count(320))
     assert made == [0, 1]

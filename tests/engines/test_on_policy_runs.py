@@ -54,7 +54,7 @@ def first_step(source, student, teacher):
     data.connect(pretrained=str(student), seed=SEED)
     data.prepare_data()
     data.setup("fit")
-    order, items = data.train_batches(), data._loaders.items("train")
+    order, items = data.train_batches(), data.items("train")
     divergence = cross_entropy = 0.0
     counts = {True: 0, False: 0}
     total = 0.0

@@ -109,7 +109,7 @@ def test_a_run_that_began_with_a_row_for_padding_keeps_it(clm, tmp_path, monkeyp
                    model__init_args__lora=lora, checkpoint={"every_n_steps": 1})
 
     with monkeypatch.context() as patch:
-        patch.setattr(CLMData, "_adds_padding", True)
+        patch.setattr(CLMData, "adds_padding", True)
         patch.setattr(DataModule, "state_at", lambda self, position: position)
         assert main(["fit", *arguments(old, 4)]) == 0
         assert main(["fit", *arguments(resumed, 2)]) == 0

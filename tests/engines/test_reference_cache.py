@@ -9,6 +9,7 @@ import pytest
 from lmmods.cli import main
 from lmmods.core.settings import LoRA
 from lmmods.data.preference import PreferenceData
+from lmmods.data.references import reference_store
 from lmmods.data.store.references import ReferenceStore
 from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.runs.folder import RunFolder
@@ -92,7 +93,7 @@ def test_other_rows_templates_and_lengths_have_references_of_their_own(pairs, ll
         data.connect(pretrained=str(llama_folder), seed=seed, answers=answers)
         data.prepare_data()
         data.setup("fit")
-        return data.reference_store("train", {"weights": network}).folder
+        return reference_store(data, "train", {"weights": network}).folder
 
     assert folder() == folder(batch_size=5, shuffle=False, num_workers=2)
     different = [folder(), folder("two"), folder(template="vicuna"), folder(max_length=150), folder(val_size=3),

@@ -46,8 +46,8 @@ def build(tmp_path, write_jsonl, alpaca_rows, spm_folder):  # noqa: F811
         data = SFTData(path, tokenizer=spm_folder, max_length=512, cache_dir=str(tmp_path / "cache"), **fields)
         data.prepare_data()
         data.setup("fit")
-        return [data._rows("train").source_row(row["index"]) | {"ids": row["input_ids"].tolist()}
-                for row in map(data._rows("train").__getitem__, range(len(data._rows("train"))))]
+        return [data.rows("train").source_row(row["index"]) | {"ids": row["input_ids"].tolist()}
+                for row in map(data.rows("train").__getitem__, range(len(data.rows("train"))))]
 
     return build
 

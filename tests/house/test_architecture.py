@@ -146,7 +146,7 @@ def test_a_setting_that_nobody_reads_is_found():
     assert len(wanted) > 60 and dead_settings(sources) - before == wanted
     sources = modules()
     text = sources["lmmods.data.sft"]
-    sources["lmmods.data.sft"] = text.replace("self.chat_template_kwargs", "None")
+    sources["lmmods.data.sft"] = text.replace("settings.chat_template_kwargs", "other")
     assert dead_settings(sources) - before == {("lmmods.recipe.tasks.base.ConversationFields", "chat_template_kwargs")}
 
 

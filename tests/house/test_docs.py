@@ -369,7 +369,8 @@ def test_examples_run(page, tree, capfd):
 @pytest.mark.slow
 def test_the_new_task_of_the_page_trains(tree, monkeypatch, capsys):
     """As printed: the files where the page says, which more folders of the same packages stand for, and the recipe."""
-    printed = {"lmmods.data": "class RetellData(SFTData):", "lmmods.torch_engine.tasks": "class Retell(CausalModule):",
+    printed = {"lmmods.data": "class RetellCodec(SFTCodec):",
+               "lmmods.torch_engine.tasks": "class Retell(CausalModule):",
                "jax_engine.tasks": "class Retell(CausalTask):"}
     blocks = [content for _, _, content in fences((ROOT / "docs" / "extending.md").read_text())]
     [recipe] = [block for block in blocks if "class_path: Retell," in block]
@@ -387,6 +388,15 @@ def test_the_new_task_of_the_page_trains(tree, monkeypatch, capsys):
     assert main(tiny(["inspect", "--config", "retell.yaml", "--engine", "jax", "--rows", "1"], 2)) == 0
     report = json.loads((tree / "runs/retell/data_report.json").read_text())
     assert report["splits"]["train"]["rows"] > 100
+
+
+def test_the_public_names_of_the_page_exist():
+    section = (ROOT / "docs" / "extending.md").read_text().partition("## Public names")[2]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    assert len(rows) > 20
+    for names, module in rows:
+        for name in re.findall("`(.+?)`", names):
+            assert hasattr(importlib.import_module(module.strip(" `")), name), (name, module)
 
 
 def test_the_new_family_of_the_page_is_one():

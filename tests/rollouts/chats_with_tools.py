@@ -49,8 +49,7 @@ def prompts(tokenizer: Path, folder: Path, rows: list[dict[str, Any]], tools: li
     source.write_text("".join(json.dumps({"messages": [{"role": "user", "content": "Go."}], **row}) + "\n"
                               for row in rows))
     data = PromptData(source=str(source), tokenizer=str(tokenizer), **{"max_length": 2000, "batch_size": 2, **fields})
-    data.connect(seed=3, new_tokens=new_tokens)
-    data.tools, data.is_scored_by_environment = tools, scored
+    data.connect(seed=3, new_tokens=new_tokens, tools=tools, is_scored_by_environment=scored)
     data.prepare_data()
     data.setup("fit")
     return data

@@ -10,7 +10,7 @@ from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.on_policy import on_policy_of
 from lmmods.rollouts.policy import Drawn
 
-DATA = SimpleNamespace(max_length=50, run_seed=7, stop_token_ids=[2])
+DATA = SimpleNamespace(max_length=50, run_seed=7, codec=SimpleNamespace(stop_token_ids=[2]))
 PROMPTS = [np.arange(1, length) for length in (3, 5, 2, 4, 7)]
 NUMBERS = np.random.default_rng(0).random((5, 4), np.float32)
 

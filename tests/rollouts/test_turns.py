@@ -15,7 +15,7 @@ from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.recipe.trust import trusting
 from lmmods.rollouts.maker import metrics
 from lmmods.rollouts.rollout import Answer, Group, Rollout, read_rollout
-from lmmods.rollouts.turns import FORM, UNKNOWN, Call, Turns, read_calls, show_tools
+from lmmods.rollouts.turns import FORM, UNKNOWN, Call, Turns, environment_facts, read_calls
 from tests.rollouts import hostile_environments as hostile
 from tests.rollouts.chats_with_tools import END, TEMPLATE, ScriptedPolicy, prompts, with_tools
 
@@ -316,11 +316,11 @@ def test_rows_have_no_tools_of_their_own(folder, tmp_path):
 def test_something_must_give_a_reward():
     task = GRPOFields(config={"model_type": "llama"}, environment="tests.rollouts.hostile_environments.Silent")
     with trusting(True), pytest.raises(UserError, match="Silent has no method get_reward, and model.rewards is empty"):
-        show_tools(task, type("Data", (), {})())
+        environment_facts(task)
     task = GRPOFields(config={"model_type": "llama"}, environment=PATH,
                       rewards=[{"name": "exact_match", "label": "environment"}])
     with trusting(True), pytest.raises(UserError, match=r"model\.rewards\[0\] has the name environment"):
-        show_tools(task, type("Data", (), {})())
+        environment_facts(task)
 
 
 def test_files_and_metrics(talk, tmp_path):

@@ -499,7 +499,7 @@ def data_module(source: Path, tokenizer: Path, cache: Path) -> SFTData:
 def test_other_processes_take_the_hashes_of_the_first(instructions, tokenizer_folder, tmp_path, monkeypatch):
     first = data_module(instructions, tokenizer_folder, tmp_path / "cache")
     first.prepare_data()
-    trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda _: first.contents), data_rank=1,
+    trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda _: first.sources.contents), data_rank=1,
                               num_data_ranks=2, batches_per_step=2, state=None, overfit_batches=0)
     second = data_module(instructions, tokenizer_folder, tmp_path / "cache")
     second.trainer = trainer
@@ -509,8 +509,9 @@ def test_other_processes_take_the_hashes_of_the_first(instructions, tokenizer_fo
     assert len(second.train_batches()) == 18
     # A machine of its own, with its own cache: it builds, and looks what it builds from.
     other = Path(shutil.copy(instructions, tmp_path / "rows.jsonl"))
-    sources = data_module(other, tokenizer_folder, tmp_path)._splits.sources["train"]
-    first.contents = {repr(source): content for source, content in zip(sources, first.contents.values())}
+    sources = data_module(other, tokenizer_folder, tmp_path).sources.by_role["train"]
+    contents = first.sources.contents.values()
+    first.sources.contents = {repr(source): content for source, content in zip(sources, contents, strict=True)}
     third = data_module(other, tokenizer_folder, tmp_path / "third")
     third.trainer = trainer
     third.setup("fit")

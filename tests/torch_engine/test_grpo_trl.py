@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.core.policy_losses import PolicyLoss
 from lmmods.data.batches.collate import Collator
-from lmmods.data.grpo import AnswerCollator
+from lmmods.data.grpo import RolloutCollator
 from lmmods.rollouts.advantages import advantages
 from lmmods.rollouts.maker import token_columns
 from lmmods.rollouts.rollout import Answer, Group, Rollout
@@ -256,7 +256,7 @@ def module_steps(folder: Path, given: Answers, rewards: list[list[float]], state
 
     def batch() -> dict[str, torch.Tensor]:
         items = [{**item, "draw": 0} for item in rollout.items(task)]
-        collate = AnswerCollator(Collator(("input_ids", "labels"), tokenizer.unk_token_id, 8, 64), token_columns(task))
+        collate = RolloutCollator(Collator(("input_ids", "labels"), tokenizer.unk_token_id, 8, 64), token_columns(task))
         return collate([None, *sorted(items, key=lambda item: len(item["input_ids"]))])
 
     def logps() -> None:

@@ -13,7 +13,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.store.rows import RowSet
 
 SEEDS = "token_seeds"
-PLACES = "teacher_places"  # numbers of scored tokens, see `NumberedSet`
+PLACES = "teacher_places"  # numbers of scored tokens, see `number_scored`
 DRAWN = "drawn"  # 1 for rows whose answer the network in training has drawn, see `DrawnSet`
 
 
@@ -106,13 +106,7 @@ class AnswerSet(Dataset):
     Args:
         rows: Rows with concatenated answers in `input_ids` and `labels`, the first of `chosen_length` tokens.
         num_answers: Answers of each row.
-
-    Attributes:
-        references: [rows, answers] float32, log-probabilities under the reference model, which items then hold as
-            `reference_logps`; None if the network itself can compute them.
     """
-
-    references: np.ndarray | None = None
 
     def __init__(self, rows: RowSet, num_answers: int) -> None:
         self.rows, self.num_answers = rows, num_answers
@@ -137,8 +131,7 @@ class AnswerSet(Dataset):
             parts = {"wanted" if row["desirable"] else "not wanted": slice(None)}
         else:
             parts = {"chosen": slice(first), "rejected": slice(first, None)}
-        known = {} if self.references is None else {"reference_logps": self.references[number]}
-        return {**row, **known, "answers": [
+        return {**row, "answers": [
             {"input_ids": row["input_ids"][part], "labels": row["labels"][part], "name": name}
             for name, part in parts.items()]}
 

@@ -21,6 +21,7 @@ from lmmods.data.store.arrow_store import MANIFEST, damage
 from lmmods.data.store.cache import commit, remove, reporting_writes
 
 LOGPS = "logps"
+REFERENCE_LOGPS = "reference_logps"  # column of batches
 COMPUTING = "Computing the log-probabilities of the answers of {rows} rows ({role}) under the reference."
 
 

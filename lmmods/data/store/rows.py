@@ -176,3 +176,22 @@ class PromptSet(Dataset):
     def __getitem__(self, number: int) -> dict[str, Any] | None:
         row = self._rows[number]
         return None if row is None else self._prompt_of(row)
+
+
+class IndexedRows(Dataset):
+    """Rows with `index`, their number in this set, and `source`, their number as read. Item -1 is None, a padding row.
+
+    Args:
+        are_whole: True if no row is ever cut.
+    """
+
+    def __init__(self, rows: RowSet, are_whole: bool = False) -> None:
+        self.rows, self.lengths = rows, rows.lengths
+        self.truncated = np.zeros(len(rows), np.int64) if are_whole else rows.truncated  # tokens cut from each row
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        row = self.rows[number]
+        return None if row is None else {**row, "index": number, "source": row["index"]}

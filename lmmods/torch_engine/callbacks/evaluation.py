@@ -87,7 +87,7 @@ class Samples(SampleWriter, L.Callback):
         with undisturbed(trainer, module):
             tokens = self._generate(trainer, module)
             if trainer.is_global_zero:
-                self.write(step, data.decode_answers(tokens), trainer.loggers)
+                self.write(step, data.codec.decode_answers(tokens), trainer.loggers)
         self.latest_step = step
 
     def _generate(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
@@ -95,7 +95,7 @@ class Samples(SampleWriter, L.Callback):
         from lmmods.torch_engine.nn.decoding import generate
 
         data = trainer.datamodule
-        config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
+        config = generation_config(self.generation, data.tokenizer, data.codec.stop_token_ids)
         rows = [torch.tensor(ids, device=module.device) for ids in self.prompt_ids]
         ids, mask = (pad_sequence(part, batch_first=True, padding_value=value, padding_side="left") for part, value in
                      ((rows, data.tokenizer.pad_token_id), ([torch.ones_like(row) for row in rows], 0)))
@@ -134,7 +134,7 @@ class PredictionWriter(L.Callback):
         self._outputs |= trainer.datamodule.outputs_by_index(batch, outputs)
 
     def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        outputs = gather(trainer.datamodule.judged(self._outputs), trainer.world_size)
+        outputs = gather(trainer.datamodule.complete(self._outputs), trainer.world_size)
         if trainer.is_global_zero:
             found = trainer.datamodule.predictions(outputs)
             say(trainer.run_folder.write_predictions(found))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lmmods.core.console import say
+from lmmods.data.references import adopt_references, begin_references, reference_store
 from lmmods.data.store.references import COMPUTING
 from lmmods.runs.model_card import first_weights
 from lmmods.torch_engine.compat.peft import adapters_off
@@ -84,8 +85,8 @@ def cache_references(task: Any) -> None:
     data, strategy = task.trainer.datamodule, task.trainer.strategy
     network = first_weights(task, task.trainer.precision, data.run_seed)
     stage = task.trainer.state.fn
-    for role in data.begin_references(stage.value) if stage else []:  # without a stage no loop reads them
-        store = data.reference_store(role, network)
+    for role in begin_references(data, stage.value) if stage else []:  # without a stage no loop reads them
+        store = reference_store(data, role, network)
         found = strategy.broadcast(store.read() if task.trainer.is_global_zero else None)
         if found is None:
             if task.trainer.is_global_zero:
@@ -93,14 +94,14 @@ def cache_references(task: Any) -> None:
             found = _computed(task, role, store.shape)
             if task.trainer.is_global_zero:
                 store.write(found)
-        data.adopt_references(role, found)
+        adopt_references(data, role, found)
 
 
 def _computed(task: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
     """Compute the log-probabilities [rows, answers] of a set."""
     trainer, size = task.trainer, task.chunk_tokens()
     found = {}
-    for batch in trainer.datamodule.reference_loader(role):
+    for batch in trainer.datamodule.evaluation_loader(role, "index"):
         batch = trainer.strategy.batch_to_device(batch)
         for chunk in split_rows(batch, size) if size else [batch]:
             with evaluating(task.model), trainer.precision_plugin.forward_context():

@@ -8,7 +8,7 @@ from torch import nn
 
 from lmmods.core.console import say
 from lmmods.data.batches.collate import PLACES
-from lmmods.data.teacher import COMPUTING, LikeliestByNumber, gathered, num_columns
+from lmmods.data.teacher import COMPUTING, LikeliestByNumber, gathered, num_columns, number_scored, teacher_store
 from lmmods.runs.model_card import first_weights
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_guide
 from lmmods.torch_engine.nn.loss import Guide, likeliest
@@ -26,8 +26,8 @@ def cached_teacher(task: Any) -> tuple[LikeliestByNumber, int]:
     strategy, network, parts, begin = trainer.strategy, None, [], 0
     facts = first_weights(task.teacher_fields, trainer.precision, 0)
     size = num_columns(teacher, data.tokenizer, task.model.config.get_text_config().vocab_size, task.trust_remote_code)
-    for role, count in data.number_scored(trainer.state.fn.value).items():
-        store = data.teacher_store(role, facts, count, teacher.top_k, size)
+    for role, count in number_scored(data, trainer.state.fn.value).items():
+        store = teacher_store(data, role, facts, count, teacher.top_k, size)
         found = strategy.broadcast(store.read() if trainer.is_global_zero else None)
         if found is None:
             if trainer.is_global_zero:
@@ -48,7 +48,7 @@ def _computed(task: Any, network: nn.Module, role: str, size: int) -> Iterator[t
     trainer, chunk_tokens = task.trainer, task.chunk_tokens()
     with evaluating(network), trainer.precision_plugin.forward_context():
         head = LMHead.from_model(network)
-        for batch in trainer.datamodule.teacher_loader(role):
+        for batch in trainer.datamodule.evaluation_loader(role):
             batch = trainer.strategy.batch_to_device(batch)
             for rows in split_rows(batch, chunk_tokens) if chunk_tokens else [batch]:
                 # What a position predicts is the token after it.

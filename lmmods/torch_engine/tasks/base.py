@@ -20,6 +20,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.memory import Step, StepMemory, describe_sizes, describe_teacher
 from lmmods.core.settings import num_layers, require
 from lmmods.core.text_metrics import perplexity
+from lmmods.data.batches.collate import PLACES
 from lmmods.data.teacher import check_teacher
 from lmmods.recipe.tasks.base import TaskFields
 from lmmods.runs.averaging import averaged_parameters
@@ -111,7 +112,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         if self.teacher.top_k is None:
             self.teacher_model = self.build_teacher(abstract)
         else:
-            self.trainer.datamodule.keeps_teacher = True
+            self.trainer.datamodule.add_column(PLACES)
 
     def build_teacher(self, abstract: bool = False) -> nn.Module:
         """Return the teacher's network, frozen; argument as of `build_model`."""

@@ -41,7 +41,8 @@ class CausalModule(CausalFields, TaskModule):
         self._mixture: Mixture | None = None
 
     def link(self, datamodule: Any) -> None:
-        datamodule.keeps_teacher = self.is_taught_beforehand
+        if self.is_taught_beforehand:
+            datamodule.add_column(PLACES)
 
     def prepare_model(self) -> None:
         super().prepare_model()
@@ -126,7 +127,7 @@ class CausalModule(CausalFields, TaskModule):
         # Learned position embeddings have a fixed number of rows; rotary ones also take later positions.
         if num_positions and getattr(self.model.config.get_text_config(), "rope_parameters", None) is None:
             self.generation.check_positions(prompt_length, num_positions)
-        config = generation_config(self.generation, data.tokenizer, data.stop_token_ids)
+        config = generation_config(self.generation, data.tokenizer, data.codec.stop_token_ids)
         numbers = draws(base_seed(), batch["index"].tolist(), self.generation.max_new_tokens, self.num_answers)
         ids, mask = (batch[name].repeat_interleave(self.num_answers, 0) for name in ("input_ids", "attention_mask"))
         tokens = self(generate, self.model, ids, mask, config,

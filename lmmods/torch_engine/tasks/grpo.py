@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmmods.data.batches.rollouts import Place
+from lmmods.data.grpo import Begin, Rollouts, draw_nothing
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
 from lmmods.rollouts.policy import Row
@@ -42,14 +43,12 @@ class GRPO(GRPOFields, CausalModule):
         """Names of the loss's metrics."""
         return self.policy_loss.metric_names
 
-    def link(self, datamodule: Any) -> None:
-        datamodule.plan = plan_of(self, datamodule.shuffle, datamodule.seed)
-        datamodule.token_columns = token_columns(self)
+    def link(self, datamodule: Any, begin: Begin = draw_nothing) -> None:
+        plan = plan_of(self, datamodule.shuffle, datamodule.seed)
+        datamodule.take_rows_from(Rollouts(plan, token_columns(self), begin))
 
     def build_model(self, abstract: bool = False) -> None:
-        data = self.trainer.datamodule
-        self.link(data)
-        data.begin_rollout = self._begin_rollout
+        self.link(self.trainer.datamodule, self._begin_rollout)
         super().build_model(abstract)
 
     def prepare_model(self) -> None:

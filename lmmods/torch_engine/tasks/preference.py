@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmmods.core.errors import UserError
 from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.torch_engine.nn.lm_head import causal_logps
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
@@ -37,12 +36,6 @@ class Preference(PreferenceFields, CausalModule):
     def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """Names of the loss's metrics."""
         return self.preference_loss.metric_names
-
-    def build_model(self, abstract: bool = False) -> None:
-        if not hasattr(self.trainer.datamodule, "adopt_references"):
-            raise UserError("model.class_path is Preference, which takes rows of answers: set data.class_path to "
-                            "PreferenceData.")
-        super().build_model(abstract)
 
     def prepare_model(self) -> None:
         super().prepare_model()

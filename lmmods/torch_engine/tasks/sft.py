@@ -13,9 +13,9 @@ class SFT(SFTFields, CausalModule):
 
     def link(self, datamodule: Any) -> None:
         super().link(datamodule)
-        datamodule.on_policy = on_policy_of(self, datamodule)
+        datamodule.take_rows_from(on_policy_of(self, datamodule))
 
     def build_model(self, abstract: bool = False) -> None:
         super().build_model(abstract)
         data = self.trainer.datamodule
-        data.on_policy = on_policy_of(self, data, lambda: None if abstract else TorchSampler(self))
+        data.take_rows_from(on_policy_of(self, data, lambda: None if abstract else TorchSampler(self)))

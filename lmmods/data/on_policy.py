@@ -16,6 +16,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.batches.collate import DRAWN
 from lmmods.data.batches.loader import Batch, SegmentLoader, Shard
 from lmmods.data.batches.sampler import BatchOrder, OrderRule, batches_per_rank
+from lmmods.data.loaders import Loaders
 
 # Returns the tokens, [T] int32 each, of answers to prompts, from uniform numbers in [0, 1) [N, max_new_tokens] that
 # decide them. A collective call, which all processes make with the same arguments.
@@ -43,6 +44,18 @@ class OnPolicy(NamedTuple):
     max_length: int
     seed: int
     draw: Draw
+
+    def make_loader(self, loaders: Loaders, shard: Shard) -> "OnPolicyLoader":
+        """Return training micro-batches with drawn answers."""
+        items, rows, ours = loaders.items("train"), loaders.splits.rows("train"), self
+        lengths = items.lengths
+        if loaders.longest_first:
+            ours = self._replace(share=1.0, draw=stand_ins)
+            prompts = rows.column("prompt_length")
+            lengths = np.where(ours.has_room(prompts), prompts + ours.max_new_tokens, lengths)
+        order = loaders.order(lengths, shard)
+        return OnPolicyLoader(items, order.of, loaders.collator(seeded=True, added=(DRAWN,)), shard,
+                              loaders.settings.batch_size, ours, order.grouped, order.num_rows)
 
     def has_room(self, prompt_length: int | np.ndarray) -> bool | np.ndarray:
         """Return whether a prompt of so many tokens can be answered."""

@@ -1,0 +1,64 @@
+"""Single training rows as the model sees them: the first, the worst, or selected ones."""
+
+from typing import Any, Literal
+
+import numpy as np
+
+from lmmods.core.errors import UserError
+from lmmods.data.codec import Codec
+from lmmods.data.store.rows import RowSet
+
+Which = Literal["first", "longest", "most_cut", "most_unknown"]
+
+
+def show_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None,
+               codec: Codec) -> list[dict[str, Any]]:
+    """Return training rows as the model sees them, as plain lists: {index, input_ids, location}.
+
+    Rows that have them also get the `labels` and `weights` of their tokens, `prompt_length`, and what is scored in
+    words. A row of several answers comes as one row for each, by `name`.
+
+    Args:
+        items: Items of batches, a data set with `lengths` and `truncated`.
+        rows: The rows that the items are built from.
+        which: `first`, `longest`, `most_cut` (tokens removed), `most_unknown` (tokens not in the vocabulary), or row
+            numbers.
+        codec: Says what is scored.
+
+    Raises:
+        UserError: A row number does not exist.
+    """
+    shown = [items[place] for place in _places(items, num_rows, which, unknown_id)]
+    return [_show(row, rows, codec) for item in shown for row in _answers(item)]
+
+
+def _answers(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sequences of an item: one, or one for each answer."""
+    return [{**item, **answer} for answer in item["answers"]] if "answers" in item else [item]
+
+
+def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int | None) -> list[int]:
+    if isinstance(which, list):
+        wrong = [place for place in which if not 0 <= place < len(items)]
+        if wrong:
+            raise UserError(f"row {wrong[0]} does not exist; the training set has rows 0 to {len(items) - 1}")
+        return which
+    if which == "first":
+        return list(range(min(num_rows, len(items))))
+    if which == "most_unknown":
+        measure = np.array([(items[place]["input_ids"] == unknown_id).sum() for place in range(len(items))])
+    else:
+        measure = items.lengths if which == "longest" else items.truncated
+    return np.argsort(-measure, kind="stable")[:num_rows].tolist()
+
+
+def _show(row: dict[str, Any], rows: RowSet, codec: Codec) -> dict[str, Any]:
+    # Where `index` numbers the items themselves, `source` is the number of the row as read.
+    ids, index = row["input_ids"].tolist(), int(row.get("source", row["index"]))
+    labels = {"labels": row["labels"].tolist()} if "labels" in row else {}
+    prompt = {"prompt_length": int(row["prompt_length"])} if "prompt_length" in row else {}
+    weights = {"weights": np.unique(row["weight"]).tolist()} if "weight" in row else {}
+    name = {"name": row["name"]} if "name" in row else {}
+    words = codec.describe_scored(row, rows.source_row(index), rows.info(index))
+    return {"index": index, "input_ids": ids, "location": rows.location(index), **labels, **prompt, **weights, **name,
+            **({"scored": words} if words else {})}
