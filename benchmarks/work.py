@@ -183,7 +183,7 @@ class Work:
         from lmmods.data.grpo import PromptData
 
         data = PromptData(**fields, tokenizer=str(folder / "model"), seed=1)
-        data.new_tokens = ANSWER_LENGTH
+        data.connect(new_tokens=ANSWER_LENGTH)
         data.setup("fit")
         prompts = [data.prompt("train", number).ids for number in range(data.num_prompts("train"))]
         with (folder / "rows.jsonl").open("w") as file:

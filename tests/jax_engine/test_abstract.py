@@ -13,6 +13,7 @@ from transformers import BitsAndBytesConfig
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import shift_labels, token_loss
 from jax_engine.distributed.mesh import ShardedMesh
+from jax_engine.distributed.pool import PREALLOCATE
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.tree import flatten, merge
 from jax_engine.memory import compile_step, step_memory
@@ -150,8 +151,9 @@ def test_a_run_and_a_plan_give_the_same_memory(toy, accumulates):
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_the_start_of_a_run_leaves_a_gap_for_what_a_step_computes(make_ref, accumulates):
+def test_the_start_of_a_run_leaves_a_gap_for_what_a_step_computes(make_ref, accumulates, monkeypatch):
     """On a GPU: beside parameters, AdamW's moments in their dtype, and gradients that are added up in float32."""
+    monkeypatch.delenv(PREALLOCATE, raising=False)  # `inspect --parity` sets it for its process
     task = CLM(pretrained=str(make_ref("llama", "causal").folder), lora=LORA)
     trainable, frozen = task.build("bf16-true", data_of(), 0)
     data = SimpleNamespace(sequences_per_row=1, max_length=32, batch_size=4)
