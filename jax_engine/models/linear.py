@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_engine.distributed.mesh import gathered, look_up
 from jax_engine.models.architecture import NormKind
@@ -130,7 +131,8 @@ class Linear(nnx.Module):
         y = self._product(x, weight)
         if self.adapted:
             y = y + self._adapter(x, y, weight, seeds)
-        return y if self.bias is None else y + self.bias[...].astype(dtype)
+        # The sum is saved for the backward pass, not its terms (see `Network`).
+        return checkpoint_name(y if self.bias is None else y + self.bias[...].astype(dtype), "linear")
 
     def _product(self, x: Array, weight: Any) -> Array:
         """Return x W^T."""

@@ -187,9 +187,14 @@ def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
 UNROLL_CPU = 4
 # Layers of a step of generation at once: a loop copies its slices of the cache. 8 save a fifth of the time at 25M.
 UNROLL_CACHED_CPU = 8
-# Remat policies: the values saved for the backward pass. "none" saves all but gathered weights, which on a mesh are
-# gathered again.
-_KEPT = {"none": lambda primitive, *_, **__: primitive.name != "sharding_constraint", "full": None,
+# Cheap to compute again from what products, attention and layers leave: norms, activations, rope, sums and casts. And
+# gathered weights, which on a mesh are gathered again.
+_RECOMPUTED = {"add", "sub", "mul", "div", "neg", "exp", "log", "logistic", "tanh", "erf", "rsqrt", "sqrt", "square",
+               "integer_pow", "pow", "max", "min", "select_n", "convert_element_type", "reshape", "broadcast_in_dim",
+               "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate", "reduce_sum", "copy",
+               "sharding_constraint"}
+# Remat policies: the values saved for the backward pass.
+_KEPT = {"none": lambda primitive, *_, **__: primitive.name not in _RECOMPUTED, "full": None,
          "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
@@ -397,7 +402,7 @@ class Network(Names):
 
         # On a mesh always, so that gathered weights are not saved (see `_KEPT`). Inside a scan XLA cannot undo the
         # recomputation by CSE, so the barriers of `prevent_cse` are not needed.
-        if self.remat != "none" or on_mesh():
+        if self.remat != "none" or on_mesh() or not self.build.cpu_forms:
             layer = jax.checkpoint(layer, policy=_KEPT[self.remat], prevent_cse=False, static_argnums=(0, 1))
 
         def body(stack: LayerStack, x: Array, step: Tree) -> tuple[Array, tuple[list, list]]:
