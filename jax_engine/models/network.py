@@ -217,6 +217,11 @@ class Network(Names):
         self.first_factors: dict[Path, np.ndarray] = {}  # A and B of a principal adapter before the first step
         self._define(arch, build, to_save)
 
+    @property
+    def recomputes(self) -> bool:
+        """True if the backward pass computes again what is cheap. On CPUs this costs more than it saves."""
+        return not self.build.cpu_forms
+
     def resize(self, num_tokens: int) -> None:
         """Change the number of rows of the vocabulary in place, as transformers' `resize_token_embeddings`."""
         self.config.vocab_size = num_tokens
@@ -402,7 +407,7 @@ class Network(Names):
 
         # On a mesh always, so that gathered weights are not saved (see `_KEPT`). Inside a scan XLA cannot undo the
         # recomputation by CSE, so the barriers of `prevent_cse` are not needed.
-        if self.remat != "none" or on_mesh() or not self.build.cpu_forms:
+        if self.remat != "none" or on_mesh() or self.recomputes:
             layer = jax.checkpoint(layer, policy=_KEPT[self.remat], prevent_cse=False, static_argnums=(0, 1))
 
         def body(stack: LayerStack, x: Array, step: Tree) -> tuple[Array, tuple[list, list]]:

@@ -247,6 +247,7 @@ class Step:
         compute_bytes: Bytes of an activation.
         param_bytes: Bytes of a parameter that trains, and of its gradient.
         runs: `eager` by single operations of torch; `compiled` by torch.compile; `scanned` by XLA, block after block.
+        recomputes: True if a block keeps its input and what products and attention return, and computes the rest again.
         averages: True if parameters are averaged over steps, in float32.
         sums_gradients: True if gradients are added up over micro-batches apart from those of each, in float32.
         in_full: True if all weights train, no adapter.
@@ -262,6 +263,7 @@ class Step:
     compute_bytes: int
     param_bytes: float = 4.0
     runs: Literal["eager", "compiled", "scanned"] = "eager"
+    recomputes: bool = False
     averages: bool = False
     sums_gradients: bool = False
     in_full: bool = False
@@ -277,12 +279,15 @@ class Step:
     def kept_in_block(self, widths: Widths) -> float:
         """Return the bytes that a block keeps for the backward pass, for each token."""
         hidden, wide, query, size = widths.hidden, widths.wide, widths.query, self.compute_bytes
+        is_wide = self.in_full and self.is_mixed
+        if self.recomputes:
+            products = hidden + 2 * query + 2 * widths.key_value + wide * (2 if widths.has_rms_norm else 1)
+            return size * products + hidden * (4 if is_wide else size)
         # Both norms' results, which are the inputs of products; queries, keys, values and what attention makes of them.
         kept = size * (2 * hidden + 2 * query + 2 * widths.key_value)
         # Inputs of the norms: the residual stream, which is float32 if all weights are, or a copy in float32 that the
         # operations of transformers make. A compiler computes what is inside of a norm again.
         normed, is_eager = 2 * hidden + widths.has_qk_norm * (query + widths.key_value), self.runs == "eager"
-        is_wide = self.in_full and self.is_mixed
         kept += normed * (4 if is_eager and widths.has_rms_norm or is_wide else size)
         # The MLP's inner features, and with a gate: gate, up and product; by single operations also the gate's SiLU.
         kept += size * wide * (2 if not widths.has_rms_norm else 4 if is_eager else 3)

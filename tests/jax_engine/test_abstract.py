@@ -167,16 +167,18 @@ def test_the_start_of_a_run_leaves_a_gap_for_what_a_step_computes(make_ref, accu
     assert math.isinf(elsewhere.gap)
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+@pytest.mark.parametrize(("on", "precision"), [
+    ("cpu", "bf16-true"), ("cpu", "bf16-mixed"), ("cpu", "32-true"), ("H100", "bf16-true"), ("H100", "bf16-mixed")])
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
 @pytest.mark.parametrize("key_value_heads", [4, 1])
-def test_a_block_keeps_what_the_start_of_a_run_counts(make_ref, key_value_heads, lora, precision):
+def test_a_block_keeps_what_the_start_of_a_run_counts(make_ref, monkeypatch, on, key_value_heads, lora, precision):
     """For the backward pass; besides, attention keeps a number for each head, and an adapter its inner features."""
-    num_layers, heads, length = 3, 4, 33
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    num_layers, heads, length = 3, 4, 34
     ref = make_ref("llama", "causal", num_hidden_layers=num_layers, head_dim=8, num_attention_heads=heads,
                    num_key_value_heads=key_value_heads)
     task = CLM(pretrained=str(ref.folder), lora=lora)
-    trainable, frozen = task.build(precision, data_of(), 0, abstract=True)
+    trainable, frozen = task.build(precision, data_of(), 0, abstract=True, on=target_named(on))
     rows = {name: jnp.ones((1, length), jnp.int32) for name in ("input_ids", "attention_mask", "labels", "token_seeds")}
 
     def backward(trainable, frozen):
@@ -185,7 +187,8 @@ def test_a_block_keeps_what_the_start_of_a_run_counts(make_ref, key_value_heads,
     kept = [x for x in jax.tree.leaves(jax.eval_shape(backward, trainable, frozen))
             if x.shape[:1] == (num_layers,) and length in x.shape]
     size = 4 if precision == "32-true" else 2
-    step = Step(1, "adamw", False, size, 2 if precision == "bf16-true" else 4, "scanned", in_full=lora is None)
+    step = Step(1, "adamw", False, size, 2 if precision == "bf16-true" else 4, "scanned", on != "cpu",
+                in_full=lora is None)
     others = 4 * heads + (7 * lora.rank * size if lora else 0)
     of_token = step.kept_in_block(widths_of(task.network.config)) + others
     assert sum(x.size * x.dtype.itemsize for x in kept) == num_layers * length * of_token
