@@ -6,10 +6,9 @@ computed in the forward pass, together with the loss. If it is a function of log
 backward pass, from recomputed logits.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,22 +30,7 @@ from jax_engine.distributed.target import target
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
 from lmmods.core.memory import CHUNK_BYTES, CHUNK_BYTES_GPU, LEAST_CHUNK
-from lmmods.core.settings import LEAST, NOTHING, Divergence, TokenLoss
-
-
-class Taught(NamedTuple):
-    """What a batch says of positions beside targets and weights, aligned with these; nothing of it is differentiated.
-
-    Args:
-        ids: [B, T, k] a teacher's likeliest tokens; None if all its logits are at hand.
-        logps: [B, T, k + 1] log-probability of each, and of all others together.
-        drawn: [B, T, 1] float32, 1 where the student has drawn the token to predict, else 0; None is 0 throughout.
-    """
-
-    ids: Array | None = None
-    logps: Array | None = None
-    drawn: Array | None = None
-
+from lmmods.core.settings import TokenLoss
 
 
 class LossSums(NamedTuple):
@@ -97,60 +81,63 @@ def scored_rows(batch: dict[str, Array]) -> Array:
 
 def token_loss(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
                count_correct: bool = False, plain: bool = False, weights: Array | None = None,
-               on: Target | None = None, form: TokenLoss = TokenLoss(), taught: Taught = Taught()) -> LossSums:
+               on: Target | None = None, form: TokenLoss = TokenLoss()) -> LossSums:
     """Return the float32 cross-entropy of `head(hidden)` against `targets`, over positions that are not IGNORED.
-
-    With a divergence in `form` it is mixed with that; of tokens that the student has drawn the divergence is all of the
-    loss.
 
     Run time is proportional to the number of labelled positions, which need not be known at compile time.
 
     Args:
         hidden: [B, T, D] hidden states, already aligned with `targets`.
         targets: [B, T] token ids or IGNORED.
-        head: Maps [..., D] to float32 logits [..., V]; arrays it closes over receive gradients. With a divergence in
-            `form` and no tokens in `taught`, to a pair of these and a teacher's: see `beside_teacher`.
+        head: Maps [..., D] to float32 logits [..., V]; arrays it closes over receive gradients.
         vocab_size: V, which determines the chunk length.
         plain: Compute the logits of all positions at once.
         weights: [B, T] float32 weight of each position; None is 1.
         on: The `target` that chooses the chunk length.
         form: What is changed in the cross-entropy.
-        taught: What more is known of the positions, with a divergence.
+    """
+    return sum_over_positions(partial(_cross_entropy_only, form), 1, hidden, targets, (), head, vocab_size,
+                              count_correct, plain, weights, on)[0]
+
+
+def _cross_entropy_only(form: TokenLoss, logits: Array, targets: Array, _columns: Any, axes: tuple[str, ...]
+                        ) -> tuple[Array]:
+    return (cross_entropies(logits, targets, axes, form),)
+
+
+def sum_over_positions(compute: Callable[..., tuple[Array, ...]], num_values: int, hidden: Array, targets: Array,
+                       columns: Any, head: Callable[[Array], Any], vocab_size: int, count_correct: bool, plain: bool,
+                       weights: Array | None, on: Target | None) -> tuple[LossSums, list[Array]]:
+    """Sum values of the labelled positions. Return the first value's sum as the loss, and the others' S - 1 sums.
+
+    Args:
+        compute: Maps the head's outputs [C, ...], targets [C], a tree of columns [C, ...] and `Way.axes` to S values
+            [C], of which the first is differentiated. It must not close over traced arrays.
+        num_values: S.
+        columns: Tree of [B, T, ...] arrays. Carries no gradient.
+        head: Maps [..., D] to logits, or to a tuple of arrays that begins with them.
+
+    The other arguments are those of `token_loss`.
     """
     scored = (targets != IGNORED).astype(jnp.float32)
     weights = scored if weights is None else scored * weights
+
+    def values_and_hits(outputs, targets, columns, axes):
+        hits = [jax.tree.leaves(outputs)[0].argmax(1) == targets] if count_correct else []
+        return (*compute(outputs, targets, columns, axes), *hits)
+
     if plain:
-        total, counted = _cross_entropy(head, count_correct, hidden.reshape(-1, hidden.shape[-1]), (),
-                                        targets.reshape(-1), weights.reshape(-1), form=form,
-                                        taught=jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), taught))
-        return _loss_sums(total, counted, weights.sum(), count_correct, form)
-    # A custom derivative cannot close over traced arrays: the head's parameters must become arguments.
-    pure_head, way, params = convert(head, hidden, vocab_size, on)
-    way = way._replace(form=form)
-    found = lines(hidden, params, targets, weights, way)
-    total, counted = _chunked_cross_entropy(pure_head, way, count_correct, *found,
-                                            jax.tree.map(lambda x: split_over_ranks(_in_lines(x)), taught))
-    return _loss_sums(total, counted, weights.sum(), count_correct, form)
-
-
-def _loss_sums(total: Array, counted: tuple[Array, ...], weight: Array, count_correct: bool, form: TokenLoss
-               ) -> LossSums:
-    correct, *parts = counted
-    metrics = {name: jnp.stack([part, weight]) for name, part in zip(form.metric_names, parts, strict=True)}
-    if "drawn" in metrics:
-        metrics["cross_entropy"] -= jnp.stack([jnp.zeros(()), metrics["drawn"][0]])  # of the other tokens alone
-    return LossSums(total, weight, correct if count_correct else None, metrics or None)
-
-
-def beside_teacher(hidden: Array, head: Callable[[Array], Array], taught: Array, teacher_head: Callable[[Array], Array]
-                   ) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
-    """Join a student's hidden states and head with its teacher's, [B, T, D] and [B, T, D'], for `token_loss`."""
-    size = hidden.shape[-1]
-
-    def both(x: Array) -> tuple[Array, Array]:
-        return head(x[..., :size]), jax.lax.stop_gradient(teacher_head(jax.lax.stop_gradient(x[..., size:])))
-
-    return jnp.concatenate([hidden, jax.lax.stop_gradient(taught).astype(hidden.dtype)], -1), both
+        total, counted = _weighted_sums(head, values_and_hits, hidden.reshape(-1, hidden.shape[-1]), (),
+                                        targets.reshape(-1), weights.reshape(-1),
+                                        jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), columns))
+    else:
+        # A custom derivative cannot close over traced arrays: the head's parameters must become arguments.
+        pure_head, way, params = convert(head, hidden, vocab_size, on)
+        total, counted = _chunked_sums(pure_head, values_and_hits, num_values + count_correct, way,
+                                       *lines(hidden, params, targets, weights, way),
+                                       jax.tree.map(lambda x: split_over_ranks(_in_lines(x)), columns))
+    correct = counted[-1] if count_correct else None
+    return LossSums(total, weights.sum(), correct), counted[: num_values - 1]
 
 
 def token_log_probs(hidden: Array, targets: Array, head: Callable[[Array], Array], vocab_size: int,
@@ -230,30 +217,28 @@ def pair_loss(scores: Array, margins: Array, centering: float = 0.0) -> LossSums
     return LossSums((losses * known).sum(), known.sum().astype(jnp.float32))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked_cross_entropy(head, way, count_correct, hidden, params, targets, weights, order, num_chunks,
-                           taught=Taught()):
-    """Return (total, counted) summed over R ranks; counted as of `_cross_entropy`.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _chunked_sums(head, compute, num_values, way, hidden, params, targets, weights, order, num_chunks, columns):
+    """Return the sums of S values over R ranks: the first, and a tuple of the others, which are not differentiated.
 
-    `hidden` and `taught` are [R, M, ...]; `targets`, `weights` and `order` are [R, M'], with M' a multiple of the chunk
-    length.
+    `hidden` and `columns` are [R, M, ...]; `targets`, `weights` and `order` are [R, M'], with M' a multiple of the
+    chunk length.
     """
     def step(number, sums):
-        values = each_group(way, lambda h, t, w, also: _cross_entropy(head, count_correct, h, params, t, w, way.axes,
-                                                                        way.form, also))(
-            *chunk_of(way, number, hidden, order, targets, weights), _chunks_of(way, number, order, taught))
+        values = each_group(way, lambda h, t, w, also: _weighted_sums(head, compute, h, params, t, w, also, way.axes))(
+            *chunk_of(way, number, hidden, order, targets, weights), _chunks_of(way, number, order, columns))
         return jax.tree.map(lambda summed, new: summed + new.sum(), sums, values)
 
     # The number of chunks is only known at run time. JAX cannot differentiate such a loop in reverse, hence the custom
     # rule.
     params = laid_out(params, way)
-    return jax.lax.fori_loop(0, num_chunks, step, (jnp.zeros((), jnp.float32), _nothing_counted(way.form)))
+    return jax.lax.fori_loop(0, num_chunks, step, _zero_sums(num_values))
 
 
-def _forward(head, way, count_correct, hidden, params, targets, weights, order, num_chunks, taught=Taught()):
+def _forward(head, compute, num_values, way, hidden, params, targets, weights, order, num_chunks, columns):
     # With `symbolic_zeros` each argument is a pair: its value, and whether it is being differentiated.
     hidden, targets, weights, order, num_chunks = (arg.value for arg in (hidden, targets, weights, order, num_chunks))
-    taught = jax.tree.map(lambda arg: arg.value, taught, is_leaf=lambda arg: hasattr(arg, "perturbed"))
+    columns = jax.tree.map(lambda arg: arg.value, columns, is_leaf=lambda arg: hasattr(arg, "perturbed"))
     # A frozen head gets no gradient sums, which are as large as its table, in float32.
     trained = [i for i, p in enumerate(params) if p.perturbed]
     params = laid_out([p.value for p in params], way)
@@ -263,49 +248,62 @@ def _forward(head, way, count_correct, hidden, params, targets, weights, order, 
         mixed = list(params)
         for i, p in zip(trained, chosen, strict=True):
             mixed[i] = p
-        return _cross_entropy(head, count_correct, h, mixed, t, w, way.axes, way.form, also)
+        return _weighted_sums(head, compute, h, mixed, t, w, also, way.axes)
 
     differentiate = each_group(way, jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), (0, None, 0, 0, 0))
 
     def step(number, carry):
-        total, counted, by_position, by_param = carry
+        sums, by_position, by_param = carry
         h, t, w = chunk_of(way, number, hidden, order, targets, weights)
-        (new_total, new_counted), (g_hidden, g_params) = differentiate(
-            h, [params[i] for i in trained], t, w, _chunks_of(way, number, order, taught))
+        new_sums, (g_hidden, g_params) = differentiate(h, [params[i] for i in trained], t, w,
+                                                       _chunks_of(way, number, order, columns))
         # [groups, lines of a group * C, D] -> [R, C, D]
         g_hidden = split_over_ranks(g_hidden.reshape(ranks, way.chunk, -1))
         # Each position is in one chunk only, so its gradient is complete; those of parameters add up over chunks.
         by_position = jax.lax.dynamic_update_slice_in_dim(by_position, g_hidden, number * way.chunk, 1)
         by_param = [summed + new for summed, new in zip(by_param, g_params, strict=True)]
-        counted = jax.tree.map(lambda summed, new: summed + new.sum(), counted, new_counted)
-        return total + new_total.sum(), counted, by_position, by_param
+        return jax.tree.map(lambda summed, new: summed + new.sum(), sums, new_sums), by_position, by_param
 
     groups = num_groups(way.axes, ranks)
-    start = (jnp.zeros((), jnp.float32), _nothing_counted(way.form),
+    start = (_zero_sums(num_values),
              split_over_ranks(jnp.zeros((ranks, targets.shape[1], hidden.shape[-1]), hidden.dtype)),
              # one sum per group of lines, so that they are reduced over devices once after the loop, not per iteration
              [sums_laid_out(jnp.zeros((groups, *params[i].shape), jnp.float32), way) for i in trained])
-    total, counted, by_position, by_param = jax.lax.fori_loop(0, num_chunks, step, start)
+    sums, by_position, by_param = jax.lax.fori_loop(0, num_chunks, step, start)
     # Undo the sort and drop the padding, [R, M', D] -> [R, M, D]. Positions in no chunk have no label: their gradient
     # is 0.
     g_hidden = jnp.take_along_axis(by_position, places(order, hidden)[..., None], axis=1)
     g_params: list[Array | None] = [None] * len(params)
     for i, summed in zip(trained, by_param, strict=True):
         g_params[i] = summed.sum(0).astype(params[i].dtype)
-    return (total, counted), (g_hidden, g_params)
+    return sums, (g_hidden, g_params)
 
 
-def _backward(head, way, count_correct, gradients, cotangents):
-    # The loss is a sum, so the gradients from the forward pass are only scaled. What is counted has no gradient.
+def _backward(head, compute, num_values, way, gradients, cotangents):
+    # The loss is a sum, so the gradients from the forward pass are only scaled.
     factor = cotangents[0]
     if isinstance(factor, SymbolicZero):
         return None, None, None, None, None, None, None
-    # No gradient for targets, weights, order, number of chunks, and what a teacher expects.
+    # No gradient for targets, weights, order, number of chunks and columns.
     scaled = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
     return *scaled, None, None, None, None, None
 
 
-_chunked_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
+_chunked_sums.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _weighted_sums(head, compute, hidden, params, targets, weights, columns, axes=()):
+    """Return the weighted sums of the values of positions [C, D], with weights [C]: the first, and the others."""
+    # Select rather than only multiply: 0 times a loss that is not finite would be NaN.
+    total, *counted = (jnp.where(weights != 0, values * weights, 0.0).sum()
+                       for values in compute(_outputs(head, hidden, params, axes), targets, columns, axes))
+    return total, tuple(counted)
+
+
+def _zero_sums(num_values: int) -> tuple[Array, tuple[Array, ...]]:
+    """Return the zeros to which results of `_weighted_sums` are added."""
+    total, *counted = (jnp.zeros((), jnp.float32) for _ in range(num_values))
+    return total, tuple(counted)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -341,7 +339,8 @@ def _log_probs_backward(head, way, kept, cotangent):
     def total(hidden, trained):
         mixed = [trained.get(i, p) for i, p in enumerate(params)]
         weights = jnp.where(targets == IGNORED, 0.0, -cotangent)
-        return _chunked_cross_entropy(head, way, False, *lines(hidden, mixed, targets, weights, way))[0]
+        found = lines(hidden, mixed, targets, weights, way)
+        return _chunked_sums(head, partial(_cross_entropy_only, TokenLoss()), 1, way, *found, ())[0]
 
     g_hidden, g_trained = jax.grad(total, argnums=(0, 1))(hidden, trained)
     return g_hidden, [g_trained.get(i) for i in range(len(params))], None
@@ -350,78 +349,18 @@ def _log_probs_backward(head, way, kept, cotangent):
 _chunked_log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)
 
 
-def _cross_entropy(head, count_correct, hidden, params, targets, weights, axes=(), form=TokenLoss(), taught=Taught()):
-    """Return the summed loss of positions [C, D], with targets and weights [C], 0 if not scored, and what is counted.
-
-    That are argmax hits and, with a teacher, the sums of `form.metric_names`.
-    """
-    def summed(losses: Array) -> Array:
-        # Select rather than only multiply: 0 times a loss that is not finite would be NaN.
-        return jnp.where(weights != 0, losses * weights, 0.0).sum()
-
-    logits = _logits(head, hidden, params, axes)
-    expected = (taught.ids, taught.logps)
-    if form.divergence is not None and taught.ids is None:
-        logits, expected = logits
-    hits = ((logits.argmax(1) == targets) * weights).sum() if count_correct else jnp.zeros((), jnp.float32)
-    losses = _losses_of(logits, targets, axes, form)
-    if form.divergence is None:
-        return summed(losses), (hits,)
-    diverging, ratio = divergences(logits, expected, form.divergence), form.divergence.ratio
-    if not form.divergence.on_policy:
-        diverging, total = summed(diverging), summed(losses)
-        return ratio * diverging + (1 - ratio) * total, (hits, diverging, total)
-    drawn = jnp.zeros(targets.shape) if taught.drawn is None else taught.drawn[:, 0]
-    total = summed(losses * (1 - drawn))
-    counted = summed(diverging * (ratio + (1 - ratio) * drawn))
-    return counted + (1 - ratio) * total, (hits, summed(diverging), total, summed(drawn))
-
-
-def _nothing_counted(form: TokenLoss) -> tuple[Array, ...]:
-    """Return the zeros from which the second result of `_cross_entropy` is summed up."""
-    return tuple(jnp.zeros((), jnp.float32) for _ in range(1 + len(form.metric_names)))
-
-
-def divergences(logits: Array, taught: Array | tuple[Array, Array], form: Divergence) -> Array:
-    """Return the divergence [C] of a student's logits [C, V] from a teacher's [C, V'], or from its likeliest tokens.
-
-    Columns that only one of the two has are padding of its vocabulary, and left out.
-    """
-    if isinstance(taught, Array):
-        size = min(logits.shape[-1], taught.shape[-1])
-        student, teacher = (jax.nn.log_softmax(x[:, :size] / form.temperature) for x in (logits, taught))
-    else:
-        ids, teacher = taught[0], jnp.maximum(taught[1], LEAST)
-        size = logits.shape[-1] if form.num_columns is None else form.num_columns
-        student = grouped(jax.nn.log_softmax(logits[:, :size] / form.temperature), ids)
-    beta = form.beta
-    if beta == 0:
-        return (jnp.exp(teacher) * (teacher - student)).sum(-1)
-    if beta == 1:
-        return (jnp.exp(student) * (student - teacher)).sum(-1)
-    mixture = jnp.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
-    return (beta * jnp.exp(teacher) * (teacher - mixture)
-            + (1 - beta) * jnp.exp(student) * (student - mixture)).sum(-1)
-
-
-def grouped(log_probs: Array, ids: Array) -> Array:
-    """Return log-probabilities [C, k + 1] of the tokens `ids` [C, k], and of all others together, from all [C, V]."""
-    rows = jnp.arange(len(ids))[:, None]
-    others = jax.nn.logsumexp(log_probs.at[rows, ids].set(NOTHING), axis=-1, keepdims=True)
-    return jnp.maximum(jnp.concatenate([jnp.take_along_axis(log_probs, ids, axis=1), others], 1), LEAST)
-
-
 def _losses(head, hidden, params, targets, axes=()):
-    """Return the loss of each position, [C], 0 if not scored."""
-    return jnp.where(targets == IGNORED, 0.0, _losses_of(_logits(head, hidden, params, axes), targets, axes))
+    """Return the cross-entropy of each position, [C], 0 if not scored."""
+    return jnp.where(targets == IGNORED, 0.0, cross_entropies(_outputs(head, hidden, params, axes), targets, axes))
 
 
-def _logits(head, hidden, params, axes):
-    logits = head(hidden, *params)
-    return jax.tree.map(lambda x: constrain(x, PartitionSpec(None, axes)), logits) if axes else logits
+def _outputs(head, hidden, params, axes):
+    outputs = head(hidden, *params)
+    return jax.tree.map(lambda x: constrain(x, PartitionSpec(None, axes)), outputs) if axes else outputs
 
 
-def _losses_of(logits: Array, targets: Array, axes: tuple[str, ...], form: TokenLoss = TokenLoss()) -> Array:
+def cross_entropies(logits: Array, targets: Array, axes: tuple[str, ...], form: TokenLoss = TokenLoss()) -> Array:
+    """Return the cross-entropy [C] of logits [C, V], whose vocabulary is sharded over `axes`."""
     if axes:  # mask and sum over the sharded vocabulary: a gather by target would move logits between devices
         picked = jnp.where(jnp.arange(logits.shape[1]) == targets[:, None], logits, 0.0).sum(1)
     else:
@@ -451,12 +390,10 @@ class Way(NamedTuple):
         axes: Mesh axes over which the vocabulary is sharded: each device holds rows of the head's table, takes the
             positions of all these devices, and keeps its part of the logits. Empty: each device holds the whole head
             and takes its own positions.
-        form: What is changed in the cross-entropy.
     """
 
     chunk: int
     axes: tuple[str, ...]
-    form: TokenLoss = TokenLoss()
 
 
 class Lines(NamedTuple):
@@ -583,8 +520,8 @@ def chunk_of(way: Way, number: Array, hidden: Array, order: Array, *columns: Arr
     return [constrain(x.reshape(groups, -1, *x.shape[2:]), PartitionSpec("data")) for x in taken]
 
 
-def _chunks_of(way: Way, number: Array, order: Array, columns: Taught) -> Taught:
-    """Return a chunk [groups, C, ...] of columns [R, M, ...] in batch order."""
+def _chunks_of(way: Way, number: Array, order: Array, columns: Any) -> Any:
+    """Return a chunk [groups, C, ...] of a tree of columns [R, M, ...] in batch order."""
     return jax.tree.map(lambda column: chunk_of(way, number, column, order)[0], columns)
 
 

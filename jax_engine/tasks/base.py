@@ -5,7 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from jax import Array
 
+from jax_engine.distributed.distillation import TeacherStates, TeacherTopK, distillation_loss
 from jax_engine.distributed.interface import Parallel
-from jax_engine.distributed.loss import LossSums, chunk_bytes
+from jax_engine.distributed.loss import LossSums, chunk_bytes, token_loss
 from jax_engine.distributed.pool import largest_gap
 from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps, Survey
@@ -39,6 +40,7 @@ from lmmods.core.memory import (
     flops_per_token,
     widths_of,
 )
+from lmmods.core.settings import TokenLoss
 from lmmods.core.text_metrics import perplexity
 from lmmods.data.teacher import check_teacher
 from lmmods.recipe.tasks.base import TaskFields
@@ -115,21 +117,21 @@ class Task(TaskFields, ABC):
         self.network, params, _ = build_network(self, self.head, datamodule, precision=precision, seed=seed,
                                                 abstract=abstract, on=on)
         trainable, frozen = self.network.split(params)
-        if self.token_loss.divergence is not None:
-            self.metric_names = self.token_loss.metric_names
+        if self.divergence is not None:
+            self.metric_names = self.divergence.metric_names
             check_teacher(self.teacher, datamodule.tokenizer)
             if not self.is_taught_beforehand:
                 self.guide, taught = Guide.build(self, self.head, datamodule, precision, seed, abstract, on)
                 frozen |= taught
         return trainable, frozen
 
-    def with_teacher(self, params: Tree, rows: dict[str, Array], hidden: Array
-                     ) -> tuple[Array, Callable[[Array], Any]]:
-        """Return the arguments `hidden` and `head` of `token_loss`: the network's own, or joined with its teacher's."""
-        def head(x: Array) -> Array:
-            return self.network.logits(params, x)
-
-        return (hidden, head) if self.guide is None else self.guide.beside(params, rows, hidden, head)
+    def loss_of_tokens(self, teacher: TeacherStates | TeacherTopK | None, is_training: bool) -> Callable[..., LossSums]:
+        """Return `token_loss` or `distillation_loss` with the task's settings; that of evaluation has a plain total."""
+        form = self.token_loss if is_training else TokenLoss()
+        if teacher is None:
+            return partial(token_loss, form=form)
+        divergence = self.divergence if is_training else self.divergence.evaluated
+        return partial(distillation_loss, form=form, divergence=divergence, teacher=teacher)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class Task(TaskFields, ABC):
         total, weight, correct = (sum(float(part[name]) for part in sums) for name in ("total", "weight", "correct"))
         loss = total / weight if weight else math.nan
         found = {"loss": loss, "accuracy": correct / weight if weight else math.nan, "perplexity": perplexity(loss)}
-        if self.token_loss.divergence is not None:
+        if self.divergence is not None:
             diverging = sum(float(part["metrics"]["divergence"][0]) for part in sums)
             found["divergence"] = diverging / weight if weight else math.nan
         return found, {}

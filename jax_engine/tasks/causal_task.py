@@ -1,13 +1,15 @@
 """Base class of the causal LM tasks on JAX."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_engine.distributed.loss import LossSums, Taught, shift_labels, shift_weights, token_loss
+from jax_engine.distributed.distillation import TeacherTopK
+from jax_engine.distributed.loss import LossSums, shift_labels, shift_weights
 from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
@@ -43,7 +45,8 @@ class CausalTask(CausalFields, Task):
         check_balance(self.network.config, self.balance_loss, self._routes)
         if self.is_taught_beforehand:
             self._num_columns = num_columns(self.teacher, datamodule.tokenizer, self.network.config.vocab_size)
-        self.metric_names = (*self.token_loss.metric_names, *(METRICS if self._routes else ()))
+        parts = () if self.divergence is None else self.divergence.metric_names
+        self.metric_names = (*parts, *(METRICS if self._routes else ()))
         return built
 
     # A teacher whose likeliest tokens are computed before training --------------------------------------------------
@@ -67,11 +70,12 @@ class CausalTask(CausalFields, Task):
                           for more, dtype in ((0, np.int32), (1, np.float32)))
         return {**batch, TAUGHT_IDS: ids, TAUGHT_LOGPS: logps}
 
-    def _taught(self, rows: dict[str, Array]) -> Taught:
-        """Return what the teacher expects at each position, from columns that have it at the token itself."""
+    def _top_k_at(self, rows: dict[str, Array]) -> TeacherTopK:
+        """Return the teacher's top k at each position, from columns that have it at the token itself."""
         if TAUGHT_IDS not in rows:
             raise UserError(NO_PLACES)
-        return Taught(*(jnp.pad(rows[name][:, 1:], ((0, 0), (0, 1), (0, 0))) for name in (TAUGHT_IDS, TAUGHT_LOGPS)))
+        return TeacherTopK(*(jnp.pad(rows[name][:, 1:], ((0, 0), (0, 1), (0, 0)))
+                             for name in (TAUGHT_IDS, TAUGHT_LOGPS)), self._num_columns)
 
     @property
     def _routes(self) -> bool:
@@ -85,16 +89,16 @@ class CausalTask(CausalFields, Task):
         else:
             hidden = self.network.hidden(params, rows, training)
         targets, weights = shift_labels(rows["labels"]), shift_weights(rows.get("loss_weights"))
-        hidden, head = self.with_teacher(params, rows, hidden)
-        form = self.token_loss if training else self.token_loss.evaluated
-        taught = Taught()
-        if DRAWN in rows:  # [N] -> [N, T, 1]
-            taught = taught._replace(drawn=jnp.broadcast_to(rows[DRAWN][:, None], targets.shape)[..., None])
+        teacher = None
+        if self.guide is not None:
+            teacher = self.guide.states(params, rows)
+            if DRAWN in rows:  # [N] -> [N, T]
+                teacher = teacher._replace(drawn=jnp.broadcast_to(rows[DRAWN][:, None], targets.shape))
         elif self.is_taught_beforehand:
-            form = form._replace(divergence=form.divergence._replace(num_columns=self._num_columns))
-            taught = self._taught(rows)
-        sums = token_loss(hidden, targets, head, self.network.config.vocab_size, count_correct, not self.fast_kernels,
-                          weights, self.built_for, form, taught)
+            teacher = self._top_k_at(rows)
+        sums = self.loss_of_tokens(teacher, training)(
+            hidden, targets, partial(self.network.logits, params), self.network.config.vocab_size, count_correct,
+            not self.fast_kernels, weights, self.built_for)
         if load is None:
             return sums
         counted = (targets != IGNORED) * (1.0 if weights is None else weights)

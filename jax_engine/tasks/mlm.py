@@ -1,12 +1,13 @@
 """Masked language modelling on JAX: from scratch, full fine-tuning or adapters."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
 
-from jax_engine.distributed.loss import LossSums, token_loss
+from jax_engine.distributed.loss import LossSums
 from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
@@ -22,10 +23,10 @@ class MLM(MLMFields, Task):
 
     def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, training)
-        hidden, head = self.with_teacher(params, rows, hidden)
-        return token_loss(hidden, rows["labels"], head, self.network.config.vocab_size, count_correct,
-                          plain=not self.fast_kernels, on=self.built_for,
-                          form=self.token_loss if training else self.token_loss.evaluated)
+        teacher = None if self.guide is None else self.guide.states(params, rows)
+        return self.loss_of_tokens(teacher, training)(
+            hidden, rows["labels"], partial(self.network.logits, params), self.network.config.vocab_size, count_correct,
+            plain=not self.fast_kernels, on=self.built_for)
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
         """Return the top-k tokens [N, T, K] of every position, likeliest first, and their probabilities."""

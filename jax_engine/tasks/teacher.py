@@ -12,8 +12,9 @@ from jax import Array
 
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.devices import on_first
+from jax_engine.distributed.distillation import TeacherStates, group_others
 from jax_engine.distributed.interface import num_visible_ranks
-from jax_engine.distributed.loss import CHUNK_BYTES, beside_teacher, grouped
+from jax_engine.distributed.loss import CHUNK_BYTES
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.models.architecture import Head
@@ -51,15 +52,14 @@ class Guide:
                                            frozen=True, abstract=abstract, on=on)
         return cls(network), {TEACHER: params}
 
-    def beside(self, params: Tree, rows: dict[str, Array], hidden: Array, head: Callable[[Array], Array]
-               ) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
-        """Join the student's hidden states and head with those of the teacher, see `beside_teacher`.
+    def states(self, params: Tree, rows: dict[str, Array]) -> TeacherStates:
+        """Return the teacher's hidden states and head for rows of a batch.
 
         Args:
             params: Those of the network in training, with the teacher's among them.
         """
         own = jax.lax.stop_gradient(params[TEACHER])
-        return beside_teacher(hidden, head, self.network.hidden(own, rows), lambda x: self.network.logits(own, x))
+        return TeacherStates(self.network.hidden(own, rows), lambda x: self.network.logits(own, x))
 
     def likeliest(self, size: int, top_k: int, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
         """Return the likeliest tokens [N, T, k] after each position, and the log-probabilities [N, T, k + 1].
@@ -78,7 +78,7 @@ class Guide:
         def likeliest(chunk: Array) -> tuple[Array, Array]:
             log_probs = jax.nn.log_softmax(self.network.logits(params, chunk)[..., :size])
             ids = jax.lax.top_k(log_probs, top_k)[1].reshape(-1, top_k)
-            logps = grouped(log_probs.reshape(-1, size), ids)
+            logps = group_others(log_probs.reshape(-1, size), ids)
             return ids.reshape(num_rows, width, -1), logps.reshape(num_rows, width, -1)
 
         # [chunks, N, width, ...] -> [N, T, ...]

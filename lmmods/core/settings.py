@@ -276,15 +276,25 @@ class Divergence(NamedTuple):
         beta: beta.
         temperature: Divides the logits of both.
         ratio: Share of the divergence in the loss; the rest is that of the cross-entropy.
-        num_columns: Tokens that both distributions are over; None is all that both tables have.
         on_policy: Some tokens are the student's own draws, of which the divergence is all of the loss.
     """
 
     beta: float = 0.0
     temperature: float = 1.0
     ratio: float = 0.5
-    num_columns: int | None = None
     on_policy: bool = False
+
+    @property
+    def evaluated(self) -> "Divergence":
+        """The divergence of evaluation: it is measured, and no part of the loss."""
+        return self._replace(ratio=0.0, on_policy=False)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the parts of the loss, and of the fraction of tokens that the student has sampled: metrics of
+        training.
+        """
+        return ("divergence", "cross_entropy", *(("drawn",) if self.on_policy else ()))
 
 
 class TokenLoss(NamedTuple):
@@ -296,27 +306,12 @@ class TokenLoss(NamedTuple):
     Args:
         label_smoothing: s; 0 with `dft`.
         z_loss: z.
-        divergence: Mixed into this loss, by its `ratio`; None is none.
         dft: Dynamic fine-tuning (Wu et al. 2025).
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    divergence: Divergence | None = None
     dft: bool = False
-
-    @property
-    def evaluated(self) -> "TokenLoss":
-        """Loss of evaluation: the plain cross-entropy. A divergence is measured, and no part of it."""
-        return TokenLoss(divergence=self.divergence and self.divergence._replace(ratio=0.0, on_policy=False))
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the parts of the loss, and of the share of tokens that the student has drawn: metrics of training.
-        """
-        if self.divergence is None:
-            return ()
-        return ("divergence", "cross_entropy", *(("drawn",) if self.divergence.on_policy else ()))
 
 
 @dataclass(frozen=True)

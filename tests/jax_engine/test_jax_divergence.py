@@ -8,18 +8,19 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_engine.distributed import loss
+from jax_engine.distributed.distillation import TeacherStates, TeacherTopK, distillation_loss
 from jax_engine.distributed.interface import DATA_AXES
-from jax_engine.distributed.loss import IGNORED, Taught, beside_teacher, token_loss
+from jax_engine.distributed.loss import IGNORED
 from jax_engine.distributed.mesh import ShardedMesh
 from lmmods.core.settings import Divergence, TokenLoss
-from lmmods.torch_engine.nn import loss as torch_loss
+from lmmods.torch_engine.nn import distillation as of_torch_engine
 from tests.closeness import Float64, assert_as_close
 
 B, T, D, TAUGHT, V = 8, 9, 12, 20, 50
-FORMS = [TokenLoss(divergence=Divergence(0.0)), TokenLoss(0.1, 0.01, Divergence(0.3, 1.5, 0.25)),
-         TokenLoss(divergence=Divergence(1.0, 0.7, 1.0))]
+FORMS = [(TokenLoss(), Divergence(0.0)), (TokenLoss(0.1, 0.01), Divergence(0.3, 1.5, 0.25)),
+         (TokenLoss(), Divergence(1.0, 0.7, 1.0))]
 # With rows that the student has drawn.
-ON_POLICY = [form._replace(divergence=form.divergence._replace(on_policy=True)) for form in FORMS]
+ON_POLICY = [(form, divergence._replace(on_policy=True)) for form, divergence in FORMS]
 DRAWN = np.array([1, 0, 1, 0, 0, 1, 1, 0], np.float32)
 
 
@@ -38,55 +39,56 @@ def draw(rows: int = V):
     return hidden, taught, targets, random.choice([0.25, 1, 3], (B, T)).astype(np.float32), head, teacher
 
 
-def ours(form, plain=False, count=False):
+def ours(form, divergence, plain=False, count=False):
     def found(hidden, head, taught, targets, weights, teacher):
-        joined, both = beside_teacher(hidden, lambda x: x @ head.T, taught, lambda x: x @ teacher.T)
-        drawn = jnp.broadcast_to(DRAWN[:, None, None], (B, T, 1)) if form.divergence.on_policy else None
-        sums = token_loss(joined, targets, both, V, count, plain, weights, form=form, taught=Taught(drawn=drawn))
+        drawn = jnp.broadcast_to(DRAWN[:, None], (B, T)) if divergence.on_policy else None
+        sums = distillation_loss(hidden, targets, lambda x: x @ head.T, V, count, plain, weights, form=form,
+                                 divergence=divergence, teacher=TeacherStates(taught, lambda x: x @ teacher.T, drawn))
         return sums.total, sums
 
     return jax.jit(jax.value_and_grad(found, argnums=(0, 1), has_aux=True))
 
 
-def of_torch(form, hidden, taught, targets, weights, head, teacher):
+def of_torch(form, divergence, hidden, taught, targets, weights, head, teacher):  # noqa: PLR0913
     x, own, other, guide, by_position = (torch.tensor(each, dtype=torch.float32)
                                          for each in (hidden, head, teacher, taught, weights))
     x.requires_grad_(), own.requires_grad_()
-    drawn = torch.tensor(DRAWN, dtype=x.dtype)[:, None].expand(B, T) if form.divergence.on_policy else None
-    sums = torch_loss.token_loss(x, torch.tensor(targets), lambda h: h @ own.T, [own], V, weights=by_position,
-                                 form=form, guide=torch_loss.Guide(guide, lambda h: h @ other.T, drawn))
+    drawn = torch.tensor(DRAWN, dtype=x.dtype)[:, None].expand(B, T) if divergence.on_policy else None
+    states = of_torch_engine.TeacherStates(guide, lambda h: h @ other.T, drawn)
+    sums = of_torch_engine.distillation_loss(x, torch.tensor(targets), lambda h: h @ own.T, [own], V,
+                                             weights=by_position, form=form, divergence=divergence, teacher=states)
     return [sums.total, sums.metrics, *torch.autograd.grad(sums.total, [x, own])]
 
 
-@pytest.mark.parametrize("form", FORMS + ON_POLICY, ids=str)
+@pytest.mark.parametrize(("form", "divergence"), FORMS + ON_POLICY, ids=str)
 @pytest.mark.parametrize(("plain", "rows"), [(False, V), (False, V + 6), (True, V + 6)])
-def test_a_loss_with_a_teacher_is_torchs(form, plain, rows, small_chunks):
+def test_a_loss_with_a_teacher_is_torchs(form, divergence, plain, rows, small_chunks):
     hidden, taught, targets, weights, head, teacher = draw(rows)
-    (total, sums), gradients = ours(form, plain)(hidden, head, taught, targets, weights, teacher)
-    found = [total, np.stack([sums.metrics[name] for name in form.metric_names]), *gradients]
+    (total, sums), gradients = ours(form, divergence, plain)(hidden, head, taught, targets, weights, teacher)
+    found = [total, np.stack([sums.metrics[name] for name in divergence.metric_names]), *gradients]
     with Float64():
-        exact = of_torch(form, hidden, taught, targets, weights, head, teacher)
-    assert_as_close(found, of_torch(form, hidden, taught, targets, weights, head, teacher), exact)
+        exact = of_torch(form, divergence, hidden, taught, targets, weights, head, teacher)
+    assert_as_close(found, of_torch(form, divergence, hidden, taught, targets, weights, head, teacher), exact)
 
 
-@pytest.mark.parametrize(("form", "rows"), [(FORMS[1], V), (FORMS[1], V + 6), (ON_POLICY[1], V)], ids=str)
-def test_the_same_on_a_mesh(form, rows, small_chunks):
+@pytest.mark.parametrize(("settings", "rows"), [(FORMS[1], V), (FORMS[1], V + 6), (ON_POLICY[1], V)], ids=str)
+def test_the_same_on_a_mesh(settings, rows, small_chunks):
     hidden, taught, targets, weights, head, teacher = draw(rows)
-    wanted = ours(form, count=True)(hidden, head, taught, targets, weights, teacher)
+    wanted = ours(*settings, count=True)(hidden, head, taught, targets, weights, teacher)
     mesh = ShardedMesh(data=2, fsdp=2, tensor=2).mesh
     by_rows, table = NamedSharding(mesh, PartitionSpec(DATA_AXES)), NamedSharding(mesh, PartitionSpec("fsdp"))
     put = [jax.device_put(x, where) for x, where in ((hidden, by_rows), (head, table), (taught, by_rows), (
         targets, by_rows), (weights, by_rows), (teacher, table))]
     with jax.set_mesh(mesh):
-        found = ours(form, count=True)(*put)
+        found = ours(*settings, count=True)(*put)
     for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         assert_as_close(mine, theirs, theirs, magnitude=1)
 
 
-def of_likeliest(form, plain=False):
+def of_likeliest(form, divergence, size, plain=False):
     def found(hidden, head, targets, weights, ids, logps):
-        sums = token_loss(hidden, targets, lambda x: x @ head.T, V, False, plain, weights, form=form,
-                          taught=Taught(ids, logps))
+        sums = distillation_loss(hidden, targets, lambda x: x @ head.T, V, False, plain, weights, form=form,
+                                 divergence=divergence, teacher=TeacherTopK(ids, logps, size))
         return sums.total, sums
 
     return jax.jit(jax.value_and_grad(found, argnums=(0, 1), has_aux=True))
@@ -97,24 +99,25 @@ def of_likeliest(form, plain=False):
 def test_likeliest_tokens_of_a_teacher_are_torchs(beta, plain, k, small_chunks):
     """The student's table has three rows beside the tokens."""
     hidden, taught, targets, weights, head, teacher = draw()
-    form = TokenLoss(divergence=Divergence(beta, num_columns=V - 3))
+    divergence = Divergence(beta)
     log_probs = torch.tensor(taught @ teacher[: V - 3].T).log_softmax(-1)
     ids = log_probs.topk(k).indices.numpy()
     others = log_probs.scatter(-1, torch.tensor(ids), -torch.inf).logsumexp(-1, keepdim=True)
     logps = torch.cat([log_probs.gather(-1, torch.tensor(ids)), others], -1).numpy()
-    (total, sums), gradients = of_likeliest(form, plain)(hidden, head, targets, weights, ids.astype(np.int32), logps)
+    function = of_likeliest(TokenLoss(), divergence, V - 3, plain)
+    (total, sums), gradients = function(hidden, head, targets, weights, ids.astype(np.int32), logps)
 
     def theirs():
         x, own, by_position = (torch.tensor(each, dtype=torch.float32) for each in (hidden, head, weights))
         x.requires_grad_(), own.requires_grad_()
-        guide = torch_loss.Likeliest(torch.tensor(ids), torch.tensor(logps, dtype=torch.float32), V - 3)
-        sums = torch_loss.token_loss(x, torch.tensor(targets), lambda h: h @ own.T, [own], V, weights=by_position,
-                                     form=form, guide=guide)
+        top_k = of_torch_engine.TeacherTopK(torch.tensor(ids), torch.tensor(logps, dtype=torch.float32), V - 3)
+        sums = of_torch_engine.distillation_loss(x, torch.tensor(targets), lambda h: h @ own.T, [own], V,
+                                                 weights=by_position, divergence=divergence, teacher=top_k)
         return [sums.total, sums.metrics, *torch.autograd.grad(sums.total, [x, own])]
 
     with Float64():
         exact = theirs()
-    found = [total, np.stack([sums.metrics[name] for name in form.metric_names]), *gradients]
+    found = [total, np.stack([sums.metrics[name] for name in divergence.metric_names]), *gradients]
     assert_as_close(found, theirs(), exact)
 
 
@@ -123,14 +126,14 @@ def test_likeliest_tokens_on_a_mesh(small_chunks):
     random = np.random.default_rng(1)
     ids = np.argsort(random.random((B, T, V)))[..., :4].astype(np.int32)
     logps = np.log(random.dirichlet(np.ones(5), (B, T))).astype(np.float32)
-    function = of_likeliest(FORMS[1])
+    function = of_likeliest(*FORMS[1], V)
     wanted = function(hidden, head, targets, weights, ids, logps)
     mesh = ShardedMesh(data=2, fsdp=2, tensor=2).mesh
     by_rows, table = NamedSharding(mesh, PartitionSpec(DATA_AXES)), NamedSharding(mesh, PartitionSpec("fsdp"))
     put = [jax.device_put(x, where) for x, where in ((hidden, by_rows), (head, table), (targets, by_rows), (
         weights, by_rows), (ids, by_rows), (logps, by_rows))]
     with jax.set_mesh(mesh):
-        found = of_likeliest(FORMS[1])(*put)
+        found = of_likeliest(*FORMS[1], V)(*put)
     for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         assert_as_close(mine, theirs, theirs, magnitude=1)
 
@@ -138,6 +141,6 @@ def test_likeliest_tokens_on_a_mesh(small_chunks):
 @pytest.mark.parametrize("form", [Divergence(beta, 1.5, 1.0) for beta in (0.0, 0.5, 1.0)], ids=str)
 def test_a_network_that_is_its_own_teacher_learns_nothing(form, small_chunks):
     hidden, _, targets, weights, head, _ = draw()
-    (total, _), gradients = ours(TokenLoss(divergence=form))(hidden, head, hidden, targets, weights, head)
+    (total, _), gradients = ours(TokenLoss(), form)(hidden, head, hidden, targets, weights, head)
     for found in (total, *gradients):
         assert_as_close(found, np.zeros_like(found), np.zeros_like(found), magnitude=1)

@@ -11,7 +11,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import Divergence, Teacher, TokenLoss
 from lmmods.data.teacher import LikeliestByNumber, check_teacher
 from lmmods.torch_engine.nn import loss as loss_module
-from lmmods.torch_engine.nn.loss import IGNORED, Guide, Likeliest, divergences, likeliest, token_loss
+from lmmods.torch_engine.nn.distillation import TeacherStates, TeacherTopK, compare, compute_top_k, distillation_loss
+from lmmods.torch_engine.nn.loss import IGNORED, token_loss
 from tests.closeness import Float64, assert_as_close
 
 V, PADDED = 61, 64  # tokens, and rows of the teacher's table
@@ -53,28 +54,30 @@ def test_divergence_and_gradient_are_trls(form, dtype):
         value = of_trl(form, x[None], taught[None, :, :V], torch.zeros(1, 7, dtype=torch.long))
         return [value, *torch.autograd.grad(value, x)]
 
-    value, gradient = divergences(logits, taught, form)
+    value, gradient = compare(logits, taught, form)
     assert (value >= 0).all()
     exact = theirs(logits.double(), taught.double())
     assert_as_close([value.sum(), gradient()], theirs(logits.clone(), taught), exact)
 
 
-@pytest.mark.parametrize("form", [TokenLoss(divergence=each) for each in FORMS[1::3]] + [
-    TokenLoss(0.1, 0.01, Divergence(0.5, 1.5, 0.25)), TokenLoss(divergence=Divergence(0.0, 1.0, 1.0))], ids=str)
+@pytest.mark.parametrize(("form", "divergence"), [(TokenLoss(), divergence) for divergence in FORMS[1::3]] + [
+    (TokenLoss(0.1, 0.01), Divergence(0.5, 1.5, 0.25)), (TokenLoss(), Divergence(0.0, 1.0, 1.0))], ids=str)
 @pytest.mark.parametrize("head", ["by hand", "by autograd", "plain"])
 @pytest.mark.parametrize("own_draws", [None, [[0.0], [1.0]], [[1.0], [1.0]]], ids=["given", "one row drawn", "drawn"])
-def test_a_mixed_loss_is_cross_entropy_and_trls_divergence(small_chunks, drawn, form, head, own_draws):
+def test_a_mixed_loss_is_cross_entropy_and_trls_divergence(  # noqa: PLR0913
+        small_chunks, drawn, form, divergence, head, own_draws):
     """The sums of both parts are metrics; positions count by their weight. Of what the student has drawn it is the
     divergence alone, whatever the ratio."""
     student, teacher, hidden, taught, targets = drawn
-    weights, ratio = torch.rand(2, 9), form.divergence.ratio
-    form = form._replace(divergence=form.divergence._replace(on_policy=own_draws is not None))
+    weights, ratio = torch.rand(2, 9), divergence.ratio
+    divergence = divergence._replace(on_policy=own_draws is not None)
     is_drawn = torch.tensor(own_draws or 0.0).expand(2, 9)
 
     def ours(model, other, x, guide, weights):
         own = SimpleNamespace(linear=model) if head == "by hand" else model
-        sums = token_loss(x, targets, own, [model.weight], V, plain=head == "plain", weights=weights, form=form,
-                          guide=Guide(guide, other, own_draws and is_drawn.to(x.dtype)))
+        sums = distillation_loss(x, targets, own, [model.weight], V, plain=head == "plain", weights=weights, form=form,
+                                 divergence=divergence,
+                                 teacher=TeacherStates(guide, other, own_draws and is_drawn.to(x.dtype)))
         return sums.total, sums.metrics
 
     def theirs(model, other, x, guide, weights):
@@ -85,7 +88,7 @@ def test_a_mixed_loss_is_cross_entropy_and_trls_divergence(small_chunks, drawn, 
         plain = -(1 - smoothing) * picked - smoothing * log_probs.mean(-1) + form.z_loss * log_z.square()
         scored = (targets != IGNORED) * weights
         # TRL has no weights: a row of one position at a time.
-        diverging = torch.stack([of_trl(form.divergence, one[None, None], two[None, None, :V], torch.zeros(1, 1))
+        diverging = torch.stack([of_trl(divergence, one[None, None], two[None, None, :V], torch.zeros(1, 1))
                                  for one, two in zip(logits.flatten(0, 1), other(guide).flatten(0, 1), strict=True)])
         diverging, given = diverging.view(2, 9) * scored, is_drawn == 0
         parts = [diverging.sum(), (plain * scored)[given].sum()]
@@ -113,8 +116,8 @@ def test_a_mixed_loss_is_cross_entropy_and_trls_divergence(small_chunks, drawn, 
 def test_a_network_that_is_its_own_teacher_learns_nothing(small_chunks, drawn, form):
     student, _, hidden, _, targets = drawn
     hidden.requires_grad_()
-    sums = token_loss(hidden, targets, student, [student.weight], V,
-                      form=TokenLoss(divergence=form._replace(ratio=1.0)), guide=Guide(hidden.detach(), student))
+    sums = distillation_loss(hidden, targets, student, [student.weight], V, divergence=form._replace(ratio=1.0),
+                             teacher=TeacherStates(hidden.detach(), student))
     gradients = torch.autograd.grad(sums.total, [hidden, student.weight])
     assert_as_close([sums.total, *gradients], *[[torch.zeros_like(x) for x in (sums.total, *gradients)]] * 2,
                     magnitude=1.0)
@@ -143,9 +146,9 @@ def test_likeliest_tokens_and_the_rest_are_one_distribution(beta, k):
         return [value, *torch.autograd.grad(value, x)]
 
     _, known, ids = by_hand(logits, taught.double(), k)
-    value, gradient = divergences(logits, Likeliest(ids, known.float(), V), form)
+    value, gradient = compare(logits, TeacherTopK(ids, known.float(), V), form)
     assert_as_close([value.sum(), gradient()], theirs(logits.clone()), theirs(logits.double()))
-    own = likeliest(Guide(taught, lambda x: x), V, k, torch.device("cpu"))
+    own = compute_top_k(taught, lambda x: x, V, k, torch.device("cpu"))
     assert (own[0] == ids).all()
     assert_as_close(own[1], known.float(), known)
 
@@ -154,12 +157,13 @@ def test_likeliest_tokens_and_the_rest_are_one_distribution(beta, k):
 @pytest.mark.parametrize("plain", [False, True])
 def test_all_tokens_as_likeliest_are_the_whole_distribution(small_chunks, drawn, form, plain):
     student, teacher, hidden, taught, targets = drawn
-    ids, logps = likeliest(Guide(taught.flatten(0, 1), teacher), V, V, hidden.device)
+    ids, logps = compute_top_k(taught.flatten(0, 1), teacher, V, V, hidden.device)
     results = []
-    for guide in (Guide(taught, lambda x: teacher(x)[:, :V]), Likeliest(ids.view(2, 9, V), logps.view(2, 9, V + 1), V)):
+    for expected in (TeacherStates(taught, lambda x: teacher(x)[:, :V]),
+                     TeacherTopK(ids.view(2, 9, V), logps.view(2, 9, V + 1), V)):
         x = hidden.clone().requires_grad_()
-        sums = token_loss(x, targets, student, [student.weight], V, plain=plain, form=TokenLoss(divergence=form),
-                          guide=guide)
+        sums = distillation_loss(x, targets, student, [student.weight], V, plain=plain, divergence=form,
+                                 teacher=expected)
         results.append([sums.total, sums.metrics, *torch.autograd.grad(sums.total, [x, student.weight])])
     assert_as_close(results[1], results[0], results[0], magnitude=1.0)
 
@@ -173,9 +177,10 @@ def test_likeliest_tokens_are_found_by_number():
 
 def test_evaluation_measures_the_divergence_and_has_the_plain_loss(small_chunks, drawn):
     student, teacher, hidden, taught, targets = drawn
-    form = TokenLoss(0.1, 0.01, Divergence(0.5)).evaluated
-    sums = token_loss(hidden, targets, student, [student.weight], V, form=form, guide=Guide(taught, teacher))
-    assert sums.total == token_loss(hidden, targets, student, [student.weight], V).total == sums.metrics[1, 0]
+    sums = distillation_loss(hidden, targets, student, [student.weight], V, count_correct=True,
+                             divergence=Divergence(0.5).evaluated, teacher=TeacherStates(taught, teacher))
+    plain = token_loss(hidden, targets, student, [student.weight], V, count_correct=True)
+    assert sums.total == plain.total == sums.metrics[1, 0] and sums.correct == plain.correct
     assert sums.metrics[0, 0] > 0
 
 

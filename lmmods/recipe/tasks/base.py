@@ -13,7 +13,7 @@ from lmmods.core.experts import check_overrides
 from lmmods.core.freezing import check_patterns
 from lmmods.core.hf_config import dropout_rates, known_fields, load_config, position_limit
 from lmmods.core.markdown import code
-from lmmods.core.settings import BestOf, Generation, LoRA, Optimizer, Teacher, TokenLoss, check_set, require
+from lmmods.core.settings import BestOf, Divergence, Generation, LoRA, Optimizer, Teacher, TokenLoss, check_set, require
 from lmmods.recipe.mixing import Mixing
 from lmmods.recipe.source import SourceLike, as_sources
 
@@ -246,6 +246,11 @@ class TaskFields:
         return TokenLoss()
 
     @property
+    def divergence(self) -> Divergence | None:
+        """Divergence from a teacher, which training mixes into the cross-entropy of tokens; None without one."""
+        return None
+
+    @property
     def is_taught_beforehand(self) -> bool:
         """True if a teacher's most likely tokens are computed before training (`teacher.top_k`)."""
         return False
@@ -345,7 +350,11 @@ class TokenLossFields(TaskFields):
 
     @property
     def token_loss(self) -> TokenLoss:
-        return TokenLoss(self.label_smoothing, self.z_loss, self.teacher and self.teacher.divergence)
+        return TokenLoss(self.label_smoothing, self.z_loss)
+
+    @property
+    def divergence(self) -> Divergence | None:
+        return self.teacher and self.teacher.divergence
 
     @property
     def is_taught_beforehand(self) -> bool:

@@ -10,14 +10,11 @@ from torch.nn import functional as F
 
 from lmmods.core.console import say
 from lmmods.core.experts import Mixture
-from lmmods.core.settings import TokenLoss
 from lmmods.torch_engine.compat.peft import trained_rows
 from lmmods.torch_engine.compat.torch import has_forward_hooks, is_plain
 from lmmods.torch_engine.nn.experts import router_probabilities, with_load
 from lmmods.torch_engine.nn.loss import (
     IGNORED,
-    Guide,
-    Likeliest,
     LossSums,
     shift_labels,
     shift_weights,
@@ -132,7 +129,7 @@ class Tempered:
 
 def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], count_correct: bool = False,
                 mixture: Mixture | None = None, balance_loss: float = 0.0, device: torch.device | None = None,
-                form: TokenLoss = TokenLoss(), guide: Guide | Likeliest | None = None) -> LossSums:
+                loss: Callable[..., LossSums] = token_loss) -> LossSums:
     """Return the summed next-token loss of a batch.
 
     Args:
@@ -140,12 +137,13 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
         batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; with weighted
             labels, `loss_weights` [B, T]. Alternatively the result of `ContextParallel.cut`.
         mixture: The experts whose load is measured, if any; `balance_loss` is the weight of the load-balancing loss.
-        device: As in `token_loss`, like `form` and `guide`.
+        device: As in `token_loss`.
+        loss: `token_loss`, or another function with its arguments.
     """
     targets, weights = _targets(batch)
     # `rest` is head, its parameters, V and plain.
-    hidden, *rest, outputs = _before_head(model, head, batch, **({"output_router_logits": True} if mixture else {}))
-    sums = token_loss(hidden, targets, *rest[:3], count_correct, rest[3], weights, device, form, guide)
+    hidden, *rest, outputs = run_without_head(model, head, batch, **({"output_router_logits": True} if mixture else {}))
+    sums = loss(hidden, targets, *rest[:3], count_correct, rest[3], weights, device)
     if mixture is None:
         return sums
     # [B, T]. Padding is routed to experts like any token, but must not count as load.
@@ -153,12 +151,6 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
     # [B, T]. Its row sums weight the rows' balance losses as their tokens weight the loss.
     counted = (targets != IGNORED) * (1.0 if weights is None else weights)
     return with_load(sums, router_probabilities(model, outputs), mixture, real, counted.sum(1), balance_loss)
-
-
-def causal_guide(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]) -> Guide:
-    """Return what a frozen teacher says of a batch; arguments as of `causal_loss`."""
-    hidden, head, *_ = _before_head(model, head, batch)
-    return Guide(hidden, head)
 
 
 def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], device: torch.device | None = None
@@ -170,7 +162,7 @@ def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor]
         device: As in `token_loss`.
     """
     targets, _ = _targets(batch)
-    hidden, *rest, _ = _before_head(model, head, batch)
+    hidden, *rest, _ = run_without_head(model, head, batch)
     scored = targets != IGNORED
     # [B, T, H] -> [N, H]: labelled positions of all rows, in row-major order.
     logps = token_log_probs(hidden[scored], targets[scored], *rest, device)
@@ -189,7 +181,7 @@ def token_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
         device: As in `token_loss`.
     """
     targets, _ = _targets(batch)
-    hidden, head, *rest, _ = _before_head(model, head, batch)
+    hidden, head, *rest, _ = run_without_head(model, head, batch)
     scored = targets != IGNORED
     # [B, T, H] -> [N, H]: labelled positions of all rows, in row-major order.
     logps = token_log_probs(hidden[scored], targets[scored], head if temperature == 1 else Tempered(head, temperature),
@@ -204,8 +196,8 @@ def _targets(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     return shift_labels(batch["labels"]), shift_weights(batch.get("loss_weights"))
 
 
-def _before_head(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], **options: bool
-                 ) -> tuple[Tensor, Callable[[Tensor], Tensor], list[Tensor], int, bool, Any]:
+def run_without_head(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], **options: bool
+                     ) -> tuple[Tensor, Callable[[Tensor], Tensor], list[Tensor], int, bool, Any]:
     """Return hidden states [B, T, H], the head's arguments of `token_loss`, and the model's outputs under `options`.
 
     Without a head: logits [B, T, V], and the identity as head.

@@ -5,7 +5,6 @@ So the head is applied to labelled positions only, in chunks, and its gradient i
 [B, T, V] nor [N, V] logits are ever materialised, and nothing is computed twice.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 from lmmods.core.labels import IGNORED
 from lmmods.core.memory import CHUNK_BYTES, CHUNK_BYTES_GPU, LEAST_CHUNK
-from lmmods.core.settings import LEAST, NOTHING, Divergence, TokenLoss
+from lmmods.core.settings import TokenLoss
 from lmmods.torch_engine.compat.torch import add_to_all
 
 
@@ -35,34 +34,6 @@ class LossSums(NamedTuple):
     metrics: Tensor | None = None
 
 
-class Guide(NamedTuple):
-    """What a teacher says of the same positions; nothing of it is differentiated.
-
-    Args:
-        hidden: [B, T, H'] its hidden states, or [N, H'] of the scored positions.
-        head: Maps [N, H'] to logits [N, V'], as in `token_loss`.
-        drawn: [B, T] or [N] float32, 1 where the student has drawn the token to predict, else 0; None is 0 throughout.
-    """
-
-    hidden: Tensor
-    head: Callable[[Tensor], Tensor]
-    drawn: Tensor | None = None
-
-
-class Likeliest(NamedTuple):
-    """A teacher's likeliest tokens at the same positions; all other tokens are taken together as one.
-
-    Args:
-        ids: [B, T, k], or [N, k] of the scored positions.
-        logps: [B, T, k + 1] or [N, k + 1] float32, log-probability of each, and of the others together.
-        size: Tokens that the distributions are over.
-    """
-
-    ids: Tensor
-    logps: Tensor
-    size: int
-
-
 def shift_labels(labels: Tensor) -> Tensor:
     """Shift labels [B, T] so that position t holds the token to predict there; the last one is IGNORED."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -75,12 +46,8 @@ def shift_weights(weights: Tensor | None) -> Tensor | None:
 
 def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor], vocab_size: int,
                count_correct: bool = False, plain: bool = False, weights: Tensor | None = None,
-               device: torch.device | None = None, form: TokenLoss = TokenLoss(),
-               guide: Guide | Likeliest | None = None) -> LossSums:
+               device: torch.device | None = None, form: TokenLoss = TokenLoss()) -> LossSums:
     """Cross-entropy in float32 of `head(hidden)` against `targets`, over positions that are not IGNORED.
-
-    With a teacher it is mixed with the divergence from it, and `metrics` are the sums of the two, `form.metric_names`.
-    Of tokens that the student has drawn the divergence is all of the loss; they have no cross-entropy.
 
     Args:
         hidden: [B, T, H] hidden states, already aligned with `targets`.
@@ -94,55 +61,90 @@ def token_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]
         weights: [B, T] float32, weight of each position; None for 1.
         device: Device whose chunk length is used; None for that of `hidden`.
         form: What is changed in the cross-entropy.
-        guide: The teacher, where `form` has a divergence.
     """
-    if plain:
-        return _plain_loss(head(hidden.flatten(0, 1)).float(), targets.flatten(), count_correct, weights, form, guide)
-    # [B, T, H] -> [N, H], N labelled positions. `nonzero` synchronises with a GPU, once per micro-batch.
-    scored = (targets != IGNORED).flatten().nonzero().squeeze(1)
-    hidden = hidden.flatten(0, 1).index_select(0, scored)
-    targets = targets.flatten().index_select(0, scored)
-    weights = None if weights is None else weights.flatten().index_select(0, scored)
-    chunk = _chunk_length(vocab_size, device or hidden.device)
-    # Gradient mode is an argument, as it is always off inside `forward`. The head holds `params` already; passing them
-    # makes autograd ask for their gradients.
-    if guide is not None:
-        guide = _each(guide, lambda x: x.flatten(0, 1).index_select(0, scored))
-    total, correct, parts = _ChunkedCrossEntropy.apply(hidden, targets, weights, head, chunk, count_correct, form,
-                                                       guide, torch.is_grad_enabled(), *params)
-    weight = total.new_tensor(len(targets)) if weights is None else weights.sum()
-    return LossSums(total, weight, correct if count_correct else None,
-                    _metrics(parts, targets, weights, weight, form, guide))
+    def compute(logits: Tensor, targets: Tensor) -> PositionValues:
+        losses, gradient = cross_entropies(logits, targets, form)
+        return [losses], gradient
+
+    return sum_over_positions(compute, 1, hidden, [targets], head, params, vocab_size, count_correct, plain, weights,
+                              device)[0]
 
 
-def _each(guide: Guide | Likeliest, function: Callable[[Tensor], Tensor]) -> Guide | Likeliest:
-    """Return a guide with its tensors changed."""
-    return type(guide)(*(function(part) if torch.is_tensor(part) else part for part in guide))
+# S values [n] of n positions, and what computes the gradient [n, V] of the first one by the logits: it is called last,
+# at most once, and may overwrite the arrays that the values came from.
+PositionValues = tuple[list[Tensor], Callable[[], Tensor]]
 
 
-def _metrics(parts: Tensor, targets: Tensor, weights: Tensor | None, weight: Tensor, form: TokenLoss,
-             guide: Guide | Likeliest | None) -> Tensor | None:
-    """Return the sums and weights [M, 2] of `form.metric_names`; None without a teacher.
+def sum_over_positions(compute: Callable[..., PositionValues], num_values: int, hidden: Tensor, columns: list[Tensor],
+                       head: Callable[[Tensor], Tensor], params: list[Tensor], vocab_size: int, count_correct: bool,
+                       plain: bool, weights: Tensor | None, device: torch.device | None) -> tuple[LossSums, Tensor]:
+    """Sum values of the labelled positions. Return the first value's sum as the loss, and the others' sums [S - 1].
 
     Args:
-        parts: [2] summed divergence and cross-entropy.
-        targets: [N].
-        weights: [N]; None for 1.
-        weight: Their sum.
+        compute: Maps float32 logits [n, V] and the n rows of each column to the values.
+        num_values: S.
+        columns: [B, T, ...] each, the targets first.
+
+    The other arguments are those of `token_loss`.
     """
-    if guide is None:
-        return None
-    if not form.divergence.on_policy:
-        return torch.stack([parts.detach(), weight.expand(2)], 1)
-    drawn = weight.new_zeros(targets.shape) if _drawn(guide) is None else guide.drawn
-    of_drawn = (drawn if weights is None else drawn * weights).sum()
-    return torch.stack([torch.cat([parts.detach(), of_drawn[None]]), torch.stack([weight, weight - of_drawn, weight])],
-                       1)
+    hidden, *columns = (x.flatten(0, 1) for x in (hidden, *columns))
+    weights, is_target = None if weights is None else weights.flatten(), columns[0] != IGNORED
+    if plain:
+        weights = is_target.float() if weights is None else is_target * weights
+        sums = _sum_values(compute, head(hidden).float(), columns, weights, count_correct)[0]
+    else:
+        # [B * T, H] -> [N, H], N labelled positions. `nonzero` synchronises with a GPU, once per micro-batch.
+        scored = is_target.nonzero().squeeze(1)
+        hidden, *columns = (x.index_select(0, scored) for x in (hidden, *columns))
+        weights = None if weights is None else weights.index_select(0, scored)
+        chunk = chunk_length(vocab_size, device or hidden.device)
+        # Gradient mode is an argument, as it is always off inside `forward`. The head holds `params` already; passing
+        # them makes autograd ask for their gradients.
+        sums = _ChunkedSums.apply(hidden, columns, weights, head, chunk, compute, num_values, count_correct,
+                                  torch.is_grad_enabled(), *params)
+    weight = sums.new_tensor(len(hidden)) if weights is None else weights.sum()
+    counted = sums.detach()
+    return LossSums(sums[0], weight, counted[num_values] if count_correct else None), counted[1:num_values]
 
 
-def _drawn(guide: Guide | Likeliest | None) -> Tensor | None:
-    """Return `Guide.drawn`, if there is such."""
-    return guide.drawn if isinstance(guide, Guide) else None
+def _sum_values(compute: Callable[..., PositionValues], logits: Tensor, columns: list[Tensor], weights: Tensor | None,
+                count_correct: bool) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Return weighted sums [S] of the values of positions, with their hits if requested, and the gradient's function.
+    """
+    hits = [(logits.argmax(-1) == columns[0]).float()] if count_correct else []
+    values, gradient = compute(logits, *columns)
+    return torch.stack([(x if weights is None else x * weights).sum() for x in (*values, *hits)]), gradient
+
+
+def cross_entropies(logits: Tensor, targets: Tensor, form: TokenLoss) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Return the cross-entropy [n] of logits [n, V], and what computes its gradient [n, V]."""
+    log_probs = F.log_softmax(logits, dim=-1)
+    index = targets.clamp(min=0).unsqueeze(1)  # IGNORED is negative; callers drop the value
+    picked = log_probs.gather(1, index).squeeze(1)
+    losses, smoothing = -picked, form.label_smoothing
+    if smoothing:
+        losses = (1 - smoothing) * losses - smoothing * log_probs.mean(-1)
+    if form.dft:
+        probabilities = picked.detach().exp()
+        losses = losses * probabilities
+    if form.z_loss:
+        log_z = logits.gather(1, index).squeeze(1) - picked
+        losses = losses + form.z_loss * log_z.square()
+
+    def gradient() -> Tensor:
+        # softmax - one_hot, in place: autograd would make two more passes. The logits themselves may be freed by now.
+        grad_logits = log_probs.exp_()
+        # Factors of the softmax and, where `dft` weights it, of the one_hot.
+        of_target = probabilities if form.dft else 1 - smoothing
+        if form.dft or form.z_loss:
+            grad_logits *= ((probabilities if form.dft else 1)
+                            + (2 * form.z_loss * log_z if form.z_loss else 0)).unsqueeze(1)
+        if smoothing:
+            grad_logits -= smoothing / grad_logits.shape[-1]
+        grad_logits[torch.arange(len(targets), device=targets.device), targets] -= of_target
+        return grad_logits
+
+    return losses, gradient
 
 
 def chunk_bytes(device: torch.device) -> int:
@@ -150,104 +152,10 @@ def chunk_bytes(device: torch.device) -> int:
     return CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_GPU
 
 
-def _chunk_length(vocab_size: int, device: torch.device) -> int:
+def chunk_length(vocab_size: int, device: torch.device) -> int:
     """Return the positions of a chunk."""
     # [positions, V] float32 logits
     return max(chunk_bytes(device) // (4 * vocab_size), LEAST_CHUNK)
-
-
-def _plain_loss(logits: Tensor, targets: Tensor, count_correct: bool, weights: Tensor | None, form: TokenLoss,
-                guide: Guide | Likeliest | None) -> LossSums:
-    scored = (targets != IGNORED).float()
-    weights = scored if weights is None else scored * weights.flatten()
-    # Per position, as weights differ; IGNORED ones have loss and weight 0.
-    losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none",
-                             label_smoothing=form.label_smoothing)
-    if form.dft:  # the cross-entropy is -log p
-        losses = losses * torch.exp(-losses.detach())
-    if form.z_loss:
-        losses = losses + form.z_loss * logits.logsumexp(-1).square()
-    total, weight, parts = (losses * weights).sum(), weights.sum(), None
-    if guide is not None:
-        taught = _each(guide, lambda x: x.flatten(0, 1))
-        if isinstance(taught, Guide):
-            with torch.no_grad():
-                taught = taught.head(taught.hidden).float()
-        # Positions that are not scored have finite logits, too.
-        diverging, ratio = divergences(logits, taught, form.divergence)[0] * weights, form.divergence.ratio
-        divergence = counted = diverging.sum()
-        if (drawn := _drawn(guide)) is None:
-            counted = ratio * counted
-        else:
-            guide = guide._replace(drawn=drawn.flatten())
-            counted = (diverging * (ratio + (1 - ratio) * guide.drawn)).sum()
-            total = (losses * weights * (1 - guide.drawn)).sum()
-        parts = torch.stack([divergence, total])
-        total = counted + (1 - ratio) * total
-    correct = ((logits.argmax(-1) == targets) * weights).sum() if count_correct else None
-    return LossSums(total, weight, correct, _metrics(parts, targets, weights, weight, form, guide))
-
-
-def divergences(logits: Tensor, taught: Tensor | Likeliest, form: Divergence) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Return the divergence [n] of a student's logits [n, V] from a teacher's [n, V'], and what computes its gradient.
-
-    Columns that only one of the two has are padding of its vocabulary, and left out. The gradient [n, V] is that by
-    `logits`, of each position's divergence.
-    """
-    is_partial = isinstance(taught, Likeliest)
-    size = min(logits.shape[-1], taught.size if is_partial else taught.shape[-1])
-    student = whole = F.log_softmax(logits[:, :size] / form.temperature, dim=-1)
-    if is_partial:
-        student, teacher = _grouped(whole, taught.ids), taught.logps.clamp(min=LEAST)
-    else:
-        teacher = F.log_softmax(taught[:, :size] / form.temperature, dim=-1)
-    beta = form.beta
-    if beta == 0:
-        found = (teacher.exp() * (teacher - student)).sum(-1)
-    elif beta == 1:
-        found = (student.exp() * (student - teacher)).sum(-1)
-    else:
-        mixture = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
-        found = (beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)).sum(-1)
-
-    def gradient() -> Tensor:
-        # Through the softmax: p (g - sum p g), with g the derivative by p: -T / S, log(S / T) or (1 - beta) log(S / M).
-        if beta == 0:
-            by_logits = student.exp() - teacher.exp()
-        else:
-            p = student.exp()
-            g = student - teacher if beta == 1 else (1 - beta) * (student - mixture)
-            by_logits = p * (g - (p * g).sum(-1, keepdim=True))
-        if is_partial:  # of the others together, each has its share
-            others = (whole - student[:, -1:]).clamp(max=0).exp() * by_logits[:, -1:]
-            by_logits = others.scatter(1, taught.ids, by_logits[:, :-1])
-        return F.pad(by_logits / form.temperature, (0, logits.shape[-1] - size))
-
-    return found, gradient
-
-
-def _grouped(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Return log-probabilities [n, k + 1] of the tokens `ids` [n, k], and of all others together, from all [n, V]."""
-    others = log_probs.scatter(1, ids, NOTHING).logsumexp(-1, keepdim=True)
-    return torch.cat([log_probs.gather(1, ids), others], 1).clamp(min=LEAST)
-
-
-def likeliest(guide: Guide, size: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a teacher's likeliest tokens [N, k] at positions [N], and their log-probabilities [N, k + 1].
-
-    Args:
-        size: Tokens that its distributions are over.
-        device: As in `token_loss`.
-    """
-    chunk, found = _chunk_length(size, device), []
-    products = _products(guide.head, ())
-    for start in range(0, len(guide.hidden), chunk):
-        log_probs = F.log_softmax(products.forward(guide.hidden[start : start + chunk], False).float()[:, :size], -1)
-        ids = log_probs.topk(top_k, -1).indices
-        found.append((ids, _grouped(log_probs, ids)))
-    if not found:
-        return guide.hidden.new_empty(0, top_k, dtype=torch.long), guide.hidden.new_empty(0, top_k + 1).float()
-    return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
 def token_log_probs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor],
@@ -262,7 +170,7 @@ def token_log_probs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Te
     """
     if plain:
         return F.log_softmax(head(hidden).float(), dim=-1).gather(1, targets.unsqueeze(1)).squeeze(1)
-    chunk = _chunk_length(vocab_size, device or hidden.device)
+    chunk = chunk_length(vocab_size, device or hidden.device)
     return _ChunkedLogProbabilities.apply(hidden, targets, head, chunk, *params)
 
 
@@ -276,7 +184,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         ctx.autocast = {"enabled": torch.is_autocast_enabled(device), "dtype": torch.get_autocast_dtype(device)}
         ctx.head, ctx.chunk = head, chunk
         ctx.save_for_backward(hidden, targets, *params)
-        products = _products(head, params)
+        products = wrap_head(head, params)
         found = hidden.new_empty(len(targets), dtype=torch.float32)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
@@ -289,7 +197,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         hidden, targets, *params = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         with torch.autocast(hidden.device.type, **ctx.autocast):
-            products = _products(ctx.head, params)
+            products = wrap_head(ctx.head, params)
             for start in range(0, len(targets), ctx.chunk):
                 part = slice(start, start + ctx.chunk)
                 # d log p / d logits = one_hot - softmax: negated here, and again by the factor -grad.
@@ -299,101 +207,51 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
             return grad_hidden, None, None, None, *products.param_grads(params)  # targets, head and chunk have none
 
 
-def _products(head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] | list[Tensor]) -> "_AnyHead | _LinearHead":
+def wrap_head(head: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] | list[Tensor]) -> "_AnyHead | _LinearHead":
     layer = getattr(head, "linear", None)
     if layer is None:
         return _AnyHead(head, params)
     return _LinearHead(layer, getattr(head, "scale", 1.0), getattr(head, "softcap", None))
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Loss and gradient in chunks, in one pass.
+class _ChunkedSums(torch.autograd.Function):
+    """Sums over positions in chunks, with the gradient of the first one, in one pass.
 
     Computing the gradient in the forward pass follows Liger Kernel's fused linear cross-entropy (Hsu et al. 2024).
     Heads other than a matrix with scale and soft cap, such as those with bias or adapter, are left to autograd.
     """
 
     @staticmethod
-    def forward(ctx, hidden, targets, weights, head, chunk, count_correct, form, guide, is_training, *params):
+    def forward(ctx, hidden, columns, weights, head, chunk, compute, num_values, count_correct, is_training, *params):
         # `needs_input_grad` is set under `no_grad` too, as when a model with trainable parameters is evaluated.
         wants_grad = is_training and any(ctx.needs_input_grad)
-        products = _products(head, params)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        correct, parts = torch.zeros_like(total), total.new_zeros(2)  # of the loss: divergence and cross-entropy
-        ratio = form.divergence.ratio if guide is not None else 0.0
-        drawn = _drawn(guide)
-        mixes = ratio > 0 or drawn is not None
-        teacher = _products(guide.head, ()) if isinstance(guide, Guide) else None
+        products = wrap_head(head, params)
+        sums = torch.zeros(num_values + count_correct, dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.zeros_like(hidden) if wants_grad else None
-        for start in range(0, len(targets), chunk):
+        for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = products.forward(hidden[part], wants_grad).float()
-            log_probs = F.log_softmax(logits, dim=-1)  # [n, V]
-            picked = log_probs.gather(1, targets[part].unsqueeze(1)).squeeze(1)
-            losses, smoothing = -picked, form.label_smoothing
-            if smoothing:
-                losses = (1 - smoothing) * losses - smoothing * log_probs.mean(-1)
-            if form.dft:
-                probabilities = picked.exp()
-                losses = losses * probabilities
-            if form.z_loss:
-                log_z = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - picked
-                losses = losses + form.z_loss * log_z.square()
-            if guide is not None:
-                taught = (_each(guide, lambda x, part=part: x[part]) if teacher is None
-                          else teacher.forward(guide.hidden[part], False).float())
-                diverging, gradient = divergences(logits, taught, form.divergence)
-                share = ratio
-                if drawn is not None:
-                    losses = losses * (1 - drawn[part])
-                    share = ratio + (1 - ratio) * drawn[part]
-                parts += _summed(torch.stack([diverging, losses]), part, weights)
-                losses = share * diverging + (1 - share) * losses
-                by_divergence = gradient().mul_(_column(share)) if wants_grad and mixes else None
-                del taught, gradient
-            del logits
-            total += _summed(losses, part, weights)
-            if count_correct:
-                hits = log_probs.argmax(-1) == targets[part]
-                correct += (hits if weights is None else hits * weights[part]).sum()
+            by_position = None if weights is None else weights[part]
+            # No variable holds the logits, so that they are freed before the gradient is computed.
+            added, gradient = _sum_values(compute, products.forward(hidden[part], wants_grad).float(),
+                                          [column[part] for column in columns], by_position, count_correct)
+            sums += added
+            grad_logits = gradient() if wants_grad else None
+            del gradient
             if wants_grad:
-                # Gradient of cross-entropy, softmax - one_hot, in place: autograd would make two more passes.
-                # Overwrites `log_probs`, so everything that reads them comes before.
-                grad_logits = log_probs.exp_()
-                # Factors of the softmax and, where `dft` weights it, of the one_hot.
-                of_target = probabilities if form.dft else 1 - smoothing
-                if form.dft or form.z_loss:
-                    grad_logits *= ((probabilities if form.dft else 1)
-                                    + (2 * form.z_loss * log_z if form.z_loss else 0)).unsqueeze(1)
-                if smoothing:
-                    grad_logits -= smoothing / grad_logits.shape[-1]
-                grad_logits[torch.arange(len(grad_logits), device=hidden.device), targets[part]] -= of_target
-                if mixes:
-                    grad_logits = grad_logits.mul_(_column(1 - share)).add_(by_divergence)
                 if weights is not None:
-                    grad_logits *= weights[part].unsqueeze(1)
+                    grad_logits *= by_position.unsqueeze(1)
                 grad_hidden[part] = products.backward(grad_logits)  # [n, V] -> [n, H]
+                del grad_logits  # before the next chunk's logits
         if wants_grad:
-            # Gradients of `total` itself; `backward` multiplies them by its incoming gradient.
+            # Gradients of the first sum itself; `backward` multiplies them by its incoming gradient.
             ctx.save_for_backward(grad_hidden, *products.param_grads(params))
-        ctx.mark_non_differentiable(correct, parts)
-        return total, correct, parts
+        return sums
 
     @staticmethod
-    def backward(ctx, grad_total, _grad_correct, _grad_parts):
+    def backward(ctx, grad_sums):
         # In place is safe: only this node holds these tensors, and a second backward pass finds them freed.
-        grad_hidden, *grads = (grad.mul_(grad_total.to(grad.dtype)) for grad in ctx.saved_tensors)
+        grad_hidden, *grads = (grad.mul_(grad_sums[0].to(grad.dtype)) for grad in ctx.saved_tensors)
         return grad_hidden, None, None, None, None, None, None, None, None, *grads
-
-
-def _column(share: float | Tensor) -> float | Tensor:
-    """Return a factor of positions [n] as one of their logits [n, V]."""
-    return share.unsqueeze(1) if torch.is_tensor(share) else share
-
-
-def _summed(values: Tensor, part: slice, weights: Tensor | None) -> Tensor:
-    """Return the weighted sum of values [..., n] of a chunk's positions."""
-    return (values if weights is None else values * weights[part]).sum(-1)
 
 
 class _AnyHead:

@@ -10,8 +10,8 @@ from lmmods.core.console import say
 from lmmods.data.batches.collate import PLACES
 from lmmods.data.teacher import COMPUTING, LikeliestByNumber, gathered, num_columns, number_scored, teacher_store
 from lmmods.runs.model_card import first_weights
-from lmmods.torch_engine.nn.lm_head import LMHead, causal_guide
-from lmmods.torch_engine.nn.loss import Guide, likeliest
+from lmmods.torch_engine.nn.distillation import compute_top_k
+from lmmods.torch_engine.nn.lm_head import LMHead, run_without_head
 from lmmods.torch_engine.nn.micro_batches import gather, split_rows
 from lmmods.torch_engine.nn.reference import evaluating
 
@@ -53,8 +53,7 @@ def _computed(task: Any, network: nn.Module, role: str, size: int) -> Iterator[t
             for rows in split_rows(batch, chunk_tokens) if chunk_tokens else [batch]:
                 # What a position predicts is the token after it.
                 places = rows[PLACES][:, 1:]
-                guide = causal_guide(network, head, rows)
+                hidden, rows_head, *_ = run_without_head(network, head, rows)
                 scored = places > 0
-                ids, logps = likeliest(Guide(guide.hidden[:, :-1][scored], guide.head), size, task.teacher.top_k,
-                                       task.built_for)
+                ids, logps = compute_top_k(hidden[:, :-1][scored], rows_head, size, task.teacher.top_k, task.built_for)
                 yield places[scored].cpu().numpy(), ids.int().cpu().numpy(), logps.cpu().numpy()

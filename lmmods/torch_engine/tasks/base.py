@@ -6,6 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from lmmods.core.errors import UserError
 from lmmods.core.memory import Step, StepMemory, describe_sizes, describe_teacher
-from lmmods.core.settings import num_layers, require
+from lmmods.core.settings import TokenLoss, num_layers, require
 from lmmods.core.text_metrics import perplexity
 from lmmods.data.batches.collate import PLACES
 from lmmods.data.teacher import check_teacher
@@ -29,9 +30,10 @@ from lmmods.runs.step_metrics import check_finite
 from lmmods.torch_engine.nn import sharding, summary
 from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.context_parallel import ContextParallel
+from lmmods.torch_engine.nn.distillation import TeacherStates, TeacherTopK, distillation_loss
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.export import save
-from lmmods.torch_engine.nn.loss import IGNORED, LossSums, chunk_bytes
+from lmmods.torch_engine.nn.loss import IGNORED, LossSums, chunk_bytes, token_loss
 from lmmods.torch_engine.nn.micro_batches import (
     StepSums,
     full_precision,
@@ -104,10 +106,10 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
                                    precision=self.trainer.precision, device=self.built_for, seed=base_seed(),
                                    by_parts=by_parts, abstract=abstract)
         self._dropout = TokenDropout.from_model(self.model)
-        if self.token_loss.divergence is None:
+        if self.divergence is None:
             return
         check_teacher(self.teacher, self.trainer.datamodule.tokenizer, self.trust_remote_code)
-        self.metric_names = self.token_loss.metric_names
+        self.metric_names = self.divergence.metric_names
         self.eval_metrics["divergence"] = WeightedMean()
         if self.teacher.top_k is None:
             self.teacher_model = self.build_teacher(abstract)
@@ -154,6 +156,14 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     # Training step: the gradient of the mean loss over a step's micro-batches, on all processes -----------------------
+
+    def loss_of_tokens(self, teacher: TeacherStates | TeacherTopK | None, is_training: bool) -> Callable[..., LossSums]:
+        """Return `token_loss` or `distillation_loss` with the task's settings; that of evaluation has a plain total."""
+        form = self.token_loss if is_training else TokenLoss()
+        if teacher is None:
+            return partial(token_loss, form=form)
+        divergence = self.divergence if is_training else self.divergence.evaluated
+        return partial(distillation_loss, form=form, divergence=divergence, teacher=teacher)
 
     @abstractmethod
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:

@@ -17,9 +17,10 @@ from lmmods.data.batches.collate import DRAWN, PLACES
 from lmmods.data.teacher import NO_PLACES
 from lmmods.recipe.tasks.base import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen
+from lmmods.torch_engine.nn.distillation import TeacherStates, TeacherTopK
 from lmmods.torch_engine.nn.experts import routed_mixture
-from lmmods.torch_engine.nn.lm_head import LMHead, causal_guide, causal_loss, keeps_packed_apart
-from lmmods.torch_engine.nn.loss import IGNORED, Likeliest, LossSums, shift_labels, shift_weights
+from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss, keeps_packed_apart, run_without_head
+from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights
 from lmmods.torch_engine.nn.reference import evaluating
 from lmmods.torch_engine.nn.teacher import cached_teacher
 from lmmods.torch_engine.tasks.base import TaskModule, base_seed, seed_step
@@ -80,21 +81,22 @@ class CausalModule(CausalFields, TaskModule):
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
         batch = batch if self.context_parallel is None else self.context_parallel.cut(batch)
-        guide = None
+        teacher = None
         if self.teacher_model is not None:  # first, while there are no activations of the student
             with evaluating(self.teacher_model):
-                guide = causal_guide(self.teacher_model, self.teacher_head, batch)
-            if DRAWN in batch:  # [B] -> [B, T]
-                guide = guide._replace(drawn=batch[DRAWN].unsqueeze(1).expand(batch["labels"].shape))
+                hidden, head, *_ = run_without_head(self.teacher_model, self.teacher_head, batch)
+            # [B] -> [B, T]
+            drawn = batch[DRAWN].unsqueeze(1).expand(batch["labels"].shape) if DRAWN in batch else None
+            teacher = TeacherStates(hidden, head, drawn)
         elif self.is_taught_beforehand:
             if PLACES not in batch:
                 raise UserError(NO_PLACES)
-            guide = self._taught(shift_weights(batch[PLACES]))
+            teacher = self._top_k_at(shift_weights(batch[PLACES]))
+        loss = self.loss_of_tokens(teacher, is_training=not count_correct)
         if count_correct:  # in evaluation
-            return causal_loss(self.model, self.head, batch, count_correct, device=self.built_for,
-                               form=self.token_loss.evaluated, guide=guide)
+            return causal_loss(self.model, self.head, batch, count_correct, device=self.built_for, loss=loss)
         return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss,
-                           device=self.built_for, form=self.token_loss, guide=guide)
+                           device=self.built_for, loss=loss)
 
     def target_weight(self, batch: dict[str, Tensor]) -> Tensor:
         scored = shift_labels(batch["labels"]) != IGNORED
@@ -106,14 +108,14 @@ class CausalModule(CausalFields, TaskModule):
         with evaluating(self.model), self.trainer.precision_plugin.forward_context():
             yield
 
-    def _taught(self, places: Tensor) -> Likeliest:
-        """Return what the teacher expects at positions [B, T], by the numbers of the tokens to predict there."""
+    def _top_k_at(self, places: Tensor) -> TeacherTopK:
+        """Return the teacher's top k at positions [B, T], by the numbers of the tokens to predict there."""
         shape, top_k = places.shape, self.teacher.top_k
         if self._likeliest is None:
-            return Likeliest(places.new_zeros(*shape, top_k), torch.zeros(*shape, top_k + 1, device=places.device),
-                             self.model.config.get_text_config().vocab_size)
+            return TeacherTopK(places.new_zeros(*shape, top_k), torch.zeros(*shape, top_k + 1, device=places.device),
+                               self.model.config.get_text_config().vocab_size)
         ids, logps = (torch.from_numpy(part).to(places.device) for part in self._likeliest(places.cpu().numpy()))
-        return Likeliest(ids.long(), logps, self._num_columns)
+        return TeacherTopK(ids.long(), logps, self._num_columns)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Generate tokens [B * A, T_new], right-padded, from left-padded prompts [B, T], with the A answers to a prompt

@@ -1,6 +1,6 @@
 """Masked language modelling: from scratch, full or with adapters."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from lmmods.core.console import say
-from lmmods.core.settings import TokenLoss
 from lmmods.recipe.tasks.mlm import MLMFields
+from lmmods.torch_engine.nn.distillation import TeacherStates
 from lmmods.torch_engine.nn.dropout import TokenDropout
-from lmmods.torch_engine.nn.loss import Guide, LossSums, token_loss
+from lmmods.torch_engine.nn.loss import LossSums, token_loss
 from lmmods.torch_engine.nn.reference import evaluating
 from lmmods.torch_engine.tasks.base import TaskModule
 
@@ -32,13 +32,13 @@ class MLM(MLMFields, TaskModule):
             self.teacher_head = MLMHead(self.teacher_model, plain=not self.fast_kernels)
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
-        guide = None
+        teacher = None
         if self.teacher_head is not None:  # first, while there are no activations of the student
             with evaluating(self.teacher_model):
-                guide = Guide(self.teacher_head.hidden(batch), self.teacher_head)
-        # Evaluation, which counts, is plain.
-        return masked_loss(self.head, batch, count_correct, self.built_for,
-                           self.token_loss.evaluated if count_correct else self.token_loss, guide)
+                teacher = TeacherStates(self.teacher_head.hidden(batch), self.teacher_head)
+        # Evaluation counts.
+        loss = self.loss_of_tokens(teacher, is_training=not count_correct)
+        return masked_loss(self.head, batch, count_correct, self.built_for, loss)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
         """Return candidates [G, K], likeliest first, and their probabilities [G, K], for the batch's gaps row by row.
@@ -104,17 +104,17 @@ class MLMHead:
 
 
 def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = False,
-                device: torch.device | None = None, form: TokenLoss = TokenLoss(), guide: Guide | None = None
-                ) -> LossSums:
+                device: torch.device | None = None, loss: Callable[..., LossSums] = token_loss) -> LossSums:
     """Return the summed loss over the masked positions of a batch.
 
     Args:
         batch: `input_ids`, `attention_mask`, `labels` [B, T]; `token_type_ids` if the model has them.
-        device: As in `token_loss`, like `form` and `guide`.
+        device: As in `token_loss`.
+        loss: `token_loss`, or another function with its arguments.
     """
     # Labels of masked positions are not shifted.
-    return token_loss(head.hidden(batch), batch["labels"], head, head.params(), head.vocab_size, count_correct,
-                      head.plain, device=device, form=form, guide=guide)
+    return loss(head.hidden(batch), batch["labels"], head, head.params(), head.vocab_size, count_correct, head.plain,
+                device=device)
 
 
 @contextmanager
