@@ -78,7 +78,7 @@ class Watch:
 # Operations whose whole time, with that of all that they call, is of one part. Not `Optimizer.step`: Lightning computes
 # the loss and its gradient within it.
 WHOLE = {"enumerate(DataLoader)": "data", "_fused_adam": "optimiser", "norm of the gradient": "optimiser",
-         "_ChunkedCrossEntropy": "head and loss", "cross_entropy": "head and loss", "log_softmax": "head and loss",
+         "_ChunkedSums": "head and loss", "cross_entropy": "head and loss", "log_softmax": "head and loss",
          "dequantize": "dequantisation", "scaled_dot_product": "attention", "_Attention": "attention"}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::linear", "aten::matmul")
 

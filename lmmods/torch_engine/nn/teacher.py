@@ -1,4 +1,4 @@
-"""Likeliest tokens of a teacher in the place of all scored tokens, computed before training and cached."""
+"""A teacher's most likely tokens for every target token, computed before training and cached."""
 
 from collections.abc import Iterator
 from typing import Any
