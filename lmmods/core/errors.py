@@ -13,32 +13,37 @@ class UserError(Exception):
 
     The message says what is wrong, where (file and line, row, or key) and what to do about it. Passwords and tokens in
     it are redacted.
+
+    Args:
+        keys: Keys of the recipe that decide whether this is a mistake, the one to change first. A class that is part of
+            several blocks names them without the block: `optimizer.lr`.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *keys: str) -> None:
         super().__init__(readable(redact(message)))
+        self.keys = keys
 
 
-_gathered: ContextVar[list[str] | None] = ContextVar("gathered", default=None)
+_gathered: ContextVar[list[UserError] | None] = ContextVar("gathered", default=None)
 
 
 @contextlib.contextmanager
-def gathering() -> Iterator[list[str]]:
-    """Context that collects messages about single wrong values in a list, so that all of them can be reported."""
-    found: list[str] = []
-    token = _gathered.set(found)
+def gathering() -> Iterator[list[UserError]]:
+    """Context that collects errors about single wrong values in a list, so that all of them can be reported."""
+    errors: list[UserError] = []
+    token = _gathered.set(errors)
     try:
-        yield found
+        yield errors
     finally:
         _gathered.reset(token)
 
 
-def refuse_value(message: str) -> None:
-    """Raise a UserError about one value, or record its message within `gathering`."""
-    found = _gathered.get()
-    if found is None:
-        raise UserError(message)
-    found.append(message)
+def refuse_value(message: str, *keys: str) -> None:
+    """Raise a UserError about one value, or record it within `gathering`; arguments as of UserError."""
+    error, errors = UserError(message, *keys), _gathered.get()
+    if errors is None:
+        raise error
+    errors.append(error)
 
 
 def readable(message: str) -> str:

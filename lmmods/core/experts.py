@@ -74,4 +74,4 @@ def check_overrides(fields: dict[str, Any]) -> None:
     for name in ("output_router_logits", "router_aux_loss_coef"):
         if fields.get(name):
             raise UserError(f"model.config: {name} is {fields[name]}, which asks for transformers' own balance loss. "
-                            f"{_INSTEAD} Take it out and set that.")
+                            f"{_INSTEAD} Take it out and set that.", "model.config", "model.config_overrides")

@@ -9,13 +9,13 @@ from lmmods.core.errors import UserError
 def check_patterns(key: str, patterns: Sequence[str] | None) -> None:
     """Raise UserError unless all patterns are regular expressions, and there is one if the key is set."""
     if patterns is not None and not patterns:
-        raise UserError(f"{key} is an empty list: name patterns of parameters, or set it to null.")
+        raise UserError(f"{key} is an empty list: name patterns of parameters, or set it to null.", key)
     for pattern in patterns or []:
         try:
             re.compile(pattern)
         except re.error as error:
             raise UserError(f"{key}: '{pattern}' is no regular expression ({error}). Mend it; a dot of a name is "
-                            r"written \. there.") from error
+                            r"written \. there.", key) from error
 
 
 def chosen(names: Mapping[str, Collection[str]], trainable: Sequence[str] | None, frozen: Sequence[str] | None

@@ -54,14 +54,15 @@ class PolicyLoss:
         require(0 <= self.epsilon <= 1, "model.epsilon", self.epsilon, "from 0 to 1")
         if self.loss == "cispo":
             require(self.epsilon == EPSILON, "model.epsilon", self.epsilon,
-                    f"{EPSILON} with the loss cispo, which does not use it: set model.epsilon_high")
+                    f"{EPSILON} with the loss cispo, which does not use it: set model.epsilon_high", "model.loss")
             require(self.epsilon_high is None or self.epsilon_high > 0, "model.epsilon_high", self.epsilon_high,
-                    "null, or more than 0: with the loss cispo it is the greatest ratio")
+                    "null, or more than 0: with the loss cispo it is the greatest ratio",
+                    "model.loss")
         require(self.epsilon_high is None or self.epsilon_high >= 0, "model.epsilon_high", self.epsilon_high,
                 "null, or 0 or more")
         require(self.beta >= 0, "model.beta", self.beta, "0 or more")
         require(self.beta > 0 or self.use_bias_correction_kl, "model.use_bias_correction_kl",
-                self.use_bias_correction_kl, "true with model.beta 0, which has no divergence")
+                self.use_bias_correction_kl, "true with model.beta 0, which has no divergence", "model.beta")
         require(self.max_new_tokens >= 1, "model.max_new_tokens", self.max_new_tokens, "1 or more")
 
     @property

@@ -179,25 +179,25 @@ class PreferenceLoss:
 
     def __post_init__(self) -> None:
         if self.loss in REFUSED:
-            raise UserError(f"model.loss {self.loss}: {REFUSED[self.loss]}.")
+            raise UserError(f"model.loss {self.loss}: {REFUSED[self.loss]}.", "model.loss")
         require(self.loss in METHODS, "model.loss", self.loss, f"one of {', '.join(METHODS)}")
         method = self.method
         require(self.beta > 0, "model.beta", self.beta, "more than 0")
         require(0 <= self.label_smoothing < 0.5, "model.label_smoothing", self.label_smoothing, "from 0 to below 0.5")
         require(method.smooths or not self.label_smoothing, "model.label_smoothing", self.label_smoothing,
-                f"0 with the loss {self.loss}, which does not use it")
+                f"0 with the loss {self.loss}, which does not use it", "model.loss")
         require(self.loss != "exo_pair" or self.label_smoothing > 0, "model.label_smoothing", self.label_smoothing,
-                "more than 0 with the loss exo_pair (1.0e-3 is usual)")
+                "more than 0 with the loss exo_pair (1.0e-3 is usual)", "model.loss")
         require(self.loss == "simpo" or self.gamma == GAMMA, "model.gamma", self.gamma,
-                f"{GAMMA} unless the loss is simpo, which alone uses it")
+                f"{GAMMA} unless the loss is simpo, which alone uses it", "model.loss")
         require(self.sft_weight is None or self.sft_weight >= 0, "model.sft_weight", self.sft_weight, "0 or more")
         require(method.is_paired or not self.sft_weight, "model.sft_weight", self.sft_weight,
-                f"0 with the loss {self.loss}, whose rows are no pairs")
+                f"0 with the loss {self.loss}, whose rows are no pairs", "model.loss")
         for name in ("desirable_weight", "undesirable_weight"):
             value = getattr(self, name)
             require(value >= 0, f"model.{name}", value, "0 or more")
             require(not method.is_paired or value == 1, f"model.{name}", value,
-                    f"1 with the loss {self.loss}, whose rows are pairs")
+                    f"1 with the loss {self.loss}, whose rows are pairs", "model.loss")
 
     @property
     def method(self) -> Method:

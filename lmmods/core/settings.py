@@ -115,7 +115,8 @@ class Optimizer:
                 "null, or more than 0 and less than 1")
         *others, last = (name for name, spec in OPTIMIZERS.items() if not spec.is_bitsandbytes)
         require(self.ema_decay is None or not self.spec.is_bitsandbytes, "optimizer.ema_decay", self.ema_decay,
-                f"null with optimizer.name {self.name}: {', '.join(others)} and {last} keep averages")
+                f"null with optimizer.name {self.name}: {', '.join(others)} and {last} keep averages",
+                "optimizer.name")
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas,
                 "two numbers from 0 up to but not including 1")
         require(self.eps > 0, "optimizer.eps", self.eps, "more than 0")
@@ -124,7 +125,7 @@ class Optimizer:
                 "from 0 up to but not including 1")
         require(1 <= self.ns_steps < 100, "optimizer.ns_steps", self.ns_steps, "from 1 to 99")
         require(not self.spec.needs_momentum or self.momentum > 0, "optimizer.momentum", self.momentum,
-                f"more than 0 for {self.name}, which has no plain form")
+                f"more than 0 for {self.name}, which has no plain form", "optimizer.name")
         require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", self.min_lr_ratio, "from 0 to 1")
         for key in ("warmup", "decay"):
             value = getattr(self, key)
@@ -240,11 +241,14 @@ class LoRA:
         require(self.alpha > 0, "lora.alpha", self.alpha, "more than 0")
         require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "from 0 up to but not including 1")
         if self.target_parameters:
-            require(self.dropout == 0, "lora.dropout", self.dropout, "0 with lora.target_parameters, as in PEFT")
-            require(not self.dora, "lora.dora", self.dora, "false with lora.target_parameters, as in PEFT")
+            require(self.dropout == 0, "lora.dropout", self.dropout, "0 with lora.target_parameters, as in PEFT",
+                    "lora.target_parameters")
+            require(not self.dora, "lora.dora", self.dora, "false with lora.target_parameters, as in PEFT",
+                    "lora.target_parameters")
             require(not self.is_principal, "lora.init", self.init, "kaiming with lora.target_parameters, as in "
-                    "PEFT")
-        require(not (self.dora and self.is_principal), "lora.init", self.init, "kaiming with lora.dora")
+                    "PEFT", "lora.target_parameters")
+        require(not (self.dora and self.is_principal), "lora.init", self.init, "kaiming with lora.dora",
+                "lora.dora")
 
     @property
     def scaling(self) -> float:
@@ -351,20 +355,20 @@ class Teacher:
         require(self.top_k is None or self.top_k >= 1, "teacher.top_k", self.top_k, "null, or 1 or more")
         # How much of the others another temperature would leave is not known.
         require(self.top_k is None or self.temperature == 1, "teacher.temperature", self.temperature,
-                "1 with teacher.top_k")
+                "1 with teacher.top_k", "teacher.top_k")
         require(bool(self.pretrained), "teacher.pretrained", self.pretrained, "a folder or hub id of a model")
         require(0 <= self.beta <= 1, "teacher.beta", self.beta, "from 0 to 1")
         require(0 < self.temperature < math.inf, "teacher.temperature", self.temperature, "more than 0")
         require(0 < self.ratio <= 1, "teacher.ratio", self.ratio, "more than 0 and at most 1")
         require(0 <= self.on_policy <= 1, "teacher.on_policy", self.on_policy, "from 0 to 1")
         require(not self.on_policy or self.top_k is None, "teacher.top_k", self.top_k, "null with teacher.on_policy, "
-                "whose answers are not known before training")
+                "whose answers are not known before training", "teacher.on_policy")
         require(self.max_new_tokens >= 1, "teacher.max_new_tokens", self.max_new_tokens, "1 or more")
         require(0 < self.sampling_temperature < math.inf, "teacher.sampling_temperature", self.sampling_temperature,
                 "more than 0")
         for name, default in (("max_new_tokens", 128), ("sampling_temperature", 0.9)):
             require(self.on_policy > 0 or getattr(self, name) == default, f"teacher.{name}", getattr(self, name),
-                    f"{default}, its default, with teacher.on_policy 0, which samples no answers")
+                    f"{default}, its default, with teacher.on_policy 0, which samples no answers", "teacher.on_policy")
 
     @property
     def divergence(self) -> Divergence:
@@ -418,7 +422,8 @@ class Generation:
                 "more than 0 (for greedy search set generation.do_sample to false)")
         for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("typical_p", 1.0)):
             require(self.do_sample or getattr(self, name) == neutral, f"generation.{name}", getattr(self, name),
-                    f"{neutral} while generation.do_sample is false, as only sampling uses it")
+                    f"{neutral} while generation.do_sample is false, as only sampling uses it",
+                    "generation.do_sample")
 
     def check_positions(self, prompt_length: int, num_positions: int) -> None:
         """Raise UserError where prompt and answer together go beyond a model's learned positions."""
@@ -450,7 +455,8 @@ class BestOf:
         """Raise UserError unless a decoding method gives answers that differ."""
         if not generation.do_sample or generation.num_beams > 1:
             raise UserError("model.best_of needs sampled answers: set model.generation.do_sample to true and "
-                            "model.generation.num_beams to 1, or model.best_of to null")
+                            "model.generation.num_beams to 1, or model.best_of to null",
+                            "model.best_of", "model.generation.do_sample", "model.generation.num_beams")
 
 
 def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: float, do_sample: bool | None) -> None:
@@ -467,10 +473,14 @@ def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: f
                         "above 0: try 1.0")
 
 
-def require(holds: bool, key: str, value: object, wanted: str) -> None:
-    """Raise a UserError that names key, value and remedy, unless the condition holds (or keep it: `gathering`)."""
+def require(holds: bool, key: str, value: object, wanted: str, *others: str) -> None:
+    """Raise a UserError that names key, value and remedy, unless the condition holds (or keep it: `gathering`).
+
+    Args:
+        others: Other keys that the condition depends on.
+    """
     if not holds:
-        refuse_value(f"{key} is {as_yaml_word(value)}, but must be {wanted}.")
+        refuse_value(f"{key} is {as_yaml_word(value)}, but must be {wanted}.", key, *others)
 
 
 def as_yaml_word(value: object) -> object:

@@ -153,4 +153,4 @@ class PublishFields:
         require(self.repo is None or "/" in self.repo and bool(HUB_ID.fullmatch(self.repo)), "publish.repo", self.repo,
                 "user/name")
         require(self.license is None or self.repo is not None, "publish.repo", self.repo,
-                "set where publish.license is")
+                "set where publish.license is", "publish.license")

@@ -55,10 +55,11 @@ class Mixing:
                 "more than 0")
         if self.rule == "concat":
             require(self.temperature == 1, "data.mixing.temperature", self.temperature,
-                    "1 with data.mixing.rule concat")
-            require(self.schedule is None, "data.mixing.schedule", "set", "null with data.mixing.rule concat")
+                    "1 with data.mixing.rule concat", "data.mixing.rule")
+            require(self.schedule is None, "data.mixing.schedule", "set", "null with data.mixing.rule concat",
+                    "data.mixing.rule")
         require(self.schedule is not None or self.interpolation == "linear", "data.mixing.interpolation",
-                self.interpolation, "linear without data.mixing.schedule")
+                self.interpolation, "linear without data.mixing.schedule", "data.mixing.schedule")
         if self.schedule is not None:
             self.schedule = [MixingPoint(**point) if isinstance(point, dict) else point for point in self.schedule]
             places = [point.at for point in self.schedule]
@@ -77,28 +78,31 @@ class Mixing:
         named = [weight is not None for weight in weights]
         if any(named) and not all(named):
             raise UserError("data.mixing: some sources have a weight and others do not; set it for all, or for none "
-                            "to mix them by their numbers of rows")
+                            "to mix them by their numbers of rows", "data.mixing", "data.source")
         if self.schedule is not None:
             if any(named):
-                raise UserError("data.mixing.schedule and the weight of a source are both set; keep one of them")
+                raise UserError("data.mixing.schedule and the weight of a source are both set; keep one of them",
+                                "data.mixing.schedule", "data.source")
             wrong = next((point for point in self.schedule if len(point.weights) != len(weights)), None)
             if wrong is not None:
                 raise UserError(f"data.mixing.schedule: the point at {wrong.at} has {len(wrong.weights)} weights, but "
-                                f"data.source has {len(weights)} sources; set one for each")
+                                f"data.source has {len(weights)} sources; set one for each", "data.mixing.schedule",
+                                "data.source")
             never = next((place for place in range(len(weights))
                           if not any(point.weights[place] for point in self._used_points())), None)
             if never is not None:
                 raise UserError(f"data.mixing.schedule: source {never + 1} has weight 0 throughout the epoch; remove "
-                                "it from data.source, or raise its weight")
+                                "it from data.source, or raise its weight", "data.mixing.schedule", "data.source")
             if group_by_length:
                 raise UserError("data.mixing.schedule and data.group_by_length both decide the order of rows; keep one "
-                                "of them")
+                                "of them", "data.mixing.schedule", "data.group_by_length")
         if streaming and self.schedule is not None:
             raise UserError("data.mixing.schedule needs the length of an epoch, which a stream does not have; set it "
-                            "to null, or data.streaming to false")
+                            "to null, or data.streaming to false", "data.mixing.schedule", "data.streaming")
         if streaming and not all(named):
             raise UserError("data.mixing of a stream needs a weight for each source, as their numbers of rows are "
-                            "unknown; set it as in {path: ..., weight: 0.3}")
+                            "unknown; set it as in {path: ..., weight: 0.3}", "data.mixing", "data.source",
+                            "data.streaming")
 
     def _used_points(self) -> list[MixingPoint]:
         """Return the points of the schedule that apply to more than the end of an epoch."""

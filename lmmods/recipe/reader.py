@@ -642,29 +642,28 @@ class Reader:
     def _gather(self, make: Callable[[], Any], block: str = "") -> Any:
         """Call a function and record its UserErrors; other exceptions are left to the engine."""
         made = None
-        with gathering() as messages:
+        with gathering() as errors:
             try:
                 made = make()
             except Exception as error:
                 if mistake := user_error_in(error):
-                    messages.append(str(mistake))
-                elif not messages:
+                    errors.append(mistake)
+                elif not errors:
                     return None
-        for message in messages:
-            # Messages start with the key, in classes of a block without the name of the block.
-            name = message.partition(" ")[0]
+        for error in errors:
+            # A rejected key has its default here: errors that follow from that are not reported.
+            if self._is_dropped(*error.keys):
+                continue
+            message, name = str(error), next(iter(error.keys), "")
             if f"{block}.{name}" in self.places:
                 message, name = f"{block}.{message}", f"{block}.{name}"
-            # A rejected key has its default here: errors that follow from that are not reported.
-            if self._is_dropped(*re.findall(r"[\w.]+\w", message)):
-                continue
             self.dropped.add(name)
             self.report(self.places.get(name, "") if message.startswith(f"{name} is ") else "", message)
-        return None if messages else made
+        return None if errors else made
 
-    def _is_dropped(self, *words: str) -> bool:
-        """True if one of these words is, or ends, a key that was already rejected."""
-        return any(word == key or f".{key}".endswith(f".{word}") for word in words for key in self.dropped)
+    def _is_dropped(self, *keys: str) -> bool:
+        """True if one of these keys was already rejected; they may lack the name of their block."""
+        return any(f".{each}".endswith(f".{key}") for key in keys for each in self.dropped)
 
     def _recipe(self) -> dict[str, Any]:
         recipe = {key.name: key.default for key in self.keys.values() if block_in(key.type) is None}

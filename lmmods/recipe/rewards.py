@@ -97,7 +97,8 @@ class Contains(Compared):
 
     def check(self, key: str) -> None:
         super().check(key)
-        require(self.text is None or self.column is None, f"{key}.text", self.text, f"null where {key}.column is set")
+        require(self.text is None or self.column is None, f"{key}.text", self.text, f"null where {key}.column is set",
+                f"{key}.column")
         require(self.text != "", f"{key}.text", "empty", "a string that is not empty, as every answer contains that")
 
 

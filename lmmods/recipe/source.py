@@ -62,11 +62,12 @@ def as_sources(source: SourceLike | dict, key: str, columns: dict[str, str] | No
     """
     items = source if isinstance(source, list) else [source]
     if not items or not all(items):
-        raise UserError(f"data.{key} is empty; set a file, folder, glob or hub id")
+        raise UserError(f"data.{key} is empty; set a file, folder, glob or hub id", f"data.{key}")
     sources = [Source(**item) if isinstance(item, dict) else item if isinstance(item, Source) else Source(item)
                for item in items]
     if key != "source" and any(item.times != 1 for item in sources):
-        raise UserError(f"weight applies only to data.source, not to data.{key}, where each row counts once; remove it")
+        raise UserError(f"weight applies only to data.source, not to data.{key}, where each row counts once; remove it",
+                        f"data.{key}")
     return [replace(item, columns=columns) if item.columns is None else item for item in sources]
 
 

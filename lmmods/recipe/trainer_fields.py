@@ -151,7 +151,8 @@ class JaxTrainerFields(TrainerFields):
 def check_length(max_epochs: int | float | None, max_steps: int) -> None:
     """Raise UserError unless one of the keys limits training."""
     if max_epochs is None and max_steps == -1:
-        raise UserError("trainer.max_steps or trainer.max_epochs is missing. Set one of them.")
+        raise UserError("trainer.max_steps or trainer.max_epochs is missing. Set one of them.", "trainer.max_steps",
+                        "trainer.max_epochs")
     require(max_epochs in (None, -1) or math.isfinite(max_epochs) and max_epochs >= 0, "trainer.max_epochs", max_epochs,
             "0 or more (1.5 is one and a half epochs), or -1 to use trainer.max_steps")
 

@@ -62,7 +62,8 @@ def check_values(recipe: dict[str, Any], engine: str) -> None:
 def check_ckpt_path(ckpt_path: str | None) -> None:
     """Raise UserError if `--ckpt_path` is given but empty."""
     if ckpt_path is not None and not ckpt_path.strip():
-        raise UserError(f"--ckpt_path is empty, but must be last, best, a step number, or {A_CHECKPOINT}.")
+        raise UserError(f"--ckpt_path is empty, but must be last, best, a step number, or {A_CHECKPOINT}.",
+                        "ckpt_path")
 
 
 def check_time(value: str | dict[str, int] | timedelta | None) -> None:
@@ -99,10 +100,10 @@ def check_texts(value: Any, key: str) -> None:
             _refuse(key, value, "a path or a name. Remove the key if there is none")
         longest = max(len(part.encode(errors="replace")) for part in value.split("/"))
         if key.rsplit(".", 1)[-1] in PATHS and "://" not in value and (longest > 255 or len(value) > 4095):
-            raise UserError(f"{key} is {shortened(value)}: too long for a path.")
+            raise UserError(f"{key} is {shortened(value)}: too long for a path.", key)
         if DEMO.match(value) and not Path("demo").is_dir():
             raise UserError(f"{key} is {value}, but {Path.cwd()} has no demo files. Run the command in a clone of the "
-                            "project, or set the key to a path of your own.")
+                            "project, or set the key to a path of your own.", key)
     elif isinstance(value, list | tuple):
         for each in value:
             check_texts(each, key)
@@ -138,4 +139,5 @@ def check_share(key: str, value: int | float | None) -> None:
 
 def _refuse(key: str, value: Any, wanted: str) -> None:
     is_word = value is None or isinstance(value, bool)
-    refuse_value(f"{key} is {as_yaml_word(value) if is_word else shortened(repr(value))}, but must be {wanted}.")
+    refuse_value(f"{key} is {as_yaml_word(value) if is_word else shortened(repr(value))}, but must be {wanted}.",
+                 key)

@@ -295,6 +295,14 @@ def test_what_a_mistake_entails_is_not_told(told):
         "trainer.max_stepz", "model.pretrianed", "data.sorce"]
     assert told("model: {init_args: {generation: {do_sample: yep, temperature: 0.5}}}") == (
         "mine.yaml:1: model.generation.do_sample is yep, but must be true or false.")
+    assert told("model: {init_args: {teacher: {pretrained: t, on_policy: half, max_new_tokens: 9}}}") == (
+        "mine.yaml:1: model.teacher.on_policy is half, but must be a number.")
+
+
+def test_a_mistake_is_told_whose_message_has_the_word_of_another_key(told):
+    said = told("model: {init_args: {optimizer: {name: adamm}}}\n"
+                "publish: {eval_results: [{metric: test/loss, dataset: a/b, task: ' '}]}\n")
+    assert said.startswith("2 mistakes:") and "task is ' ', but must be the name of a task." in said
 
 
 def test_each_layer_is_held_to_the_class_that_counts_in_the_end(told):

@@ -35,9 +35,10 @@ def check_range(**limits: tuple[int | float | None, int] | tuple[int | float | N
     """
     for key, (value, least, *most) in limits.items():
         if value is not None and not value >= least:
-            refuse_value(f"data.{key} is {value}, but must be {least} or more.")
+            refuse_value(f"data.{key} is {value}, but must be {least} or more.", f"data.{key}")
         if value is not None and value > (most[0] if most else MOST):
-            refuse_value(f"data.{key} is {value}, but must be {most[0] if most else MOST} or less.")
+            refuse_value(f"data.{key} is {value}, but must be {most[0] if most else MOST} or less.",
+                         f"data.{key}")
 
 
 @dataclass(frozen=True)
@@ -165,34 +166,36 @@ class TaskFields:
         """Raise UserError unless the fields define what the model starts from and what trains."""
         check_set(self, "model")
         require(self.max_memory is None or self.config is None, "model.max_memory", self.max_memory,
-                "null with model.config")
+                "null with model.config", "model.config")
         require(self.piece_tokens is None or self.piece_tokens >= 0, "model.piece_tokens", self.piece_tokens,
                 "0 or more")
         if self.quantize and not self.trains_adapter:
             raise UserError(f"model.quantize is {self.quantize}, but quantised weights cannot be trained. Set "
-                            "model.lora (QLoRA), or model.quantize to null for full fine-tuning.")
+                            "model.lora (QLoRA), or model.quantize to null for full fine-tuning.",
+                            "model.quantize", "model.lora", "model.adapter")
         if (self.config is None) == (self.pretrained is None):
             raise UserError("model.pretrained and model.config: set one of them, to start from a model or from "
-                            "random weights.")
+                            "random weights.", "model.pretrained", "model.config")
         if self.config is not None and self.trains_adapter:
             raise UserError("model.config starts from random weights, which an adapter does not contain. Set "
-                            "model.lora and model.adapter to null, or use model.pretrained.")
+                            "model.lora and model.adapter to null, or use model.pretrained.", "model.config",
+                            "model.lora", "model.adapter")
         check_overrides({**(self.config if isinstance(self.config, dict) else {}), **(self.config_overrides or {})})
         require(self.neftune_alpha is None or 0 < self.neftune_alpha < math.inf, "model.neftune_alpha",
                 self.neftune_alpha, "null or more than 0")
         require(self.trains_adapter or self.optimizer.b_lr_ratio == 1, "model.optimizer.b_lr_ratio",
-                self.optimizer.b_lr_ratio, "1 without model.lora or model.adapter")
+                self.optimizer.b_lr_ratio, "1 without model.lora or model.adapter", "model.lora", "model.adapter")
         for key in ("trainable_parameters", "frozen_parameters"):
             patterns = getattr(self, key)
             check_patterns(f"model.{key}", patterns)
             require(patterns is None or not self.trains_adapter, f"model.{key}", patterns,
                     "null with model.lora and model.adapter, with which only the adapter trains; set lora.targets "
-                    "and lora.modules_to_save instead")
+                    "and lora.modules_to_save instead", "model.lora", "model.adapter")
         require(self.quantize != "int8" or self.starts_at_base, "model.quantize", self.quantize,
-                "nf4, fp4 or null with lora.init: pissa")
+                "nf4, fp4 or null with lora.init: pissa", "model.lora.init")
         if self.lora and self.adapter:
             raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
-                            "targets. Keep one of them.")
+                            "targets. Keep one of them.", "model.lora", "model.adapter")
 
     def check_data(self, data: Any) -> None:
         """Raise UserError if a data module belongs to another task.
@@ -204,7 +207,8 @@ class TaskFields:
             model, other = (type(each).__name__.removesuffix("Fields") for each in (self, data))
             raise UserError(f"model.class_path is {model}, which trains on {self.takes}, but data.class_path is "
                             f"{other}: set it to {self.takes}, or model.class_path to "
-                            f"{data.trained_by or data.kind.removesuffix('Data')}.")
+                            f"{data.trained_by or data.kind.removesuffix('Data')}.", "model.class_path",
+                            "data.class_path")
 
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
@@ -334,10 +338,10 @@ class TokenLossFields(TaskFields):
                 "from 0 up to but not including 1")
         require(0 <= self.z_loss < math.inf, "model.z_loss", self.z_loss, "zero or more")
         require(self.teacher is None or self.max_memory is None, "model.max_memory", self.max_memory,
-                "null with model.teacher")
+                "null with model.teacher", "model.teacher")
         require(self.teacher is None or self.teacher.ratio < 1 or not (self.label_smoothing or self.z_loss),
                 "model.teacher.ratio", 1, "less than 1 with model.label_smoothing or model.z_loss, which change only "
-                "the cross-entropy")
+                "the cross-entropy", "model.label_smoothing", "model.z_loss")
 
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
@@ -536,23 +540,25 @@ class DataFields:
         self.check_tokens()
         if unknown := set(self.tokenizer_options or {}).difference(TOKENIZER_OPTIONS):
             raise UserError(f"data.tokenizer_options has {', '.join(sorted(unknown))}, but takes only "
-                            f"{', '.join(TOKENIZER_OPTIONS)}")
+                            f"{', '.join(TOKENIZER_OPTIONS)}", "data.tokenizer_options")
         if "" in (self.add_tokens or []):
-            raise UserError("data.add_tokens contains an empty string; remove it")
+            raise UserError("data.add_tokens contains an empty string; remove it", "data.add_tokens")
         if self.val_size and self.val_source is not None:
-            raise UserError("data.val_size and data.val_source are both set; keep one of them")
+            raise UserError("data.val_size and data.val_source are both set; keep one of them", "data.val_size",
+                            "data.val_source")
         if self.val_size and self.streaming:
             raise UserError("data.val_size needs all rows and cannot be combined with data.streaming; set "
-                            "data.val_source")
+                            "data.val_source", "data.val_size", "data.streaming")
         require(0 < self.minhash_threshold <= 1, "data.minhash_threshold", self.minhash_threshold,
                 "more than 0 and at most 1")
         require(self.deduplicate == "minhash" or self.minhash_threshold == 0.8, "data.minhash_threshold",
-                self.minhash_threshold, "0.8, its default, unless data.deduplicate is minhash")
+                self.minhash_threshold, "0.8, its default, unless data.deduplicate is minhash", "data.deduplicate")
         require(self.decontaminate is not None or self.decontaminate_ngram == 13, "data.decontaminate_ngram",
-                self.decontaminate_ngram, "13, its default, unless data.decontaminate names evaluation sets")
+                self.decontaminate_ngram, "13, its default, unless data.decontaminate names evaluation sets",
+                "data.decontaminate")
         if self.deduplicate is not None and self.streaming:
             raise UserError("data.deduplicate needs all rows and cannot be combined with data.streaming; set one of "
-                            "them to null or false")
+                            "them to null or false", "data.deduplicate", "data.streaming")
         if self.mixing is not None:
             self.mixing.check([source.weight for source in as_sources(self.source, "source")], self.streaming,
                               self.group_by_length)
@@ -572,7 +578,8 @@ class DataFields:
                 raise UserError(f"data.{name} is {rows:,} and data.max_length {length:,}: {rows * length:,} tokens in "
                                 f"a micro-batch, but no device fits more than {MOST_TOKENS:,}. Lower "
                                 + (f"data.{name} to {most:,} or less" if most else "data.max_length")
-                                + "; trainer.accumulate_grad_batches makes larger steps")
+                                + "; trainer.accumulate_grad_batches makes larger steps", f"data.{name}",
+                                "data.max_length")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -610,7 +617,7 @@ class LabelDataFields(DataFields):
         super().__post_init__()
         if self.packing:
             raise UserError("data.packing is not supported for tasks with labels, which read each row separately; use "
-                            "data.group_by_length to save most of the padding")
+                            "data.group_by_length to save most of the padding", "data.packing")
         if self.labels is not None:
             twice = next((name for name in self.labels if self.labels.count(name) > 1), None)
             require(twice is None, "data.labels", self.labels, f"a list that names {twice!r} once")
@@ -664,6 +671,8 @@ class ConversationFields(DataFields):
         unknown = [name for name in self.turn_fields or {} if name not in TURN_FIELDS]
         if unknown:
             raise UserError(f"data.turn_fields: {unknown[0]!r} is not a part of a turn ({', '.join(TURN_FIELDS)}). Put "
-                            "parts on the left, keys of the file on the right: {role: who, content: said}")
+                            "parts on the left, keys of the file on the right: {role: who, content: said}",
+                            "data.turn_fields")
         if self.replace_system_prompt and self.system_prompt is None:
-            raise UserError("data.replace_system_prompt is set, but data.system_prompt is not; set it too")
+            raise UserError("data.replace_system_prompt is set, but data.system_prompt is not; set it too",
+                            "data.replace_system_prompt", "data.system_prompt")

@@ -37,4 +37,4 @@ class CLMDataFields(TextDataFields):
         super().__post_init__()
         if self.join and self.packing:
             raise UserError("data.join and data.packing are both set; keep one of them, as joined blocks are full "
-                            "already")
+                            "already", "data.join", "data.packing")

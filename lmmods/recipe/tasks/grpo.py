@@ -121,17 +121,20 @@ class GRPOFields(CausalFields):
                 "null for GRPO, which samples answers from the trained parameters")
         require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for GRPO")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for GRPO")
-        require(self.beta > 0 or self.reference is None, "model.reference", self.reference, "null with model.beta 0")
+        require(self.beta > 0 or self.reference is None, "model.reference", self.reference, "null with model.beta 0",
+                "model.beta")
         require(self.reference != "base" or self.trains_adapter, "model.reference", self.reference,
-                "copy (or null) without an adapter")
+                "copy (or null) without an adapter", "model.lora", "model.adapter")
         require(self.reference != "base" or self.starts_at_base, "model.reference", self.reference,
-                "copy (or null) with lora.init: pissa, whose base alone is not the model")
+                "copy (or null) with lora.init: pissa, whose base alone is not the model", "model.lora.init")
         require(self.importance_sampling_cap is None or self.importance_sampling_cap > 0,
                 "model.importance_sampling_cap", self.importance_sampling_cap, "null, or more than 0")
         require(self.importance_sampling_cap is None or self.rollouts is not None, "model.importance_sampling_cap",
-                self.importance_sampling_cap, "null without model.rollouts, as the run then samples answers itself")
+                self.importance_sampling_cap, "null without model.rollouts, as the run then samples answers itself",
+                "model.rollouts")
         if not self.rewards and self.environment is None:
-            raise UserError("model.rewards is empty. Add at least one, for example [{name: exact_match}]")
+            raise UserError("model.rewards is empty. Add at least one, for example [{name: exact_match}]",
+                            "model.rewards", "model.environment")
         read_rewards(self.rewards or [])
         _ = self.policy_loss  # checks its settings
 
@@ -228,13 +231,13 @@ class PromptDataFields(ConversationFields):
         super().__post_init__()
         if self.packing:
             raise UserError("data.packing is not supported for prompts, whose answers are not known in advance; "
-                            "remove it")
+                            "remove it", "data.packing")
         if self.streaming:
             raise UserError("data.streaming is not supported for prompts, whose order must not depend on what was "
-                            "read; set it to false")
+                            "read; set it to false", "data.streaming")
         if self.mixes:
             raise UserError("data.mixing is not supported for prompts; set it to null, and the weight of a source to "
-                            "repeat its rows")
+                            "repeat its rows", "data.mixing")
         if self.group_by_length:
             raise UserError("data.group_by_length is not supported for prompts, whose answers are not known in "
-                            "advance; remove it")
+                            "advance; remove it", "data.group_by_length")

@@ -54,6 +54,8 @@ class MLMDataFields(TextDataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not supported for masked language modelling; use data.join to fill rows")
+            raise UserError("data.packing is not supported for masked language modelling; use data.join to fill rows",
+                            "data.packing")
         if not 0 < self.mlm_probability < 1:
-            refuse_value(f"data.mlm_probability is {self.mlm_probability}, but must be between 0 and 1.")
+            refuse_value(f"data.mlm_probability is {self.mlm_probability}, but must be between 0 and 1.",
+                         "data.mlm_probability")

@@ -42,4 +42,4 @@ class MultipleChoiceDataFields(DataFields):
         super().__post_init__()
         if self.packing:
             raise UserError("data.packing is not supported for multiple choice, where a question's choices stay "
-                            "together; use data.group_by_length to save most of the padding")
+                            "together; use data.group_by_length to save most of the padding", "data.packing")

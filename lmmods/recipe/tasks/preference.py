@@ -51,11 +51,12 @@ class PreferenceFields(CausalFields):
         super().__post_init__()
         method = self.preference_loss.method
         require(method.has_reference or self.reference is None, "model.reference", self.reference,
-                f"null with the loss {self.loss}, which has no reference")
+                f"null with the loss {self.loss}, which has no reference", "model.loss")
         require(self.reference != "base" or self.trains_adapter, "model.reference", self.reference,
-                "copy or cache (or null) without an adapter")
+                "copy or cache (or null) without an adapter", "model.lora", "model.adapter")
         require(self.reference != "base" or self.starts_at_base, "model.reference", self.reference,
-                "copy or cache (or null) with lora.init: pissa, whose base alone is not the model")
+                "copy or cache (or null) with lora.init: pissa, whose base alone is not the model",
+                "model.lora.init")
         require(self.max_memory is None, "model.max_memory", self.max_memory, "null for preference optimisation")
         require(not self.balance_loss, "model.balance_loss", self.balance_loss, "0 for preference optimisation")
 
@@ -113,4 +114,4 @@ class PreferenceDataFields(ConversationFields):
         super().__post_init__()
         if self.packing:
             raise UserError("data.packing is not supported for preferences, where the answers of a pair stay together; "
-                            "use data.group_by_length to save most of the padding")
+                            "use data.group_by_length to save most of the padding", "data.packing")

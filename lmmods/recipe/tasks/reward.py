@@ -76,4 +76,4 @@ class RewardDataFields(ConversationFields):
         super().__post_init__()
         if self.packing:
             raise UserError("data.packing is not supported for reward models, where the answers of a pair stay "
-                            "together; use data.group_by_length to save most of the padding")
+                            "together; use data.group_by_length to save most of the padding", "data.packing")

@@ -43,4 +43,4 @@ class SequenceClassificationDataFields(LabelDataFields):
         require(self.text_columns is None or len(self.text_columns) in (1, 2), "data.text_columns", self.text_columns,
                 "null or a list of one or two columns")
         require(self.labels is None or self.problem_type != "regression", "data.labels", self.labels,
-                "null with data.problem_type regression, which learns numbers")
+                "null with data.problem_type regression, which learns numbers", "data.problem_type")

@@ -26,18 +26,19 @@ class SFTFields(TokenLossFields, CausalFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(not self.dft or self.label_smoothing == 0, "model.label_smoothing", self.label_smoothing,
-                "0 with model.dft, which weights only the target")
+                "0 with model.dft, which weights only the target", "model.dft")
         require(not self.dft or self.teacher is None or self.teacher.ratio < 1, "model.teacher.ratio", 1,
-                "less than 1 with model.dft, which changes only the cross-entropy")
+                "less than 1 with model.dft, which changes only the cross-entropy", "model.dft")
 
     def check_data(self, data: Any) -> None:
         super().check_data(data)
         if not self.on_policy:
             return
         require(not data.packing, "data.packing", data.packing, "false with model.teacher.on_policy, as the lengths "
-                "of sampled answers are not known in advance. Use data.group_by_length to save some of the padding")
+                "of sampled answers are not known in advance. Use data.group_by_length to save some of the padding",
+                "model.teacher.on_policy")
         require(not data.streaming, "data.streaming", data.streaming, "false with model.teacher.on_policy, which "
-                "chooses rows by index")
+                "chooses rows by index", "model.teacher.on_policy")
 
     def drawn_answers(self, rows: int, eval_batch_size: int) -> Drawn | None:
         if not self.on_policy:
@@ -81,5 +82,6 @@ class SFTDataFields(ConversationFields):
         asked = "all" if self.train_on_prompt else "last" if self.train_on_last else None
         if asked and self.train_on not in (None, asked):
             key = "train_on_prompt" if self.train_on_prompt else "train_on_last"
-            raise UserError(f"data.train_on is {self.train_on}, but data.{key} means {asked}; keep one of them")
+            raise UserError(f"data.train_on is {self.train_on}, but data.{key} means {asked}; keep one of them",
+                            "data.train_on", f"data.{key}")
         self.train_on = self.train_on or asked or "responses"
