@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from lmmods.core.errors import UserError, gathering, user_error_in
+from lmmods.core.errors import UserError, gathering, refuse_value, user_error_in
 from lmmods.recipe.classes import check_name, class_name, declared, known_class
 from lmmods.recipe.engines import ENGINES
 from lmmods.recipe.files import (
@@ -209,14 +209,35 @@ def parse_options(words: list[str], keys: dict[str, Key], unnamed: Sequence[Key]
             for name, key in reader.keys.items()}
 
 
-def refuse(mistakes: list[str], example: str = "") -> None:
+def refuse(mistakes: list[UserError], example: str = "") -> None:
     """Raise a UserError that lists these mistakes, if any; with an example if all are missing keys."""
-    is_example_wanted = example and all(" is missing" in each for each in mistakes)
+    messages = [str(each) for each in mistakes]
+    is_example_wanted = example and all(" is missing" in each for each in messages)
     added = f"For example: python train.py {example}" if is_example_wanted else ""
-    if len(mistakes) == 1:
-        raise UserError(f"{mistakes[0]} {added}".rstrip())
-    if mistakes:
-        raise UserError(f"{len(mistakes)} mistakes:\n  " + "\n  ".join([*mistakes, added] if added else mistakes))
+    if len(messages) == 1:
+        raise UserError(f"{messages[0]} {added}".rstrip())
+    if messages:
+        raise UserError(f"{len(messages)} mistakes:\n  " + "\n  ".join([*messages, added] if added else messages))
+
+
+def read_object(kind: Callable[..., Any], settings: dict[str, Any], key: str) -> Any:
+    """Call a class or function with a mapping of plain values as its arguments, read like the blocks of a recipe.
+
+    Args:
+        key: Key of the mapping, for messages.
+
+    Raises:
+        UserError: A key is unknown or missing, or has a value of another type. Within `gathering` all such errors are
+            recorded, and None is returned.
+    """
+    reader, keys = Reader({}), keys_of(kind, key)
+    values = reader.read_block(settings, keys, key, Layer("", False, {}))
+    for each in keys.values():
+        if each.default is REQUIRED and each.name.removeprefix(f"{key}.") not in values:
+            reader.report_missing(each)
+    for mistake in reader.mistakes:
+        refuse_value(str(mistake), *mistake.keys)
+    return None if reader.mistakes else kind(**objects(kind, values))
 
 
 def filled(kind: type, given: dict[str, Any]) -> dict[str, Any]:
@@ -280,7 +301,7 @@ class Reader:
     files: dict[str, dict[Any, Any]] = field(default_factory=dict)
     classes: dict[str, type | None] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)  # blocks whose class is named, declared or not
-    mistakes: list[str] = field(default_factory=list)
+    mistakes: list[UserError] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # merged plain values of all layers
     places: dict[str, str] = field(default_factory=dict)  # key -> its location prefix in messages
     dropped: set[str] = field(default_factory=set)  # keys already rejected, or the likely target of a rejected key
@@ -415,7 +436,7 @@ class Reader:
     def merge(self, layers: list[Layer]) -> None:
         """Check every value against the type of its key and merge the layers."""
         for layer in layers:
-            values = self._block(layer.tree, self.keys, "", layer)
+            values = self.read_block(layer.tree, self.keys, "", layer)
             self.given = self._overlaid(self.given, values, self.keys, layer)
 
     def _overlaid(self, under: dict[str, Any], over: dict[str, Any], keys: dict[str, Key], layer: Layer
@@ -441,29 +462,29 @@ class Reader:
                 result[name] = value
         return result
 
-    def _block(self, tree: dict[Any, Any], keys: dict[str, Key], name: str, layer: Layer,
-               names_class: bool = False) -> dict[str, Any]:
-        """Return the valid values of a block.
+    def read_block(self, tree: dict[Any, Any], keys: dict[str, Key], name: str, layer: Layer,
+                   names_class: bool = False) -> dict[str, Any]:
+        """Return the valid values of a block; mistakes in the others are recorded.
 
         Args:
             names_class: True if the block may have a `class_path`, with its keys under `init_args`.
         """
         result: dict[str, Any] = {}
         for word, value in tree.items():
-            head, _, rest = word.partition(".")
+            head, _, rest = str(word).partition(".")
             line = getattr(word, "line", None)
             # A dotted key `a.b: x` is read as `a: {b: x}`.
             if rest:
                 value = {Scalar.of(rest, rest, line or 1): value}
             # Keys under `init_args` and keys next to it belong to the same block.
             if names_class and head == "init_args" and isinstance(value, dict):
-                result = self._overlaid(result, self._block(value, keys, name, layer), keys, layer)
+                result = self._overlaid(result, self.read_block(value, keys, name, layer), keys, layer)
                 continue
             if names_class and head == "class_path":
                 continue  # read by class_of
             key = keys.get(head.removesuffix("+"))
             if key is None:
-                self._unknown(f"{name}.{head}".removeprefix("."), value, layer, line)
+                self._unknown(f"{name}.{head}".removeprefix("."), value, layer, line, keys)
                 continue
             self.places[key.name] = layer.at(key.name, line)
             read = self._value(value, key.type, key, layer, line)
@@ -492,7 +513,7 @@ class Reader:
                 if settings is WRONG:
                     return self._refuse(value, key, layer, line)
                 value = settings
-            return self._block(value, keys_of(kind, key.name), key.name, layer, key.name in self.classes)
+            return self.read_block(value, keys_of(kind, key.name), key.name, layer, key.name in self.classes)
         if isinstance(value, Scalar) and key.name in self.classes:
             return {} if value else self._refuse(value, key, layer, line)  # a class name
         # An explicit null where the type has none.
@@ -516,33 +537,53 @@ class Reader:
     def _inner(self, value: Any, read: Any, hint: Any, key: Key, layer: Layer) -> Any:
         """Check the mappings in a list that may contain blocks."""
         if not isinstance(value, list):
+            self._note_places(value, key.name, layer)
             return read
         if (kind := block_in(_items_of(hint))) is None:
+            self._note_places(value, key.name, layer)
             return read
         return [self._value(each, kind, key, layer, None) if isinstance(each, dict) else now
                 for each, now in zip(value, read, strict=True)]
 
+    def _note_places(self, value: Any, name: str, layer: Layer) -> None:
+        """Note where the keys of mappings stand that only the class of a block can judge, such as rewards."""
+        items = {f"{name}.{word}": (word, each) for word, each in value.items()} if isinstance(value, dict) else {
+            f"{name}[{index}]": (next(iter(each), None) if isinstance(each, dict) else each, each)
+            for index, each in enumerate(value)} if isinstance(value, list) else {}
+        for inner, (word, each) in items.items():
+            self.places[inner] = layer.at(inner, getattr(word, "line", None))
+            self._note_places(each, inner, layer)
+
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def report(self, place: str, message: str) -> None:
-        """Record a mistake once, with its location prefix."""
-        if f"{place}{message}" not in self.mistakes:
-            self.mistakes.append(f"{place}{message}")
+    def report(self, place: str, message: str, *keys: str) -> None:
+        """Record a mistake once, with its location prefix; keys as of UserError."""
+        if all(f"{place}{message}" != str(each) for each in self.mistakes):
+            self.mistakes.append(UserError(f"{place}{message}", *keys))
 
     def _refuse(self, value: Any, key: Key, layer: Layer, line: int | None, wanted: str | None = None) -> Any:
         at = layer.at(key.name, getattr(value, "line", line) if layer.is_file else None)
         wanted = wanted or ("a class_path and its init_args" if key.name in self.classes
                             else in_words(key.type, key.name))
         other = foreign_value(key.name, value) if isinstance(value, Scalar) else ""
-        near = difflib.get_close_matches(str(value), listed_in(key.type), 1, 0.7) if isinstance(value, Scalar) else []
+        near = difflib.get_close_matches(value, listed_in(key.type), 1, 0.7) if isinstance(value, str) else []
         other = other or (f" Did you mean {near[0]}?" if near else "")
-        self.report(at, f"{key.name} is {shown(value)}, but must be {wanted}.{other}")
+        self.report(at, f"{key.name} is {shown(value)}, but must be {wanted}.{other}", key.name)
         self.dropped.add(key.name)
         return WRONG
 
-    def _unknown(self, name: str, value: Any, layer: Layer, line: int | None) -> None:
+    def _unknown(self, name: str, value: Any, layer: Layer, line: int | None, keys: dict[str, Key]) -> None:
+        """Record an unknown key.
+
+        Args:
+            keys: Keys that its block has.
+        """
         at = layer.at(name, line)
-        if name == "config":
+        if not self.keys:  # the arguments of one object
+            near = nearest(name.rpartition(".")[2], list(keys))
+            self.report(at, f"{name} is not a key. The keys there are {', '.join(keys)}."
+                        + (f" Did you mean {near}?" if near else ""), name)
+        elif name == "config":
             self.report(at, "config is not a key: a recipe cannot name another one. Use several on the command line: "
                            "--config A --config B.")
         elif others := self._others_with(name):
@@ -594,7 +635,7 @@ class Reader:
                     self.report("", f"{key.name} is missing. Name its class, for example --{key.name} {names[0]} "
                                    f"({', '.join(names)}).")
             elif key.default is REQUIRED and block_in(key.type) is None and key.name not in self.given:
-                self._missing(key)
+                self.report_missing(key)
         # Neither `trainer`, which the engine builds, nor the user's own classes.
         made = {name: self._made(name, kind) for name, kind in
                 ((key.name, self.classes.get(key.name) or block_in(key.type)) for key in self.keys.values())
@@ -606,10 +647,11 @@ class Reader:
             self._gather(lambda: made["model"].check_data(made["data"]))
         return made
 
-    def _missing(self, key: Key) -> None:
+    def report_missing(self, key: Key) -> None:
+        """Record that a key is missing, unless a mistake about it is recorded."""
         if not self._is_dropped(key.name):
             option = "" if "." in key.name else "--"
-            self.report("", f"{option}{key.name} is missing. It must be {in_words(key.type, key.name)}.")
+            self.report("", f"{option}{key.name} is missing. It must be {in_words(key.type, key.name)}.", key.name)
 
     def _made(self, name: str, kind: type) -> Any:
         """Instantiate a block's class; None if that fails."""
@@ -636,7 +678,7 @@ class Reader:
         missing = [key for key in keys.values() if key.default is REQUIRED
                    and key.name.rpartition(".")[2] not in options]
         for key in missing:
-            self._missing(key)
+            self.report_missing(key)
         return None if missing else self._gather(lambda: kind(**options), name.partition(".")[0])
 
     def _gather(self, make: Callable[[], Any], block: str = "") -> Any:
@@ -658,7 +700,9 @@ class Reader:
             if f"{block}.{name}" in self.places:
                 message, name = f"{block}.{message}", f"{block}.{name}"
             self.dropped.add(name)
-            self.report(self.places.get(name, "") if message.startswith(f"{name} is ") else "", message)
+            # A key that an item of a list lacks stands where the item does.
+            place = self.places.get(name, self.places.get(name.rpartition(".")[0], "") if "]." in name else "")
+            self.report(place, message, name)
         return None if errors else made
 
     def _is_dropped(self, *keys: str) -> bool:
@@ -710,13 +754,15 @@ def converted(value: Any, hint: Any) -> Any:
     return _scalar(value, kinds)
 
 
-def _scalar(value: Scalar, kinds: tuple[Any, ...]) -> Any:
+def _scalar(value: Any, kinds: tuple[Any, ...]) -> Any:
+    # By type, not isinstance: true is not an integer, although bool derives from int.
+    if not isinstance(value, Scalar):  # a plain value, whose text is not known
+        is_listed = any(get_origin(each) is Literal and value in get_args(each) for each in kinds)
+        return value if is_listed or _fits(value, kinds) or type(value) is str and str in kinds else WRONG
     # `"3"` in quotes is a number, too, where no text is possible.
     is_quoted = value.yaml_value == value and str not in kinds
     for read in (value.yaml_value, *([_unquoted(value)] if is_quoted else [])):
-        # By type, not isinstance: true is not an integer, although bool derives from int.
-        if any(each is Any or each is type(read) and each is not str or each is float and type(read) is int
-               for each in kinds):
+        if _fits(read, kinds):
             return read
     if any(get_origin(each) is Literal and value in get_args(each) for each in kinds):
         return str(value)
@@ -724,6 +770,12 @@ def _scalar(value: Scalar, kinds: tuple[Any, ...]) -> Any:
         value.is_text = True
         return str(value)
     return WRONG
+
+
+def _fits(value: Any, kinds: tuple[Any, ...]) -> bool:
+    """True if a value has one of these types other than text."""
+    return any(each is Any or each is type(value) and each is not str or each is float and type(value) is int
+               for each in kinds)
 
 
 def _word(value: Any, hint: Any) -> Any:

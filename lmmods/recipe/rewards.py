@@ -6,14 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import as_yaml_word, require
-from lmmods.recipe.keys import REQUIRED, in_words, keys_of, members
+from lmmods.recipe.reader import read_object
 
 WAYS = ("name", "function", "model")  # keys that name what scores an answer
-WRONG = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,15 +245,19 @@ def read_rewards(rewards: list[dict[str, Any]], key: str = "model.rewards") -> l
     Args:
         key: Of the list, for messages.
     """
-    found: list[RewardSettings] = []
-    for number, given in enumerate(rewards):
-        each = _read(given, f"{key}[{number}]")
-        each.check(f"{key}[{number}]")
-        if each.name in (names := [other.name for other in found]):
-            raise UserError(f"{key}[{number}] and {key}[{names.index(each.name)}] have the same name, {each.name}. Set "
-                            "the label of one of them.")
-        found.append(each)
-    return found
+    found: dict[str, RewardSettings] = {}  # by key
+    for index, settings in enumerate(rewards):
+        item = f"{key}[{index}]"
+        reward = read_object(_kind_of(settings, item), {
+            name: value for name, value in settings.items() if name != "name" and (
+                name not in WAYS or value is not None)}, item)
+        if reward is None:
+            continue
+        reward.check(item)
+        if same := next((other for other, each in found.items() if each.name == reward.name), None):
+            raise UserError(f"{item} and {same} have the same name, {reward.name}. Set the label of one of them.", item)
+        found[item] = reward
+    return list(found.values())
 
 
 def columns_of(rewards: Sequence[RewardSettings], has_environment: bool = False) -> tuple[str, ...] | None:
@@ -269,58 +272,26 @@ def columns_of(rewards: Sequence[RewardSettings], has_environment: bool = False)
     return tuple(sorted({name for name in names if name is not None}))
 
 
-def _read(given: Any, key: str) -> RewardSettings:
-    if not isinstance(given, dict):
-        raise UserError(f"{key} is {as_yaml_word(given)}, but must be a mapping such as {{name: exact_match}}.")
-    ways = [way for way in WAYS if given.get(way) is not None]
+def _kind_of(settings: Any, key: str) -> type[RewardSettings]:
+    """Return the class that a mapping names. Raises UserError: it names none."""
+    if not isinstance(settings, dict):
+        raise UserError(f"{key} is {as_yaml_word(settings)}, but must be a mapping such as {{name: exact_match}}.", key)
+    ways = [way for way in WAYS if settings.get(way) is not None]
     if len(ways) != 1:
         what = f"has {' and '.join(ways)}" if ways else "is incomplete"
         raise UserError(f"{key} {what}, but must have one of {', '.join(WAYS)}: {{name: exact_match}}, "
-                        "{function: my.module.function} or {model: runs/reward}.")
-    kind = _named(given["name"], f"{key}.name") if ways == ["name"] else OTHERS[ways[0]]
-    keys = keys_of(kind, key)
-    options: dict[str, Any] = {}
-    for name, value in given.items():
-        if name == "name" or name in WAYS and value is None:
-            continue
-        if name not in keys:
-            raise UserError(f"{key}.{name} is not a key of the reward {given.get('name', ways[0])}, which has "
-                            f"{', '.join(each for each in keys if each not in WAYS)}.{did_you_mean(name, list(keys))}")
-        options[name] = _converted(value, keys[name].type)
-        if options[name] is WRONG:
-            raise UserError(f"{key}.{name} is {as_yaml_word(value)}, but must be {in_words(keys[name].type)}.")
-    if missing := [name for name, each in keys.items() if each.default is REQUIRED and name not in options]:
-        raise UserError(f"{key}.{missing[0]} is missing. It must be {in_words(keys[missing[0]].type)}.")
-    return kind(**options)
-
-
-def _named(name: Any, key: str) -> type[RewardSettings]:
-    if not isinstance(name, str) or name not in NAMED:
-        raise UserError(f"{key} is {as_yaml_word(name)}, but must be one of {', '.join(NAMED)}."
-                        + did_you_mean(str(name), list(NAMED)))
-    return NAMED[name]
+                        "{function: my.module.function} or {model: runs/reward}.", key)
+    name = settings["name"] if ways == ["name"] else None
+    if name is not None and not (isinstance(name, str) and name in NAMED):
+        raise UserError(f"{key}.name is {name}, but must be one of {', '.join(NAMED)}."
+                        + did_you_mean(name, list(NAMED)), f"{key}.name")
+    return OTHERS[ways[0]] if name is None else NAMED[name]
 
 
 def did_you_mean(name: Any, known: list[str]) -> str:
     """Return a sentence that names the nearest known name, for the end of a message; "" if none is near."""
     near = difflib.get_close_matches(str(name), known, 1)
     return f" Did you mean {near[0]}?" if near else ""
-
-
-def _converted(value: Any, hint: Any) -> Any:
-    """Convert a value to a type, integers to float where only numbers are allowed; else return `WRONG`."""
-    for each in members(hint):
-        if get_origin(each) is list:
-            if isinstance(value, list) and all(type(part) is get_args(each)[0] for part in value):
-                return value
-        elif get_origin(each) is Literal:
-            if value in get_args(each):
-                return value
-        elif type(value) is each:  # not isinstance: true is not a number
-            return value
-        elif each is float and type(value) is int:
-            return float(value)
-    return WRONG
 
 
 def _pattern(key: str, text: str) -> re.Pattern[str] | None:

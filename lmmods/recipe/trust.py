@@ -9,11 +9,12 @@ with a model runs only if the command line, not the file, asks for it.
 import contextlib
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from lmmods.core.errors import UserError
+from lmmods.core.errors import UserError, one_line
 from lmmods.recipe.files import TRUST_KEY
 from lmmods.recipe.jsonargparse_compat import kept_settings
 
@@ -88,6 +89,30 @@ def refuse_import(key: str | None, path: str) -> None:
     raise ForeignCode(f"{key or 'The recipe'}: {path} is code outside of lightning, torch, lmmods and jax_engine, "
                       "which a recipe may not run. It has not run. If you have read it and trust it, add "
                       "--trust_recipe_code true to the command line.")
+
+
+def import_class(path: str, bases: tuple[Any, ...], key: str) -> Any:
+    """Import the class at an import path. A function is returned, too, if the command line trusts the recipe.
+
+    Args:
+        bases: Classes, of one of which it must be a subclass.
+
+    Raises:
+        UserError: There is no such class, it is of another kind, or the recipe may not name it.
+    """
+    if path.partition(".")[0] not in PACKAGES and not is_trusted():
+        refuse_import(key, path)
+    try:
+        kind = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{key} is {path}, but there is no such class ({one_line(error)}).", key) from error
+    if not inspect.isclass(kind) and not (callable(kind) and is_trusted()):
+        raise UserError(f"{key}: {path} is a function, but a recipe may name only classes. If you trust the recipe, "
+                        f"add {FLAG} true to the command line.", key)
+    if inspect.isclass(kind) and not issubclass(kind, bases):
+        names = " or ".join(f"{base.__module__}.{base.__qualname__}" for base in bases)
+        raise UserError(f"{key} is {path}, but must be a subclass of {names}.", key)
+    return kind
 
 
 def refuse_function(key: str, path: str) -> None:

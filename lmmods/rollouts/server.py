@@ -1,8 +1,5 @@
 """Programs that draw the answers of rollouts instead of the network in training."""
 
-import difflib
-import importlib
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,12 +8,15 @@ from typing import Any
 import numpy as np
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.trust import is_trusted, refuse_import
+from lmmods.recipe.reader import read_object
+from lmmods.recipe.rewards import did_you_mean
+from lmmods.recipe.trust import import_class
 from lmmods.rollouts.policy import Drawn, Policy
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.run_files import delete, fresh_folder
 
 KEY = "model.rollouts"
+ARGS = f"{KEY}.init_args"
 SERVERS = {"VLLMServer": "lmmods.rollouts.vllm.VLLMServer"}  # by short name
 
 
@@ -135,38 +135,14 @@ def read_server(settings: dict[str, Any]) -> RolloutServer:
     if not isinstance(settings, dict) or not isinstance(settings.get("class_path"), str):
         raise UserError(f"{KEY} must be {{class_path: VLLMServer, init_args: {{url: ..., model: ...}}}}, or null.")
     for key in settings.keys() - {"class_path", "init_args"}:
-        raise UserError(f"{KEY}.{key} does not exist: settings of a server are given under init_args.")
-    kind, given = _class_of(settings["class_path"]), settings.get("init_args") or {}
-    if not isinstance(given, dict):
-        raise UserError(f"{KEY}.init_args must be a mapping of the settings of {kind.__name__}.")
-    parameters = inspect.signature(kind).parameters
-    for key in given:
-        if key not in parameters:
-            near = difflib.get_close_matches(str(key), parameters, 1, 0.7)
-            raise UserError(f"{KEY}.init_args.{key} does not exist; {kind.__name__} has {', '.join(parameters)}."
-                            + (f" Did you mean {near[0]}?" if near else ""))
-    for key, parameter in parameters.items():
-        if parameter.default is parameter.empty and key not in given:
-            raise UserError(f"{KEY}.init_args.{key} is missing: {kind.__name__} needs it (docs/rollout_servers.md).")
-    return kind(**given)
-
-
-def _class_of(path: str) -> type[RolloutServer]:
-    full = SERVERS.get(path, path)
-    module, _, name = full.rpartition(".")
-    if not module:
-        near = difflib.get_close_matches(path, SERVERS, 1, 0.7)
+        raise UserError(f"{KEY}.{key} is not a key. Set it under {ARGS}.")
+    path, arguments = settings["class_path"], settings.get("init_args") or {}
+    if not isinstance(arguments, dict):
+        raise UserError(f"{ARGS} must be a mapping of the settings of {path}.")
+    if "." not in path and path not in SERVERS:
         raise UserError(f"{KEY}.class_path is {path}, but must be {', '.join(SERVERS)} or the import path of a class."
-                        + (f" Did you mean {near[0]}?" if near else ""))
-    if full not in SERVERS.values() and not is_trusted():
-        refuse_import(f"{KEY}.class_path", path)
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{KEY}.class_path: {path} cannot be imported: {error}") from error
-    if not (inspect.isclass(kind) and issubclass(kind, RolloutServer)):
-        raise UserError(f"{KEY}.class_path: {path} is no lmmods.rollouts.server.RolloutServer.")
-    return kind
+                        + did_you_mean(path, list(SERVERS)))
+    return read_object(import_class(SERVERS.get(path, path), (RolloutServer,), f"{KEY}.class_path"), arguments, ARGS)
 
 
 def sampler_weights(own_logps: np.ndarray, sampler_logps: np.ndarray, cap: float) -> np.ndarray:

@@ -24,9 +24,8 @@ from lmmods.core.console import warn
 from lmmods.core.errors import UserError, one_line
 from lmmods.core.settings import require
 from lmmods.rollouts.policy import Drawn
-from lmmods.rollouts.server import KEY, RolloutServer
+from lmmods.rollouts.server import ARGS, RolloutServer
 
-ARGS = f"{KEY}.init_args"
 PAUSE = 1.0  # seconds before the first retry; doubled for each further one
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # status of what may pass
 SEEN = 0.02  # difference of log-probabilities above those that rounding makes
@@ -56,14 +55,13 @@ class VLLMServer(RolloutServer):
     def __init__(self, url: str, model: str, timeout: float = 600.0, update_timeout: float = 600.0, retries: int = 3,
                  concurrency: int = 128) -> None:
         # Other schemes would open files of this machine.
-        require(isinstance(url, str) and url.startswith(("http://", "https://")), f"{ARGS}.url", url,
+        require(url.startswith(("http://", "https://")), f"{ARGS}.url", url,
                 "an address such as http://localhost:8000")
-        require(isinstance(model, str) and bool(model), f"{ARGS}.model", model, "the name of the model that it serves")
+        require(bool(model), f"{ARGS}.model", model, "the name of the model that it serves")
         for key, value in (("timeout", timeout), ("update_timeout", update_timeout)):
-            require(_is_number(value) and value > 0, f"{ARGS}.{key}", value, "a number of seconds above 0")
+            require(value > 0, f"{ARGS}.{key}", value, "a number of seconds above 0")
         for key, value, least in (("retries", retries, 0), ("concurrency", concurrency, 1)):
-            require(isinstance(value, int) and value >= least, f"{ARGS}.{key}", value,
-                    f"a whole number, {least} or more")
+            require(value >= least, f"{ARGS}.{key}", value, f"{least} or more")
         self.url, self.model, self.timeout, self.update_timeout = url.rstrip("/"), model, timeout, update_timeout
         self.retries, self.concurrency = retries, concurrency
         # A name is loaded once only, and may be left over from a run that was killed.
@@ -181,10 +179,6 @@ class VLLMServer(RolloutServer):
         if status in (401, 403):
             return "Set its API key in the environment variable VLLM_API_KEY."
         return HINTS.get(path.partition("?")[0], "Its own log says more") + "."
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_adapter(folder: Path) -> bool:

@@ -288,6 +288,26 @@ def test_what_is_missing(told):
                                     "configs/sft_qlora.yaml --on 8xH100")
 
 
+def test_a_mistake_in_a_reward_is_told_with_its_line(told):
+    base = BASE.replace("SFTData", "PromptData").replace("SFT\n", "GRPO\n")
+    assert told("""
+model:
+  init_args:
+    rewards:
+      - {name: exact_match, colum: a}
+      - name: regex
+      - name: length
+        max_tokens: 1.5
+""", base=base) == """3 mistakes:
+  mine.yaml:5: model.rewards[0].colum is not a key. The keys there are weight, label, column, ignore_case, strip, \
+extract. Did you mean column?
+  mine.yaml:6: model.rewards[1].pattern is missing. It must be a string.
+  mine.yaml:8: model.rewards[2].max_tokens is 1.5, but must be an integer."""
+    assert told(options=("--model.rewards", "[{name: f_1}]"), base=base) == (
+        "--model.rewards: model.rewards[0].name is f_1, but must be one of exact_match, contains, regex, format, "
+        "length, f1, math, code. Did you mean f1?")
+
+
 def test_what_a_mistake_entails_is_not_told(told):
     """A key that is misspelt is not missing, and what goes by a value that is wrong is not judged."""
     base = BASE.replace("pretrained", "pretrianed").replace("source", "sorce").replace("max_steps", "max_stepz")

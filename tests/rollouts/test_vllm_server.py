@@ -337,11 +337,13 @@ def test_a_recipe_names_a_server():
 @pytest.mark.parametrize(("settings", "message"), [
     ("VLLMServer", "must be {class_path: VLLMServer"), ({"init_args": {}}, "must be {class_path: VLLMServer"),
     ({"class_path": "VLLMServe"}, "must be VLLMServer or .*Did you mean VLLMServer?"),
-    ({"class_path": "VLLMServer", "url": "http://h"}, "model.rollouts.url does not exist: .*under init_args"),
+    ({"class_path": "VLLMServer", "url": "http://h"},
+     "model.rollouts.url is not a key. Set it under model.rollouts.init_args."),
     ({"class_path": "VLLMServer", "init_args": []}, "is missing"),
     ({"class_path": "VLLMServer", "init_args": [1]}, "must be a mapping"),
     ({"class_path": "VLLMServer", "init_args": {"url": "http://h"}}, "init_args.model is missing"),
-    ({"class_path": "VLLMServer", "init_args": {"urls": "http://h"}}, "urls does not exist.*Did you mean url?"),
+    ({"class_path": "VLLMServer", "init_args": {"urls": "http://h"}},
+     "urls is not a key. The keys there are url, model, .*Did you mean url?"),
     ({"class_path": "VLLMServer", "init_args": {"url": "file:///etc", "model": "m"}}, "url is file:///etc"),
     ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": ""}}, "model is , but must be"),
     ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "timeout": 0}}, "timeout is 0"),
@@ -359,8 +361,8 @@ def test_code_of_strangers_runs_only_if_it_is_trusted():
         read_server(settings)
     with trusting(True):
         assert read_server(settings).size == 3
-        for path, message in ((f"{__name__}.StandIn", "is no lmmods.rollouts.server.RolloutServer"),
-                              (f"{__name__}.Nothing", "cannot be imported"), ("no.such", "cannot be imported")):
+        for path, message in ((f"{__name__}.StandIn", "must be a subclass of lmmods.rollouts.server.RolloutServer"),
+                              (f"{__name__}.Nothing", "there is no such class"), ("no.such", "there is no such class")):
             with pytest.raises(UserError, match=message):
                 read_server({"class_path": path})
 
