@@ -6,7 +6,7 @@
 # dependencies = [
 #     "torch>=2.12,<2.15",
 #     "lightning>=2.6.4,<2.7",
-#     "jsonargparse[signatures]>=4.53,<4.54",
+#     "docstring-parser>=0.17,<1",
 #     "transformers>=5.23,<5.25",
 #     "tokenizers>=0.23.3,<0.24",
 #     "datasets>=4.7,<5.3",

@@ -142,13 +142,11 @@ def _run_watched(command: str, words: list[str]) -> None:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from lmmods.core.errors import UserError
-    from lmmods.recipe.trust import guarded_imports
 
     enable_collector()
     raise_at_signals(BEFORE if command == "fit" else "Interrupted.")
     try:
-        with guarded_imports():
-            function_of(command)(parsed, **parsed.options)
+        function_of(command)(parsed, **parsed.options)
     except MisconfigurationException as error:
         raise UserError(str(error)) from error
 

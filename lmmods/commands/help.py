@@ -10,7 +10,7 @@ from typing import Any
 
 from lmmods.commands.registry import COMMANDS, options_of
 from lmmods.core.errors import UserError
-from lmmods.recipe.classes import BASES, CLASSES, class_name, declared, known_class
+from lmmods.recipe.classes import BASES, CLASSES, class_name, declared, find_class, known_class, names_of
 from lmmods.recipe.engines import load_engine
 from lmmods.recipe.files import as_yaml
 from lmmods.recipe.keys import (
@@ -19,13 +19,13 @@ from lmmods.recipe.keys import (
     block_in,
     in_words,
     keys_of,
+    library_classes,
     nearest,
     recipe_keys,
     task_classes,
     walk,
 )
 from lmmods.recipe.reader import Reader, engine_of
-from lmmods.recipe.trust import guarded_imports
 
 HELP = ("--help", "-h")
 CONFIG = ("-c, --config FILE\nRecipe file, or the name of a shipped recipe. May be repeated; later files override "
@@ -85,16 +85,20 @@ def _of_options(command: str, options: dict[str, Key], unnamed: list[Key], name:
 
 
 def _of_class(key: str, name: str, reader: Reader) -> str:
-    """Return the help of a class that a key may name; that of a library's class is printed by its parser."""
+    """Return the help of a class that a key may name."""
     if key in BASES and (not name or known_class(key, name, reader.engine)):
         kinds = (known_class(key, name, reader.engine),) if name else task_classes(key)
         return "\n".join(_block(key, kinds))
-    from lmmods.recipe.library_classes import print_help
-
-    types = load_engine(reader.engine)
-    with guarded_imports():
-        print_help(key, name, getattr(types, key) if key in BASES else _hint(key, reader), types)
-    raise SystemExit(0)
+    types, hint = load_engine(reader.engine), None if key in BASES else _hint(key, reader)
+    bases = (getattr(types, key),) if key in BASES else tuple(
+        types.libraries[each] for each in library_classes(hint) if each in types.libraries)
+    kind = find_class(name, bases, key) if name else None
+    if kind is None:
+        names = ", ".join(names_of(key, reader.engine))
+        raise UserError(f"--{key}.help needs the name of a class. Use one of {names}, or an import path.")
+    summary = (kind.__doc__ or "").strip().split("\n\n")[0]
+    return "\n".join([_wrapped(f"{key} ({class_name(kind)}): {' '.join(summary.split())}"),
+                      *_entries(keys_of(kind, key))])
 
 
 def _hint(key: str, reader: Reader) -> Any:

@@ -56,7 +56,7 @@ def _compare(setup: "Setup", num_rows: int) -> None:
 
     # JAX would preallocate most of the GPU's memory and leave too little for torch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    tree, others = setup.whole(), setup.model.not_compared
+    tree, others = setup.recipe.whole(), setup.model.not_compared
     _check_comparable(_measuring(tree, "jax", others).model)
     rows = first_rows(setup.datamodule, num_rows)
     _say_settings(tree, rows)

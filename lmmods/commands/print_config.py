@@ -7,9 +7,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
 from lmmods.recipe.files import as_yaml
 from lmmods.recipe.keys import DEFAULT_SEED
-from lmmods.recipe.library_classes import LibraryClasses, whole
-from lmmods.recipe.reader import Recipe, filled
-from lmmods.recipe.trust import guarded_imports
+from lmmods.recipe.reader import Recipe, filled, with_library_classes
 
 FLAGS = ("skip_null", "skip_default")
 
@@ -26,8 +24,7 @@ def print_config(parsed: Recipe, word: str) -> None:
     flags = [flag for flag in word.partition("=")[2].split(",") if flag]
     if unknown := [flag for flag in flags if flag not in FLAGS]:
         raise UserError(f"--print_config is {unknown[0]}, but must be {' or '.join(FLAGS)}.")
-    with guarded_imports():
-        tree = whole(parsed, LibraryClasses(parsed)) | parsed.options
+    tree = with_library_classes(parsed).whole() | parsed.options
     if "skip_default" in flags:
         tree = _changed(tree, _defaults(parsed))
     if "skip_null" in flags:

@@ -8,25 +8,19 @@ from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
-from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lmmods.core.errors import UserError, is_out_of_memory, what_to_lower
 from lmmods.core.hf_config import position_limit, tells_token_types
 from lmmods.core.redaction import left_out, redacted
-from lmmods.recipe.classes import FOLDERS, check_callback, implementation
+from lmmods.recipe.classes import FOLDERS, declared, implementation
 from lmmods.recipe.engines import load_engine
 from lmmods.recipe.keys import BLOCKS, keys_of
-from lmmods.recipe.library_classes import LibraryClasses, whole
-from lmmods.recipe.reader import Recipe, filled, objects
+from lmmods.recipe.reader import ClassArguments, Recipe, filled, objects, with_library_classes
 from lmmods.recipe.rewards import columns_of, read_rewards
 from lmmods.recipe.tasks.base import ConversationFields, TokenLossFields
 from lmmods.recipe.tasks.grpo import GRPOFields
-from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted, resolved
+from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
@@ -46,23 +40,21 @@ class Setup:
 
     Raises:
         UserError: The engine cannot do what the recipe asks for, or the recipe is not trusted.
-        SystemExit: The parser of library classes printed an error.
     """
 
     def __init__(self, recipe: Recipe, longest_first: bool = False, **trainer: Any) -> None:
-        self.recipe, self.types = recipe, load_engine(recipe.engine)
+        self.types = load_engine(recipe.engine)
         recipe.seed = pl.seed_everything(None if recipe.seed is True else recipe.seed, workers=True)
-        self.libraries = LibraryClasses(recipe)
+        self.recipe = recipe = with_library_classes(recipe)
         self._check()
         self._configure_loggers()
-        made = self.libraries.instantiate([(_built, kind, True) for kind in (Callback, Logger, Strategy, Profiler)])
         self.blocks = {name: self.types.blocks[name](**objects(fields, recipe.given[name]))
                        for name, fields in BLOCKS.items()}
-        self.datamodule, self.model = (self._made(block, made) for block in ("data", "model"))
+        self.datamodule, self.model = (self._made(block) for block in ("data", "model"))
         self.model.check_data(self.datamodule)
         if recipe.command == "predict" and isinstance(self.model, TokenLossFields):
             self.model.teacher = None  # answers need none
-        self.trainer = self._trainer(made, trainer)
+        self.trainer = self._trainer(trainer)
         self._describe(longest_first)
 
     def __enter__(self) -> "Setup":
@@ -78,47 +70,38 @@ class Setup:
     def _configure_loggers(self) -> None:
         """Leave out loggers that the command does not use, set the options of the others, and check where they write.
         """
-        recipe, trainer = self.recipe, self.libraries.values.get("trainer", Namespace())
+        recipe, trainer = self.recipe, self.recipe.given["trainer"]
         folder = RunFolder(recipe.values("trainer")["default_root_dir"])
-        loggers = [spec for spec in _as_list(trainer.get("logger")) if isinstance(spec, Namespace)]
+        loggers = [spec for spec in _as_list(trainer.get("logger")) if isinstance(spec, ClassArguments)]
         if recipe.command != "fit" and trainer.get("logger") is not None:
             # predict logs its table to the run of fit; other commands write metrics.json alone.
             loggers = [spec for spec in loggers if recipe.command == "predict"
                        and support_of(spec.class_path).continues(folder.root)]
-            trainer.logger = loggers or None
-        _check_complete(self.whole())
+            trainer["logger"] = loggers or None
+        _check_complete(recipe.whole())
         resumes = recipe.command == "predict" or bool(recipe.options.get("ckpt_path"))
         for spec in loggers:
             support_of(spec.class_path).configure(spec.init_args, folder.root, resumes)
         check_outputs(trainer, folder)
 
-    def whole(self) -> dict[str, Any]:
-        """Return the recipe as plain values with defaults filled in, secrets included."""
-        return whole(self.recipe, self.libraries)
-
     def _check(self) -> None:
         """Reject a recipe that would run code which it may not, or a class that does not work here."""
-        trainer = self.libraries.values.get("trainer", Namespace())
-        for spec in _as_list(trainer.get("callbacks")):
-            if self.recipe.engine == "torch":
-                check_callback(spec.class_path)
-        check_recipe(self.libraries.values, self.whole()["model"]["init_args"],
-                     self.recipe.is_typed_true("model.trust_remote_code"))
-        if str(getattr(trainer.get("strategy"), "class_path", "")).endswith(".DeepSpeedStrategy"):
+        check_recipe(self.recipe.values("model"), self.recipe.is_typed_true("model.trust_remote_code"))
+        strategy = self.recipe.given["trainer"].get("strategy")
+        if isinstance(strategy, ClassArguments) and strategy.class_path.endswith(".DeepSpeedStrategy"):
             raise UserError("trainer.strategy: use lmmods.strategies.DeepSpeed, whose steps are exact, instead of "
                             "Lightning's DeepSpeedStrategy.")
 
-    def _made(self, block: str, made: Namespace) -> Any:
+    def _made(self, block: str) -> Any:
         """Return the object of `model` or `data`."""
-        fields = self.recipe.classes[block]
-        if fields is None:
-            return made[block]
-        kind = implementation(fields, FOLDERS[self.recipe.engine][block])
-        return kind(**objects(fields, self.recipe.given[block]))
+        kind = self.recipe.classes[block]
+        arguments = objects(kind, self.recipe.given[block])
+        if kind in declared(block).values():
+            kind = implementation(kind, FOLDERS[self.recipe.engine][block])
+        return kind(**arguments)
 
-    def _trainer(self, made: Namespace, replaced: dict[str, Any]) -> Any:
+    def _trainer(self, replaced: dict[str, Any]) -> Any:
         values = objects(self.recipe.kind("trainer"), self.recipe.values("trainer"))
-        values |= dict(vars(made.get("trainer", Namespace())))
         # Blocks that are callbacks go to the trainer's; the others are attributes of it.
         callbacks = [block for block in self.blocks.values() if isinstance(block, Callback)]
         if callbacks:
@@ -128,7 +111,7 @@ class Setup:
 
     def _describe(self, longest_first: bool) -> None:
         """Give the trainer the complete recipe and its identity, and the data module what it needs of the model."""
-        recipe, defaults = redacted(self.whole()), self._defaults()
+        recipe, defaults = redacted(self.recipe.whole()), self._defaults()
         recipe["trainer"]["callbacks"] = _as_list(recipe["trainer"].get("callbacks")) or None
         # config.yaml serves both engines: short class names, and of Lightning's own keys those that are set.
         for part in (recipe["model"], recipe["data"], *_as_list(recipe["trainer"]["callbacks"])):
@@ -204,16 +187,6 @@ def dry_setup(recipe: Recipe, longest_first: bool = False, **trainer: Any) -> Se
     return Setup(replace(recipe, given=given), longest_first)
 
 
-def _built(kind: type, *args: Any, **kwargs: Any) -> Any:
-    """Instantiate a class; errors of Lightning classes become UserError, others propagate."""
-    if not kind.__module__.startswith("lightning."):
-        return kind(*args, **kwargs)
-    try:
-        return kind(*args, **kwargs)
-    except (MisconfigurationException, ModuleNotFoundError, TypeError, ValueError) as error:
-        raise UserError(f"{kind.__name__}: {error}") from error
-
-
 def short_name(class_path: str) -> str:
     """Return the class name that both engines accept; other classes keep their import path."""
     return class_path.rsplit(".", 1)[-1] if class_path.split(".")[0] in PACKAGES else class_path
@@ -252,10 +225,8 @@ def check_outputs(trainer: Any, folder: RunFolder) -> None:
         for spec in _as_list(trainer.get(key)):
             path = str(getattr(spec, "class_path", ""))
             if path.split(".")[0] in PACKAGES[:2] and not is_trusted():
-                options = {name: value for part in ("init_args", "dict_kwargs") for name, value in
-                           (spec.get(part) or {}).items()}
-                _check(f"trainer.{key}", path, options, folder)
-            elif path and resolved(path) is MetricsCSV:
+                _check(f"trainer.{key}", path, spec.init_args, folder)
+            elif path and spec.kind is MetricsCSV:
                 raise UserError("trainer.logger: MetricsCSV does not work here. Every run has it already.")
 
 

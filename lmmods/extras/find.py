@@ -25,7 +25,7 @@ from lmmods.core.progress_bar import Bar
 from lmmods.core.settings import Optimizer, require
 from lmmods.extras.dry_run import dry_run
 from lmmods.recipe.files import as_yaml
-from lmmods.recipe.reader import Recipe
+from lmmods.recipe.reader import Recipe, with_library_classes
 from lmmods.runs.run_files import write_json
 from lmmods.runs.step_metrics import NotFinite
 
@@ -377,9 +377,7 @@ def best(tried: list[Measured]) -> Measured:
 
 def _find_batch_size(parsed: Recipe, arguments: list[str], memory: float | None) -> dict[str, int]:
     """Return the keys that the best batch size changes; empty if the recipe has it already."""
-    from lmmods.recipe.library_classes import LibraryClasses, whole
-
-    recipe = whole(parsed, LibraryClasses(parsed))
+    recipe = with_library_classes(parsed).whole()
     if recipe["trainer"]["num_nodes"] > 1 or "LOCAL_RANK" in os.environ:
         raise UserError("find starts processes of its own to measure batch sizes: run it on one machine, without a "
                         "launcher.")

@@ -7,13 +7,18 @@ import difflib
 import functools
 import importlib
 import inspect
+import itertools
 import pkgutil
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.recipe.engines import ENGINES, LOGGERS
 from lmmods.recipe.tasks.base import CausalFields, DataFields, TaskFields
+from lmmods.recipe.trust import PACKAGES, check_class, import_class, is_trusted
 
 # Lightning's callbacks that a recipe may name: those that keep results reproducible and resuming exact.
 ALLOWED = {
@@ -146,6 +151,32 @@ def known_class(block: str, path: str, engine: str) -> type | None:
     kind = declared(block).get(name)
     # The import path of another class may end in a declared name, too.
     return kind if kind and package in ("", module_of(kind, FOLDERS[engine][block])) else None
+
+
+def find_class(name: str, bases: tuple[Any, ...], key: str) -> Any:
+    """Return the class with an import path, or a loaded one with a short name; None if there is no such short name.
+
+    Args:
+        bases: Classes, of one of which it must be a subclass.
+
+    Raises:
+        UserError: There is no such class, or the recipe may not name it.
+    """
+    if "." in name:
+        return import_class(name, bases, key)
+    kinds = [base for base in bases if base is not Callable]
+    for kind in kinds:  # grows
+        kinds += kind.__subclasses__()
+    kind = next((each for each in kinds if each.__name__ == name
+                 and (is_trusted() or each.__module__.partition(".")[0] in PACKAGES)), None)
+    return kind and check_class(kind, bases, key)
+
+
+def import_path(kind: Any) -> str:
+    """Return the shortest import path of a class or function: that of the outermost package that has it."""
+    module, name = kind.__module__, kind.__qualname__
+    packages = itertools.accumulate(module.split("."), lambda outer, inner: f"{outer}.{inner}")
+    return f"{next((each for each in packages if getattr(sys.modules[each], name, None) is kind), module)}.{name}"
 
 
 def check_name(key: str, name: str, engine: str) -> None:

@@ -99,7 +99,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
 
 def as_yaml(content: Any, **style: Any) -> str:
-    """Dump values so that this module, YAML 1.2 and jsonargparse read them back unchanged; `style` as in yaml.dump."""
+    """Dump values so that this module, YAML 1.1 and 1.2 read them back unchanged; `style` as in yaml.dump."""
     return yaml.dump(content, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, **style)
 
 

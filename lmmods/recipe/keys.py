@@ -3,16 +3,19 @@
 They are read from the dataclasses of fields, which import no heavy library, and from the command functions.
 """
 
+import collections.abc
 import dataclasses
 import difflib
 import functools
 import inspect
+import os
 import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Union, get_args, get_origin
+from enum import Enum
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
@@ -60,8 +63,72 @@ def _arguments(kind: Callable[..., Any]) -> dict[str, tuple[Any, Any, str]]:
     made = {each.name: each.default_factory() for each in dataclasses.fields(kind)
             if each.default_factory is not dataclasses.MISSING} if dataclasses.is_dataclass(kind) else {}
     texts = _texts(kind)
-    return {name: (each.annotation, made.get(name, each.default), texts.get(name, ""))
-            for name, each in inspect.signature(kind).parameters.items() if name != "self"}
+    return {name: (_readable(each.annotation), made.get(name, each.default), texts.get(name, ""))
+            for name, each in _signature_of(kind)[0].items()}
+
+
+def takes_any_key(kind: Callable[..., Any]) -> bool:
+    """True if a function or constructor has `**kwargs` that do not go to the constructor of a base class."""
+    return _signature_of(kind)[1]
+
+
+@functools.cache
+def _signature_of(kind: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the named arguments of a function or constructor, and whether it takes any others.
+
+    Arguments of a base class count where a constructor hands its `**kwargs` on: `super().__init__(**kwargs)`.
+    """
+    functions = [kind] if not inspect.isclass(kind) else [
+        vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base) and base is not object]
+    named: dict[str, inspect.Parameter] = {}
+    fixed: set[str] = set()  # arguments of a base class that a constructor sets itself
+    for function in functions:
+        parameters = inspect.signature(function).parameters
+        try:
+            hints = get_type_hints(function)
+        except NameError:  # names that only type checkers import
+            hints = {name: Any if isinstance(each.annotation, str) else each.annotation
+                     for name, each in parameters.items()}
+        rest = None
+        for name, each in parameters.items():
+            if each.kind is each.VAR_KEYWORD:
+                rest = name
+            elif each.kind is not each.VAR_POSITIONAL and name not in ("self", *fixed):
+                named.setdefault(name, each.replace(annotation=hints.get(name, Any)))
+        if rest is None:
+            return named, False
+        call = re.search(rf"super\([^)]*\)\.__init__\((?:[^()]|\([^()]*\))*\*\*{rest}\b", inspect.getsource(function))
+        if call is None:
+            return named, True
+        fixed |= set(re.findall(r"(\w+)=", call[0]))
+    return named, False
+
+
+def _readable(hint: Any) -> Any:
+    """Return a type hint in the types that recipes are read by; other types become Any, and are not checked."""
+    kinds: list[Any] = []
+    for each in members(hint):
+        outer = get_origin(each) or each
+        if outer is Literal:
+            kinds += [each, *([bool] if any(isinstance(value, bool) for value in get_args(each)) else [])]
+        elif each in WORDS or each is timedelta:
+            kinds.append(each)
+        elif outer is collections.abc.Callable:
+            kinds.append(outer)
+        elif not inspect.isclass(outer):
+            kinds.append(Any)
+        elif issubclass(outer, os.PathLike):
+            kinds.append(str)
+        elif issubclass(outer, collections.abc.Mapping):
+            name, value = get_args(each) or (Any, Any)
+            kinds.append(dict[_readable(name), _readable(value)])
+        elif issubclass(outer, collections.abc.Iterable) and outer.__module__ in ("builtins", "collections.abc"):
+            items = tuple(_readable(part) for part in get_args(each) if part is not ...)
+            kinds.append(list[Union[items or Any]])
+        else:
+            is_plain = issubclass(outer, Enum) or outer.__module__.partition(".")[0] in ("builtins", "torch")
+            kinds.append(Any if is_plain or get_args(each) else outer)
+    return Union[tuple(kinds)]  # noqa: UP007 - members from a list
 
 
 def _texts(kind: Callable[..., Any]) -> dict[str, str]:
@@ -104,12 +171,14 @@ def _is_block(kind: Any) -> bool:
     return inspect.isclass(kind) and dataclasses.is_dataclass(kind)
 
 
-def is_left(hint: Any) -> bool:
-    """True if a type contains library classes, whose values only the engine can validate."""
-    # A class that is neither a plain type nor a block of ours belongs to a library; in a list, its items count.
-    return any(is_left(inner) if get_origin(each) is list else inspect.isclass(each) and get_origin(each) is None
-               and not _is_block(each) and each not in WORDS and each not in (dict, list, timedelta)
-               for each in members(hint) for inner in (get_args(each) or (None,)))
+def library_classes(hint: Any) -> tuple[type, ...]:
+    """Return the classes in a type, or in the items of its lists, of which a recipe names a subclass by `class_path`.
+    """
+    # A class that is neither a plain type nor a block of ours belongs to a library.
+    return tuple(kind for each in members(hint) for kind in (
+        library_classes(get_args(each)[0]) if get_origin(each) is list else
+        (each,) if inspect.isclass(each) and get_origin(each) is None and not _is_block(each) and each not in WORDS
+        and each not in (dict, list, timedelta) else ()))
 
 
 def walk(keys: dict[str, Key], classes: dict[str, tuple[type, ...]]) -> Iterator[Key]:

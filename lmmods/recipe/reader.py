@@ -3,20 +3,32 @@
 A command line is a sequence of layers: recipe files and options, later ones overriding earlier ones. Each value in
 every layer is checked against the type of its key; the merged values are then checked by the dataclasses of fields. No
 library is imported for this. Values whose classes belong to a library or to the user, such as a logger or the user's
-own task, are left: `lmmods.recipe.library_classes` reads them once the engine's libraries are imported.
+own task, are left: `with_library_classes` reads them, in the same way, once the engine's libraries are imported.
 """
 
 import dataclasses
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from lmmods.core.errors import UserError, gathering, refuse_value, user_error_in
-from lmmods.recipe.classes import check_name, class_name, declared, known_class
-from lmmods.recipe.engines import ENGINES
+from lmmods.recipe.classes import (
+    BASES,
+    CLASSES,
+    check_callback,
+    check_name,
+    class_name,
+    declared,
+    find_class,
+    import_path,
+    known_class,
+)
+from lmmods.recipe.engines import ENGINES, load_engine
 from lmmods.recipe.files import (
     CONFIG_OPTIONS,
     Scalar,
@@ -30,25 +42,29 @@ from lmmods.recipe.files import (
 )
 from lmmods.recipe.foreign_keys import PROGRAMS, foreign_value, hint_for, written_for
 from lmmods.recipe.keys import (
+    BLOCKS,
     REQUIRED,
     Key,
     block_in,
     in_words,
-    is_left,
     keys_of,
+    library_classes,
     listed_in,
     members,
     nearest,
     recipe_keys,
+    takes_any_key,
     task_classes,
     walk,
 )
 from lmmods.recipe.values import check_values
 
+PLAIN = bool | int | float | str | list | dict | timedelta | None
 LEFT = object()  # placeholder for a value whose class is a library's or the user's
 WRONG = object()  # placeholder for a rejected value
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 TASKS = ("model", "data")  # blocks that name a class
+DURATION = re.compile(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d)")  # as Python writes it
 NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 
@@ -89,6 +105,7 @@ class Recipe:
         classes: Fields of the declared classes of `model` and `data`; None where the user's own class is named.
         layers: Where the values come from.
         words: The command line.
+        keys: Top-level keys.
     """
 
     command: str
@@ -99,6 +116,7 @@ class Recipe:
     classes: dict[str, type | None]
     layers: list[Layer]
     words: list[str]
+    keys: dict[str, Key]
 
     def values(self, block: str) -> dict[str, Any]:
         """Return the plain values of a block with defaults filled in."""
@@ -107,6 +125,17 @@ class Recipe:
     def kind(self, block: str) -> type:
         """Return the fields of a block's class."""
         return self.classes.get(block) or block_in(recipe_keys({}, self.engine)[block].type)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the recipe as plain values with defaults filled in, secrets included."""
+        blocks = {name: _without_objects(self.values(name)) for name in ("trainer", *self.classes, *BLOCKS)}
+        for name in self.classes:
+            kind = self.kind(name)
+            is_declared = kind in declared(name).values()
+            blocks[name] = {"class_path": class_name(kind) if is_declared else import_path(kind),
+                            "init_args": blocks[name]}
+        return {"seed_everything": self.seed, **{name: blocks[name] for name in ("trainer", "model", "data")},
+                "engine": self.engine, **{name: blocks[name] for name in BLOCKS}}
 
     def is_typed_true(self, key: str) -> bool:
         """True if the last option of the command line for a key sets it to true, whatever files say."""
@@ -150,7 +179,39 @@ def parse(arguments: list[str], options: dict[str, Key], example: str = "", chec
     # Blocks only: the other keys are options, the seed and the engine.
     given = {name: reader.given.get(name, {}) for name in reader.keys if block_in(reader.keys[name].type)}
     return Recipe(command, engine, values, reader.given.get("seed_everything", reader.keys["seed_everything"].default),
-                  given, reader.classes, layers, words)
+                  given, reader.classes, layers, words, reader.keys)
+
+
+def with_library_classes(recipe: Recipe) -> Recipe:
+    """Return a recipe with the values that only the classes of the engine's libraries, or the user's own, can judge.
+
+    If none of its values is left, no engine is imported.
+
+    Raises:
+        UserError: A class does not exist or may not be named, or its arguments are wrong.
+    """
+    if not any(value is LEFT for values in recipe.given.values() for value in (
+            values.values() if isinstance(values, dict) else (values,))):
+        return recipe
+    types = load_engine(recipe.engine)
+    reader = Reader(recipe.keys, recipe.engine,
+                    libraries=types.libraries | {BASES["model"]: types.model, BASES["data"]: types.data})
+    for block in TASKS:
+        reader.classes[block] = reader.class_of(block, recipe.layers)
+    refuse(reader.mistakes)
+    reader.merge(recipe.layers)
+    given = {block: reader.given.get(block, {}) if values is LEFT else {
+        name: reader.given[block].get(name) if value is LEFT else value for name, value in values.items()}
+        for block, values in recipe.given.items()}
+    for block, kind in reader.classes.items():
+        if recipe.classes[block] is None:
+            reader.complete(kind, given[block], block)
+    for name, value in given["trainer"].items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, ClassArguments):
+                reader.complete(each.kind, each.init_args, f"trainer.{name}")
+    refuse(reader.mistakes)
+    return dataclasses.replace(recipe, given=given, classes=reader.classes)
 
 
 def engine_of(words: list[str], files: dict[str, dict[Any, Any]] | None = None) -> str:
@@ -250,6 +311,8 @@ def filled(kind: type, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled_value(value: Any, hint: Any) -> Any:
+    if isinstance(value, ClassArguments):
+        return value
     if dataclasses.is_dataclass(value):
         return dict(vars(value))
     if isinstance(value, dict) and (kind := block_in(hint)):
@@ -258,6 +321,51 @@ def _filled_value(value: Any, hint: Any) -> Any:
         return [_filled_value(each, _items_of(hint)) for each in value]
     # An integer may be given where the type is a number.
     return float(value) if type(value) is int and float in members(hint) and int not in members(hint) else value
+
+
+@dataclass
+class ClassArguments:
+    """A class that a recipe names by `class_path`, with its `init_args`; or a function, which is not called."""
+
+    kind: Any
+    init_args: dict[str, Any]
+
+    @property
+    def class_path(self) -> str:
+        """The import path."""
+        return import_path(self.kind)
+
+    def build(self) -> Any:
+        """Return the instance. Raises UserError: a class of Lightning does not accept the arguments."""
+        if not inspect.isclass(self.kind):
+            return self.kind
+        arguments = objects(self.kind, self.init_args)
+        try:
+            return self.kind(**arguments)
+        except Exception as error:
+            from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+            if not self.kind.__module__.startswith("lightning.") or not isinstance(
+                    error, MisconfigurationException | ModuleNotFoundError | TypeError | ValueError):
+                raise
+            raise UserError(f"{self.kind.__name__}: {error}") from error
+
+
+def _without_objects(value: Any) -> Any:
+    """Return values as a recipe writes them.
+
+    Of a library's class, keys that are null and default to null are left out: a logger has some thirty options.
+    """
+    if isinstance(value, ClassArguments):
+        keys = keys_of(value.kind) if inspect.isclass(value.kind) else {}
+        arguments = {name: each for name, each in value.init_args.items()
+                     if each is not None or name in keys and keys[name].default is not None}
+        return {"class_path": value.class_path, "init_args": _without_objects(arguments)}
+    if isinstance(value, dict):
+        return {name: _without_objects(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_objects(each) for each in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def _items_of(hint: Any) -> Any:
@@ -276,10 +384,13 @@ def objects(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     def made(value: Any, hint: Any) -> Any:
         if isinstance(value, list):
             return [made(each, _items_of(hint)) for each in value]
+        if isinstance(value, ClassArguments):
+            return value.build()
         inner = block_in(hint) if isinstance(value, dict) else None
         return inner(**objects(inner, value)) if inner else value
 
-    return {name: made(_filled_value(value, keys[name].type), keys[name].type) for name, value in given.items()}
+    hints = {name: keys[name].type if name in keys else Any for name in given}
+    return {name: made(_filled_value(value, hints[name]), hints[name]) for name, value in given.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,12 +405,14 @@ class Reader:
         files: Recipes read before, by the argument of `--config`.
         classes: Fields of the classes of `model` and `data`. A block missing here takes its class from its key's type;
             one with None is left to the engine.
+        libraries: Class in the fields -> the engine's class. None leaves values of such classes.
     """
 
     keys: dict[str, Key]
     engine: str = "torch"
     files: dict[str, dict[Any, Any]] = field(default_factory=dict)
     classes: dict[str, type | None] = field(default_factory=dict)
+    libraries: dict[type, Any] | None = None
     named: set[str] = field(default_factory=set)  # blocks whose class is named, declared or not
     mistakes: list[UserError] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # merged plain values of all layers
@@ -423,12 +536,14 @@ class Reader:
         self.named.add(block)
         if kind := known_class(block, name, self.engine):
             return kind
-        # A short name: report at once if the class does not exist. Import paths are left to the engine.
-        if re.fullmatch(r"[A-Z]\w+", name) and name.yaml_value == name:
-            try:
+        try:
+            if self.libraries is not None:
+                return find_class(name, (self.libraries[BASES[block]],), block)
+            # A short name: report at once if the class does not exist. Import paths are left to the engine.
+            if re.fullmatch(r"[A-Z]\w+", name) and name.yaml_value == name:
                 check_name(block, name, self.engine)
-            except UserError as error:
-                self.report(layer.at(block, name.line), str(error))
+        except UserError as error:
+            self.report(layer.at(block, name.line), str(error), block)
         return None
 
     # Values ----------------------------------------------------------------------------------------------------------
@@ -447,6 +562,9 @@ class Reader:
         """
         result = dict(under)
         for name, value in over.items():
+            if name not in keys:  # for a class that takes any
+                result[name] = value
+                continue
             key, before = keys[name], result.get(name)
             # A named class has other keys than the type of its block.
             kind = self.classes.get(key.name) or block_in(key.type)
@@ -463,11 +581,12 @@ class Reader:
         return result
 
     def read_block(self, tree: dict[Any, Any], keys: dict[str, Key], name: str, layer: Layer,
-                   names_class: bool = False) -> dict[str, Any]:
+                   names_class: bool = False, takes_any: bool = False) -> dict[str, Any]:
         """Return the valid values of a block; mistakes in the others are recorded.
 
         Args:
             names_class: True if the block may have a `class_path`, with its keys under `init_args`.
+            takes_any: True if it may have any other keys, too; a name that is almost one of `keys` is still a mistake.
         """
         result: dict[str, Any] = {}
         for word, value in tree.items():
@@ -477,12 +596,16 @@ class Reader:
             if rest:
                 value = {Scalar.of(rest, rest, line or 1): value}
             # Keys under `init_args` and keys next to it belong to the same block.
-            if names_class and head == "init_args" and isinstance(value, dict):
-                result = self._overlaid(result, self.read_block(value, keys, name, layer), keys, layer)
+            if names_class and head in ("init_args", "dict_kwargs") and isinstance(value, dict):
+                inner = self.read_block(value, keys, name, layer, takes_any=takes_any)
+                result = self._overlaid(result, inner, keys, layer)
                 continue
             if names_class and head == "class_path":
                 continue  # read by class_of
             key = keys.get(head.removesuffix("+"))
+            if key is None and takes_any and not difflib.get_close_matches(head, keys, 1, 0.7):
+                result[head] = plain(value)
+                continue
             if key is None:
                 self._unknown(f"{name}.{head}".removeprefix("."), value, layer, line, keys)
                 continue
@@ -499,10 +622,12 @@ class Reader:
             self._keep_texts(value, keys_of(block_in(hint)))
             return LEFT
         # Words such as null or true need no library; all other values of these keys are left to it.
-        if is_left(hint):
-            self._check_names(key.name, value, layer, line)
+        if library_classes(hint):
+            if self.libraries is None:
+                self._check_names(key.name, value, layer, line)
             read = _word(value, hint)
-            return LEFT if read is WRONG else read
+            return read if read is not WRONG else LEFT if self.libraries is None else (
+                self._class_value(value, hint, key, layer, line))
         # As in --key '[1, 2]', or quoted in a file.
         if isinstance(value, Scalar) and value[:1] in ("[", "{") and str not in members(hint):
             value = read_value(value)  # a quoted mapping or list
@@ -525,6 +650,60 @@ class Reader:
                 return self._refuse(value, key, layer, line, wanted)
         read = converted(value, hint)
         return self._refuse(value, key, layer, line) if read is WRONG else self._inner(value, read, hint, key, layer)
+
+    def _class_value(self, value: Any, hint: Any, key: Key, layer: Layer, line: int | None) -> Any:
+        """Read the class that a value names, with its arguments; `WRONG` if it is rejected."""
+        if isinstance(value, Scalar) and value[:1] in ("[", "{"):
+            value = read_value(value)
+        if isinstance(value, list):
+            items = _items_of(hint)
+            if items is Any:
+                return self._refuse(value, key, layer, line)
+            read = [self._class_value(each, items, key, layer, line) for each in value]
+            return WRONG if WRONG in read else read
+        # Arguments of the class that an earlier layer names; in a list, of the last one.
+        before = self.given
+        for part in key.name.split("."):
+            before = before.get(part) if isinstance(before, dict) else None
+        others, last = (before[:-1], before[-1]) if isinstance(before, list) and before else ([], before)
+        kind, path = None, _class_path(value)
+        if isinstance(value, dict) and "class_path" not in value and isinstance(last, ClassArguments):
+            kind = last.kind
+        elif path is not None:
+            bases = tuple(self.libraries.get(each, each) for each in library_classes(hint))
+            try:
+                kind = find_class(path, bases, key.name)
+                if kind is not None and key.name == "trainer.callbacks" and self.engine == "torch":
+                    check_callback(import_path(kind))
+            except UserError as error:
+                self.report(layer.at(key.name, path.line), str(error), key.name)
+                self.dropped.add(key.name)
+                return WRONG
+        if kind is None:
+            text = converted(value, hint) if isinstance(value, Scalar) and str in members(hint) else WRONG
+            return self._refuse(value, key, layer, line) if text is WRONG else text
+        arguments = dict(last.init_args) if isinstance(last, ClassArguments) and last.kind is kind else {}
+        if isinstance(value, dict):
+            keys = keys_of(kind, key.name)
+            arguments |= self.read_block(value, keys, key.name, layer, True, takes_any_key(kind))
+        read = ClassArguments(kind, arguments)
+        return [*others, read] if path is None and isinstance(before, list) else read
+
+    def complete(self, kind: Any, arguments: dict[str, Any], name: str) -> None:
+        """Fill in the defaults of a class's arguments, and report those that are missing."""
+        for each, key in (keys_of(kind, name) if inspect.isclass(kind) else {}).items():
+            value = arguments.get(each)
+            if isinstance(value, ClassArguments):
+                self.complete(value.kind, value.init_args, key.name)
+            elif isinstance(value, dict) and block_in(key.type):
+                self.complete(block_in(key.type), value, key.name)
+            elif each in arguments:
+                arguments[each] = _filled_value(value, key.type)
+            elif key.default is REQUIRED:
+                self.report_missing(key, place if not (place := self.places.get(name, "")).startswith("--") else "")
+            # Other defaults, such as functions, cannot be written in a recipe.
+            elif isinstance(key.default, PLAIN):
+                arguments[each] = key.default
 
     def _keep_texts(self, tree: Any, keys: dict[str, Key]) -> None:
         """Keep texts of an undeclared class verbatim, for keys that every class has."""
@@ -566,7 +745,8 @@ class Reader:
         wanted = wanted or ("a class_path and its init_args" if key.name in self.classes
                             else in_words(key.type, key.name))
         other = foreign_value(key.name, value) if isinstance(value, Scalar) else ""
-        near = difflib.get_close_matches(value, listed_in(key.type), 1, 0.7) if isinstance(value, str) else []
+        names = [*listed_in(key.type), *CLASSES[self.engine].get(key.name, ())]
+        near = difflib.get_close_matches(value, names, 1, 0.7) if isinstance(value, str) else []
         other = other or (f" Did you mean {near[0]}?" if near else "")
         self.report(at, f"{key.name} is {shown(value)}, but must be {wanted}.{other}", key.name)
         self.dropped.add(key.name)
@@ -596,7 +776,12 @@ class Reader:
         elif foreign := hint_for(name, plain(value) if isinstance(value, Scalar) else None):
             self.report(at, foreign)
         else:
-            near = nearest(name, self.names)
+            known = self.names
+            if keys and next(iter(keys.values())).name not in known:  # the arguments of a library's class
+                near = nearest(name.rpartition(".")[2], list(keys))
+                near = near and keys[near].name
+            else:
+                near = nearest(name, known)
             self.dropped.add(near or "")
             self.report(at, f"{name} is not a key." + (f" Did you mean {near}?" if near else ""))
 
@@ -647,11 +832,11 @@ class Reader:
             self._gather(lambda: made["model"].check_data(made["data"]))
         return made
 
-    def report_missing(self, key: Key) -> None:
+    def report_missing(self, key: Key, place: str = "") -> None:
         """Record that a key is missing, unless a mistake about it is recorded."""
         if not self._is_dropped(key.name):
             option = "" if "." in key.name else "--"
-            self.report("", f"{option}{key.name} is missing. It must be {in_words(key.type, key.name)}.", key.name)
+            self.report(place, f"{option}{key.name} is missing. It must be {in_words(key.type, key.name)}.", key.name)
 
     def _made(self, name: str, kind: type) -> Any:
         """Instantiate a block's class; None if that fails."""
@@ -764,8 +949,12 @@ def _scalar(value: Any, kinds: tuple[Any, ...]) -> Any:
     for read in (value.yaml_value, *([_unquoted(value)] if is_quoted else [])):
         if _fits(read, kinds):
             return read
-    if any(get_origin(each) is Literal and value in get_args(each) for each in kinds):
-        return str(value)
+    for each in (listed for kind in kinds if get_origin(kind) is Literal for listed in get_args(kind)):
+        if each == value or type(each) is type(value.yaml_value) and each == value.yaml_value:
+            return each
+    if timedelta in kinds and str not in kinds and (parts := DURATION.fullmatch(value)):
+        days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
+        return timedelta(days, seconds, minutes=minutes, hours=hours)
     if str in kinds:
         value.is_text = True
         return str(value)

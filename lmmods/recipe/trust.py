@@ -6,17 +6,16 @@ is imported, as importing already runs code; only classes of the key's type are 
 with a model runs only if the command line, not the file, asks for it.
 """
 
+import collections.abc
 import contextlib
-import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from lmmods.core.errors import UserError, one_line
 from lmmods.recipe.files import TRUST_KEY
-from lmmods.recipe.jsonargparse_compat import kept_settings
 
 PACKAGES = ("lightning", "torch", "lmmods", "jax_engine")  # the last two hold user-defined tasks and families too
 FLAG = f"--{TRUST_KEY}"
@@ -65,25 +64,6 @@ class ForeignCode(UserError):
     """Error: a recipe names code that it may not run."""
 
 
-@contextlib.contextmanager
-def guarded_imports(allowed: Iterable[str] | None = None) -> Iterator[None]:
-    """Limit parser imports of names in a recipe to certain packages within the context.
-
-    Args:
-        allowed: Package names; None is `PACKAGES`, or all if the command line trusts the recipe.
-    """
-    from jsonargparse import set_parsing_settings
-
-    if allowed is None and not is_trusted():
-        allowed = PACKAGES
-    # The parser's settings are global: restore them afterwards.
-    with kept_settings():
-        set_parsing_settings(instantiate_subclass_spec_in_any=False)
-        if allowed is not None:
-            set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(allowed))
-        yield
-
-
 def refuse_import(key: str | None, path: str) -> None:
     """Raise ForeignCode for a class or function outside `PACKAGES`."""
     raise ForeignCode(f"{key or 'The recipe'}: {path} is code outside of lightning, torch, lmmods and jax_engine, "
@@ -106,12 +86,24 @@ def import_class(path: str, bases: tuple[Any, ...], key: str) -> Any:
         kind = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"{key} is {path}, but there is no such class ({one_line(error)}).", key) from error
-    if not inspect.isclass(kind) and not (callable(kind) and is_trusted()):
-        raise UserError(f"{key}: {path} is a function, but a recipe may name only classes. If you trust the recipe, "
-                        f"add {FLAG} true to the command line.", key)
-    if inspect.isclass(kind) and not issubclass(kind, bases):
-        names = " or ".join(f"{base.__module__}.{base.__qualname__}" for base in bases)
+    if inspect.isclass(kind):
+        return check_class(kind, bases, key)
+    if not (callable(kind) and is_trusted() and collections.abc.Callable in bases):
+        raise UserError(f"{key}: {path} is not a class. A recipe may name functions only with {FLAG} true on the "
+                        "command line, where a function is expected.", key)
+    return kind
+
+
+def check_class(kind: type, bases: tuple[Any, ...], key: str) -> type:
+    """Return a class. Raises UserError: it is not a subclass of one of `bases`, or the recipe may not name it."""
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    if not issubclass(kind, bases):
+        names = " or ".join(base.__name__ for base in bases)
         raise UserError(f"{key} is {path}, but must be a subclass of {names}.", key)
+    # The allowed packages have many classes, some of which run code when built: check the base class too.
+    if path.partition(".")[0] not in ("lmmods", "jax_engine") and not is_trusted() and not issubclass(kind, _kinds()):
+        raise UserError(f"{key}: {path} is not a callback, logger, strategy, profiler or cluster environment. If you "
+                        f"trust the recipe, add {FLAG} true to the command line.", key)
     return kind
 
 
@@ -122,22 +114,18 @@ def refuse_function(key: str, path: str) -> None:
                           f"trust it, add {FLAG} true to the command line.")
 
 
-def check_recipe(values: Any, model: dict[str, Any], remote_code_typed: bool) -> None:
-    """Check a recipe before anything in it is built.
+def check_recipe(model: dict[str, Any], remote_code_typed: bool) -> None:
+    """Check that a model runs no code of the hub, before it is built.
 
     Args:
-        values: Parsed values of library classes and the user's own, as `class_path` and `init_args`.
         model: Settings of the model.
         remote_code_typed: True if the command line itself requests the code shipped with the model.
 
     Raises:
-        UserError: A key names a function or a class of the wrong type, or requests code from the hub.
+        UserError: A key requests code from the hub.
     """
     if is_trusted():
         return
-    for key, value in vars(values).items():
-        if key != "config":  # the recipe itself
-            _check_built(value, key)
     check_remote_code(model, remote_code_typed)
     for name in ("config", "config_overrides"):
         given = model.get(name)
@@ -164,42 +152,6 @@ def _check_kernel(key: str, name: Any) -> None:
                         f"{FLAG} true to the command line.")
 
 
-def _check_built(value: Any, key: str) -> None:
-    """Walk all values and check that each object, present or to be built, has an allowed class."""
-    from jsonargparse import Namespace
-
-    if isinstance(value, dict | Namespace):
-        items = dict(value.items()) if isinstance(value, dict) else vars(value)
-        path = items.get("class_path")
-        # The parser turns what it will build into a Namespace; a plain dict with a `class_path` stays data.
-        if isinstance(path, str) and not isinstance(value, dict):
-            _check_class(key, path)
-        for name, each in items.items():
-            _check_built(each, f"{key}.{name}")
-    elif isinstance(value, list | tuple | set):
-        for each in value:
-            _check_built(each, key)
-    # A function that the parser has already imported as a value.
-    elif callable(value):
-        _refuse_callable(key, f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}")
-
-
-def _check_class(key: str, path: str) -> None:
-    found = resolved(path)
-    if not inspect.isclass(found):
-        _refuse_callable(key, path)
-    # The allowed packages have many classes, some of which run code when built: check the base class too.
-    if path.split(".")[0] not in ("lmmods", "jax_engine") and not issubclass(found, _kinds()):
-        raise UserError(f"{key}: {path} is not a callback, logger, strategy, profiler or cluster environment. If "
-                        "you trust the recipe, add "
-                        f"{FLAG} true to the command line.")
-
-
-def _refuse_callable(key: str, path: str) -> None:
-    raise UserError(f"{key}: {path} is a function, but a recipe may name only classes. If you trust the recipe, add "
-                    f"{FLAG} true to the command line.")
-
-
 def _kinds() -> tuple[type, ...]:
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.loggers import Logger
@@ -208,13 +160,3 @@ def _kinds() -> tuple[type, ...]:
     from lightning.pytorch.strategies import Strategy
 
     return Callback, Logger, ClusterEnvironment, Profiler, Strategy
-
-
-def resolved(path: str) -> Any:
-    """Return the object at an import path, which the parser has already imported."""
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError:  # a nested class
-        outer = resolved(module)
-        return getattr(outer, name, None)

@@ -25,7 +25,7 @@ class LoggerSupport:
         """Return the folders that it writes to, None if unknown; a None entry means the run folder."""
         return None
 
-    def configure(self, options: Any, root: Path, goes_on: bool) -> None:
+    def configure(self, options: dict[str, Any], root: Path, goes_on: bool) -> None:
         """Set options before the logger is built; `goes_on` if an earlier start of the run may have used it."""
 
     def continues(self, root: Path) -> bool:

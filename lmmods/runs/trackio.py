@@ -84,13 +84,13 @@ class TrackioLogger(Logger):
 class TrackioSupport(LoggerSupport):
     """A resumed run continues Trackio's latest run of its name."""
 
-    def configure(self, options: Any, root: Path, goes_on: bool) -> None:
+    def configure(self, options: dict[str, Any], root: Path, goes_on: bool) -> None:
         """Set the run's name, and whether to continue it. Names are redacted."""
-        options.project = redacted(options.project)
-        options.run_name = redacted(options.get("run_name") or root.name)
-        options.goes_on = goes_on
+        options["project"] = redacted(options["project"])
+        options["run_name"] = redacted(options.get("run_name") or root.name)
+        options["goes_on"] = goes_on
         if options.get("space_id") is None:
-            say(f"Trackio: the run is kept on this machine. Show it with: trackio show --project {options.project}")
+            say(f"Trackio: the run is kept on this machine. Show it with: trackio show --project {options['project']}")
 
 
 SUPPORT = TrackioSupport()

@@ -31,25 +31,25 @@ class WandbSupport(LoggerSupport):
         """Return the folders of runs and of further files."""
         return [options.get("save_dir"), options.get("dir")]
 
-    def configure(self, options: Any, root: Path, goes_on: bool) -> None:
+    def configure(self, options: dict[str, Any], root: Path, goes_on: bool) -> None:
         """Write into the run folder, continue the run's id, stay offline without a key (never ask for one).
 
         Notes, tags and names are stored in files and uploaded, so they are redacted.
         """
-        for key, value in vars(options).items():
+        for key, value in list(options.items()):
             if isinstance(value, str | list):
                 options[key] = redacted(value)
-        options.save_dir = str(root) if options.get("save_dir") in (None, ".") else options.save_dir
-        options.project = options.get("project") or PROJECT
-        options.name = options.get("name") or root.name
+        options["save_dir"] = str(root) if options.get("save_dir") in (None, ".") else options["save_dir"]
+        options["project"] = options.get("project") or PROJECT
+        options["name"] = options.get("name") or root.name
         if not (options.get("id") or options.get("version")):
-            options.id = _known_id(root) if goes_on else None
+            options["id"] = _known_id(root) if goes_on else None
             # W&B's sweep agents choose the id of the run that they start, and track it by that id.
-            options.id = options.id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+            options["id"] = options["id"] or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         if reason := _reason_to_stay_offline(options):
             os.environ["WANDB_MODE"] = "offline"
             say(f"W&B: {reason}, so the run is kept offline. Send it later with: wandb sync "
-                f"{options.save_dir}/wandb/offline-run-*")
+                f"{options['save_dir']}/wandb/offline-run-*")
 
     def continues(self, root: Path) -> bool:
         """True if a run in this folder has logged to W&B."""

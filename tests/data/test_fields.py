@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from jsonargparse import ArgumentParser
 
 from lmmods.data.sft import SFTData
+from lmmods.recipe.keys import keys_of
 from lmmods.recipe.source import Source
 from lmmods.recipe.tasks.sft import SFTDataFields
 
@@ -45,11 +45,10 @@ class WithFields(MoreFields, SFTData):
 def test_own_keys_stand_beside_those_of_the_task(own):
     data = own("rows.jsonl", more=4, batch_size=2)
     assert (data.more, data.batch_size, data.eval_batch_size, data.seed, data.template) == (4, 2, 2, 0, None)
-    parser = ArgumentParser()
-    parser.add_class_arguments(own, "data")
-    text = " ".join(parser.format_help().split())
-    assert "A key of its own." in text and "Rows per micro-batch and device in training." in text
-    assert "Chat template: alpaca" in text
+    keys = keys_of(own)
+    assert keys["more"].text == "A key of its own."
+    assert keys["batch_size"].text == "Rows per micro-batch and device in training."
+    assert keys["template"].text.startswith("Chat template: alpaca")
 
 
 def test_fields_need_no_library():

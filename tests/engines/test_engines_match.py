@@ -4,7 +4,6 @@ import inspect
 from dataclasses import dataclass
 
 import pytest
-from jsonargparse import ArgumentParser
 
 from jax_engine.callbacks import EarlyStopping
 from jax_engine.tasks.causal_task import CausalTask
@@ -15,6 +14,8 @@ from jax_engine.tasks.qa import QA as JaxQA
 from jax_engine.tasks.sft import SFT as JaxSFT
 from jax_engine.trainer import Trainer as JaxTrainer
 from lmmods.core.errors import UserError
+from lmmods.recipe.keys import keys_of
+from lmmods.recipe.reader import read_object
 from lmmods.recipe.tasks.base import CausalFields, TaskFields
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 from lmmods.torch_engine.tasks.clm import CLM
@@ -61,12 +62,9 @@ def test_a_task_of_ones_own_adds_a_key(base):
             super().__init__(**common)
             self.own = own
 
-    parser = ArgumentParser()
-    parser.add_class_arguments(Own, "model")
-    help_text = " ".join(parser.format_help().split())
-    assert "Its key." in help_text and "Decoding settings of predict:" in help_text
-    chosen = parser.parse_args(["--model.own", "5", "--model.pretrained", "x", "--model.generation.top_k", "7"])
-    task = parser.instantiate(chosen).model
+    keys = keys_of(Own)
+    assert keys["own"].text == "Its key." and keys["generation"].text.startswith("Decoding settings of predict:")
+    task = read_object(Own, {"own": 5, "pretrained": "x", "generation": {"top_k": 7}}, "model")
     assert (task.own, task.pretrained, task.generation.top_k, task.optimizer.lr) == (5, "x", 7, 2e-4)
     with pytest.raises(UserError, match="set one of them"):
         Own(own=5)

@@ -112,10 +112,8 @@ def test_where_nothing_fits_it_says_what_to_lower():
 
 
 def sizes(trainer: dict, **data) -> Sizes:
-    from jsonargparse import dict_to_namespace
-
-    return Sizes(dict_to_namespace({"trainer": {"accumulate_grad_batches": 1, **trainer},
-                                    "data": {"init_args": {"batch_size": 4, "eval_batch_size": None, **data}}}))
+    return Sizes({"trainer": {"accumulate_grad_batches": 1, **trainer},
+                  "data": {"init_args": {"batch_size": 4, "eval_batch_size": None, **data}}})
 
 
 def test_sizes_keep_rows_and_limits_where_they_are():

@@ -123,14 +123,12 @@ def test_agents_start_fit_in_a_folder_of_the_run(recipe, tmp_path, monkeypatch):
 
 
 def test_a_run_of_an_agent_has_the_id_that_the_agent_knows(monkeypatch, tmp_path):
-    from jsonargparse import Namespace
-
     from lmmods.runs.wandb import SUPPORT
 
     monkeypatch.setenv("WANDB_RUN_ID", "abc123")
-    options = Namespace(save_dir=".", project=None, name=None, id=None, version=None)
+    options = {"save_dir": ".", "project": None, "name": None, "id": None, "version": None}
     SUPPORT.configure(options, tmp_path, goes_on=False)
-    assert options.id == "abc123"
+    assert options["id"] == "abc123"
 
 
 def test_passwords_do_not_go_to_wandb(recipe, tmp_path, capsys):

@@ -1,16 +1,16 @@
 """A recipe is data: what it names is not imported, called or built unless the command line trusts it."""
 
-import json
 import sys
 
 import pytest
 import torch.utils.cpp_extension  # noqa: F401 - its import may say that there is no CUDA, which is no part of a message
 import yaml
-from jsonargparse import Namespace
+from lightning.pytorch import loggers, profilers
 
 from lmmods.cli import main
 from lmmods.commands.setup import check_outputs
 from lmmods.core.errors import UserError
+from lmmods.recipe.reader import ClassArguments
 from lmmods.recipe.trust import taken_flag, trusting
 from lmmods.runs.folder import RunFolder
 
@@ -125,7 +125,6 @@ def test_functions_deep_inside_are_refused(recipe, capsys, arguments):
 
 
 def test_the_environment_opens_nothing(recipe, mark, capsys, monkeypatch):
-    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
     for name in ("TRUST_RECIPE_CODE", "LMMODS_TRUST_RECIPE_CODE", "TRAIN_TRUST_RECIPE_CODE"):
         monkeypatch.setenv(name, "true")
     refused(capsys, ["inspect", *recipe(trainer__logger={"class_path": "evil.Mine"})])
@@ -217,15 +216,15 @@ def test_kernels_of_the_hub_are_code(recipe, capsys, changes):
 
 
 def of_library(name, /, **init_args):
-    kinds = "profilers" if name.endswith("Profiler") else "loggers"
-    return Namespace(class_path=f"lightning.pytorch.{kinds}.{name}", init_args=Namespace(**init_args))
+    module = profilers if name.endswith("Profiler") else loggers.logger if name == "DummyLogger" else loggers
+    return ClassArguments(getattr(module, name), init_args)
 
 
 def outputs(run, name, /, **init_args):
     """What is said of a recipe with a logger or profiler of Lightning."""
     key = "profiler" if name.endswith("Profiler") else "logger"
     try:
-        check_outputs(Namespace(**{key: of_library(name, **init_args)}), RunFolder(run))
+        check_outputs({key: of_library(name, **init_args)}, RunFolder(run))
     except UserError as error:
         return str(error)
     return ""
@@ -345,13 +344,3 @@ def _concrete(base):
     for kind in base.__subclasses__():
         yield kind
         yield from _concrete(kind)
-
-
-def test_a_trusting_command_leaves_a_guarded_one_guarded(recipe, capsys):
-    """In one process, both ways: the parser's settings are process-wide."""
-    from jsonargparse._common import parsing_settings
-
-    before = json.dumps(parsing_settings["import_path_verdicts"])
-    assert main(["fit", *recipe(), "--print_config"]) == 0
-    assert main(["fit", *recipe(), "--print_config", "--trust_recipe_code", "true"]) == 0
-    assert json.dumps(parsing_settings["import_path_verdicts"]) == before

@@ -71,8 +71,8 @@ def _is_library(node: ast.AST, packages: tuple[str, ...]) -> bool:
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name) and node.id in {
-        "lightning", "L", "torch", "transformers", "peft", "bitsandbytes", "bnb", "deepspeed", "jsonargparse", "jax",
-        "jnp", "flax", "nnx", "optax", "datasets", "tokenizers", "wandb", "jinja2", "fsspec", "np"}
+        "lightning", "L", "torch", "transformers", "peft", "bitsandbytes", "bnb", "deepspeed", "jax", "jnp",
+        "flax", "nnx", "optax", "datasets", "tokenizers", "wandb", "jinja2", "fsspec", "np"}
 
 
 def main() -> None:

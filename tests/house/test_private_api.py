@@ -9,7 +9,7 @@ import pytest
 from tests.house.private_api import is_private, private_uses
 from tests.house.test_architecture import MODULES, modules
 
-COMPAT = {"lmmods.core.compat", "lmmods.recipe.jsonargparse_compat", "jax_engine.distributed.devices"}
+COMPAT = {"lmmods.core.compat", "jax_engine.distributed.devices"}
 PACKAGES = ("lmmods", "jax_engine")
 
 
@@ -41,7 +41,7 @@ def test_no_private_method_or_attribute_of_a_base_class_is_replaced(module):
         ours = {name for name in vars(kind) if is_private(name)} | _assigned(kind)
         for base in kind.__mro__[1:]:
             library = base.__module__.split(".")[0]
-            if library in ("lightning", "jsonargparse", "jinja2", "torchmetrics", "transformers"):
+            if library in ("lightning", "jinja2", "torchmetrics", "transformers"):
                 shared = ours & ({name for name in vars(base) if is_private(name)} | _assigned(base))
                 assert not shared - {"_abc_impl"}, f"{kind.__name__} and {base.__name__} of {library}: {shared}"
 

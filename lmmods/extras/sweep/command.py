@@ -24,10 +24,8 @@ from lmmods.extras.report.reading import read_curves, read_runs
 from lmmods.extras.report.tables import TrialRow, TrialTable
 from lmmods.extras.sweep.study import Parameter, Study, as_words, grid, read_space
 from lmmods.recipe.files import CONFIG_OPTIONS, as_yaml, config_argument, option_values, read_recipe
-from lmmods.recipe.library_classes import LibraryClasses
-from lmmods.recipe.reader import parse
+from lmmods.recipe.reader import parse, with_library_classes
 from lmmods.recipe.tasks.base import TaskFields
-from lmmods.recipe.trust import guarded_imports
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.loggers import loggers_of
 from lmmods.runs.run_files import write_text
@@ -313,9 +311,8 @@ def sweep_file(folder: Path, recipe: list[str], space: list[Parameter], sampler:
 def _project(recipe: list[str]) -> str:
     """Return the W&B project that the recipe logs to. Raises UserError: it has no WandbLogger."""
     options, _ = options_of("fit")
-    with guarded_imports():
-        libraries = LibraryClasses(parse(["fit", *recipe], options, checked=False))
-    for support, given in loggers_of(libraries.plain()):
+    parsed = with_library_classes(parse(["fit", *recipe], options, checked=False))
+    for support, given in loggers_of({"trainer": parsed.whole()["trainer"]}):
         if support is SUPPORT:
             return str(given.get("project") or PROJECT)
     raise UserError("sweep: the recipe logs nothing to W&B, which so would learn nothing. Add class_path: WandbLogger "
