@@ -9,7 +9,8 @@ from lmmods.core.adapters import SETTINGS, adapter_config, adapter_weights
 from lmmods.core.errors import UserError
 from lmmods.recipe.classes import declared, implementation, tasks_that_write
 from lmmods.recipe.files import read_recipe
-from lmmods.recipe.reader import objects, parse
+from lmmods.recipe.objects import objects
+from lmmods.recipe.reader import parse
 from lmmods.recipe.tasks.base import DataFields, TaskFields
 from lmmods.recipe.trust import check_remote_code
 from lmmods.runs.folder import RunFolder

@@ -7,7 +7,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
 from lmmods.recipe.files import as_yaml
 from lmmods.recipe.keys import DEFAULT_SEED
-from lmmods.recipe.reader import Recipe, filled, with_library_classes
+from lmmods.recipe.objects import filled
+from lmmods.recipe.reader import Recipe, with_library_classes
 
 FLAGS = ("skip_null", "skip_default")
 

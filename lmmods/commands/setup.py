@@ -16,7 +16,8 @@ from lmmods.core.redaction import left_out, redacted
 from lmmods.recipe.classes import FOLDERS, declared, implementation
 from lmmods.recipe.engines import load_engine
 from lmmods.recipe.keys import BLOCKS, keys_of
-from lmmods.recipe.reader import ClassArguments, Recipe, filled, objects, with_library_classes
+from lmmods.recipe.objects import ClassArguments, filled, objects
+from lmmods.recipe.reader import Recipe, with_library_classes
 from lmmods.recipe.rewards import columns_of, read_rewards
 from lmmods.recipe.tasks.base import ConversationFields, TokenLossFields
 from lmmods.recipe.tasks.grpo import GRPOFields

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_origin
 
 from lmmods.core.errors import UserError, gathering, refuse_value, user_error_in
 from lmmods.recipe.classes import (
@@ -28,11 +28,11 @@ from lmmods.recipe.classes import (
     import_path,
     known_class,
 )
+from lmmods.recipe.conversion import WRONG, converted, converted_word, init_args_of, shown
 from lmmods.recipe.engines import ENGINES, load_engine
 from lmmods.recipe.files import (
     CONFIG_OPTIONS,
     Scalar,
-    as_yaml,
     is_inline,
     option_values,
     plain,
@@ -57,14 +57,13 @@ from lmmods.recipe.keys import (
     task_classes,
     walk,
 )
+from lmmods.recipe.objects import ClassArguments, filled, filled_value, items_of, objects, without_objects
 from lmmods.recipe.values import check_values
 
 PLAIN = bool | int | float | str | list | dict | timedelta | None
 LEFT = object()  # placeholder for a value whose class is a library's or the user's
-WRONG = object()  # placeholder for a rejected value
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 TASKS = ("model", "data")  # blocks that name a class
-DURATION = re.compile(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d)")  # as Python writes it
 NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 
@@ -128,7 +127,7 @@ class Recipe:
 
     def whole(self) -> dict[str, Any]:
         """Return the recipe as plain values with defaults filled in, secrets included."""
-        blocks = {name: _without_objects(self.values(name)) for name in ("trainer", *self.classes, *BLOCKS)}
+        blocks = {name: without_objects(self.values(name)) for name in ("trainer", *self.classes, *BLOCKS)}
         for name in self.classes:
             kind = self.kind(name)
             is_declared = kind in declared(name).values()
@@ -299,98 +298,6 @@ def read_object(kind: Callable[..., Any], settings: dict[str, Any], key: str) ->
     for mistake in reader.mistakes:
         refuse_value(str(mistake), *mistake.keys)
     return None if reader.mistakes else kind(**objects(kind, values))
-
-
-def filled(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values of all fields of a class: the given ones, else defaults; nested settings as mappings."""
-    values = {}
-    for name, key in keys_of(kind).items():
-        if name in given or key.default is not REQUIRED:
-            values[name] = _filled_value(given.get(name, key.default), key.type)
-    return values
-
-
-def _filled_value(value: Any, hint: Any) -> Any:
-    if isinstance(value, ClassArguments):
-        return value
-    if dataclasses.is_dataclass(value):
-        return dict(vars(value))
-    if isinstance(value, dict) and (kind := block_in(hint)):
-        return filled(kind, value)
-    if isinstance(value, list):
-        return [_filled_value(each, _items_of(hint)) for each in value]
-    # An integer may be given where the type is a number.
-    return float(value) if type(value) is int and float in members(hint) and int not in members(hint) else value
-
-
-@dataclass
-class ClassArguments:
-    """A class that a recipe names by `class_path`, with its `init_args`; or a function, which is not called."""
-
-    kind: Any
-    init_args: dict[str, Any]
-
-    @property
-    def class_path(self) -> str:
-        """The import path."""
-        return import_path(self.kind)
-
-    def build(self) -> Any:
-        """Return the instance. Raises UserError: a class of Lightning does not accept the arguments."""
-        if not inspect.isclass(self.kind):
-            return self.kind
-        arguments = objects(self.kind, self.init_args)
-        try:
-            return self.kind(**arguments)
-        except Exception as error:
-            from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-            if not self.kind.__module__.startswith("lightning.") or not isinstance(
-                    error, MisconfigurationException | ModuleNotFoundError | TypeError | ValueError):
-                raise
-            raise UserError(f"{self.kind.__name__}: {error}") from error
-
-
-def _without_objects(value: Any) -> Any:
-    """Return values as a recipe writes them.
-
-    Of a library's class, keys that are null and default to null are left out: a logger has some thirty options.
-    """
-    if isinstance(value, ClassArguments):
-        keys = keys_of(value.kind) if inspect.isclass(value.kind) else {}
-        arguments = {name: each for name, each in value.init_args.items()
-                     if each is not None or name in keys and keys[name].default is not None}
-        return {"class_path": value.class_path, "init_args": _without_objects(arguments)}
-    if isinstance(value, dict):
-        return {name: _without_objects(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_objects(each) for each in value]
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
-
-
-def _items_of(hint: Any) -> Any:
-    """Return the type of a list's items."""
-    return next((get_args(each)[0] for each in members(hint) if get_origin(each) is list), Any)
-
-
-def objects(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given values with mappings of settings made into objects, as constructors take them.
-
-    Raises:
-        UserError: A value is out of range.
-    """
-    keys = keys_of(kind)
-
-    def made(value: Any, hint: Any) -> Any:
-        if isinstance(value, list):
-            return [made(each, _items_of(hint)) for each in value]
-        if isinstance(value, ClassArguments):
-            return value.build()
-        inner = block_in(hint) if isinstance(value, dict) else None
-        return inner(**objects(inner, value)) if inner else value
-
-    hints = {name: keys[name].type if name in keys else Any for name in given}
-    return {name: made(_filled_value(value, hints[name]), hints[name]) for name, value in given.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -625,7 +532,7 @@ class Reader:
         if library_classes(hint):
             if self.libraries is None:
                 self._check_names(key.name, value, layer, line)
-            read = _word(value, hint)
+            read = converted_word(value, hint)
             return read if read is not WRONG else LEFT if self.libraries is None else (
                 self._class_value(value, hint, key, layer, line))
         # As in --key '[1, 2]', or quoted in a file.
@@ -634,7 +541,7 @@ class Reader:
         if isinstance(value, dict) and (kind := self.classes.get(key.name) or block_in(hint)):
             # A union may be written with the name of its class, as dumped configurations have it.
             if len(members(hint)) > 1 and any(name in value for name in CLASS_KEYS):
-                settings = _init_args(value, kind)
+                settings = init_args_of(value, kind)
                 if settings is WRONG:
                     return self._refuse(value, key, layer, line)
                 value = settings
@@ -656,7 +563,7 @@ class Reader:
         if isinstance(value, Scalar) and value[:1] in ("[", "{"):
             value = read_value(value)
         if isinstance(value, list):
-            items = _items_of(hint)
+            items = items_of(hint)
             if items is Any:
                 return self._refuse(value, key, layer, line)
             read = [self._class_value(each, items, key, layer, line) for each in value]
@@ -698,7 +605,7 @@ class Reader:
             elif isinstance(value, dict) and block_in(key.type):
                 self.complete(block_in(key.type), value, key.name)
             elif each in arguments:
-                arguments[each] = _filled_value(value, key.type)
+                arguments[each] = filled_value(value, key.type)
             elif key.default is REQUIRED:
                 self.report_missing(key, place if not (place := self.places.get(name, "")).startswith("--") else "")
             # Other defaults, such as functions, cannot be written in a recipe.
@@ -718,7 +625,7 @@ class Reader:
         if not isinstance(value, list):
             self._note_places(value, key.name, layer)
             return read
-        if (kind := block_in(_items_of(hint))) is None:
+        if (kind := block_in(items_of(hint))) is None:
             self._note_places(value, key.name, layer)
             return read
         return [self._value(each, kind, key, layer, None) if isinstance(each, dict) else now
@@ -849,7 +756,7 @@ class Reader:
         if LEFT in options.values():
             return None
         for key, value in values.items():
-            inner = block_in(_items_of(keys[key].type) if isinstance(value, list) else keys[key].type)
+            inner = block_in(items_of(keys[key].type) if isinstance(value, list) else keys[key].type)
             parts = value if isinstance(value, list) else [value]
             if inner and any(isinstance(each, dict) for each in parts):
                 made = [self._object(inner, keys[key].name, each) if isinstance(each, dict) else each for each in parts]
@@ -904,97 +811,6 @@ class Reader:
             value = self.given.get(block)
             recipe[block] = {"class_path": block, "init_args": value if isinstance(value, dict) else {}}
         return recipe
-
-
-# Types ----------------------------------------------------------------------------------------------------------------
-
-
-def converted(value: Any, hint: Any) -> Any:
-    """Convert a value to a type; `WRONG` if it does not match.
-
-    If the type includes text, a value that matches none of its other types is kept as written: `1234567`, `no`,
-    `12345e67`. Mappings of blocks are returned unchanged.
-    """
-    # Mappings and lists match the first member of a union that can hold them; blocks are read by `_block`.
-    kinds = members(hint)
-    if isinstance(value, dict):
-        if any(block_in(each) for each in kinds):
-            return value
-        for each in kinds:
-            if each is Any or each is dict:
-                return plain(value)
-            if get_origin(each) is dict:
-                inner = {converted(name, get_args(each)[0]): converted(item, get_args(each)[1])
-                         for name, item in value.items()}
-                return WRONG if WRONG in inner or WRONG in inner.values() else inner
-        return WRONG
-    if isinstance(value, list):
-        for each in kinds:
-            if each is Any:
-                return plain(value)
-            if get_origin(each) is list:
-                items = [converted(item, get_args(each)[0]) for item in value]
-                return WRONG if any(item is WRONG for item in items) else items
-        return WRONG
-    return _scalar(value, kinds)
-
-
-def _scalar(value: Any, kinds: tuple[Any, ...]) -> Any:
-    # By type, not isinstance: true is not an integer, although bool derives from int.
-    if not isinstance(value, Scalar):  # a plain value, whose text is not known
-        is_listed = any(get_origin(each) is Literal and value in get_args(each) for each in kinds)
-        return value if is_listed or _fits(value, kinds) or type(value) is str and str in kinds else WRONG
-    # `"3"` in quotes is a number, too, where no text is possible.
-    is_quoted = value.yaml_value == value and str not in kinds
-    for read in (value.yaml_value, *([_unquoted(value)] if is_quoted else [])):
-        if _fits(read, kinds):
-            return read
-    for each in (listed for kind in kinds if get_origin(kind) is Literal for listed in get_args(kind)):
-        if each == value or type(each) is type(value.yaml_value) and each == value.yaml_value:
-            return each
-    if timedelta in kinds and str not in kinds and (parts := DURATION.fullmatch(value)):
-        days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
-        return timedelta(days, seconds, minutes=minutes, hours=hours)
-    if str in kinds:
-        value.is_text = True
-        return str(value)
-    return WRONG
-
-
-def _fits(value: Any, kinds: tuple[Any, ...]) -> bool:
-    """True if a value has one of these types other than text."""
-    return any(each is Any or each is type(value) and each is not str or each is float and type(value) is int
-               for each in kinds)
-
-
-def _word(value: Any, hint: Any) -> Any:
-    """Convert null, true, false or a listed word to a type that has classes too; `WRONG` for any other value."""
-    words = [each for each in members(hint) if each in (bool, type(None)) or get_origin(each) is Literal]
-    return _scalar(value, tuple(words)) if isinstance(value, Scalar) else WRONG
-
-
-def _init_args(value: dict[Any, Any], kind: type) -> Any:
-    """Return the settings of a block that is written as a class; `WRONG` if the class is another one."""
-    named = plain(value.get("class_path", kind.__name__))
-    settings = value.get("init_args") or {}
-    if value.keys() - {"class_path", "init_args"} or not isinstance(settings, dict) or not isinstance(named, str):
-        return WRONG
-    package, _, name = named.rpartition(".")
-    return settings if name == kind.__name__ and package.partition(".")[0] in ("", "lmmods") else WRONG
-
-
-def _unquoted(value: Scalar) -> Any:
-    """Parse a quoted text as if it had no quotes."""
-    read = read_value(str(value))
-    return read.yaml_value if isinstance(read, Scalar) else value
-
-
-def shown(value: Any) -> str:
-    """Format a value as in a recipe, on one line."""
-    if isinstance(value, Scalar):
-        return shortened(str(value)) if value else "null" if value.yaml_value is None else "empty"
-    text = as_yaml(plain(value), default_flow_style=True, width=10**6).strip().removesuffix("\n...")
-    return shortened(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

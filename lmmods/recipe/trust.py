@@ -98,7 +98,7 @@ def check_class(kind: type, bases: tuple[Any, ...], key: str) -> type:
     """Return a class. Raises UserError: it is not a subclass of one of `bases`, or the recipe may not name it."""
     path = f"{kind.__module__}.{kind.__qualname__}"
     if not issubclass(kind, bases):
-        names = " or ".join(base.__name__ for base in bases)
+        names = " or ".join(f"{base.__module__}.{base.__name__}" for base in bases)
         raise UserError(f"{key} is {path}, but must be a subclass of {names}.", key)
     # The allowed packages have many classes, some of which run code when built: check the base class too.
     if path.partition(".")[0] not in ("lmmods", "jax_engine") and not is_trusted() and not issubclass(kind, _kinds()):

@@ -63,7 +63,7 @@ def test_a_task_of_ones_own_adds_a_key(base):
             self.own = own
 
     keys = keys_of(Own)
-    assert keys["own"].text == "Its key." and keys["generation"].text.startswith("Decoding settings of predict:")
+    assert keys["own"].text == "Its key." and keys["generation"].text.startswith("Decoding settings of predict.")
     task = read_object(Own, {"own": 5, "pretrained": "x", "generation": {"top_k": 7}}, "model")
     assert (task.own, task.pretrained, task.generation.top_k, task.optimizer.lr) == (5, "x", 7, 2e-4)
     with pytest.raises(UserError, match="set one of them"):

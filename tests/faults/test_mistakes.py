@@ -199,10 +199,10 @@ OF_THE_ENGINE = {
     "--trainer.logger CSVLogger": "trainer.logger.save_dir is missing. It must be a string.",
     "--trainer.callbacks EarlyStopping --trainer.callbacks.monitor x --trainer.callbacks.patience many":
         "--trainer.callbacks.patience is many, but must be an integer.",
-    "--trainer.logger lightning.pytorch.loggers.Nothing": 
+    "--trainer.logger lightning.pytorch.loggers.Nothing":
         "--trainer.logger is lightning.pytorch.loggers.Nothing, but there is no such class (module "
         "'lightning.pytorch.loggers' has no attribute 'Nothing').",
-    "--model lmmods.torch_engine.tasks.sft.SFTX": 
+    "--model lmmods.torch_engine.tasks.sft.SFTX":
         "--model is lmmods.torch_engine.tasks.sft.SFTX, but there is no such class (module "
         "'lmmods.torch_engine.tasks.sft' has no attribute 'SFTX').",
     "--model lmmods.torch_engine.tasks.causal_task.CausalModule --model.lora.rnk 3":

@@ -10,7 +10,7 @@ from lightning.pytorch import loggers, profilers
 from lmmods.cli import main
 from lmmods.commands.setup import check_outputs
 from lmmods.core.errors import UserError
-from lmmods.recipe.reader import ClassArguments
+from lmmods.recipe.objects import ClassArguments
 from lmmods.recipe.trust import taken_flag, trusting
 from lmmods.runs.folder import RunFolder
 

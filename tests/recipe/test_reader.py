@@ -25,7 +25,8 @@ from lmmods.recipe.classes import (
 )
 from lmmods.recipe.engines import load_engine
 from lmmods.recipe.keys import TRAINERS, keys_of, library_classes, members, recipe_keys, task_classes, walk
-from lmmods.recipe.reader import ClassArguments, Recipe, objects, parse, with_library_classes
+from lmmods.recipe.objects import ClassArguments, objects
+from lmmods.recipe.reader import Recipe, parse, with_library_classes
 from lmmods.recipe.tasks import base, clm, sft
 from tests.faults.test_mutations import RECIPES, mutate, places
 from tests.faults.test_odd_recipes import VALUES
