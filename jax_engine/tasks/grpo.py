@@ -24,8 +24,9 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.rollouts import Place
 from lmmods.data.grpo import PromptData, Rollouts
+from lmmods.recipe.tasks.base import ReadScorer
 from lmmods.recipe.tasks.grpo import GRPOFields
-from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
+from lmmods.rollouts.maker import RolloutMaker, plan_of, prompt_facts, token_columns
 from lmmods.rollouts.policy import Row
 from lmmods.rollouts.rollout import Rollout
 from lmmods.runs.wandb import RolloutTable
@@ -47,6 +48,9 @@ class GRPO(GRPOFields, ReferencedTask):
         self.metric_names = self._loss.metric_names
         self._run: Any = None
         self._asked: list[int] = []  # prompts of the current evaluation that are this process's
+
+    def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
+        return {**super().data_facts(command, read_scorer), **prompt_facts(self, command, read_scorer)}
 
     def link(self, datamodule: Any) -> None:
         if not isinstance(datamodule, PromptData):

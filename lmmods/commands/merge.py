@@ -20,7 +20,6 @@ from lmmods.data.encode.chat_template import ChatTemplate
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.recipe.classes import declared
 from lmmods.recipe.files import as_yaml, read_recipe
-from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.runs.folder import commit_folder
 from lmmods.runs.published_paths import hub_id
 from lmmods.runs.run_files import delete, fresh_folder
@@ -250,7 +249,7 @@ def _card(recipe: FinishedRun, name: str, origin: str, base: str, report: list[t
     kind = declared("model")[recipe.task]
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
     header = as_yaml({"library_name": "transformers", "pipeline_tag": kind.pipeline_tag, **base_model})
-    is_chat = is_chat and issubclass(declared("data")[kind.takes], ConversationFields)
+    is_chat = is_chat and declared("data")[kind.takes].has_chats
     in_padding = ends_in_padding(json.loads(recipe.folder.data_report.read_text(encoding="utf-8")))
     load = how_to_load({"data": read_recipe(recipe.folder.config)["data"]}, None, kind.auto_class, is_chat,
                        in_padding=in_padding)

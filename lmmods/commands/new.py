@@ -19,7 +19,7 @@ from lmmods.core.memory import CHUNK_BYTES_GPU, NetworkShape, Step, StepMemory, 
 from lmmods.core.settings import LoRA
 from lmmods.recipe.classes import class_name, declared, implementation
 from lmmods.recipe.files import as_yaml
-from lmmods.recipe.tasks.base import ConversationFields, TaskFields, Usual
+from lmmods.recipe.tasks.base import TaskFields, Usual
 
 SAMPLE = 20_000  # leading rows to read
 MULTIPLE = 64  # lengths are rounded up to multiples of this
@@ -241,8 +241,7 @@ def _opened(task: TaskFields, name: Task, model: str, config: Any, cache: str, d
 def _conversations(read: Any, most: int, kind: Any) -> tuple[dict[str, Any], dict[str, str], Any]:
     """Limit rows to the 95th percentile of lengths; name a template for chats if the tokenizer has none of its own."""
     whole = read(max_length=most)
-    is_chat = issubclass(kind, ConversationFields)
-    named = {"template": "alpaca"} if is_chat and not whole.tokenizer.chat_template else {}
+    named = {"template": "alpaca"} if kind.has_chats and not whole.tokenizer.chat_template else {}
     length, room = whole.report["splits"]["train"]["length"], whole.codec.model.new_tokens - 1
     max_length = min(_rounded(length["p95"] + room), most)
     if _rounded(length["max"] + room) <= 1.25 * max_length:  # too little gain to lose rows

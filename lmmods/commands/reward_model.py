@@ -1,6 +1,5 @@
 """Find the reward model that a recipe names: a run of the task Reward, a model or an adapter."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,9 +7,7 @@ from lmmods.commands.exported_model import data_module, exported_fields, read_bl
 from lmmods.core.adapters import SETTINGS, adapter_config, adapter_weights
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config, position_limit
-from lmmods.data.sources.conversation import Conversation
 from lmmods.recipe.files import read_recipe
-from lmmods.recipe.rewards import Model, RewardSettings
 from lmmods.recipe.tasks.reward import RewardDataFields, RewardFields
 from lmmods.recipe.trust import check_remote_code, is_trusted
 from lmmods.runs.folder import RunFolder
@@ -39,21 +36,6 @@ def read_reward_model(name: str, key: str, chats: bool) -> "RewardModel":
     """
     folder = _run_of(name)
     return _of_run(folder, f"{key} {name}") if folder else _of_model(name, f"{key} {name}", chats)
-
-
-def answer_scorers(rewards: list[RewardSettings]) -> dict[str, Callable[[list[Any]], list[float | None]]]:
-    """Return what scores answers (`rollouts.rewards.Answered`) by the reward models of a recipe, by name of the reward.
-
-    Raises UserError as `read_reward_model` does.
-    """
-    def scorer(model: "RewardModel") -> Callable[[list[Any]], list[float | None]]:
-        return lambda answers: model([
-            answer.prompt + answer.text if isinstance(answer.prompt, str) else
-            Conversation([*answer.prompt, {"role": "assistant", "content": answer.text.strip()}])
-            for answer in answers])
-
-    return {each.name: scorer(read_reward_model(each.model, f"model.rewards[{number}].model", chats=True))
-            for number, each in enumerate(rewards) if isinstance(each, Model)}
 
 
 def _run_of(name: str) -> RunFolder | None:

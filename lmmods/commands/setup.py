@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import is_dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,16 +10,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lmmods.core.errors import UserError, is_out_of_memory, what_to_lower
-from lmmods.core.hf_config import position_limit, tells_token_types
 from lmmods.core.redaction import left_out, redacted
 from lmmods.recipe.classes import FOLDERS, declared, implementation
 from lmmods.recipe.engines import load_engine
 from lmmods.recipe.keys import BLOCKS, keys_of
 from lmmods.recipe.objects import ClassArguments, filled, objects
 from lmmods.recipe.reader import Recipe, with_library_classes
-from lmmods.recipe.rewards import columns_of, read_rewards
-from lmmods.recipe.tasks.base import ConversationFields, TokenLossFields
-from lmmods.recipe.tasks.grpo import GRPOFields
+from lmmods.recipe.tasks.base import Scorer
 from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder
@@ -53,8 +49,7 @@ class Setup:
                        for name, fields in BLOCKS.items()}
         self.datamodule, self.model = (self._made(block) for block in ("data", "model"))
         self.model.check_data(self.datamodule)
-        if recipe.command == "predict" and isinstance(self.model, TokenLossFields):
-            self.model.teacher = None  # answers need none
+        self.model.drop_unused(recipe.command)
         self.trainer = self._trainer(trainer)
         self._describe(longest_first)
 
@@ -130,32 +125,13 @@ class Setup:
 
     def _connect(self, longest_first: bool) -> None:
         """Give the data module what depends on the model."""
-        model, fields = self.model, self.model.config_fields()
-        facts: dict[str, Any] = {}
-        if self.recipe.command == "predict" and getattr(model, "best_of", None) is not None:
+        def read_scorer(name: str, key: str) -> Scorer:
             from lmmods.commands.reward_model import read_reward_model
 
-            facts["reward_model"] = read_reward_model(model.best_of.reward, "model.best_of.reward",
-                                                      isinstance(self.datamodule, ConversationFields))
-        if isinstance(model, GRPOFields):
-            rewards = read_rewards(model.rewards or [])
-            facts["reward_columns"] = columns_of(rewards, model.environment is not None)
-            if self.recipe.command in ("fit", "validate", "test"):
-                from lmmods.commands.reward_model import answer_scorers
-                from lmmods.rollouts.rewards import check_prompts
+            return read_reward_model(name, key, self.datamodule.has_chats)
 
-                facts |= {"reward_scorers": answer_scorers(rewards), "check_prompts": partial(check_prompts, rewards)}
-            if model.environment is not None:
-                from lmmods.rollouts.turns import environment_facts
-
-                facts |= environment_facts(model)
-        self.datamodule.connect(pretrained=model.pretrained, revision=model.revision,
-                                trust_remote_code=model.trust_remote_code, seed=self.recipe.seed,
-                                max_positions=position_limit(fields), longest_first=longest_first,
-                                token_types=tells_token_types(fields), answers=model.answers,
-                                label_names=model.label_names(), new_tokens=model.new_tokens,
-                                max_new_tokens=getattr(getattr(model, "generation", None), "max_new_tokens", None),
-                                **facts)
+        self.datamodule.connect(seed=self.recipe.seed, longest_first=longest_first,
+                                **self.model.data_facts(self.recipe.command, read_scorer))
 
     def _defaults(self) -> dict[str, Any]:
         """Return the defaults of all keys, in recipe blocks but without `class_path` and `init_args`."""

@@ -28,7 +28,7 @@ from lmmods.data.encode.tokenizer import decode
 from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.data.sources.formats import find_format
 from lmmods.recipe.files import read_recipe
-from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Quantize
+from lmmods.recipe.tasks.base import CausalFields, Quantize
 from lmmods.recipe.tasks.clm import CLMDataFields
 from lmmods.recipe.trust import check_remote_code, is_trusted
 from lmmods.runs.folder import RunFolder
@@ -308,7 +308,7 @@ def read_model(name: str, template: str | None, template_kwargs: dict[str, Any] 
     said = _fields_of(name, GENERATION_CONFIG) or _fields_of(model.pretrained, GENERATION_CONFIG)
     ends = said.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    layout = CHAT if isinstance(data, ConversationFields) else None
+    layout = CHAT if data.has_chats else None
     # Before anything else, as reading stop_token_ids also checks the template.
     ends = sorted({*data.codec.stop_token_ids, *ends})
     return Source(_title(name, model), model, data, layout, _generation(said), ends, frozen=True,

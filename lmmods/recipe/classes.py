@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmmods.core.errors import UserError
 from lmmods.recipe.engines import ENGINES, LOGGERS
@@ -117,6 +117,44 @@ def declared(block: str) -> dict[str, type]:
             if inspect.isclass(kind) and issubclass(kind, BASES[block]) and kind.__module__ == name:
                 found[class_name(kind)] = kind
     return dict(sorted(found.items()))
+
+
+def list_all(block: str, read: Callable[[Any], tuple[str, ...]]) -> tuple[str, ...]:
+    """Return what the declared classes of a block and their bases list, such as their `may_change`."""
+    return tuple(dict.fromkeys(name for fields in declared(block).values() for cls in reversed(fields.__mro__)
+                               if issubclass(cls, BASES[block]) for name in read(cls)))
+
+
+class NamedModel(NamedTuple):
+    """A model, a configuration or an adapter that a recipe names.
+
+    Args:
+        key: Key in `model`, such as teacher.adapter.
+        block: The mapping that has the last part of the key.
+        last: That part.
+        name: Folder or hub id.
+        revision: Revision of a hub model; None for adapters and for models that do not train.
+    """
+
+    key: str
+    block: dict[str, Any]
+    last: str
+    name: str
+    revision: str | None
+
+
+def named_models(model: dict[str, Any]) -> list[NamedModel]:
+    """Return what the `model_keys` of tasks name in `model` of a recipe, merged to one level."""
+    models = []
+    for key in list_all("model", lambda task: task.model_keys):
+        *outer, last = key.split(".")
+        block = model
+        for part in outer:
+            block = block.get(part) or {}
+        if isinstance(name := block.get(last), str):
+            models.append(NamedModel(key, block, last, name,
+                                    model.get("revision") if block is model and last != "adapter" else None))
+    return models
 
 
 def tasks_that_write() -> list[str]:

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,30 @@ from lmmods.core.generation_config import draws
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.rollouts import Place, RolloutPlan
 from lmmods.data.grpo import Prompt, PromptData
-from lmmods.recipe.rewards import read_rewards
+from lmmods.recipe.rewards import Model, columns_of, read_rewards
+from lmmods.recipe.tasks.base import ReadScorer
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.advantages import advantages, spread
 from lmmods.rollouts.environments import ENVIRONMENT
 from lmmods.rollouts.policy import Drawn, Policy
-from lmmods.rollouts.rewards import Answered, Rewards, total
+from lmmods.rollouts.rewards import KEY, Answered, Rewards, check_prompts, score_answers, total
 from lmmods.rollouts.rollout import Answer, Group, Rollout, read_rollout, rollout_name, step_of
 from lmmods.rollouts.server import ServedPolicy, read_server, sampler_weights
-from lmmods.rollouts.turns import Turns
+from lmmods.rollouts.turns import Turns, environment_facts
 from lmmods.runs.folder import RunFolder
 
 REFILL = 1  # in the seed of the order in which prompts replace others
+
+
+def prompt_facts(task: GRPOFields, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
+    """Return what prompts must know of the rewards and the environment of a task; as `TaskFields.data_facts`."""
+    rewards, has_environment = read_rewards(task.rewards or []), task.environment is not None
+    facts: dict[str, Any] = {"reward_columns": columns_of(rewards, has_environment)}
+    if command in ("fit", "validate", "test"):
+        scorers = {reward.name: score_answers(read_scorer(reward.model, f"{KEY}[{index}].model"))
+                   for index, reward in enumerate(rewards) if isinstance(reward, Model)}
+        facts |= {"reward_scorers": scorers, "check_prompts": partial(check_prompts, rewards)}
+    return facts | (environment_facts(task) if has_environment else {})
 
 
 class RolloutMaker:

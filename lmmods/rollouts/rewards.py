@@ -10,7 +10,9 @@ import numpy as np
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.data.grpo import Prompt
+from lmmods.data.sources.conversation import Conversation
 from lmmods.recipe.rewards import Code, Function, Math, Model, RewardSettings, did_you_mean
+from lmmods.recipe.tasks.base import Scorer
 from lmmods.recipe.trust import refuse_function
 from lmmods.rollouts import code_tests
 from lmmods.rollouts.named_rewards import NamedScorer, Text, Unscorable, wanted_by
@@ -159,6 +161,14 @@ class Rewards:
         for number, each in functions.items():
             if failures[each.name] is not None:
                 raise UserError(f"{KEY}[{number}].function: {each.function} cannot be loaded: {failures[each.name]}")
+
+
+def score_answers(scorer: Scorer) -> ModelScorer:
+    """Return a reward model of texts and conversations as one of answers."""
+    return lambda answers: scorer([
+        answer.prompt + answer.text if isinstance(answer.prompt, str) else
+        Conversation([*answer.prompt, {"role": "assistant", "content": answer.text.strip()}])
+        for answer in answers])
 
 
 def check_prompts(settings: Sequence[RewardSettings], key: str, prompts: Iterable[Prompt], warns: bool) -> None:

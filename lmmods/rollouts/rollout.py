@@ -19,7 +19,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.policy import Row
-from lmmods.runs.run_files import ROLLOUT, write_bytes, write_text
+from lmmods.runs.run_files import OF_STEP, write_bytes, write_text
 
 VERSION = 1
 BY_TOKEN = ("tokens", "logps", "entropies", "drawn")
@@ -179,7 +179,7 @@ def rollout_name(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """Return the step in the name of a rollout's file; None for another file."""
-    found = ROLLOUT.fullmatch(path.name)
+    found = OF_STEP.fullmatch(path.name)
     return int(found[1]) if found else None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.recipe.classes import named_models
 from lmmods.recipe.files import as_yaml, read_recipe
 from lmmods.recipe.values import A_CHECKPOINT, check_ckpt_path
 from lmmods.runs.eval_results import eval_results, write_eval_results
@@ -27,6 +28,7 @@ from lmmods.runs.run_files import (
     NAMES,
     REPLACED,
     RESULTS,
+    STEP_FOLDERS,
     RunFiles,
     check_links,
     commit_files,
@@ -36,7 +38,7 @@ from lmmods.runs.run_files import (
     files_in,
     fresh_folder,
     remove_checkpoint,
-    remove_rollouts,
+    remove_steps,
     remove_unfinished,
     restore,
     write_json,
@@ -157,7 +159,8 @@ class RunFolder:
             remove_unfinished(self.checkpoints)
             for folder in self._later_than(checkpoint):
                 remove_checkpoint(folder)
-            remove_rollouts(self.rollouts, after=checkpoint_position(checkpoint.name)[0])
+            for name in STEP_FOLDERS:
+                remove_steps(self.root / name, after=checkpoint_position(checkpoint.name)[0])
         elif left := self.files.delete():
             print(f"Left where they are, as no run wrote them: {', '.join(map(str, left))}.", flush=True)
         self.files.claim("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints")
@@ -358,8 +361,7 @@ def checkpoint_position(name: str) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Check that a run does not overwrite its own inputs.
 
-KEYS = ("pretrained", "adapter", "tokenizer", "source", "val_source", "test_source", "predict_source",
-        "decontaminate")
+DATA_KEYS = ("tokenizer", "source", "val_source", "test_source", "predict_source", "decontaminate")
 
 
 def check_inputs(root: Path, names: Iterable[str], recipe: dict[str, Any]) -> None:
@@ -383,13 +385,13 @@ def check_inputs(root: Path, names: Iterable[str], recipe: dict[str, Any]) -> No
 
 def _paths(recipe: dict[str, Any]) -> Iterator[tuple[str, Path]]:
     """Yield recipe keys with the paths they name; for a glob pattern, the folder before its first wildcard."""
-    for block in ("model", "data"):
-        options = (recipe.get(block) or {}).get("init_args") or {}
-        for key in KEYS:
-            for text in _texts(options.get(key)):
-                yield f"{block}.{key}", _before_pattern(text)
-            for text in _texts((options.get("teacher") or {}).get(key)):
-                yield f"{block}.teacher.{key}", _before_pattern(text)
+    model, data = ((recipe.get(block) or {}).get("init_args") or {} for block in ("model", "data"))
+    for named in named_models(model):
+        if named.last != "config":
+            yield f"model.{named.key}", _before_pattern(named.name)
+    for key in DATA_KEYS:
+        for text in _texts(data.get(key)):
+            yield f"data.{key}", _before_pattern(text)
     for text in _texts((recipe.get("mmlu") or {}).get("source")):
         yield "mmlu.source", _before_pattern(text)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lmmods.core.errors import UserError
 from lmmods.data.batches.stream import ENDLESS
-from lmmods.recipe.classes import BASES, declared
+from lmmods.recipe.classes import BASES, list_all, named_models
 from lmmods.recipe.files import read_recipe
 from lmmods.recipe.trainer_fields import limited
 from lmmods.runs.checkpoint import read_plain
@@ -184,22 +184,19 @@ def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) 
         # Merged to one level, so that keys do not depend on the recipe's nesting.
         tree[block] = {"class_path": tree[block]["class_path"], **tree[block].get("init_args", {})}
     _name_data(tree, facts)
-    model, revision = tree["model"], tree["model"].pop("revision", None)
-    for key in ("pretrained", "config", "adapter"):
-        if isinstance(name := model.get(key), str):
-            model[key] = {"path": name, "revision": None if key == "adapter" else revision}
-            if facts or reads_model:
-                model[key] |= model_facts(name, model[key]["revision"], key == "adapter", key != "config")
-    if model.get("teacher") is not None:
-        for key in ("pretrained", "adapter"):
-            if isinstance(name := model["teacher"].get(key), str):
-                model["teacher"][key] = {"path": name}
-                if facts or reads_model:
-                    model["teacher"][key] |= model_facts(name, None, key == "adapter", True)
+    model = tree["model"]
+    for named in named_models(model):
+        # Only the model that trains has a key `revision`.
+        entry = {"path": named.name, **({"revision": named.revision} if named.block is model else {})}
+        if facts or reads_model:
+            entry |= model_facts(named.name, named.revision, named.last == "adapter", named.last != "config")
+        named.block[named.last] = entry
+    model.pop("revision", None)
     if model.get("lora") and model["lora"].get("init") == "kaiming":  # the only way of older versions, which name none
         model["lora"]["init"] = None
-    if model.get("environment") is not None:
-        model["environment"] = {"class": model["environment"], "content": facts.get("environment")}
+    for key in list_all("model", lambda task: task.class_keys):
+        if model.get(key) is not None:
+            model[key] = {"class": model[key], "content": facts.get(key)}
     limit = tree["trainer"].get("limit_train_batches")
     if isinstance(limit, float) and limit == 1:  # all batches, the default
         tree["trainer"]["limit_train_batches"] = None
@@ -429,8 +426,7 @@ _TRAINER = """accelerator devices num_nodes strategy precision plugins determini
 REPORTED = {
     "engine", "checkpoint", "samples", "mmlu", "publish",
     *(f"trainer.{name}" for name in _TRAINER.split()),
-    *(f"{block}.{name}" for block in BASES for task in declared(block).values() for kind in task.__mro__
-      if "may_change" in vars(kind) for name in kind.may_change),
+    *(f"{block}.{name}" for block in BASES for name in list_all(block, lambda fields: fields.may_change)),
 }
 
 # Batch split of an optimiser step, together with the devices. Reported if the product stays the same.

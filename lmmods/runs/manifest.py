@@ -27,6 +27,7 @@ from lmmods.core.files import read_text
 from lmmods.core.hardware import processor, variables
 from lmmods.core.redaction import redacted
 from lmmods.core.versions import code_version, installed_packages, python_version
+from lmmods.recipe.classes import named_models
 from lmmods.runs.eval_results import FOLDER as EVAL_RESULTS
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.model_card import described_model
@@ -123,15 +124,13 @@ def end_manifest(folder: RunFolder, step: int) -> None:
 def _models(recipe: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Describe the models, adapters and tokenizers that a recipe names, by key."""
     model, data = ((recipe.get(block) or {}).get("init_args") or {} for block in ("model", "data"))
-    revision, teacher = model.get("revision"), model.get("teacher") or {}
-    named = [("model.pretrained", model.get("pretrained"), revision, "config.json"),
-             ("model.config", model.get("config"), revision, "config.json"),
-             ("model.adapter", model.get("adapter"), None, "adapter_config.json"),
-             ("model.teacher.pretrained", teacher.get("pretrained"), None, "config.json"),
-             ("model.teacher.adapter", teacher.get("adapter"), None, "adapter_config.json"),
-             ("data.tokenizer", data.get("tokenizer"), None, "tokenizer_config.json")]
-    return {key: [described_model(name, revision, file)] for key, name, revision, file in named
-            if isinstance(name, str) and (key != "data.tokenizer" or name != model.get("pretrained"))}
+    files = {"adapter": "adapter_config.json"}
+    entries = {f"model.{named.key}": [described_model(named.name, named.revision, files.get(named.last, "config.json"))]
+               for named in named_models(model)}
+    tokenizer = data.get("tokenizer")
+    if isinstance(tokenizer, str) and tokenizer != model.get("pretrained"):
+        entries["data.tokenizer"] = [described_model(tokenizer, None, "tokenizer_config.json")]
+    return entries
 
 
 def _now() -> str:

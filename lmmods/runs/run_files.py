@@ -27,7 +27,7 @@ from typing import Any, TextIO
 
 from lmmods.core.errors import UserError
 from lmmods.core.files import MAX_TABLE_BYTES, is_plain_name, read_bytes, read_text
-from lmmods.recipe.classes import declared
+from lmmods.recipe.classes import declared, list_all
 from lmmods.recipe.files import read_recipe
 from lmmods.runs.loggers import logger_paths
 
@@ -292,7 +292,7 @@ def remove_unfinished(checkpoints: Path) -> None:
 FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "samples.jsonl", "resumes.jsonl",
          "loss.png", "completed", "predictions.jsonl", "evaluate.json")
 # Files that single tasks write there.
-RESULTS = tuple(dict.fromkeys(name for task in declared("model").values() for name in task.own_files))
+RESULTS = list_all("model", lambda task: task.own_files)
 # Files that exports write: models, adapters, tokenizers, card and curves.
 EXPORTED = re.compile(
     r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
@@ -348,11 +348,14 @@ def _exported(root: Path) -> set[str]:
 # Made by it: the list.
 
 LIST = ".run-files.json"
+# Folders of single tasks with files by step, and hidden ones in which tasks prepare something.
+STEP_FOLDERS = list_all("model", lambda task: task.own_folders)
+_HIDDEN = tuple(f".{name}" for name in STEP_FOLDERS)
 # All that commands write at the top of a run folder. For model and wandb the list also holds their content.
-NAMES = (*FILES, *RESULTS, "manifest.json", "checkpoints", "model", "rollouts", "wandb", ".model", ".publish",
-         ".rollouts")
-FOLDERS = ("checkpoints", "model", "rollouts", "wandb")
-UNDER_WAY = (".model", ".publish", ".rollouts", "model/.new")  # folders being written, without files of the user
+NAMES = (*FILES, *RESULTS, "manifest.json", "checkpoints", "model", *STEP_FOLDERS, "wandb", ".model", ".publish",
+         *_HIDDEN)
+FOLDERS = ("checkpoints", "model", *STEP_FOLDERS, "wandb")
+UNDER_WAY = (".model", ".publish", *_HIDDEN, "model/.new")  # folders being written, without files of the user
 
 
 class RunFiles:
@@ -438,8 +441,8 @@ class RunFiles:
         elif path == "checkpoints":
             remove_checkpoints(target)
             _delete_if_empty(target)
-        elif path == "rollouts":
-            remove_rollouts(target)
+        elif path in STEP_FOLDERS:
+            remove_steps(target)
             _delete_if_empty(target)
         elif target.is_dir() and not target.is_symlink():
             _delete_if_empty(target)
@@ -453,15 +456,15 @@ class RunFiles:
             write_json(self.path, {"paths": sorted(paths)})
 
 
-ROLLOUT = re.compile(r"step=(\d+)\.(jsonl|safetensors)")
-UNFINISHED_ROLLOUT = re.compile(r"\.step=\d+\.(jsonl|safetensors)-[0-9a-f]{16}")  # left by a kill, see `write_bytes`
+OF_STEP = re.compile(r"step=(\d+)\.(jsonl|safetensors)")
+UNFINISHED = re.compile(r"\.step=\d+\.(jsonl|safetensors)-[0-9a-f]{16}")  # left by a kill, see `write_bytes`
 
 
-def remove_rollouts(folder: Path, after: int = -1) -> None:
-    """Delete the rollouts in a folder that were drawn after more than `after` steps, and unfinished files."""
+def remove_steps(folder: Path, after: int = -1) -> None:
+    """Delete the files in a folder that were written after more than `after` steps, and unfinished files."""
     for path in list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():
-        found = ROLLOUT.fullmatch(path.name)
-        if found and int(found[1]) > after or UNFINISHED_ROLLOUT.fullmatch(path.name):
+        match = OF_STEP.fullmatch(path.name)
+        if match and int(match[1]) > after or UNFINISHED.fullmatch(path.name):
             delete(path)
 
 

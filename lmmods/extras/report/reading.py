@@ -15,7 +15,7 @@ import yaml
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redacted
 from lmmods.runs.folder import RunFolder, checkpoint_position
-from lmmods.runs.run_files import ROLLOUT
+from lmmods.runs.run_files import OF_STEP
 
 ROLLOUTS = 2  # read of each run, the last ones
 
@@ -163,7 +163,7 @@ def read_rollouts(folder: Path) -> list[tuple[int, list[dict[str, Any]]]]:
     Raises:
         UserError: A line is not an object with `prompt`, `asked` and `answer`.
     """
-    steps = sorted((int(found[1]) for path in folder.glob("step=*.jsonl") if (found := ROLLOUT.fullmatch(path.name))),
+    steps = sorted((int(found[1]) for path in folder.glob("step=*.jsonl") if (found := OF_STEP.fullmatch(path.name))),
                    reverse=True)
     keys = {"prompt", "asked", "answer"}
     read = ((step, _read_rows(folder / f"step={step}.jsonl", keys.issubset, "prompt, asked and answer"))

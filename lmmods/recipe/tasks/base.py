@@ -5,19 +5,22 @@ what it does not support when a run starts.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.experts import check_overrides
 from lmmods.core.freezing import check_patterns
-from lmmods.core.hf_config import dropout_rates, known_fields, load_config, position_limit
+from lmmods.core.hf_config import dropout_rates, known_fields, load_config, position_limit, tells_token_types
 from lmmods.core.markdown import code
 from lmmods.core.settings import BestOf, Divergence, Generation, LoRA, Optimizer, Teacher, TokenLoss, check_set, require
 from lmmods.recipe.mixing import Mixing
 from lmmods.recipe.source import SourceLike, as_sources
 
 Quantize = Literal["nf4", "fp4", "int8"]
+Scorer = Callable[[list[Any]], Sequence[float | None]]  # scores of texts and conversations by a reward model
+ReadScorer = Callable[[str, str], Scorer]
 
 MOST = 2**31 - 1  # what array libraries count rows and tokens with
 # Tokens of a micro-batch. With a width of 768, one layer's inputs alone would take 400 GB in 16 bits.
@@ -128,6 +131,11 @@ class TaskFields:
     pipeline_tag: ClassVar[str | None] = None  # the hub's name of the task
     head_in_full: ClassVar[bool] = False  # True if the head is not a vocabulary, and trains with an adapter
     own_files: ClassVar[tuple[str, ...]] = ()  # names of files in the run folder that other tasks do not write
+    own_folders: ClassVar[tuple[str, ...]] = ()  # like own_files, folders with files by step: step=50.jsonl
+    # Keys of this class whose content identifies a run: folders or hub ids of models, configurations and adapters, and
+    # classes of the user's, of which `identity` of the data module has a fingerprint.
+    model_keys: ClassVar[tuple[str, ...]] = ("pretrained", "config", "adapter")
+    class_keys: ClassVar[tuple[str, ...]] = ()
     accuracy: ClassVar[str | None] = None  # metric that may still rise when val/loss no longer falls
     ranked_by: ClassVar[tuple[str, Literal["min", "max"]]] = ("val/loss", "min")  # of checkpoints, unless set
     loss_falls: ClassVar[bool] = True  # False if the loss says nothing of how good the model is
@@ -209,6 +217,23 @@ class TaskFields:
                             f"{other}: set it to {self.takes}, or model.class_path to "
                             f"{data.trained_by or data.kind.removesuffix('Data')}.", "model.class_path",
                             "data.class_path")
+
+    def drop_unused(self, command: str) -> None:
+        """Unset fields that a command does not use. Default: none."""
+
+    def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
+        """Return what the data module must know of the model, as arguments of its `connect`.
+
+        Args:
+            read_scorer: Reads a reward model, given its name and recipe key.
+
+        Raises:
+            UserError: The model or a reward model is unknown.
+        """
+        fields = self.config_fields()
+        return {"pretrained": self.pretrained, "revision": self.revision, "trust_remote_code": self.trust_remote_code,
+                "max_positions": position_limit(fields), "token_types": tells_token_types(fields),
+                "answers": self.answers, "label_names": self.label_names(), "new_tokens": self.new_tokens}
 
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
@@ -328,6 +353,8 @@ class TokenLossFields(TaskFields):
         teacher: Distil from a frozen model with the same vocabulary. null trains on the data alone.
     """
 
+    model_keys: ClassVar[tuple[str, ...]] = ("teacher.pretrained", "teacher.adapter")
+
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     teacher: Teacher | None = None
@@ -351,6 +378,10 @@ class TokenLossFields(TaskFields):
         share = teacher.get("on_policy")
         drawn = f", on {share:.0%} of the rows with answers of its own" if share else ""
         return ["distillation"], f"Distilled from {code(str(teacher.get('pretrained')))}{drawn}."
+
+    def drop_unused(self, command: str) -> None:
+        if command == "predict":
+            self.teacher = None
 
     @property
     def token_loss(self) -> TokenLoss:
@@ -407,6 +438,12 @@ class CausalFields(TaskFields):
         require(self.balance_loss >= 0, "model.balance_loss", self.balance_loss, "0 or more")
         if self.best_of is not None:
             self.best_of.check_method(self.generation)
+
+    def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
+        facts = {**super().data_facts(command, read_scorer), "max_new_tokens": self.generation.max_new_tokens}
+        if self.best_of is not None and command == "predict":
+            facts["reward_model"] = read_scorer(self.best_of.reward, "model.best_of.reward")
+        return facts
 
     @property
     def num_answers(self) -> int:
@@ -493,6 +530,7 @@ class DataFields:
     trained_by: ClassVar[str | None] = None  # the task that takes it; None is `kind` without Data
     # How `new` chooses lengths: of conversations by the rows, of texts in full blocks, of questions in windows.
     rows_are: ClassVar[Literal["conversations", "texts", "questions"]] = "conversations"
+    has_chats: ClassVar[bool] = False  # True if rows are conversations in a template
     generality: ClassVar[int] = 0  # `new` asks the more special data first whether rows are theirs
     may_change: ClassVar[tuple[str, ...]] = (  # as in TaskFields
         "val_source", "test_source", "predict_source", "eval_batch_size", "pad_to_multiple_of", "num_workers",
@@ -652,6 +690,8 @@ class ConversationFields(DataFields):
             the start of a prompt over `source_max_length`; `truncate_ends` truncates the ends of both. Default:
             `truncate_turns` with a Jinja chat template, `truncate_prompt` with a named one.
     """
+
+    has_chats: ClassVar[bool] = True
 
     template: str | None = None
     dataset_format: str | None = None

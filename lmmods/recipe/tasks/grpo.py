@@ -68,6 +68,8 @@ class GRPOFields(CausalFields):
     accuracy: ClassVar[str] = "val/reward"
     ranked_by: ClassVar[tuple[str, Literal["min", "max"]]] = ("val/reward", "max")
     loss_falls: ClassVar[bool] = False
+    own_folders: ClassVar[tuple[str, ...]] = ("rollouts",)
+    class_keys: ClassVar[tuple[str, ...]] = ("environment",)
     usual: ClassVar[Usual] = Usual(epochs=1, rows=64, lr=1e-6, small_lr=1e-5, adapter_lr=2e-5,
                                    prompt="Name three fruits.")
     may_change: ClassVar[tuple[str, ...]] = ("reward_timeout", "reward_processes", "num_generations_eval",

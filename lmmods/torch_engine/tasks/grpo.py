@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from lmmods.data.batches.rollouts import Place
 from lmmods.data.grpo import Begin, Rollouts, draw_nothing
+from lmmods.recipe.tasks.base import ReadScorer
 from lmmods.recipe.tasks.grpo import GRPOFields
-from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
+from lmmods.rollouts.maker import RolloutMaker, plan_of, prompt_facts, token_columns
 from lmmods.rollouts.policy import Row
 from lmmods.rollouts.rollout import Rollout
 from lmmods.torch_engine.nn.lm_head import token_logps
@@ -42,6 +43,9 @@ class GRPO(GRPOFields, CausalModule):
     def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """Names of the loss's metrics."""
         return self.policy_loss.metric_names
+
+    def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
+        return {**super().data_facts(command, read_scorer), **prompt_facts(self, command, read_scorer)}
 
     def link(self, datamodule: Any, begin: Begin = draw_nothing) -> None:
         plan = plan_of(self, datamodule.shuffle, datamodule.seed)
