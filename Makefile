@@ -102,8 +102,9 @@ accelerators: plan-cuda plan-tpu ## Compile steps for H100s and TPUs, none of wh
 plans: plan-cuda ## Plan the shipped recipes anew: the tables of docs/plans.md
 	$(BIN)/python benchmarks/plans.py
 
-lint: $(READY) ## Check style
+lint: $(READY) ## Check style and types
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 clean: ## Remove the environments and the runs
 	rm -rf $(VENV) .venv-* runs

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from jax_engine.models.generate import stream
 from jax_engine.tasks.base import check_supported
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Generation
+from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import CausalFields
 from lmmods.runs.averaging import averaged_parameters
 from lmmods.runs.checkpoint import check_manifest, open_checkpoint
@@ -49,8 +49,8 @@ class TextModel:
         UserError: The model cannot be found, read or built, or the checkpoint does not fit it.
     """
 
-    def __init__(self, fields: CausalFields, data: Any, *, precision: str, seed: int, checkpoint: Path | None = None,
-                 frozen: bool = False):
+    def __init__(self, fields: CausalFields, data: DataModule, *, precision: str, seed: int,
+                 checkpoint: Path | None = None, frozen: bool = False):
         check_supported(fields)
         if precision not in COMPUTE_DTYPES:
             raise UserError(f"--precision {precision}: engine jax takes {', '.join(COMPUTE_DTYPES)}.")

@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,10 @@ from jax_engine.distributed.tree import Tree, flatten, merge, unflatten
 from jax_engine.models.network import Network
 from jax_engine.tasks.base import Task
 from lmmods.core.parity import Row, compared_positions, moved_adapter, sequences, write
+from lmmods.data.base import DataModule
 
 
-def measure(task: Task, datamodule: Any, rows: list[Row], folder: Path) -> None:
+def measure(task: Task, datamodule: DataModule, rows: list[Row], folder: Path) -> None:
     """Write loss, logits and gradient of rows [1, ...] to a folder, without dropout; see `core.parity`.
 
     Args:

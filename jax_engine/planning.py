@@ -33,6 +33,7 @@ from lmmods.core.hardware import Target
 from lmmods.core.labels import has_tokens
 from lmmods.core.memory import score_flops
 from lmmods.core.plan import Drawing, StepPlan, Traffic, Variant
+from lmmods.data.base import DataModule
 from lmmods.runs.schedule import RunLength
 
 _ATTENTION = re.compile(r'custom_call_target="__(cudnn\$fmha\w*)"|%(splash_mha_(?:fwd|dq|dkv))\S* = .* custom-call\(')
@@ -48,7 +49,7 @@ class Planner:
 
     may_shard = True  # this engine can shard any recipe
 
-    def __init__(self, trainer: Any, task: Task, data: Any, on: Target):
+    def __init__(self, trainer: Any, task: Task, data: DataModule, on: Target):
         self.trainer, self.task, self.data = trainer, task, data
         self.devices, simulated = devices_of(on)
         self.on = replace(on, is_simulated=simulated)

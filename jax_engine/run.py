@@ -15,6 +15,7 @@ from jax_engine.tasks.base import Task, Weights
 from lmmods.core.memory import StepMemory
 from lmmods.core.progress_bar import Bar
 from lmmods.core.throughput import Stopwatch
+from lmmods.data.base import DataModule
 from lmmods.recipe.trainer_fields import limited
 from lmmods.runs.csv_logger import Logger
 from lmmods.runs.folder import RunFolder
@@ -40,7 +41,7 @@ class Run:
     """
 
     folder: RunFolder
-    data: Any
+    data: DataModule
     task: Task
     description: str
     memory: StepMemory

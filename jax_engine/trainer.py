@@ -39,6 +39,7 @@ from lmmods.core.peers import Peers, check_timeout
 from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.signals import Interruption
 from lmmods.core.throughput import Stopwatch
+from lmmods.data.base import DataModule
 from lmmods.data.batches.loader import SegmentLoader, StatefulLoader
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
@@ -107,7 +108,7 @@ class Trainer(JaxTrainerFields):
                                  lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe, stop_at)):
             self._fit(model, datamodule, continued(self.run_folder, ckpt_path))
 
-    def _fit(self, model: Task, datamodule: Any, resumed: Path | None) -> None:
+    def _fit(self, model: Task, datamodule: DataModule, resumed: Path | None) -> None:
         if self.publish.repo is not None and (problem := self.publish.problem()):
             raise UserError(problem)
         run, loader = self.training_run(model, datamodule, resumed)
@@ -154,7 +155,7 @@ class Trainer(JaxTrainerFields):
         with self._in_run_folder("test", model):
             self._evaluate("test", "test", model, datamodule, ckpt_path)
 
-    def _evaluate(self, command: str, role: str, model: Task, datamodule: Any, ckpt_path: str | None) -> None:
+    def _evaluate(self, command: str, role: str, model: Task, datamodule: DataModule, ckpt_path: str | None) -> None:
         run = self._evaluated_run(command, model, datamodule, ckpt_path)
         evaluation = Evaluation(run, self.samples, self.mmlu)
         with closing(run.bar):
@@ -205,7 +206,7 @@ class Trainer(JaxTrainerFields):
         if recipe:
             show_recipe(self.recipe, datamodule)
 
-    def measure(self, model: Task, datamodule: Any, rows: list[Row], folder: Path) -> None:
+    def measure(self, model: Task, datamodule: DataModule, rows: list[Row], folder: Path) -> None:
         """Write what JAX computes for `rows` to `folder`, for comparison with torch. Does not train."""
         self.connect()
         self._say_engine()
@@ -216,7 +217,7 @@ class Trainer(JaxTrainerFields):
         """Micro-batches per optimiser step, over all data-parallel ranks."""
         return self.accumulate_grad_batches * self.parallel.data_parallel_size
 
-    def _cut(self, data: Any) -> Cut:
+    def _cut(self, data: DataModule) -> Cut:
         """Return how an optimiser step is divided into micro-batches; `data` is the DataModule."""
         return Cut(data.batch_size, self.accumulate_grad_batches, self.parallel.data_parallel_size)
 
@@ -264,7 +265,7 @@ class Trainer(JaxTrainerFields):
             finally:
                 model.end()
 
-    def _evaluated_run(self, command: str, model: Task, datamodule: Any, ckpt_path: str | None) -> Run:
+    def _evaluated_run(self, command: str, model: Task, datamodule: DataModule, ckpt_path: str | None) -> Run:
         """Return a run for evaluation, with the parameters of the checkpoint, or the initial ones if there is none."""
         checkpoint = self.run_folder.resolve(ckpt_path) if ckpt_path is not None else None
         run = self._prepare(command, model, datamodule, checkpoint)
@@ -273,7 +274,7 @@ class Trainer(JaxTrainerFields):
             load_weights(run, checkpoint)
         return run
 
-    def training_run(self, model: Task, datamodule: Any, checkpoint: Path | None) -> tuple[Training, Any]:
+    def training_run(self, model: Task, datamodule: DataModule, checkpoint: Path | None) -> tuple[Training, Any]:
         """Return a run before its first step, and its training loader."""
         run, loader = self._prepare("fit", model, datamodule, checkpoint), datamodule.train_batches()
         schedule = Schedule.from_keys(
@@ -315,7 +316,7 @@ class Trainer(JaxTrainerFields):
         tokens = COMPILE_FLOPS["cpu" if on_cpu else "other"] / (run.flops_per_token * rows)
         return few_lengths(found, run.data.max_length, on_cpu, tokens * len(found) / num_batches)
 
-    def _prepare(self, command: str, model: Task, datamodule: Any, checkpoint: Path | None) -> Run:
+    def _prepare(self, command: str, model: Task, datamodule: DataModule, checkpoint: Path | None) -> Run:
         """Set up the data and the network, and put the initial parameters on the devices.
 
         The data module takes settings from `checkpoint`, which must match this run.
@@ -351,7 +352,7 @@ class Trainer(JaxTrainerFields):
             weights=Weights(self.parallel, self.parallel.put_state(trainable), self.parallel.put_state(frozen)),
             limits=self.limits, bar=bar, stopwatch=Stopwatch(compile_clock()))
 
-    def _prepare_data(self, data: Any, checkpoint: Path | None) -> dict[str, Any]:
+    def _prepare_data(self, data: DataModule, checkpoint: Path | None) -> dict[str, Any]:
         """Check the data against the checkpoint, then build what the cache lacks; return the contents of the sources.
         """
         fits = self.state.fn.value == "fit"

@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jax_engine.models.relative import Relative
 from jax_engine.models.rope import Rope
 from lmmods.core.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Head = Literal["causal", "masked", "qa", "sequence", "token", "choice"]
 NormKind = Literal["layer", "layer_no_bias", "rms", "rms_wide", "rms_plus_one"]
@@ -381,13 +384,13 @@ def plain_layers(num_layers: int, scale: float, window: int | None = None) -> di
             "passes": tuple(range(num_layers))}
 
 
-def initial_std(config: Any) -> float:
+def initial_std(config: "PreTrainedConfig") -> float:
     """Return the standard deviation of initial matrices as transformers does: 0.02 if the configuration has 0 or none.
     """
     return config.initializer_range or 0.02
 
 
-def refuse(config: Any, **unsupported: Any) -> None:
+def refuse(config: "PreTrainedConfig", **unsupported: Any) -> None:
     """Raise UserError if a field of the configuration has a value other than the one given; missing fields are fine."""
     for name, wanted in unsupported.items():
         value = getattr(config, name, wanted)

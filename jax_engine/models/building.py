@@ -25,12 +25,13 @@ from lmmods.core.experts import note_quantized
 from lmmods.core.freezing import check_new_tokens, chosen
 from lmmods.core.hardware import Target
 from lmmods.core.initialization import mean_row
+from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import Quantize, TaskFields
 
 COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16"}
 
 
-def build_network(fields: TaskFields, head: Head, data: Any, *, precision: str, seed: int, frozen: bool = False,
+def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision: str, seed: int, frozen: bool = False,
                   abstract: bool = False, on: Target | None = None) -> tuple[Network, Tree, Tree]:
     """Return the network that a task's fields describe, and its initial parameters, as lazy arrays.
 

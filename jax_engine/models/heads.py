@@ -4,7 +4,7 @@ A head is a class with two steps: `features`, which needs the batch and the seed
 not. What the rest of the engine must know of a head is an attribute of its class.
 """
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -25,6 +25,9 @@ from jax_engine.models.linear import (
 )
 from jax_engine.models.names import TOKEN_ROWS
 from lmmods.core.initialization import Normal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class OutputHead(nnx.Module):
@@ -47,7 +50,7 @@ class OutputHead(nnx.Module):
     peft_task: ClassVar[str | None] = None
 
     @classmethod
-    def num_scores(cls, config: Any) -> int:
+    def num_scores(cls, config: "PreTrainedConfig") -> int:
         """Return the number of scores of a head without a vocabulary; raise UserError for a configuration without it.
         """
         return config.num_labels
@@ -173,7 +176,7 @@ class ChoiceHead(ClassifierHead):
     """One score [B, 1] of each row, to be compared with those of other rows."""
 
     @classmethod
-    def num_scores(cls, config: Any) -> int:
+    def num_scores(cls, config: "PreTrainedConfig") -> int:
         return 1
 
 
@@ -185,7 +188,7 @@ class SpanHead(ClassifierHead):
     peft_task = "QUESTION_ANS"
 
     @classmethod
-    def num_scores(cls, config: Any) -> int:
+    def num_scores(cls, config: "PreTrainedConfig") -> int:
         refuse(config, num_labels=2)
         return 2
 

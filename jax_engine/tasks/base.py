@@ -5,7 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from jax_engine.models.architecture import Head
 from jax_engine.models.building import build_network
 from jax_engine.models.heads import HEADS
 from jax_engine.models.network import Network
+from jax_engine.tasks.running import Run, Weights
 from jax_engine.tasks.teacher import TEACHER, Guide, without_teacher
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
@@ -42,24 +43,9 @@ from lmmods.core.memory import (
 )
 from lmmods.core.settings import TokenLoss
 from lmmods.core.text_metrics import perplexity
+from lmmods.data.base import DataModule
 from lmmods.data.teacher import check_teacher
 from lmmods.recipe.tasks.base import TaskFields
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters of a network on the devices.
-
-
-class Weights:
-    """Trainable and frozen parameters, trees of kind state."""
-
-    def __init__(self, parallel: Parallel, trainable: Tree, frozen: Tree):
-        self._parallel, self.trainable, self.frozen = parallel, trainable, frozen
-
-    @cached_property
-    def replica(self) -> Tree:
-        """All parameters in one tree, for programs outside the compiled steps. All processes must call this."""
-        return self._parallel.replica(merge(self.trainable, self.frozen))
-
 
 # Fields with restricted values in this engine: the supported values, and the advice for all others.
 SUPPORTED = {
@@ -105,7 +91,7 @@ class Task(TaskFields, ABC):
 
     # The network -----------------------------------------------------------------------------------------------------
 
-    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False, on: Target | None = None
+    def build(self, precision: str, datamodule: DataModule, seed: int, abstract: bool = False, on: Target | None = None
               ) -> tuple[Tree, Tree]:
         """Build the network; return its initial trainable and frozen parameters, on the host.
 
@@ -162,14 +148,14 @@ class Task(TaskFields, ABC):
     # (parameters, rows) -> a tree of per-row arrays [N, ...], for tasks that need it; compiled.
     predict: Callable[[Tree, dict[str, Array]], Any] | None = None
 
-    def link(self, datamodule: Any) -> None:
+    def link(self, datamodule: DataModule) -> None:
         """Hook before the data module makes the training loader: hand it what it needs of the task."""
 
     def complete(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return a global batch, on the host, with the further inputs of the task's loss."""
         return batch
 
-    def begin(self, run: Any) -> None:
+    def begin(self, run: Run) -> None:
         """Hook before training or evaluation, called by all processes with a `Run` that has its initial weights."""
 
     def end(self) -> None:
@@ -197,7 +183,7 @@ class Task(TaskFields, ABC):
         """Add a global batch to the evaluation, without waiting for the device."""
         self._sums.append(steps.eval_step(weights.trainable, weights.frozen, batch.arrays))
 
-    def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    def eval_results(self, role: str, datamodule: DataModule) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the metrics of the evaluation (`val` or `test`) and its JSON files to write; reset the sums."""
         sums, self._sums = jax.device_get(self._sums), []
         total, weight, correct = (sum(float(part[name]) for part in sums) for name in ("total", "weight", "correct"))
@@ -209,7 +195,8 @@ class Task(TaskFields, ABC):
         return found, {}
 
     @abstractmethod
-    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: Any, seed: int) -> dict[int, Any]:
+    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: DataModule, seed: int
+                ) -> dict[int, Any]:
         """Return the outputs of predict for a global batch, by row index."""
 
     # Export ----------------------------------------------------------------------------------------------------------
@@ -242,7 +229,7 @@ class Task(TaskFields, ABC):
         by_type = _sizes_by_type(frozen[TEACHER])
         return found + describe_teacher(self.teacher.pretrained, sum(by_type.values()), by_type)
 
-    def step_memory(self, trainable: Tree, frozen: Tree, precision: str, datamodule: Any, on: Target,
+    def step_memory(self, trainable: Tree, frozen: Tree, precision: str, datamodule: DataModule, on: Target,
                     chunk_tokens: int, accumulates: bool) -> StepMemory:
         """Return the memory of a training step on a device that holds all parameters, without compiling it.
 
@@ -262,8 +249,8 @@ class Task(TaskFields, ABC):
         step = Step(num_trained, self.optimizer.name, bool(self.gradient_checkpointing),
                     4 if precision == "32-true" else 2,
                     sum(leaf.nbytes for leaf in trained) / max(num_trained, 1), "scanned",
-                    self.network.recomputes, self.optimizer.ema_decay is not None, accumulates, in_full=not self.trains_adapter,
-                    chunk_bytes=chunk_bytes(on) if has_logits else 0,
+                    self.network.recomputes, self.optimizer.ema_decay is not None, accumulates,
+                    in_full=not self.trains_adapter, chunk_bytes=chunk_bytes(on) if has_logits else 0,
                     trained_head=table.size if has_logits and table is not None else 0)
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen)))
         widths = widths_of(self.network.config, bool(self.network.arch.qk_norm))

@@ -15,6 +15,7 @@ from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.tasks.base import Task, Weights
+from lmmods.data.base import DataModule
 
 # What the network takes of rows.
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "token_seeds")
@@ -73,7 +74,7 @@ class RowTask(Task):
         self._losses |= {row: pair for row, pair in zip(index, sums, strict=True) if row >= 0}
         self._outputs |= self._by_row(batch, found["scores"])
 
-    def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    def eval_results(self, role: str, datamodule: DataModule) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the loss and the data module's metrics over the rows of all processes, and its files."""
         losses, outputs = gather(self._losses), gather(self._outputs)
         self._losses, self._outputs = {}, {}
@@ -82,7 +83,8 @@ class RowTask(Task):
         found = datamodule.answer(role, outputs)
         return {"loss": total / weight if weight else math.nan, **found.scores}, found.files
 
-    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: Any, seed: int) -> dict[int, Any]:
+    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: DataModule, seed: int
+                ) -> dict[int, Any]:
         return self._by_row(batch, self._fetched(steps, weights, batch)["scores"])
 
     def _fetched(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> dict[str, np.ndarray]:
@@ -104,7 +106,7 @@ class LabelTask(RowTask):
         super().__post_init__()
         self.weights: np.ndarray | None = None  # of the classes, [K] float32
 
-    def build(self, precision: str, datamodule: Any, *args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
+    def build(self, precision: str, datamodule: DataModule, *args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
         self.weights = datamodule.class_weights(self.class_weights)
         return super().build(precision, datamodule, *args, **kwargs)
 

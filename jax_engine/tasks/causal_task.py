@@ -16,11 +16,13 @@ from jax_engine.distributed.tree import Tree
 from jax_engine.models.experts import Load
 from jax_engine.models.generate import check_supported, generate
 from jax_engine.tasks.base import Task, Weights
+from jax_engine.tasks.running import Run
 from jax_engine.tasks.teacher import TAUGHT_IDS, TAUGHT_LOGPS, cached_teacher
 from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
+from lmmods.data.base import DataModule
 from lmmods.data.batches.collate import DRAWN, PLACES
 from lmmods.data.teacher import NO_PLACES, LikeliestByNumber, num_columns
 from lmmods.recipe.tasks.base import CausalFields
@@ -39,7 +41,7 @@ class CausalTask(CausalFields, Task):
         self._num_columns = 0
         self.choice_ids = np.zeros(0, np.int64)  # tokens whose logits `predict` returns
 
-    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False, on: Target | None = None
+    def build(self, precision: str, datamodule: DataModule, seed: int, abstract: bool = False, on: Target | None = None
               ) -> tuple[Tree, Tree]:
         built = super().build(precision, datamodule, seed, abstract, on)
         check_balance(self.network.config, self.balance_loss, self._routes)
@@ -51,11 +53,11 @@ class CausalTask(CausalFields, Task):
 
     # A teacher whose likeliest tokens are computed before training --------------------------------------------------
 
-    def link(self, datamodule: Any) -> None:
+    def link(self, datamodule: DataModule) -> None:
         if self.is_taught_beforehand:
             datamodule.add_column(PLACES)
 
-    def begin(self, run: Any) -> None:
+    def begin(self, run: Run) -> None:
         if self.is_taught_beforehand:
             self._likeliest = cached_teacher(run, self._num_columns)
 
@@ -121,7 +123,8 @@ class CausalTask(CausalFields, Task):
         return {index: row for indices, rows in found
                 for index, row in zip(indices.tolist(), rows.reshape(len(indices), -1)) if index >= 0}
 
-    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: Any, seed: int) -> dict[int, Any]:
+    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: DataModule, seed: int
+                ) -> dict[int, Any]:
         found = {}
         for rank in range(len(batch.host["index"])):
             local = {name: part[rank] for name, part in batch.host.items()}

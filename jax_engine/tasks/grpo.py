@@ -19,9 +19,11 @@ from jax_engine.distributed.tree import Tree
 from jax_engine.models.network import Network
 from jax_engine.tasks.base import Weights
 from jax_engine.tasks.reference import Reference, ReferencedTask
+from jax_engine.tasks.running import Run
 from jax_engine.tasks.sampler import JaxSampler, answers_at_once
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
+from lmmods.data.base import DataModule
 from lmmods.data.batches.rollouts import Place
 from lmmods.data.grpo import PromptData, Rollouts
 from lmmods.recipe.tasks.base import ReadScorer
@@ -52,13 +54,13 @@ class GRPO(GRPOFields, ReferencedTask):
     def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
         return {**super().data_facts(command, read_scorer), **prompt_facts(self, command, read_scorer)}
 
-    def link(self, datamodule: Any) -> None:
+    def link(self, datamodule: DataModule) -> None:
         if not isinstance(datamodule, PromptData):
             raise UserError("model.class_path is GRPO, which answers prompts: set data.class_path to PromptData.")
         datamodule.take_rows_from(Rollouts(plan_of(self, datamodule.shuffle, datamodule.seed), token_columns(self),
                                      self._begin_rollout))
 
-    def begin(self, run: Any) -> None:
+    def begin(self, run: Run) -> None:
         self._run = run
 
     def end(self) -> None:
@@ -128,7 +130,7 @@ class GRPO(GRPOFields, ReferencedTask):
     def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
         self._asked += batch.host["index"][batch.host["index"] >= 0].tolist()
 
-    def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    def eval_results(self, role: str, datamodule: DataModule) -> tuple[dict[str, float], dict[str, Any]]:
         """Answer the prompts; metrics are over all processes."""
         asked, self._asked = self._asked, []
         return self._maker.evaluate(role, asked)

@@ -12,6 +12,7 @@ from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.tasks.base import Task, Weights
+from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.mlm import MLMFields
 
 
@@ -34,7 +35,8 @@ class MLM(MLMFields, Task):
         probabilities, tokens = jax.lax.top_k(jax.nn.softmax(logits, -1), min(self.top_k, logits.shape[-1]))
         return tokens, probabilities
 
-    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: Any, seed: int) -> dict[int, Any]:
+    def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: DataModule, seed: int
+                ) -> dict[int, Any]:
         found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
         outputs = {}
         for rank in range(len(batch.host["index"])):

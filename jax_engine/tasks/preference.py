@@ -17,10 +17,12 @@ from jax_engine.distributed.tree import Tree
 from jax_engine.models.network import Network
 from jax_engine.tasks.base import Weights
 from jax_engine.tasks.reference import Reference, ReferencedTask
+from jax_engine.tasks.running import Run
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
+from lmmods.data.base import DataModule
 from lmmods.data.references import adopt_references, begin_references, reference_store
 from lmmods.data.store.references import COMPUTING, REFERENCE_LOGPS
 from lmmods.recipe.tasks.preference import PreferenceFields
@@ -30,7 +32,7 @@ from lmmods.runs.model_card import first_weights
 # Reference log-probabilities of all answers, computed with the initial network once, and cached.
 
 
-def cache_references(run: Any) -> None:
+def cache_references(run: Run) -> None:
     """Add `reference_logps` to the batches of a preference task, computing those that the cache lacks.
 
     All processes must call this.
@@ -54,7 +56,7 @@ def cache_references(run: Any) -> None:
         adopt_references(data, role, found)
 
 
-def _computed(run: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
+def _computed(run: Run, role: str, shape: tuple[int, int]) -> np.ndarray:
     """Compute the log-probabilities [rows, answers] of a split."""
     data, steps = run.data, run.steps
     batch_size = data.eval_batch_size
@@ -96,13 +98,13 @@ class Preference(PreferenceFields, ReferencedTask):
         # Global batches of the current evaluation: the steps to fetch with, host-side facts, and device-side results.
         self._evaluated: list[tuple[Steps, dict[str, np.ndarray], Any]] = []
 
-    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False, on: Target | None = None
+    def build(self, precision: str, datamodule: DataModule, seed: int, abstract: bool = False, on: Target | None = None
               ) -> tuple[Tree, Tree]:
         if self.reference_kind == "cache":
             datamodule.add_column(REFERENCE_LOGPS)
         return super().build(precision, datamodule, seed, abstract, on)
 
-    def begin(self, run: Any) -> None:
+    def begin(self, run: Run) -> None:
         if self.reference_kind == "cache":
             cache_references(run)
 
@@ -189,7 +191,7 @@ class Preference(PreferenceFields, ReferencedTask):
         found = steps.predict_step(weights.trainable, weights.frozen, batch.arrays)
         self._evaluated.append((steps, self._facts(batch.host), found))
 
-    def eval_results(self, role: str, datamodule: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    def eval_results(self, role: str, datamodule: DataModule) -> tuple[dict[str, float], dict[str, Any]]:
         """Return loss and metrics over all processes. The baseline is over the whole set, whatever the batches."""
         evaluated, self._evaluated = self._evaluated, []
         # Rows of all processes, in the order of the loader: by global batch, then rank.

@@ -5,7 +5,7 @@ It stands alongside the one in training. Frozen parameters are shared. Trainable
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
 from jax_engine.tasks.causal_task import CausalTask
 from lmmods.core.hardware import Target
+from lmmods.data.base import DataModule
 
 COPIES = "reference"  # key of the copies in the tree of frozen parameters
 
@@ -77,7 +78,7 @@ class ReferencedTask(CausalTask):
         super().__post_init__()
         self._reference: Reference | None = None
 
-    def build(self, precision: str, datamodule: Any, seed: int, abstract: bool = False, on: Target | None = None
+    def build(self, precision: str, datamodule: DataModule, seed: int, abstract: bool = False, on: Target | None = None
               ) -> tuple[Tree, Tree]:
         self.built_for = on
         return self.take(*build_network(self, self.head, datamodule, precision=precision, seed=seed,

@@ -13,6 +13,7 @@ from jax_engine.models.generate import draw
 from jax_engine.models.network import Network
 from jax_engine.tasks.base import Weights
 from jax_engine.tasks.reference import without_copies
+from jax_engine.tasks.running import Run
 from jax_engine.tasks.teacher import without_teacher
 from lmmods.rollouts.policy import Drawn
 
@@ -43,7 +44,7 @@ class JaxSampler:
         run: A `Run`.
     """
 
-    def __init__(self, run: Any):
+    def __init__(self, run: Run):
         self._run, self.rank, self.num_ranks = run, jax.process_index(), jax.process_count()
 
     def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,

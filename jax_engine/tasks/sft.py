@@ -3,7 +3,9 @@
 from typing import Any
 
 from jax_engine.tasks.causal_task import CausalTask
+from jax_engine.tasks.running import Run
 from jax_engine.tasks.sampler import JaxSampler, answers_at_once
+from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.on_policy import on_policy_of
 
@@ -15,12 +17,12 @@ class SFT(SFTFields, CausalTask):
         super().__post_init__()
         self._run: Any = None
 
-    def link(self, datamodule: Any) -> None:
+    def link(self, datamodule: DataModule) -> None:
         super().link(datamodule)
         # A plan and `inspect` begin no run.
         datamodule.take_rows_from(on_policy_of(self, datamodule, lambda: self._run and JaxSampler(self._run)))
 
-    def begin(self, run: Any) -> None:
+    def begin(self, run: Run) -> None:
         super().begin(run)
         self._run = run
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,10 @@ from jax_engine.distributed.tree import Tree
 from jax_engine.models.architecture import Head
 from jax_engine.models.building import build_network
 from jax_engine.models.network import Network
+from jax_engine.tasks.running import Run
 from lmmods.core.console import say
 from lmmods.core.hardware import Target
+from lmmods.data.base import DataModule
 from lmmods.data.batches.collate import PLACES
 from lmmods.data.teacher import COMPUTING, LikeliestByNumber, gathered, number_scored, teacher_store
 from lmmods.recipe.tasks.base import TokenLossFields
@@ -38,8 +39,8 @@ class Guide:
         self.network = network
 
     @classmethod
-    def build(cls, fields: TokenLossFields, head: Head, datamodule: Any, precision: str, seed: int, abstract: bool,
-              on: Target | None) -> tuple["Guide", Tree]:
+    def build(cls, fields: TokenLossFields, head: Head, datamodule: DataModule, precision: str, seed: int,
+              abstract: bool, on: Target | None) -> tuple["Guide", Tree]:
         """Return a task's teacher, and what to add to the frozen parameters, on the host.
 
         Args:
@@ -95,7 +96,7 @@ def without_teacher(frozen: Tree) -> Tree:
 # Likeliest tokens of a teacher in the place of all scored tokens, computed before training and cached.
 
 
-def cached_teacher(run: Any, size: int) -> LikeliestByNumber:
+def cached_teacher(run: Run, size: int) -> LikeliestByNumber:
     """Return the likeliest tokens of a task's teacher, computed unless cached.
 
     All processes must call this.
@@ -124,7 +125,7 @@ def cached_teacher(run: Any, size: int) -> LikeliestByNumber:
     return LikeliestByNumber(parts, teacher.top_k)
 
 
-def _scores(run: Any, size: int) -> Callable[[str], Iterator[tuple[np.ndarray, ...]]]:
+def _scores(run: Run, size: int) -> Callable[[str], Iterator[tuple[np.ndarray, ...]]]:
     """Build a task's teacher; return a function of numbers, tokens and log-probabilities of the rows of a set."""
     task, data = run.task, run.data
     guide, params = Guide.build(task, task.head, data, data.trainer.precision, data.run_seed, False, task.built_for)

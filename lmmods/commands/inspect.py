@@ -13,6 +13,8 @@ from lmmods.recipe.reader import Recipe, parse
 
 if TYPE_CHECKING:
     from lmmods.commands.setup import Setup
+    from lmmods.core.parity import Row
+    from lmmods.data.base import DataModule
 
 # Model keys that do not affect logits or that one engine lacks; a comparison uses their defaults.
 NEUTRAL = ("optimizer", "generation", "piece_tokens", "compile", "max_memory", "quant_storage", "save_dtype")
@@ -52,13 +54,13 @@ def _compare(setup: "Setup", num_rows: int) -> None:
     """Load the model in both engines, one after the other, and print how far they differ."""
     import tempfile
 
-    from lmmods.core.parity import compare, first_rows
+    from lmmods.core.parity import compare
 
     # JAX would preallocate most of the GPU's memory and leave too little for torch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     tree, others = setup.recipe.whole(), setup.model.not_compared
     _check_comparable(_measuring(tree, "jax", others).model)
-    rows = first_rows(setup.datamodule, num_rows)
+    rows = _first_rows(setup.datamodule, num_rows)
     _say_settings(tree, rows)
     with tempfile.TemporaryDirectory() as root:
         folders = [Path(root) / engine for engine in ENGINES]
@@ -115,6 +117,25 @@ def _say_settings(tree: dict[str, Any], rows: list[Any]) -> None:
         + (f", with {' and '.join(kept)} of the recipe" if kept else "") + ".")
     if model.get("lora") and model["lora"]["init"] != "pissa":
         say("The B matrices of a new adapter are zero; this comparison sets them to the same small random values.")
+
+
+def _first_rows(datamodule: "DataModule", num_rows: int) -> "list[Row]":
+    """The first rows that a run would train on, each as a batch [1, ...], padded to the same length.
+
+    Args:
+        datamodule: Connected to its model; nothing is prepared yet. Its batch size changes.
+
+    Raises:
+        UserError: The data cannot be read.
+    """
+    import numpy as np
+
+    datamodule.batch_size, datamodule.num_workers = num_rows, 0
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    batch = {name: np.asarray(values) for name, values in next(iter(datamodule.train_batches())).items()}
+    return [{name: values[place : place + 1] for name, values in batch.items()}
+            for place in range(len(batch["input_ids"]))]
 
 
 def _check_comparable(model: Any) -> None:

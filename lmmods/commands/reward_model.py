@@ -1,12 +1,13 @@
 """Find the reward model that a recipe names: a run of the task Reward, a model or an adapter."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmmods.commands.exported_model import data_module, exported_fields, read_blocks
 from lmmods.core.adapters import SETTINGS, adapter_config, adapter_weights
 from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config, position_limit
+from lmmods.data.base import DataModule
 from lmmods.recipe.files import read_recipe
 from lmmods.recipe.tasks.reward import RewardDataFields, RewardFields
 from lmmods.recipe.trust import check_remote_code, is_trusted
@@ -85,7 +86,7 @@ def _of_model(name: str, key: str, chats: bool) -> "RewardModel":
     return RewardModel(key, model, data, frozen=True)
 
 
-def _connect(data: Any, model: RewardFields) -> None:
+def _connect(data: DataModule, model: RewardFields) -> None:
     data.connect(pretrained=model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code,
                  max_positions=position_limit(model.config_fields()))
 

@@ -11,14 +11,16 @@ from lightning.pytorch.callbacks import Callback
 
 from lmmods.core.errors import UserError, is_out_of_memory, what_to_lower
 from lmmods.core.redaction import left_out, redacted
+from lmmods.data.base import DataModule
 from lmmods.recipe.classes import FOLDERS, declared, implementation
 from lmmods.recipe.engines import load_engine
 from lmmods.recipe.keys import BLOCKS, keys_of
 from lmmods.recipe.objects import ClassArguments, filled, objects
 from lmmods.recipe.reader import Recipe, with_library_classes
-from lmmods.recipe.tasks.base import Scorer
+from lmmods.recipe.tasks.base import Scorer, TaskFields
 from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
 from lmmods.runs.csv_logger import MetricsCSV
+from lmmods.runs.engine import Engine
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.loggers import support_of
@@ -47,10 +49,11 @@ class Setup:
         self._configure_loggers()
         self.blocks = {name: self.types.blocks[name](**objects(fields, recipe.given[name]))
                        for name, fields in BLOCKS.items()}
-        self.datamodule, self.model = (self._made(block) for block in ("data", "model"))
+        self.datamodule: DataModule = self._made("data")
+        self.model: TaskFields = self._made("model")
         self.model.check_data(self.datamodule)
         self.model.drop_unused(recipe.command)
-        self.trainer = self._trainer(trainer)
+        self.trainer: Engine = self._trainer(trainer)
         self._describe(longest_first)
 
     def __enter__(self) -> "Setup":

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError
 
@@ -15,6 +15,9 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError, first_line, is_out_of_memory
 from lmmods.core.files import read_text
 from lmmods.core.settings import LoRA
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -77,7 +80,19 @@ def modules_in_full(lora: LoRA, modules: Iterable[str], linear: Iterable[str]) -
     return _matching("lora.modules_to_save", lora.modules_to_save or [], list(modules), linear)
 
 
-def tokens_to_train(data: Any, num_rows: int) -> list[int]:
+class Vocabulary(Protocol):
+    """What a data module tells of its tokens."""
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer."""
+
+    @property
+    def trainable_new_tokens(self) -> list[int]:
+        """Ids of new tokens to train."""
+
+
+def tokens_to_train(data: Vocabulary, num_rows: int) -> list[int]:
     """Ids of tokens whose rows train alongside an adapter: new ones, and those without a row in the model's embedding.
 
     Args:
@@ -156,28 +171,28 @@ def saved_name(name: str) -> str:
 MAX_RANK, MAX_NUMBER, MAX_SETTINGS = 2**16, 1e30, 2**24  # MAX_SETTINGS in bytes
 
 
-def _is_rank(value: Any) -> bool:
+def _is_rank(value: object) -> bool:
     # Not isinstance: True is an int in Python.
     return type(value) is int and 1 <= value <= MAX_RANK
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= MAX_NUMBER  # False for NaN
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= MAX_NUMBER  # False for NaN
 
 
-def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
+def _is_list(value: object, of: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(map(of, value))
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_bool(value: Any) -> bool:
+def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 

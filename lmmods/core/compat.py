@@ -33,8 +33,8 @@ def rendering_by(compiled: Callable[[str], Any]) -> Iterator[None]:
     from transformers.utils import chat_template_utils
 
     chat_template_environment()  # cache it before the patch: `compiled` needs the original
-    theirs = chat_template_utils._compile_jinja_template
-    chat_template_utils._compile_jinja_template = compiled
+    theirs: Any = chat_template_utils._compile_jinja_template
+    chat_template_utils._compile_jinja_template = compiled  # type: ignore[assignment]  # it replaces a cached function
     try:
         yield
     finally:
@@ -49,7 +49,7 @@ def namespace_values(namespace: Any) -> dict[str, Any]:
     return namespace._Namespace__attrs
 
 
-def rows_fingerprint(rows: Any) -> str | None:
+def rows_fingerprint(rows: object) -> str | None:
     """Fingerprint of the contents of a hub data set: `Dataset._fingerprint`.
 
     As of datasets 5.2. None for a streaming one. It is part of the identity of runs, so nothing else can replace it.
@@ -57,7 +57,7 @@ def rows_fingerprint(rows: Any) -> str | None:
     return getattr(rows, "_fingerprint", None)
 
 
-def logged_checkpoints(logger: Any) -> bool | str:
+def logged_checkpoints(logger: object) -> bool | str:
     """The argument `log_model` of Lightning's WandbLogger, which is stored in `_log_model` only; False for others.
 
     As of lightning 2.6.
@@ -65,7 +65,7 @@ def logged_checkpoints(logger: Any) -> bool | str:
     return getattr(logger, "_log_model", False)
 
 
-def without_anonymous(logger: Any) -> None:
+def without_anonymous(logger: object) -> None:
     """Remove the option `anonymous` from the arguments of Lightning's WandbLogger to wandb.init: `_wandb_init`.
 
     As of lightning 2.6, which always passes it, and wandb 0.28, which ignores it with a warning.

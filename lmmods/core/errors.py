@@ -51,7 +51,7 @@ def readable(message: str) -> str:
     return re.sub(r"(\S{200})\S{400,}", r"\1…", message)
 
 
-def user_error_in(error: BaseException) -> UserError | None:
+def user_error_in(error: BaseException | None) -> UserError | None:
     """Return the UserError in the chain of causes of an exception, if any: parsers wrap what constructors raise."""
     while error is not None:
         if isinstance(error, UserError):

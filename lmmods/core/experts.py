@@ -1,10 +1,13 @@
 """Mixtures of experts on both engines: their sizes in a configuration, reported metrics, and checks of keys."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Means over rows, weighted by scored tokens: the balance loss before its weight, and the load of a row's most and least
 # used experts, as multiples of an even share.
@@ -33,19 +36,19 @@ class Mixture:
         return self.per_token / self.num
 
 
-def mixture_of(config: Any) -> Mixture | None:
+def mixture_of(config: "PreTrainedConfig") -> Mixture | None:
     """Return the mixture in a transformers configuration, if it has one."""
     # Of a model with several parts (text and images), the language model is meant.
     text = config.get_text_config()
     # Mixtral and gpt-oss use the first name, Qwen and OLMoE the second.
-    num = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    num: Any = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     per_token = getattr(text, "num_experts_per_tok", None)
     if getattr(text, "enable_moe_block", False):  # of Gemma 4, whose dense models may have these numbers too
         return Mixture(num, text.top_k_experts, beside_mlp=True)
     return Mixture(num, per_token) if num and per_token else None
 
 
-def note_quantized(config: Any, quantize: str | None, in_files: bool) -> None:
+def note_quantized(config: "PreTrainedConfig", quantize: str | None, in_files: bool) -> None:
     """Report that a quantised base has experts that are not quantised.
 
     Args:
@@ -56,7 +59,7 @@ def note_quantized(config: Any, quantize: str | None, in_files: bool) -> None:
             + ("the files have them in full." if in_files else "set nf4 or fp4 for that."))
 
 
-def check_balance(config: Any, balance_loss: float, routes: bool) -> None:
+def check_balance(config: "PreTrainedConfig", balance_loss: float, routes: bool) -> None:
     """Raise UserError if there is nothing to balance; report a model that asks for transformers' own loss.
 
     Args:

@@ -87,7 +87,8 @@ def disk_error_in(error: BaseException | None) -> UserError | None:
     """Return the error to report if a failing disk caused an exception, while writing any file; else None."""
     for cause in _causes(error):
         if (reason := disk_problem(cause)) is not None:
-            where = f" ({cause.filename})" if getattr(cause, "filename", None) else ""
+            name = getattr(cause, "filename", None)
+            where = f" ({name})" if name else ""
             return UserError(f"The disk cannot be written: {reason}{where}. Make room; a run resumes with "
                              "--ckpt_path last.")
     return None

@@ -118,7 +118,7 @@ def stamps(paths: Iterable[Path]) -> dict[str, list[int]]:
     return {path.name: stamp(path) for path in paths}
 
 
-def first_damaged(folder: Path, manifest: Any, contents: bool = True) -> str | None:
+def first_damaged(folder: Path, manifest: object, contents: bool = True) -> str | None:
     """Name of the first file of a folder that is missing, truncated or altered; None if all are intact.
 
     Args:

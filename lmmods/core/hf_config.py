@@ -6,10 +6,13 @@ import difflib
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmmods.core import hub
 from lmmods.core.errors import UserError, first_line, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 # Fields of a configuration that the data modules need, see the functions below.
 FIELDS = ("model_type", "max_position_embeddings", "pad_token_id", "type_vocab_size")
@@ -53,7 +56,7 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
     return config
 
 
-def dropout_rates(config: Any) -> list[str]:
+def dropout_rates(config: "PreTrainedConfig") -> list[str]:
     """Names of the configuration's dropout rates above 0."""
     return [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value > 0]
 
@@ -84,7 +87,7 @@ TEXT_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^language_model\.mode
 _HEADS_FOR_TEXT = ("ForConditionalGeneration", "ForCausalLM")
 
 
-def text_part(config: Any) -> Any | None:
+def text_part(config: "PreTrainedConfig") -> Any | None:
     """Return the configuration of the text network inside a checkpoint that takes other inputs too.
 
     None if it takes only text, if transformers has no causal model of the text alone, or if the checkpoint has a head
@@ -92,7 +95,7 @@ def text_part(config: Any) -> Any | None:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    text = getattr(config, "text_config", None)
+    text: Any = getattr(config, "text_config", None)
     if getattr(text, "model_type", None) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
     if not all(name.endswith(_HEADS_FOR_TEXT) for name in config.architectures or ()):
@@ -157,7 +160,7 @@ def _new_config(fields: dict[str, Any]) -> Any:
     return config
 
 
-def _check_fields(config: Any, fields: dict[str, Any], key: str) -> None:
+def _check_fields(config: "PreTrainedConfig", fields: dict[str, Any], key: str) -> None:
     """Raise UserError for a field that the network does not read; transformers would accept a misspelt one silently.
 
     Args:
@@ -202,7 +205,7 @@ def fields_read(kind: type) -> set[str]:
             names.add(node.attr)  # config.head_dim
         elif (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
               and _is_config(node.args[0]) and isinstance(node.args[1], ast.Constant)):
-            names.add(node.args[1].value)  # getattr(self.config, "head_dim", None)
+            names.add(str(node.args[1].value))  # getattr(self.config, "head_dim", None)
     return names
 
 
@@ -210,14 +213,14 @@ def _is_config(node: ast.expr) -> bool:
     return (node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")) in ("config", "text_config")
 
 
-def known_fields(config: Any) -> dict[str, Any]:
+def known_fields(config: "PreTrainedConfig") -> dict[str, Any]:
     """The fields of `FIELDS` that a configuration has, with their values."""
     # Configurations of several parts (text and images) nest these fields.
     text = config.get_text_config()
     return {field: getattr(text, field) for field in FIELDS if hasattr(text, field)}
 
 
-def layer_config(config: Any, layer: int) -> Any:
+def layer_config(config: "PreTrainedConfig", layer: int) -> Any:
     """Return the configuration that holds for a layer, where layers may differ in the sizes of their heads."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
@@ -241,14 +244,14 @@ def tells_token_types(fields: dict[str, Any]) -> bool:
     """
     from transformers import CONFIG_MAPPING
 
-    model_type = fields.get("model_type")
+    model_type = str(fields.get("model_type"))
     if model_type not in CONFIG_MAPPING or model_type == "xlnet":  # remote code; types without an embedding table
         return True
     default = getattr(CONFIG_MAPPING[model_type](), "type_vocab_size", None)  # other types may carry a stray field
     return default is not None and fields.get("type_vocab_size", default) > 1
 
 
-def special_ids(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
+def special_ids(tokenizer: "PreTrainedTokenizerBase", is_causal: bool) -> dict[str, int | None]:
     """Ids of the begin, end and padding tokens for a configuration.
 
     If a causal model pads with a token that has another role too, `pad_token_id` is None: torch would never train the
@@ -260,7 +263,7 @@ def special_ids(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
     return ids
 
 
-def set_special_ids(config: Any, tokenizer: Any, is_causal: bool) -> None:
+def set_special_ids(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase", is_causal: bool) -> None:
     """Set the ids of a tokenizer's begin, end and padding tokens in a configuration."""
     for name, token in special_ids(tokenizer, is_causal).items():
         if token is not None:
@@ -289,7 +292,7 @@ def loading_notes(pretrained: str, missing: list[str], unneeded: list[str]) -> l
             *([f"Not in {pretrained}, so these start at random: {some(sorted(missing))}."] if missing else [])]
 
 
-def vocabulary_fields(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
+def vocabulary_fields(tokenizer: "PreTrainedTokenizerBase", is_causal: bool) -> dict[str, int | None]:
     """Fields of a configuration that follow from the tokenizer."""
     return {"vocab_size": len(tokenizer), **special_ids(tokenizer, is_causal)}
 
@@ -298,7 +301,7 @@ def vocabulary_fields(tokenizer: Any, is_causal: bool) -> dict[str, int | None]:
 MXFP4 = "mxfp4"
 
 
-def saved_quantization(config: Any) -> str | None:
+def saved_quantization(config: "PreTrainedConfig") -> str | None:
     """Storage format of a folder's weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None."""
     saved = getattr(config, "quantization_config", None)
     if saved is None:
@@ -309,7 +312,7 @@ def saved_quantization(config: Any) -> str | None:
     return "int8" if saved.get("load_in_8bit") else saved.get("bnb_4bit_quant_type", "fp4")
 
 
-def is_double_quantized(config: Any) -> bool:
+def is_double_quantized(config: "PreTrainedConfig") -> bool:
     """True if the scales of a folder's 4-bit codes are quantised too."""
     return bool((getattr(config, "quantization_config", None) or {}).get("bnb_4bit_use_double_quant"))
 
@@ -334,7 +337,7 @@ ROPE_FIELDS = ("rope_parameters", *OLDER)
 KEPT = ("rope_theta", "partial_rotary_factor")  # belong to the trained model, not to a scaling method
 
 
-def rope_with(config: Any, field: str, value: Any) -> dict[str, Any]:
+def rope_with(config: "PreTrainedConfig", field: str, value: object) -> dict[str, Any]:
     """Return the `rope_parameters` of a configuration with one of `ROPE_FIELDS` set.
 
     If layers of several types have their own, as in Gemma 3, a field without types is that of `full_attention`, as
@@ -348,7 +351,7 @@ def rope_with(config: Any, field: str, value: Any) -> dict[str, Any]:
     return {**before, **{kind: _merged(before.get(kind) or {}, field, part) for kind, part in parts.items()}}
 
 
-def _merged(before: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+def _merged(before: dict[str, Any], field: str, value: object) -> dict[str, Any]:
     if field in KEPT:
         return {**before, field: value}
     if not isinstance(value, dict):
@@ -358,7 +361,7 @@ def _merged(before: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
     return {**{name: before[name] for name in KEPT if name in before}, **named}
 
 
-def check_rope(config: Any) -> None:
+def check_rope(config: "PreTrainedConfig") -> None:
     """Raise UserError unless transformers can compute the rotary positions of a configuration, if it has any."""
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:

@@ -211,7 +211,7 @@ def _outside(generator: np.random.Generator, layers: np.ndarray, values: np.ndar
     # The base layer has no curve to compare with: its places beyond TAIL stand for the tail.
     above &= layers > 0
     values[above] = np.abs(generator.standard_normal(np.count_nonzero(above)))  # rejected: redrawn
-    values[layers == 0] = _tail(generator, np.count_nonzero(layers == 0))
+    values[layers == 0] = _tail(generator, int(np.count_nonzero(layers == 0)))
     return values
 
 

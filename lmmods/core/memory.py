@@ -4,13 +4,16 @@ The start of a run, `inspect`, `new`, `find` and `plan` all answer with a `StepM
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lmmods.core.experts import mixture_of
 from lmmods.core.hf_config import layer_config
 from lmmods.core.optimizers import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Size of a network, and the arithmetic of training it, the same on both engines.
@@ -45,7 +48,7 @@ class Widths:
     has_qk_norm: bool = False
 
 
-def widths_of(config: Any, has_qk_norm: bool = False) -> Widths:
+def widths_of(config: "PreTrainedConfig", has_qk_norm: bool = False) -> Widths:
     """Return the dimensions of a network from its transformers configuration, which does not tell `has_qk_norm`."""
     text, mixture = config.get_text_config(), mixture_of(config)
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
@@ -137,7 +140,7 @@ def score_flops(length: int, windows: Iterable[int | None], features: int, causa
     return sum(4 * features * pairs(window) for window in windows)
 
 
-def cache_bytes(config: Any, length: int, itemsize: int) -> int:
+def cache_bytes(config: "PreTrainedConfig", length: int, itemsize: int) -> int:
     """Return the bytes of the keys and values in all layers of a text of `length` tokens, and of the states that Gated
     DeltaNet keeps instead; in architectures that neither compress keys and values nor keep another state.
 
@@ -199,7 +202,7 @@ class StepMemory:
         gap: Bytes of the largest free piece of memory once all but this block is placed.
     """
 
-    parts: dict[str, float]
+    parts: Mapping[str, float]
     available: float
     method: Method
     refusal: str | None = None
@@ -284,7 +287,7 @@ class Step:
             products = hidden + 2 * query + 2 * widths.key_value + wide * (2 if widths.has_rms_norm else 1)
             return size * products + hidden * (4 if is_wide else size)
         # Both norms' results, which are the inputs of products; queries, keys, values and what attention makes of them.
-        kept = size * (2 * hidden + 2 * query + 2 * widths.key_value)
+        kept: float = size * (2 * hidden + 2 * query + 2 * widths.key_value)
         # Inputs of the norms: the residual stream, which is float32 if all weights are, or a copy in float32 that the
         # operations of transformers make. A compiler computes what is inside of a norm again.
         normed, is_eager = 2 * hidden + widths.has_qk_norm * (query + widths.key_value), self.runs == "eager"

@@ -6,7 +6,7 @@ An optimiser is an entry of `OPTIMIZERS` and a factory of the same name in each 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 
 @dataclass(frozen=True)
@@ -76,5 +76,8 @@ OPTIMIZERS = {
     "paged_adamw_8bit": _ADAMW_8BIT,
     "paged_lion_8bit": _LION_8BIT,
 }
-OptimizerName = Literal[tuple(OPTIMIZERS)]
+if TYPE_CHECKING:
+    OptimizerName = str  # a checker cannot read the names from the table
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
 SHARDABLE = [name for name, spec in OPTIMIZERS.items() if spec.is_shardable]

@@ -51,23 +51,6 @@ class Difference:
                 f"{TOLERANCES[self.what]:.0e}")
 
 
-def first_rows(datamodule: Any, num_rows: int) -> list[Row]:
-    """The first rows that a run would train on, each as a batch [1, ...], padded to the same length.
-
-    Args:
-        datamodule: Connected to its model; nothing is prepared yet. Its batch size changes.
-
-    Raises:
-        UserError: The data cannot be read.
-    """
-    datamodule.batch_size, datamodule.num_workers = num_rows, 0
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    batch = {name: np.asarray(values) for name, values in next(iter(datamodule.train_batches())).items()}
-    return [{name: values[place : place + 1] for name, values in batch.items()}
-            for place in range(len(batch["input_ids"]))]
-
-
 def sequences(row: Row) -> Row:
     """Inputs of a network for a row: [A, T] for each column, where a row of preferences has A answers."""
     # Labels and weights are not inputs of the network.
@@ -125,11 +108,11 @@ def compare(expected: Path, found: Path) -> list[Difference]:
     """Return the largest differences between the results of two engines, by kind."""
     from safetensors import safe_open
 
-    losses = [np.array(json.loads((folder / LOSS).read_text())) for folder in (expected, found)]
+    one_loss, other_loss = (np.array(json.loads((folder / LOSS).read_text())) for folder in (expected, found))
     with safe_open(expected / LOGITS, "np") as one, safe_open(found / LOGITS, "np") as other:
         logits = _difference("logits", one.get_tensor("logits"), other.get_tensor("logits"))
     with safe_open(expected / GRADIENTS, "np") as one, safe_open(found / GRADIENTS, "np") as other:
-        return [logits, _difference("loss", *losses), _worst_gradient(one, other)]
+        return [logits, _difference("loss", one_loss, other_loss), _worst_gradient(one, other)]
 
 
 def _worst_gradient(one: Any, other: Any) -> Difference:

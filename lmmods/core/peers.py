@@ -83,14 +83,16 @@ class MeetingPoint:
         job = value("SLURM_JOB_ID") or ""
         # Without MASTER_PORT, Lightning under SLURM takes this port, too.
         port = value("MASTER_PORT") or (f"{15000 + int(job[-4:])}" if by_srun and job[-4:].isdigit() else None)
-        if not (host and all((text or "").isdigit() for text in (rank, size, port))) or int(size) < 2:
+        if not (host and rank and rank.isdigit() and size and size.isdigit() and port and port.isdigit()):
+            return None
+        if int(size) < 2:
             return None
         # Equal in all processes of a run, but not in another run or a restart, which may use the same port.
         run = (host, port, size, job, *(value(name) or "" for name in (
             "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")))
         launcher = value(LAUNCHER) if by_lightning and rank != "0" else None
         if "TORCHELASTIC_RUN_ID" in environment:
-            launcher = os.getppid()  # torchrun's agent
+            launcher = str(os.getppid())  # torchrun's agent
         token = hashlib.sha256(repr(run).encode()).hexdigest()[:32]
         return cls(int(rank), int(size), host, int(port) + PORT_DISTANCE, token, int(launcher) if launcher else None)
 
@@ -240,6 +242,7 @@ class Peers:
             if self._listener is None:
                 self._listen(0)
             # Collective: every process takes part, also one that is connected already.
+            assert self._listener is not None
             share((socket.gethostname(), self._listener.getsockname()[1], self._token))
         else:
             host, port, token = share(None)
@@ -350,6 +353,7 @@ class Peers:
             # The listener is registered without data, connections with themselves.
             for key, _ in self._selector.select(self._patience(next_beat)):
                 if key.data is None:
+                    assert self._listener is not None
                     self._add(Connection(self._listener.accept()[0], self._timeout or KEEP_ALIVE))
                 else:
                     self._hear(key.data)
@@ -391,7 +395,7 @@ class Peers:
                 continue
             del self._started[rank]  # its connection reports from now on
             # Below 0: killed by a signal. Above: it has failed by itself.
-            if name not in self._known and status < 0:
+            if name not in self._known and status is not None and status < 0:
                 self._lost.append(name)
             elif name not in self._known and status:
                 self._end(FAILED, UserError(f"Process {name} has ended with an error, so this one ends, too."))
@@ -488,8 +492,15 @@ class Peers:
 
 
 _opened: "weakref.WeakSet[Peers]" = weakref.WeakSet()
+
+
+def _close_all_copies() -> None:
+    for peers in _opened:
+        peers._close_copies()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [peers._close_copies() for peers in _opened])
+    os.register_at_fork(after_in_child=_close_all_copies)
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> None:

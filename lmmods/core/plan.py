@@ -3,12 +3,15 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
 from lmmods.core.memory import GIB, Method, StepMemory, cache_bytes
 from lmmods.core.settings import LoRA
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # compiled: from the target's own compiler. simulated: counted in the program of simulated devices of this machine, or
 # in a step on meta tensors. assumed: calculated, or known only to the device.
@@ -121,7 +124,7 @@ class Drawing:
     group: int = 1
 
     @staticmethod
-    def of(config: Any, answers: int, at_once: int, steps: int, lengths: tuple[int, int], itemsize: int,
+    def of(config: "PreTrainedConfig", answers: int, at_once: int, steps: int, lengths: tuple[int, int], itemsize: int,
            weights: Iterable[tuple[str, float]], over: int = 1) -> "Drawing":
         """Return the drawing of answers of full length to prompts that are as long as they may be.
 
@@ -143,10 +146,10 @@ class Drawing:
     def seconds(self, target: Target) -> float | None:
         """Return the least time of it for an optimiser step; None if the target's figures are unknown."""
         passes = -(-self.answers // self.at_once) * self.new_tokens
-        read = target.streams(passes * self.weights + self.answers * self.cache)
-        if read is None:
+        read, link = target.streams(passes * self.weights + self.answers * self.cache), target.link(self.group)
+        if read is None or link is None:
             return None
-        sent = passes * self.gathered * (self.group - 1) / self.group / target.link(self.group)
+        sent = passes * self.gathered * (self.group - 1) / self.group / link
         return max(read, sent) / self.steps
 
 
@@ -214,14 +217,16 @@ class StepPlan:
 
     def bounds(self) -> dict[str, float]:
         """Lower bounds of the time of a step in seconds, by resource; empty if the target's figures are unknown."""
-        target, sent = self.target, {kind: found.sent(kind) for kind, found in self.traffic.items()}
-        peak = target.peak(self.dtype)
-        if target.kind is None or peak is None:
-            return {}
-        links = sum(num_bytes / target.link(max(self.traffic[kind].group, self.traffic[kind].span))
-                    for kind, num_bytes in sent.items())
+        target, links = self.target, 0.0
         # Parameters and optimiser state are read and written once.
-        return {"arithmetic": self.flops / peak, "links": links, "memory": target.streams(2 * self.kept)}
+        peak, memory = target.peak(self.dtype), target.streams(2 * self.kept)
+        if peak is None or memory is None:
+            return {}
+        for kind, traffic in self.traffic.items():
+            link = target.link(max(traffic.group, traffic.span))
+            assert link is not None, "known like the memory's"
+            links += traffic.sent(kind) / link
+        return {"arithmetic": self.flops / peak, "links": links, "memory": memory}
 
     def lines(self, num_steps: int | None) -> Iterator[str]:
         """The plan as text, each line with its source.
@@ -249,14 +254,14 @@ class StepPlan:
                         f"values take {_size(drawn.at_once * drawn.held)}")
         if bounds := self.bounds():
             each = ", ".join(f"{name} {_time(value)}" for name, value in bounds.items())
-            drawing = self.drawing.seconds(self.target) if self.drawing else 0.0
+            drawing = (self.drawing.seconds(self.target) if self.drawing else None) or 0.0
             seconds = max(bounds.values()) + drawing
             if drawing:
                 each = f"{_time(max(bounds.values()))} to train: {each}; {_time(drawing)} to draw answers"
             yield _line("a step takes at least", "assumed", f"{_time(seconds)} ({each})")
             yield _line("so at most", "assumed", f"{self.num_tokens / seconds:,.0f} tokens per second, "
                         f"{self.num_tokens:,} a step")
-            if drawing:
+            if self.drawing and drawing:
                 yield _line("drawing takes at least", "assumed", f"{drawing / seconds:.0%} of it, if all answers have "
                             f"{self.drawing.new_tokens} tokens, each of which reads the weights and the cache")
             if num_steps is not None:

@@ -225,6 +225,7 @@ class PreferenceLoss:
         if self.method.per_token:
             scores, sizes = scores / lengths, sizes / lengths
         chosen, rejected = scores[:, 0], scores[:, 1]
+        assert self.method.formula is not None
         losses = self.method.formula(ops, self, chosen, rejected)
         sft_weight = self.method.sft_weight if self.sft_weight is None else self.sft_weight
         if sft_weight:

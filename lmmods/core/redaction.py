@@ -60,11 +60,11 @@ def redacted(value: Any, names_of_data: bool = False) -> Any:
     return value
 
 
-def _is_secret(key: Any, value: Any) -> bool:
+def _is_secret(key: object, value: object) -> bool:
     return isinstance(key, str) and isinstance(value, str) and bool(value) and bool(_SECRET_KEY.fullmatch(key))
 
 
-def left_out(value: Any, key: str = "") -> Iterator[str]:
+def left_out(value: object, key: str = "") -> Iterator[str]:
     """Yield dotted keys of a recipe whose value contains a redacted password or token."""
     if isinstance(value, str) and (value == HIDDEN and _SECRET_KEY.fullmatch(key.rsplit(".", 1)[-1])
                                    or _LEFT_OUT.search(value)):

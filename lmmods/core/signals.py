@@ -7,7 +7,7 @@ ends it at once. Nothing of this project is imported at the top: the program beg
 import os
 import signal
 import time
-from typing import Any, NoReturn
+from typing import NoReturn
 
 ASKED = signal.SIGINT, signal.SIGTERM
 STATUS = 130
@@ -34,7 +34,7 @@ def raise_at_signals(message: str) -> None:
     If a library call does not return to Python, such as a rendezvous that waits for other machines, the program ends
     all the same.
     """
-    def interrupt(number: int, frame: Any) -> None:
+    def interrupt(number: int, frame: object) -> None:
         _taken.append(number)
         raise Interrupted(message)
 
@@ -67,7 +67,7 @@ def watch_blocked_calls() -> None:
 _taken: list[int] = []  # signals that a handler has received
 
 
-def _end(*_: Any) -> NoReturn:
+def _end(*_: object) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         os.write(2, f"{BEFORE}\n".encode())
     os._exit(STATUS)
@@ -110,14 +110,14 @@ class Interruption:
         """True if this process has been asked to stop."""
         return self.requested or self._is_reached
 
-    def stop(self, step: int, checkpoint: Any) -> NoReturn:
+    def stop(self, step: int, checkpoint: object) -> NoReturn:
         """End the run at optimiser step `step`, after `checkpoint` was written; None if the run writes none."""
         saved = f"Saved {checkpoint}; resume with --ckpt_path last." if checkpoint else UNSAVED
         if self._is_reached and not self.requested:
             raise Stopped(f"Stopped at step {step}, as --stop_at says. {saved}")
         raise Interrupted(f"Interrupted at step {step}. {saved}")
 
-    def _on_signal(self, number: int, _frame: Any) -> None:
+    def _on_signal(self, number: int, _frame: object) -> None:
         if self.requested:
             if time.monotonic() - self._when < FORWARDING_SECONDS:
                 return

@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]  # absent on Windows
 
 
 def end_with_parent(*_: object) -> None:

@@ -81,7 +81,7 @@ def best_threshold(predictions: dict[str, str], golds: dict[str, Sequence[str]],
         null_odds: Score of no answer minus that of the best answer; above the threshold the answer is "".
         score: `exact_match` or `token_f1`.
     """
-    current = sum(not texts for texts in golds.values())  # score of always answering nothing
+    current: float = sum(not texts for texts in golds.values())  # score of always answering nothing
     best, threshold = float(current), 0.0
     for key in sorted(golds, key=lambda key: null_odds[key]):
         if golds[key]:
@@ -104,7 +104,7 @@ def choice_scores(logits: np.ndarray, answers: np.ndarray, subjects: Sequence[st
     hits = logits.argmax(axis=1) == answers
     log_sums = np.logaddexp.reduce(logits, axis=1)
     losses = log_sums - logits[np.arange(len(answers)), answers]
-    subjects = np.array(subjects)
-    by_subject = {str(subject): float(hits[subjects == subject].mean()) for subject in np.unique(subjects)}
+    names = np.array(subjects)
+    by_subject = {str(subject): float(hits[names == subject].mean()) for subject in np.unique(names)}
     overall = (hits.mean(), np.mean(list(by_subject.values())), losses.mean())
     return {**dict(zip(CHOICE_SCORES, map(float, overall), strict=True)), **by_subject}

@@ -65,7 +65,7 @@ class Project:
         except (OSError, KeyError, tomllib.TOMLDecodeError):
             told = {}
         if told.get("name") == NAME:
-            listed = [(line, None) for line in told["dependencies"]]
+            listed: list[tuple[str, str | None]] = [(line, None) for line in told["dependencies"]]
             listed += [(line, extra) for extra, lines in told["optional-dependencies"].items() for line in lines]
             return cls(told["version"], told["requires-python"], _dependencies(listed))
         found = metadata.metadata(NAME)

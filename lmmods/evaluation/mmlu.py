@@ -8,6 +8,7 @@ import numpy as np
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
 from lmmods.core.text_metrics import CHOICE_SCORES, choice_scores
+from lmmods.data.base import DataModule
 from lmmods.data.batches.sampler import batches_of_rank, evaluation_order
 from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.sources.readers import Row
@@ -45,7 +46,7 @@ class MMLUEvaluator(MMLUFields):
 
     # Questions -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, datamodule: Any, model: Any) -> None:
+    def prepare(self, datamodule: DataModule, model: Any) -> None:
         """Read and encode the questions.
 
         Raises:
@@ -98,7 +99,7 @@ class MMLUEvaluator(MMLUFields):
         columns = {tail: np.searchsorted(self.choice_ids, tokens) for tail, tokens in by_tail.items()}
         self._columns = np.stack([columns[prompt[-TAIL:]] for prompt in prompts])  # [N, number of letters]
 
-    def batches(self, datamodule: Any, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
+    def batches(self, datamodule: DataModule, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
         """Yield this process's batches: `input_ids` padded on the right, `attention_mask`, `index` (-1: padding).
 
         All processes get equally many. A torch DataLoader would consume the random state of training.

@@ -7,6 +7,7 @@ from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
 from lmmods.core.markdown import indented
 from lmmods.core.settings import Generation
+from lmmods.data.base import DataModule
 from lmmods.recipe.block_fields import SampleFields
 from lmmods.runs.folder import RunFolder, write_text
 from lmmods.runs.repair import mended_samples
@@ -24,7 +25,7 @@ class SampleWriter(SampleFields):
         self.latest_step: int | None = None  # step of the last samples of this process
         self._base: dict[str, str] = {}  # prompt -> answer before training
 
-    def prepare(self, datamodule: Any, max_positions: int | None) -> None:
+    def prepare(self, datamodule: DataModule, max_positions: int | None) -> None:
         """Encode the prompts. Raises UserError: the task cannot generate, or a prompt leaves no room for an answer.
 
         Args:

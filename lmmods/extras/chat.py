@@ -24,6 +24,7 @@ from lmmods.core.generation_config import BOOKKEEPING, GENERATION_CONFIG, SAMPLI
 from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
 from lmmods.core.waiting import sleep_if_busy
+from lmmods.data.base import DataModule
 from lmmods.data.encode.tokenizer import decode
 from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.data.sources.formats import find_format
@@ -174,7 +175,7 @@ class Source:
 
     title: str
     model: CausalFields
-    data: Any
+    data: DataModule
     layout: str | None
     generation: Generation
     stop_token_ids: list[int]
@@ -258,7 +259,7 @@ def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
     return model, data
 
 
-def _connect(data: Any, model: CausalFields) -> None:
+def _connect(data: DataModule, model: CausalFields) -> None:
     data.connect(pretrained=model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code)
 
 

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from lmmods.data.base import DataModule
+
 if TYPE_CHECKING:
     from lmmods.commands.setup import Setup
 
@@ -23,7 +25,7 @@ def dry_run(setup: "Setup", watch: Watch) -> int | None:
     return run(setup.trainer, setup.model, setup.datamodule, watch)
 
 
-def _on_torch(trainer: Any, model: Any, datamodule: Any, watch: Watch) -> int | None:
+def _on_torch(trainer: Any, model: Any, datamodule: DataModule, watch: Watch) -> int | None:
     import lightning as L
     import torch
 
@@ -42,7 +44,7 @@ def _on_torch(trainer: Any, model: Any, datamodule: Any, watch: Watch) -> int | 
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
-def _on_jax(trainer: Any, model: Any, datamodule: Any, watch: Watch) -> int | None:
+def _on_jax(trainer: Any, model: Any, datamodule: DataModule, watch: Watch) -> int | None:
     from jax_engine.checkpoint import Checkpointer
     from jax_engine.distributed import devices
     from jax_engine.trainer import Evaluation, Exporter, Loop

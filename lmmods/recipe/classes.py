@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 from lmmods.core.errors import UserError
 from lmmods.recipe.engines import ENGINES, LOGGERS
@@ -104,8 +104,20 @@ FOLDERS = {
 BASES = {"model": TaskFields, "data": DataFields}
 
 
+@overload
+def declared(block: Literal["model"]) -> dict[str, type[TaskFields]]: ...
+
+
+@overload
+def declared(block: Literal["data"]) -> dict[str, type[DataFields]]: ...
+
+
+@overload
+def declared(block: str) -> dict[str, type[TaskFields | DataFields]]: ...
+
+
 @functools.cache
-def declared(block: str) -> dict[str, type]:
+def declared(block: str) -> dict[str, Any]:
     """Return the fields of every declared task (`model`) or data module (`data`) by class name: SFT, SFTData."""
     found = {}
     # Found by their files, so that a new task needs no entry in a list.
@@ -228,7 +240,7 @@ def check_name(key: str, name: str, engine: str) -> None:
         return
     if key == "model":
         for other, elsewhere in folders.items():
-            if name in _classes_in(elsewhere):
+            if elsewhere is not None and name in _classes_in(elsewhere):
                 raise UserError(f"model is {name}, which only engine {other} supports: {folder} has no file for it. "
                                 f"Use --engine {other}, or add that file (docs/extending.md).")
     if name in listed:

@@ -14,6 +14,11 @@ from typing import Any
 
 import yaml
 
+try:
+    from yaml import CSafeLoader as Loader
+except ImportError:  # without libyaml
+    from yaml import SafeLoader as Loader
+
 from lmmods.core import files
 from lmmods.core.errors import UserError
 
@@ -23,8 +28,6 @@ MAX_DEPTH = 64
 MAX_DIGITS = 400  # no float has more
 TRUST_KEY = "trust_recipe_code"
 CONFIG_OPTIONS = ("--config", "-c")
-
-Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class RecipeLoader(Loader):
@@ -114,7 +117,7 @@ def config_argument(value: str) -> dict[str, Any]:
     return _mapping(value, "--config") if is_inline(value) else read_recipe(value)
 
 
-def read_with_lines(value: str) -> dict[Scalar, Any]:
+def read_with_lines(value: str) -> dict[str, Any]:
     """Like `config_argument`, with `Scalar` keys and values."""
     _check_given(value)
     inline = is_inline(value)
@@ -371,11 +374,14 @@ def shipped_recipes() -> dict[str, Path]:
 
 def header_of(path: Path) -> Header:
     """Parse the comment at the top of a recipe. Raises UserError if a part of it is missing."""
-    comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))[0]
-    found = {name: re.search(rf"^# {name.capitalize()}: (.+)$", comment, re.M) for name in ("hardware", "time")}
-    if missing := [name for name, match in found.items() if match is None]:
-        raise UserError(f"{path}: the comment at its top has no {missing[0]}. Add it, as in configs/clm.yaml.")
-    return Header(**{name: match[1] for name, match in found.items()})
+    comment = "".join(re.findall(r"\A(?:#.*\n)*", path.read_text(encoding="utf-8")))
+    parts = {}
+    for name in ("hardware", "time"):
+        match = re.search(rf"^# {name.capitalize()}: (.+)$", comment, re.M)
+        if match is None:
+            raise UserError(f"{path}: the comment at its top has no {name}. Add it, as in configs/clm.yaml.")
+        parts[name] = match[1]
+    return Header(**parts)
 
 
 def as_file(value: str) -> str:

@@ -123,11 +123,11 @@ def _if_true(key: str, ours: Any) -> Callable[[Any], Settings]:
     return lambda value: {key: ours} if value is True else {}
 
 
-def _attention(value: Any) -> Settings:
+def _attention(value: object) -> Settings:
     return {"model.attention": ATTENTION[value]} if value in ATTENTION else {}
 
 
-def _targets(value: Any) -> Settings:
+def _targets(value: str | list[str]) -> Settings:
     """Translate LoRA targets: `all`, `all-linear`, comma-separated names or a list, but no regular expression."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if names and all(isinstance(name, str) and name.replace("_", "").replace(".", "").replace("-", "").isalnum()
@@ -136,15 +136,15 @@ def _targets(value: Any) -> Settings:
     return {}
 
 
-def _bits(value: Any) -> Settings:
+def _bits(value: object) -> Settings:
     return {"model.quantize": {4: "nf4", 8: "int8", 16: None, 32: None}[value]} if value in (4, 8, 16, 32) else {}
 
 
-def _interval(value: Any) -> Settings:
+def _interval(value: object) -> Settings:
     return {"trainer.val_check_interval": None} if value == "epoch" else {}
 
 
-def _first_values(value: Any) -> Settings:
+def _first_values(value: object) -> Settings:
     # PEFT's values: True samples A, and `pissa_niter_16` is a faster approximation of `pissa`.
     if value is True:
         return {"model.lora.init": "kaiming"}
@@ -200,7 +200,7 @@ OURS = {"name": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS,
         "quantize": {"4bit": "nf4", "int4": "nf4", "4": "nf4", "8bit": "int8", "8": "int8"}}
 
 
-def hint_for(key: str, value: Any = None) -> str | None:
+def hint_for(key: str, value: object = None) -> str | None:
     """Return the hint for an unknown key, with its value if that is renamed here; None if no table has the key."""
     found = counterparts(key)
     if not found:
@@ -253,7 +253,7 @@ def _options(arguments: list[str]) -> Iterator[tuple[str, str]]:
             yield name, value if equals else "true" if following.startswith("--") else following
 
 
-def _walk(value: Any, prefix: str) -> Iterator[str]:
+def _walk(value: object, prefix: str) -> Iterator[str]:
     parts = value if isinstance(value, list) else [value]
     for part in parts:
         for name, each in part.items() if isinstance(part, dict) else ():

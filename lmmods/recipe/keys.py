@@ -167,6 +167,13 @@ def block_in(hint: Any) -> type | None:
     return next((each for each in members(hint) if _is_block(each)), None)
 
 
+def only_block_in(hint: Any) -> type:
+    """Return the project's class in a type hint that has one."""
+    block = block_in(hint)
+    assert block is not None, hint
+    return block
+
+
 def _is_block(kind: Any) -> bool:
     return inspect.isclass(kind) and dataclasses.is_dataclass(kind)
 
@@ -214,7 +221,7 @@ def nearest(name: str, names: list[str]) -> str | None:
     # leaf.
     block = name.partition(".")[0]
     for candidates in ([each for each in names if each.partition(".")[0] == block], names):
-        elsewhere = {}
+        elsewhere: dict[str, str] = {}
         for each in candidates:
             elsewhere.setdefault(each.rpartition(".")[2], each)
         if leaf in elsewhere:
@@ -233,7 +240,9 @@ def in_words(hint: Any, name: str = "", as_type: bool = False) -> str:
         name: Name of the key with this type.
         as_type: Name the type itself, for help and tables: `integer or null`, `boolean`.
     """
-    listed, parts, has_null = [], [], False
+    listed: list[str] = []
+    parts: list[str] = []
+    has_null = False
     for each in members(hint):
         if get_origin(each) is Literal:
             listed += map(str, get_args(each))

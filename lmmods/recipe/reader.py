@@ -52,6 +52,7 @@ from lmmods.recipe.keys import (
     listed_in,
     members,
     nearest,
+    only_block_in,
     recipe_keys,
     takes_any_key,
     task_classes,
@@ -123,7 +124,7 @@ class Recipe:
 
     def kind(self, block: str) -> type:
         """Return the fields of a block's class."""
-        return self.classes.get(block) or block_in(recipe_keys({}, self.engine)[block].type)
+        return self.classes.get(block) or only_block_in(recipe_keys({}, self.engine)[block].type)
 
     def whole(self) -> dict[str, Any]:
         """Return the recipe as plain values with defaults filled in, secrets included."""
@@ -412,7 +413,7 @@ class Reader:
             return Layer(value, True, {name: read_with_lines(value)})  # --trainer FILE
         # A string is used verbatim, as a commit 1234567 is not a number.
         is_text = name in self.keys and set(members(self.keys[name].type)) <= {str, type(None)}
-        tree = Scalar.of(value, value) if is_text else read_value(value)
+        tree: Any = Scalar.of(value, value) if is_text else read_value(value)
         # Nest the value from the inside out; a `+` appends to the last part of the key.
         for part in reversed(name.split(".")):
             part = Scalar.of(part, part)
@@ -426,7 +427,7 @@ class Reader:
         """Return the declared class that `model` or `data` ends up with; None if it is another one, or none is named.
         """
         # The last layer that names a class counts.
-        name, layer = None, None
+        name: Scalar | None = None
         for each in layers:
             for word, value in each.tree.items():
                 if word == f"{block}.class_path":
@@ -526,7 +527,7 @@ class Reader:
         """Convert a value to the type of its key; `WRONG` if it is rejected."""
         # A user's class: only its signature has the types of its keys.
         if key.name in self.classes and self.classes[key.name] is None:
-            self._keep_texts(value, keys_of(block_in(hint)))
+            self._keep_texts(value, keys_of(only_block_in(hint)))
             return LEFT
         # Words such as null or true need no library; all other values of these keys are left to it.
         if library_classes(hint):
@@ -673,8 +674,8 @@ class Reader:
         elif name == "config":
             self.report(at, "config is not a key: a recipe cannot name another one. Use several on the command line: "
                            "--config A --config B.")
-        elif others := self._others_with(name):
-            self.report(at, f"{name} is not a key of {class_name(self.classes[name.partition('.')[0]])}: "
+        elif (kind := self.classes.get(name.partition(".")[0])) and (others := self._others_with(name)):
+            self.report(at, f"{name} is not a key of {class_name(kind)}: "
                            f"{' and '.join(others)} {'have' if len(others) > 1 else 'has'} it.")
         elif not self.takes_recipe:
             near = nearest(name, self.names)
@@ -695,8 +696,7 @@ class Reader:
     def _others_with(self, name: str) -> list[str]:
         """Return the classes that have a key which the named class lacks."""
         block, _, leaf = name.partition(".")
-        return [class_name(kind) for kind in task_classes(block) if leaf in keys_of(kind)] if (
-            self.classes.get(block)) else []
+        return [class_name(kind) for kind in task_classes(block) if leaf in keys_of(kind)]
 
     @property
     def names(self) -> list[str]:
@@ -704,10 +704,10 @@ class Reader:
         classes = {block: (kind,) if kind else task_classes(block) for block, kind in self.classes.items()}
         return [key.name for key in walk(self.keys, classes)]
 
-    def _check_names(self, key: str, value: Any, layer: Layer, line: int | None) -> None:
+    def _check_names(self, key: str, value: object, layer: Layer, line: int | None) -> None:
         """Reject short names of classes that do not exist."""
         for path in map(_class_path, value if isinstance(value, list) else [value]):
-            if re.fullmatch(r"[A-Z]\w+", path or "") and path.yaml_value == path:
+            if path is not None and re.fullmatch(r"[A-Z]\w+", path) and path.yaml_value == path:
                 try:
                     check_name(key, path, self.engine)
                 except UserError as error:
@@ -804,7 +804,8 @@ class Reader:
     def _recipe(self) -> dict[str, Any]:
         recipe = {key.name: key.default for key in self.keys.values() if block_in(key.type) is None}
         recipe |= {name: value for name, value in self.given.items() if name not in self.classes and name != "trainer"}
-        defaults = {name: key.default for name, key in keys_of(block_in(self.keys["trainer"].type), "trainer").items()}
+        keys = keys_of(only_block_in(self.keys["trainer"].type), "trainer")
+        defaults = {name: key.default for name, key in keys.items()}
         trainer = self.given.get("trainer", {})
         recipe["trainer"] = defaults | {name: value for name, value in trainer.items() if value is not LEFT}
         for block in self.classes:
@@ -834,7 +835,7 @@ def _is_file(value: str) -> bool:
         return False
 
 
-def _class_path(value: Any) -> Scalar | None:
+def _class_path(value: object) -> Scalar | None:
     """Return the class path in a block's value; None if there is none."""
     path = value.get("class_path") if isinstance(value, dict) else value
     return path if isinstance(path, Scalar) else None

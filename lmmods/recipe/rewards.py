@@ -288,7 +288,7 @@ def _kind_of(settings: Any, key: str) -> type[RewardSettings]:
     return OTHERS[ways[0]] if name is None else NAMED[name]
 
 
-def did_you_mean(name: Any, known: list[str]) -> str:
+def did_you_mean(name: object, known: list[str]) -> str:
     """Return a sentence that names the nearest known name, for the end of a message; "" if none is near."""
     near = difflib.get_close_matches(str(name), known, 1)
     return f" Did you mean {near[0]}?" if near else ""

@@ -173,14 +173,14 @@ def num_steps(batches_per_epoch: int, batches_per_step: int, max_epochs: int | f
     """
     check_length(max_epochs, max_steps)
     by_epochs = math.inf
-    if max_epochs not in (None, -1):
+    if max_epochs is not None and max_epochs != -1:
         whole, part = divmod(Fraction(str(max_epochs)), 1)  # as written: 1.1 is no more than eleven tenths
         steps = steps_per_epoch(batches_per_epoch, batches_per_step)
         by_epochs = whole * steps + math.ceil(part * steps)
-    steps = min(by_epochs, math.inf if max_steps == -1 else max_steps)
-    if math.isinf(steps):
+    length = min(by_epochs, math.inf if max_steps == -1 else max_steps)
+    if math.isinf(length):
         raise UserError("trainer.max_steps or trainer.max_epochs is missing. Set one of them.")
-    return steps
+    return int(length)
 
 
 def limited(num_batches: int, limit: int | float | None, role: str) -> int:

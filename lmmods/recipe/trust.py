@@ -128,9 +128,9 @@ def check_recipe(model: dict[str, Any], remote_code_typed: bool) -> None:
         return
     check_remote_code(model, remote_code_typed)
     for name in ("config", "config_overrides"):
-        given = model.get(name)
-        for key in ("attn_implementation", "_attn_implementation") if isinstance(given, dict) else ():
-            _check_kernel(f"model.{name}.{key}", given.get(key))
+        if isinstance(given := model.get(name), dict):
+            for key in ("attn_implementation", "_attn_implementation"):
+                _check_kernel(f"model.{name}.{key}", given.get(key))
     _check_kernel("model.attention", model.get("attention"))
 
 
@@ -146,7 +146,7 @@ def check_remote_code(options: Any, typed: bool = False) -> None:
                         f"true to the command line (merge, evaluate and chat: {FLAG} true).")
 
 
-def _check_kernel(key: str, name: Any) -> None:
+def _check_kernel(key: str, name: object) -> None:
     if isinstance(name, str) and "/" in name:
         raise UserError(f"{key} is {name!r}, a kernel from the hub, which runs code. If you trust it, add "
                         f"{FLAG} true to the command line.")

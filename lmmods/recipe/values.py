@@ -70,24 +70,25 @@ def check_time(value: str | dict[str, int] | timedelta | None) -> None:
     """Check that a time limit is positive: otherwise the run would end without a step."""
     try:
         if isinstance(value, str):
-            parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value).groups()
-            time = timedelta(**dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts), strict=True)))
+            match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value)
+            days, hours, minutes, seconds = map(int, match.groups() if match else (0, 0, 0, 0))
+            time: timedelta | None = timedelta(days, hours=hours, minutes=minutes, seconds=seconds)
         else:
             time = timedelta(**value) if isinstance(value, dict) else value
-    except (AttributeError, OverflowError, TypeError):  # malformed; too long; an unknown unit
+    except (OverflowError, TypeError):  # too long; an unknown unit
         time = timedelta()
     if time is not None and time <= timedelta():
         _refuse("trainer.max_time", value, "more than 0: DD:HH:MM:SS, for example 00:08:00:00, or a mapping of weeks, "
                 "days, hours, minutes and seconds, for example {hours: 8}")
 
 
-def check_seed(seed: Any) -> None:
+def check_seed(seed: bool | int | None) -> None:
     """Check that a seed fits 32 bits; true picks one at random."""
     if seed is not True and (seed is None or seed is False or not 0 <= seed <= MAX_SEED):
         _refuse("seed_everything", seed, f"an integer from 0 to {MAX_SEED}, or true to pick one at random")
 
 
-def check_texts(value: Any, key: str) -> None:
+def check_texts(value: object, key: str) -> None:
     """Check that no string contains a NUL byte, and no path or hub id is empty or longer than a file system allows.
 
     Raises:
@@ -112,7 +113,7 @@ def check_texts(value: Any, key: str) -> None:
             check_texts(each, f"{key}.{name}".removeprefix(".").replace(".init_args", ""))
 
 
-def check_devices(accelerator: str, devices: Any, engine: str) -> None:
+def check_devices(accelerator: str, devices: str | int | list[int] | None, engine: str) -> None:
     """Check the accelerator's name and the number or list of devices."""
     if accelerator not in ACCELERATORS[engine]:
         _refuse("trainer.accelerator", accelerator, f"one of {', '.join(ACCELERATORS[engine])}")
@@ -127,7 +128,7 @@ def check_devices(accelerator: str, devices: Any, engine: str) -> None:
     if isinstance(devices, list):
         if accelerator == "cpu" or not devices or len(set(devices)) < len(devices) or min(devices) < 0:
             _refuse("trainer.devices", devices, wanted)
-    elif devices is None or devices != "auto" and devices != -1 and not 1 <= devices <= MAX_DEVICES:
+    elif devices is None or isinstance(devices, int) and devices != -1 and not 1 <= devices <= MAX_DEVICES:
         _refuse("trainer.devices", devices, wanted)
 
 
@@ -137,7 +138,7 @@ def check_share(key: str, value: int | float | None) -> None:
         _refuse(key, value, "an integer number of micro-batches from 0, or a fraction from 0.0 to 1.0")
 
 
-def _refuse(key: str, value: Any, wanted: str) -> None:
+def _refuse(key: str, value: object, wanted: str) -> None:
     is_word = value is None or isinstance(value, bool)
     refuse_value(f"{key} is {as_yaml_word(value) if is_word else shortened(repr(value))}, but must be {wanted}.",
                  key)

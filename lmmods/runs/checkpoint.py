@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import safetensors.numpy
@@ -306,7 +306,7 @@ def split_shards(content: CheckpointContent, library: ArrayLibrary) -> tuple[Any
                  lambda node: id(node) if isinstance(node, Shards) else library.memory_of(node))
 
 
-def split(tree: Any, is_array: Callable[[Any], bool],
+def split(tree: object, is_array: Callable[[Any], bool],
           memory_of: Callable[[Any], Hashable] = id) -> tuple[Any, dict[str, Any]]:
     """Separate the arrays from a tree. An array that occurs several times is stored once, under its first path.
 
@@ -454,7 +454,7 @@ def read_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointCo
         UserError: A file is damaged.
     """
     check_manifest(folder)
-    return read_tree(folder, read_arrays(folder, library))
+    return cast(CheckpointContent, read_tree(folder, read_arrays(folder, library)))
 
 
 def open_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointContent:
@@ -469,7 +469,7 @@ def open_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointCo
             path = f"{top}/{name}".lstrip("/")
             # Only parameters, optimiser state and gradients stay lazy.
             arrays[path] = array if array.ndim and path.startswith(LARGE) else library.read(array)
-    return read_tree(folder, arrays)
+    return cast(CheckpointContent, read_tree(folder, arrays))
 
 
 def _opened(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str, LazyArray]:
@@ -585,7 +585,7 @@ def join(tree: Any, arrays: dict[str, Any]) -> Any:
     return {key: join(value, arrays) for key, value in tree.items()}
 
 
-def _check_object(folder: Path, tree: Any) -> None:
+def _check_object(folder: Path, tree: object) -> None:
     if not isinstance(tree, dict):
         raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} holds a {type(tree).__name__}. Resume from another "
                         "one.")

@@ -65,7 +65,7 @@ class MetricsCSV(Logger):
         writer.writerows(self._rows)
         write_text(self.path, text.getvalue())
 
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: object, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the recipe is in config.yaml."""
 
 

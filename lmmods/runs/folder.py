@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
@@ -44,6 +44,9 @@ from lmmods.runs.run_files import (
     write_json,
     write_text,
 )
+
+if TYPE_CHECKING:
+    from lmmods.data.codec import Predictions  # which imports torch
 
 CHECKPOINT_PREFIX = "step="
 CHECKPOINT_NAME = re.compile(r"step=[0-9]{1,18}(\+[0-9]{1,9})?")
@@ -109,8 +112,8 @@ class RunFolder:
         check_inputs(self.root, NAMES, recipe)
         checkpoint = continued(self, ckpt_path)
         if stop_at is not None:
-            known = checkpoint is not None and CHECKPOINT_NAME.fullmatch(checkpoint.name)
-            step = checkpoint_position(checkpoint.name)[0] if known else 0
+            name = checkpoint.name if checkpoint is not None else ""
+            step = checkpoint_position(name)[0] if CHECKPOINT_NAME.fullmatch(name) else 0
             if stop_at <= step:
                 raise UserError(f"--stop_at is {stop_at}, but must be more than {step}"
                                 + (", the step of the checkpoint." if step else "."))
@@ -314,7 +317,7 @@ class RunFolder:
             self.files.claim(*(f"model/{name}" for name in files))
             write_eval_results(self.model, files)
 
-    def write_predictions(self, found: Any) -> str:
+    def write_predictions(self, found: "Predictions") -> str:
         """Write `rows`, `files` and `scores` of predict. Returns a message for the user."""
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows]
         self.files.claim("predictions.jsonl")
@@ -396,7 +399,7 @@ def _paths(recipe: dict[str, Any]) -> Iterator[tuple[str, Path]]:
         yield "mmlu.source", _before_pattern(text)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

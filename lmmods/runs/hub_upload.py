@@ -34,6 +34,7 @@ class Publisher(PublishFields):
         if get_token() is None:
             return (f"publish.repo is {self.repo}, but there is no Hugging Face token. Set HF_TOKEN in the environment "
                     "or run `hf auth login`, or set publish.repo to null.")
+        assert self.repo is not None
         try:
             HfApi().create_repo(self.repo, private=self.private, exist_ok=True)
             is_private = HfApi().repo_info(self.repo).private
@@ -80,6 +81,7 @@ class Publisher(PublishFields):
     def _send(self, folder: Path, message: str) -> None:
         from huggingface_hub import HfApi
 
+        assert self.repo is not None
         with _publishable(folder) as content:
             HfApi().upload_folder(repo_id=self.repo, folder_path=content, commit_message=message)
 

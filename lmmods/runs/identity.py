@@ -9,9 +9,10 @@ import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from lmmods.core.errors import UserError
+from lmmods.data.base import DataModule
 from lmmods.data.batches.stream import ENDLESS
 from lmmods.recipe.classes import BASES, list_all, named_models
 from lmmods.recipe.files import read_recipe
@@ -51,7 +52,7 @@ class Comparison:
         self._trusts = trust_places
         self._walk(was, now, defaults, "")
 
-    def _walk(self, was: Any, now: Any, defaults: Any, key: str, moved: bool = False) -> None:
+    def _walk(self, was: object, now: object, defaults: Any, key: str, moved: bool = False) -> None:
         if isinstance(was, dict) and isinstance(now, dict):
             self._walk_block(was, now, defaults if isinstance(defaults, dict) else {}, key)
         elif _are_blocks(was) and _are_blocks(now) and len(was) == len(now):
@@ -92,7 +93,7 @@ class RunIdentity:
         self._reported: list[Change] = []
         self.tree: dict[str, Any] = {}
 
-    def resolve(self, data: Any, checkpoint: Path | None, cut: Cut) -> list[str]:
+    def resolve(self, data: DataModule | None, checkpoint: Path | None, cut: Cut) -> list[str]:
         """Compute this run's identity, and check that it continues the run that wrote `checkpoint`.
 
         Args:
@@ -153,7 +154,7 @@ class RunIdentity:
             "changed": {_spelt(change.key): [change.was, change.now] for change in self._reported}})
 
     @staticmethod
-    def _report(checkpoint: Path, refused: list[Change], reported: list[Change], problem: str = "") -> str:
+    def _report(checkpoint: Path | None, refused: list[Change], reported: list[Change], problem: str = "") -> str:
         """Return a table of the reported changes. Raises UserError if a change is refused, or there is a `problem`."""
         new = "start a new run in another trainer.default_root_dir."
         if refused:
@@ -166,7 +167,7 @@ class RunIdentity:
         return "Changed since that checkpoint:\n" + _table(reported) if reported else ""
 
 
-def identity_tree(recipe: dict[str, Any], data: Any, reads_model: bool = False) -> dict[str, Any]:
+def identity_tree(recipe: dict[str, Any], data: DataModule | None, reads_model: bool = False) -> dict[str, Any]:
     """Normalise a recipe, so that different spellings of one meaning are equal, and add facts to their keys.
 
     Args:
@@ -224,7 +225,7 @@ def _name_data(tree: dict[str, Any], facts: dict[str, Any]) -> None:
         data["seed"] = None
 
 
-def _named_sources(value: Any, columns: dict[str, str] | None, contents: list[str | None] | None,
+def _named_sources(value: object, columns: dict[str, str] | None, contents: list[str | None] | None,
                    weight: float | None) -> list[dict[str, Any]]:
     items = [dict(item) if isinstance(item, dict) else {"path": item}
              for item in (value if isinstance(value, list) else [value])]
@@ -350,7 +351,7 @@ def check_parameters(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[
                         + ". Resume with the recipe the run was started with (config.yaml in its folder).")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -364,7 +365,7 @@ def _with_unit(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "trainer": {**trainer, "val_check_interval": said}}
 
 
-def _are_blocks(value: Any) -> bool:
+def _are_blocks(value: object) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and any(isinstance(item, dict) for item in value)
 
 
@@ -376,7 +377,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] or None if isinstance(value, (list, tuple)) else value
 
 
-def _same(key: str, was: Any, now: Any) -> bool:
+def _same(key: str, was: object, now: object) -> bool:
     """True if equal; for keys in `FRACTIONS`, 1.0 (all) differs from 1 (one)."""
     return was == now and (key not in FRACTIONS or was != 1 or type(was) is type(now))
 
@@ -402,7 +403,7 @@ def _spelt(key: str) -> str:
     return key if "source" in key else key.removesuffix(".path")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, dict) and "path" in value:
         value = value["path"]
     elif _are_blocks(value):

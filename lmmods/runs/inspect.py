@@ -2,18 +2,23 @@
 
 import sys
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmmods.core.console import printable, say, shows_colour
 from lmmods.core.labels import IGNORED
+from lmmods.data.base import DataModule
+from lmmods.data.shown_rows import Which
 from lmmods.recipe.files import as_yaml
 from lmmods.recipe.trainer_fields import TrainerFields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Lightning's defaults for keys that are null; see TrainerFields.
 TRAINER_MEANS = {"log_every_n_steps": 50, "num_sanity_val_steps": 2}
 
 
-def show_data(datamodule: Any, rows: int, which: str | list[int]) -> None:
+def show_data(datamodule: DataModule, rows: int, which: Which | list[int]) -> None:
     """Print the data report and rows with what is scored in them, in colour if the terminal supports it.
 
     Args:
@@ -42,7 +47,7 @@ def show_data(datamodule: Any, rows: int, which: str | list[int]) -> None:
             say(compared_prompt(datamodule.tokenizer, row["input_ids"][: row["prompt_length"]], prompts))
 
 
-def show_recipe(recipe: dict[str, Any], datamodule: Any) -> None:
+def show_recipe(recipe: dict[str, Any], datamodule: DataModule) -> None:
     """Print the resolved recipe: values that it leaves to a default, the model or the engine are filled in."""
     recipe = {key: value for key, value in recipe.items() if key not in ("rows", "which", "recipe", "parity")}
     defaults = {field.name: field.default for field in fields(TrainerFields)}
@@ -57,7 +62,7 @@ def show_recipe(recipe: dict[str, Any], datamodule: Any) -> None:
                         "data": {**recipe["data"], "init_args": data}}))
 
 
-def compared_prompt(tokenizer: Any, prompt: list[int], at_inference: list[list[int]]) -> str:
+def compared_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: list[int], at_inference: list[list[int]]) -> str:
     """Compare a row's prompt to those that `apply_chat_template` makes from its conversation.
 
     Args:
@@ -81,12 +86,13 @@ def histogram(counts: dict[str, list[int]], width: int = 40) -> str:
     return "\n".join(["training rows by length in tokens", *lines])
 
 
-def marked_text(tokenizer: Any, input_ids: list[int], labels: list[int], marks: tuple[str, str]) -> str:
+def marked_text(tokenizer: "PreTrainedTokenizerBase", input_ids: list[int], labels: list[int],
+                marks: tuple[str, str]) -> str:
     """Decode tokens with scored ones between `marks`; consecutive tokens with equal marking are decoded together."""
     text, start = "", 0
     for i in range(1, len(input_ids) + 1):
         if i == len(input_ids) or (labels[i] == IGNORED) != (labels[start] == IGNORED):
-            piece = printable(tokenizer.decode(input_ids[start:i]))
+            piece = printable(str(tokenizer.decode(input_ids[start:i])))
             text += piece if labels[start] == IGNORED else piece.join(marks)
             start = i
     return text

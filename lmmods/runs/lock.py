@@ -17,7 +17,7 @@ from lmmods.core.errors import UserError
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]  # absent on Windows
     import msvcrt
 
 FILE = ".run-lock"
@@ -45,7 +45,7 @@ def lock_file(file: int, wait: bool = False) -> None:
     while True:
         os.lseek(file, LOCKED_BYTE, os.SEEK_SET)
         try:
-            return msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+            return msvcrt.locking(file, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]  # there alone
         except PermissionError as error:
             if not wait:
                 raise BlockingIOError(*error.args) from error

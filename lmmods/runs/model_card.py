@@ -4,7 +4,7 @@ import copy
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -27,6 +27,9 @@ from lmmods.runs.folder import RunFolder
 from lmmods.runs.published_paths import hub_id, shown_path, shown_paths
 from lmmods.runs.repair import read_table
 from lmmods.runs.run_files import write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ENDS_IN_PADDING = "ends_in_padding"  # in the data report: rows of a decoder's classifier that end in the padding token
 POOLING = """## Padding
@@ -97,7 +100,7 @@ def _front_matter(name: str, recipe: dict, metrics: dict, base: str | None, is_a
     data = recipe.get("data", {}).get("init_args", {})
     model = recipe.get("model", {}).get("init_args", {})
     task = _pipeline_tag(auto_class)
-    results = _results(task, data, metrics)
+    results = _results(task or "", data, metrics)
     metadata = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=task,
@@ -113,9 +116,9 @@ def _front_matter(name: str, recipe: dict, metrics: dict, base: str | None, is_a
     return as_yaml(metadata.to_dict())
 
 
-def _pipeline_tag(auto_class: str) -> str:
+def _pipeline_tag(auto_class: str) -> str | None:
     """Return the hub's name of the task that a class of transformers is for."""
-    return next(kind.pipeline_tag for kind in declared("model").values() if kind.auto_class == auto_class)
+    return next(task.pipeline_tag for task in declared("model").values() if task.auto_class == auto_class)
 
 
 def _origin(base: str | None, is_adapter: bool) -> str:
@@ -253,7 +256,8 @@ def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -
         UserError: A file cannot be read.
     """
     file = "adapter_config.json" if adapter else "config.json"
-    folder, facts = Path(name).expanduser(), {}
+    folder = Path(name).expanduser()
+    facts: dict[str, Any] = {}
     if not folder.is_dir():
         config = _from_hub_cache(name, file, revision)
         if config is None:
@@ -289,7 +293,7 @@ def first_weights(fields: TaskFields, precision: str, seed: int) -> dict[str, An
              "frozen": fields.trains_adapter, "precision": precision, "seed": seed}
     if fields.quantize == "int8" or _is_saved_in_8bit(facts["pretrained"]):
         facts["activations"] = "as they are"  # unlike cached numbers of a network that rounded them
-    if not fields.starts_at_base:  # the base that is rounded or quantised is then another one
+    if fields.lora and not fields.starts_at_base:  # the base that is rounded or quantised is then another one
         facts["principal"] = {"rank": fields.lora.rank, "targets": fields.lora.targets}
     return facts
 
@@ -311,7 +315,8 @@ def described_model(name: str, revision: str | None, file: str) -> dict[str, Any
     Raises:
         UserError: A file cannot be read.
     """
-    place, told = Path(name).expanduser(), {"path": name}
+    place = Path(name).expanduser()
+    told: dict[str, Any] = {"path": name}
     if place.is_file():
         return {**told, "files": {place.name: fingerprints.described(place)}}
     if not place.is_dir():
@@ -371,7 +376,7 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
         write_json(folder / GENERATION_CONFIG, exported_generation(
             task.generation, base, data.codec.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id))
     network = {**(task.overrides or {}), **data.network_fields}
-    labels = {key: network[key] for key in ("num_labels", "id2label", "label2id") if key in network}
+    labels: dict[str, Any] = {key: network[key] for key in ("num_labels", "id2label", "label2id") if key in network}
     card = model_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None, labels,
                       bool(task.pretrained and parts_left_out(task.pretrained, task.revision, task.trust_remote_code)))
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -381,7 +386,8 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
     draw_curves(run.metrics_csv, folder / "loss.png")
 
 
-def save_tokenizer(tokenizer: Any, chat_template: str | None, folder: Path, token_types: bool = False) -> None:
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None, folder: Path,
+                   token_types: bool = False) -> None:
     """Write a transformers tokenizer.
 
     Args:

@@ -1,7 +1,7 @@
 """Progress of a run in optimiser steps, which is the same for every batch split and on both engines."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from lmmods.core.errors import UserError
 from lmmods.runs.checkpoint import CheckpointContent
@@ -74,12 +74,13 @@ def update_checkpoint(content: CheckpointContent) -> CheckpointContent:
     """
     if "progress" in content:
         return content
-    key, data = next((key, dict(value)) for key, value in content.items()
+    old = cast(dict[str, Any], content)  # with keys that this version does not write
+    key, data = next((key, dict(value)) for key, value in old.items()
                      if isinstance(value, dict) and "batch_size" in value)
-    fit = content["loops"]["fit_loop"]
+    fit = old["loops"]["fit_loop"]
     counts, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]["current"]
-    batches, ranks, size = counts["current"]["ready"], content.get("world_size", 1), data["batch_size"]
-    if window := content.get("window"):
+    batches, ranks, size = counts["current"]["ready"], old.get("world_size", 1), data["batch_size"]
+    if window := old.get("window"):
         batches -= window["num_batches"]
         unit, each = ("rows", size) if "rows" in data else ("batches", 1)
         data[unit] -= window["num_batches"] * ranks * each
@@ -88,9 +89,9 @@ def update_checkpoint(content: CheckpointContent) -> CheckpointContent:
                             "stream. Resume from an earlier checkpoint.")
     if "num_rows" in data:  # positions were counted in micro-batches, the last of which may be short
         data["rows"] = min(data.pop("batches") * size, data["num_rows"])
-    accumulated = content.get("identity", {}).get("trainer", {}).get("accumulate_grad_batches") or 1
+    accumulated = old.get("identity", {}).get("trainer", {}).get("accumulate_grad_batches") or 1
     # At the end of a run, Lightning had counted the epoch as finished.
     finished = epochs["completed"] - (epochs["ready"] == epochs["completed"] > 0)
-    progress = Progress(finished, -(-batches // accumulated), content["global_step"],
+    progress = Progress(finished, -(-batches // accumulated), old["global_step"],
                         counts["is_last_batch"] and not window)
-    return {**content, key: data, "progress": progress.state()}
+    return cast(CheckpointContent, {**old, key: data, "progress": progress.state()})

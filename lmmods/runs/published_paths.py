@@ -18,8 +18,9 @@ def is_local_path(text: str) -> bool:
 
 def hub_id(name: str | None) -> str | None:
     """Return `name` if it is a hub id, else None: the hub refuses a card that names anything else."""
-    is_local = not name or Path(name).exists() or file_type(name) in READERS
-    return name if not is_local and HUB_ID.fullmatch(name) else None
+    if not name or Path(name).exists() or file_type(name) in READERS:
+        return None
+    return name if HUB_ID.fullmatch(name) else None
 
 
 def shown_path(text: str, root: Path) -> str:

@@ -123,11 +123,11 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def append_json(path: Path, value: Any) -> None:
+def append_json(path: Path, value: object) -> None:
     """Append a line to a small .jsonl file. The file is on disk when this returns."""
     # Rewritten as a whole: an append that is cut off would leave half a line.
     before = read_bytes(path, MAX_TABLE_BYTES) if path.exists() else b""

@@ -42,9 +42,9 @@ class Schedule:
             val_check_interval: Optimiser steps over the whole run, or share of an epoch; None is a whole epoch.
         """
         epoch = steps_per_epoch(batches_per_epoch, batches_per_step)
-        by_share = isinstance(val_check_interval, float)
         # Rounded down to whole steps, at least one. None is a whole epoch, by `interval or epoch` below.
-        interval = max(int(epoch * val_check_interval), 1) if by_share else val_check_interval
+        interval = (max(int(epoch * val_check_interval), 1) if isinstance(val_check_interval, float)
+                    else val_check_interval)
         steps = num_steps(batches_per_epoch, batches_per_step, max_epochs, max_steps)
         # An integer counts over the run; a share of an epoch starts again with each epoch.
         return cls(batches_per_epoch, batches_per_step, steps, num_val_batches, interval or epoch,

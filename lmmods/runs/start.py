@@ -13,9 +13,10 @@ from typing import Any
 from lmmods.core.console import say, warn
 from lmmods.core.memory import StepMemory
 from lmmods.core.progress_bar import clock, describe
+from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import CausalFields, TaskFields
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
-from lmmods.runs.csv_logger import Logger
+from lmmods.runs.csv_logger import Logger, MetricsCSV
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.manifest import begin_manifest
@@ -37,7 +38,7 @@ class RunStart:
     folder: RunFolder
     identity: RunIdentity
     recipe: dict[str, Any]
-    data: Any
+    data: DataModule
     machine: dict[str, Any]
     resumed_from: Path | None
     step: int
@@ -54,6 +55,7 @@ class RunStart:
     def begin_logging(self, loggers: list[Logger]) -> None:
         """Bring the loggers of this process, if any, to the current step; the first one is that of metrics.csv."""
         if self.resumed_from and loggers:
+            assert isinstance(loggers[0], MetricsCSV)
             loggers[0].rewind(self.step)
         log_recipe(loggers[1:], self.recipe, self.data.report)
 
@@ -84,7 +86,7 @@ class RunSummary:
     ranks: int
     memory: StepMemory
 
-    def say(self, data: Any) -> None:
+    def say(self, data: DataModule) -> None:
         """Print sizes, what trains, the length of the run and the memory of a step.
 
         Args:
@@ -116,7 +118,7 @@ class RunSummary:
         return (f"{kind} adapter of rank {task.lora.rank} on "
                 f"{targets if isinstance(targets, str) else ', '.join(targets)}{fully}, over {base}")
 
-    def _step(self, data: Any) -> list[str]:
+    def _step(self, data: DataModule) -> list[str]:
         # An epoch ends with a step, however few rows are left for it.
         micro = min(self.schedule.batches_per_step, self.schedule.batches_per_epoch)
         rows = data.batch_size * micro * self.ranks
@@ -170,7 +172,7 @@ class RunEnd:
 
     folder: RunFolder
     task: TaskFields
-    data: Any
+    data: DataModule
     metrics: StepMetrics
     policy: CheckpointPolicy | None
     first_step: int
@@ -202,7 +204,7 @@ class RunEnd:
         name = self.task.accuracy
         found = {row["step"]: float(row[name]) for row in read_table(self.folder.metrics_csv).rows
                  if name in row and math.isfinite(float(row[name]))}
-        best = max(found, key=found.get, default=step)
+        best = max(found, key=lambda step: found[step], default=step)
         if found.get(best, 0) <= found.get(step, math.inf):
             return None
         return f"{found[best]:.4g} at step {best}, {found[step]:.4g} at step {step}"

@@ -12,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation, num_layers
+from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import CausalFields
 from lmmods.runs.averaging import averaged_parameters
 from lmmods.runs.checkpoint import read_checkpoint
@@ -57,7 +58,7 @@ class TextModel:
         UserError: The model cannot be found, read or built, or the checkpoint does not fit it.
     """
 
-    def __init__(self, fields: CausalFields, data: Any, *, precision: str, device: torch.device, seed: int,
+    def __init__(self, fields: CausalFields, data: DataModule, *, precision: str, device: torch.device, seed: int,
                  checkpoint: Path | None = None, frozen: bool = False):
         if precision not in COMPUTE_DTYPES:
             raise UserError(f"--precision {precision}: engine torch takes {', '.join(COMPUTE_DTYPES)}.")

@@ -29,6 +29,7 @@ from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import USABLE, Target
 from lmmods.core.labels import has_tokens
 from lmmods.core.plan import Drawing, StepPlan, Traffic, Variant
+from lmmods.data.base import DataModule
 from lmmods.runs.schedule import RunLength
 from lmmods.torch_engine.compat.bitsandbytes import outline_template
 from lmmods.torch_engine.compat.lightning import give_mesh
@@ -228,7 +229,7 @@ class Planner:
 
     missing = None  # no devices are required
 
-    def __init__(self, trainer: Any, task: TaskModule, data: Any, on: Target, strategy: Any, precision: str):
+    def __init__(self, trainer: Any, task: TaskModule, data: DataModule, on: Target, strategy: Any, precision: str):
         self.trainer, self.task, self.data, self.on, self._strategy = trainer, task, data, on, strategy
         if on.platform == "tpu":
             raise UserError(f"--on {on}: the torch engine trains on no TPU. Plan it with --engine jax.")
@@ -518,8 +519,8 @@ class Ranks:
         self.tensor_parallel_size, self.context_parallel_size = tensor_parallel_size, context_parallel_size
 
 
-def stand_in(data: Any, precision: str, accumulated: int, clip_val: float | None, ranks: int = 1, device: str = "cpu",
-             sharers: tuple[int, int] = (1, 1)) -> Any:
+def stand_in(data: DataModule, precision: str, accumulated: int, clip_val: float | None, ranks: int = 1,
+             device: str = "cpu", sharers: tuple[int, int] = (1, 1)) -> Any:
     """Return a stand-in for Lightning's trainer, with the attributes that a task uses.
 
     Args:

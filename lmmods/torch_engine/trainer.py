@@ -23,6 +23,7 @@ from lmmods.core.hardware import no_device, processor
 from lmmods.core.parity import Row
 from lmmods.core.peers import Peers, cannot_meet, check_timeout
 from lmmods.core.signals import Interruption
+from lmmods.data.base import DataModule
 from lmmods.recipe.trainer_fields import check_length
 from lmmods.runs.checkpoint import read_plain
 from lmmods.runs.csv_logger import MetricsCSV
@@ -190,14 +191,14 @@ class Trainer(L.Trainer):
         if recipe:
             show_recipe(self.recipe, datamodule)
 
-    def measure(self, model: Any, datamodule: Any, rows: list[Row], folder: Path) -> None:
+    def measure(self, model: Any, datamodule: DataModule, rows: list[Row], folder: Path) -> None:
         """Write torch's results for the given rows into a folder, for comparison with JAX; nothing is trained."""
         self._say_engine()
         self._build(model, datamodule)
         self.strategy.model_to_device()
         measure(model, rows, folder)
 
-    def _build(self, model: Any, datamodule: Any) -> None:
+    def _build(self, model: Any, datamodule: DataModule) -> None:
         """Build the network outside Lightning's loops."""
         model.trainer = datamodule.trainer = self
         self.strategy.connect(model)
@@ -205,7 +206,7 @@ class Trainer(L.Trainer):
             self.datamodule = datamodule
             model.configure_model()
 
-    def _checkpoint(self, ckpt_path: str | None, datamodule: Any) -> Path | None:
+    def _checkpoint(self, ckpt_path: str | None, datamodule: DataModule) -> Path | None:
         if ckpt_path is None:
             return None
         checkpoint = self.run_folder.resolve(ckpt_path)
@@ -265,7 +266,7 @@ class Trainer(L.Trainer):
         """Micro-batches of an optimiser step, over all processes."""
         return self.accumulate * self.num_data_ranks
 
-    def cut(self, data: Any) -> Cut:
+    def cut(self, data: DataModule) -> Cut:
         """Return how optimiser steps are divided into micro-batches; `data` is the DataModule."""
         return Cut(data.batch_size, self.accumulate, self.num_data_ranks)
 

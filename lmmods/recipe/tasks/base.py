@@ -27,6 +27,7 @@ MOST = 2**31 - 1  # what array libraries count rows and tokens with
 MOST_TOKENS = 2**28
 TOKENIZER_OPTIONS = ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
 TURN_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "scored")
+RowsAre = Literal["conversations", "texts", "questions"]
 Overflow = Literal["error", "skip", "truncate_turns", "truncate_prompt", "truncate", "truncate_ends"]
 
 
@@ -125,7 +126,6 @@ class TaskFields:
     """
 
     takes: ClassVar[str | None] = None  # kind of the data that the loss is made for; None leaves it to the user
-    answers: ClassVar[Literal["pair", "single", "mismatched"]] = "pair"  # what a row of preferences is to the loss
     adapter_drops: ClassVar[bool] = True  # whether `adapter` keeps its own dropout
     auto_class: ClassVar[str] = "AutoModel"  # transformers' class that loads the model
     pipeline_tag: ClassVar[str | None] = None  # the hub's name of the task
@@ -146,7 +146,6 @@ class TaskFields:
         "max_memory", "trust_remote_code", "optimizer.lr", "optimizer.weight_decay", "optimizer.schedule",
         "optimizer.warmup", "optimizer.decay", "optimizer.min_lr_ratio")
     not_compared: ClassVar[tuple[str, ...]] = ()  # keys that leave the network as it is, for `inspect --parity`
-    reference_kind: ClassVar[str | None] = None  # frozen network that training compares with
 
     pretrained: str | None = None
     config: str | dict[str, Any] | None = None
@@ -205,7 +204,7 @@ class TaskFields:
             raise UserError("model.lora and model.adapter are both set: the adapter brings its own rank, alpha and "
                             "targets. Keep one of them.", "model.lora", "model.adapter")
 
-    def check_data(self, data: Any) -> None:
+    def check_data(self, data: "DataFields") -> None:
         """Raise UserError if a data module belongs to another task.
 
         Args:
@@ -285,6 +284,16 @@ class TaskFields:
         return False
 
     @property
+    def answers(self) -> Literal["pair", "single", "mismatched"]:
+        """What a row of preferences is to the loss."""
+        return "pair"
+
+    @property
+    def reference_kind(self) -> Literal["base", "copy", "cache"] | None:
+        """Frozen network that training compares with."""
+        return None
+
+    @property
     def starts_at_base(self) -> bool:
         """False if the network without its adapter is not the model that it starts from: `lora.init` pissa."""
         return not (self.lora and self.lora.is_principal)
@@ -321,8 +330,15 @@ class TaskFields:
         """
         given = self.config_overrides or {}
         named = {*given, *(self.config if isinstance(self.config, dict) else {})}
-        config = load_config(self.pretrained or self.config, given, self.revision, self.trust_remote_code)
+        config = load_config(self._start, given, self.revision, self.trust_remote_code)
         return {**{name: 0.0 for name in dropout_rates(config) if name not in named}, **given}
+
+    @property
+    def _start(self) -> str | dict[str, Any]:
+        """Model or configuration that the network is made from."""
+        start = self.pretrained or self.config
+        assert start is not None, "checked by __post_init__"
+        return start
 
     def max_positions(self) -> int | None:
         """Return the maximum sequence length in the configuration, if any. Raises UserError for an unknown model."""
@@ -338,7 +354,7 @@ class TaskFields:
 
     def config_fields(self) -> dict[str, Any]:
         """`hf_config.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
-        return known_fields(load_config(self.pretrained or self.config, self.config_overrides, self.revision,
+        return known_fields(load_config(self._start, self.config_overrides, self.revision,
                                         self.trust_remote_code))
 
 
@@ -408,6 +424,7 @@ class TokenLossFields(TaskFields):
     @property
     def teacher_fields(self) -> TaskFields:
         """Fields of the teacher's network, which is only run forwards."""
+        assert self.teacher is not None
         found = TaskFields(pretrained=self.teacher.pretrained, adapter=self.teacher.adapter, attention=self.attention,
                            trust_remote_code=self.trust_remote_code, fast_kernels=self.fast_kernels)
         found.quantize = self.teacher.quantize  # of what is frozen, so it needs no adapter
@@ -442,7 +459,7 @@ class CausalFields(TaskFields):
     def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
         facts = {**super().data_facts(command, read_scorer), "max_new_tokens": self.generation.max_new_tokens}
         if self.best_of is not None and command == "predict":
-            facts["reward_model"] = read_scorer(self.best_of.reward, "model.best_of.reward")
+            facts["reward_model"] = read_scorer(self.best_of.reward or "", "model.best_of.reward")
         return facts
 
     @property
@@ -529,7 +546,7 @@ class DataFields:
     kind: ClassVar[str | None] = None  # what a task names in `takes`; None works with any task
     trained_by: ClassVar[str | None] = None  # the task that takes it; None is `kind` without Data
     # How `new` chooses lengths: of conversations by the rows, of texts in full blocks, of questions in windows.
-    rows_are: ClassVar[Literal["conversations", "texts", "questions"]] = "conversations"
+    rows_are: ClassVar[RowsAre] = "conversations"
     has_chats: ClassVar[bool] = False  # True if rows are conversations in a template
     generality: ClassVar[int] = 0  # `new` asks the more special data first whether rows are theirs
     may_change: ClassVar[tuple[str, ...]] = (  # as in TaskFields
@@ -632,7 +649,7 @@ class TextDataFields(DataFields):
             each `line`.
     """
 
-    rows_are: ClassVar[str] = "texts"
+    rows_are: ClassVar[RowsAre] = "texts"
     generality: ClassVar[int] = 1
     block: ClassVar[int] = 1024  # usual tokens of a row
 

@@ -159,7 +159,7 @@ class GRPOFields(CausalFields):
         prompts = prompts if num_rows is None else min(prompts, num_rows)
         count = "" if num_rows is None else f"{-(-num_rows // prompts)} in an epoch, each "
         times = f", {self.num_iterations} passes" if self.num_iterations > 1 else ""
-        weights = ", ".join(f"{each.name} (weight {each.weight:g})" for each in read_rewards(self.rewards))
+        weights = ", ".join(f"{each.name} (weight {each.weight:g})" for each in read_rewards(self.rewards or []))
         return [f"Rollouts: {count}of {_prompts(prompts)} x {self.num_generations} answers for "
                 f"{steps} step{'s' if steps > 1 else ''}{times}.", f"Rewards: {weights}."]
 

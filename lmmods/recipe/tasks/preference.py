@@ -82,7 +82,7 @@ class PreferenceFields(CausalFields):
                               self.desirable_weight, self.undesirable_weight)
 
     @property
-    def answers(self) -> Literal["pair", "single", "mismatched"]:  # type: ignore[override]
+    def answers(self) -> Literal["pair", "single", "mismatched"]:
         """What a row of preferences is to the loss."""
         method = self.preference_loss.method
         return "pair" if method.is_paired else "mismatched" if method.has_baseline else "single"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.tasks.base import DataFields, TaskFields, Usual, check_range
+from lmmods.recipe.tasks.base import DataFields, RowsAre, TaskFields, Usual, check_range
 
 
 class QAFields(TaskFields):
@@ -36,7 +36,7 @@ class QADataFields(DataFields):
     """
 
     kind: ClassVar[str] = "QAData"
-    rows_are: ClassVar[str] = "questions"
+    rows_are: ClassVar[RowsAre] = "questions"
     may_change: ClassVar[tuple[str, ...]] = (
         "n_best_size", "max_answer_length", "null_score_diff_threshold", "version_2_with_negative")
 

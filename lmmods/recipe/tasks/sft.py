@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import TokenLoss, require
-from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Drawn, TokenLossFields, Usual
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields, DataFields, Drawn, TokenLossFields, Usual
+
+TrainOn = Literal["responses", "all", "last"]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -30,7 +32,7 @@ class SFTFields(TokenLossFields, CausalFields):
         require(not self.dft or self.teacher is None or self.teacher.ratio < 1, "model.teacher.ratio", 1,
                 "less than 1 with model.dft, which changes only the cross-entropy", "model.dft")
 
-    def check_data(self, data: Any) -> None:
+    def check_data(self, data: DataFields) -> None:
         super().check_data(data)
         if not self.on_policy:
             return
@@ -41,12 +43,12 @@ class SFTFields(TokenLossFields, CausalFields):
                 "chooses rows by index", "model.teacher.on_policy")
 
     def drawn_answers(self, rows: int, eval_batch_size: int) -> Drawn | None:
-        if not self.on_policy:
+        if self.teacher is None or not self.on_policy:
             return None
         return Drawn(math.ceil(rows * self.on_policy), eval_batch_size, 1, self.teacher.max_new_tokens)
 
     def describe_training(self, rows: int, num_rows: int | None) -> list[str]:
-        if not self.on_policy:
+        if self.teacher is None or not self.on_policy:
             return []
         return [f"On-policy: before each step the student samples answers for {self.on_policy:.0%} of the rows, about "
                 f"{rows * self.on_policy:.3g} of {rows}, with at most {self.teacher.max_new_tokens} tokens."]
@@ -72,14 +74,14 @@ class SFTDataFields(ConversationFields):
     kind: ClassVar[str] = "SFTData"
     generality: ClassVar[int] = 2
 
-    train_on: Literal["responses", "all", "last"] | None = None
+    train_on: TrainOn | None = None
     train_on_prompt: bool = False
     train_on_last: bool = False
     turns: Literal["all", "last", "split"] = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = "all" if self.train_on_prompt else "last" if self.train_on_last else None
+        asked: TrainOn | None = "all" if self.train_on_prompt else "last" if self.train_on_last else None
         if asked and self.train_on not in (None, asked):
             key = "train_on_prompt" if self.train_on_prompt else "train_on_last"
             raise UserError(f"data.train_on is {self.train_on}, but data.{key} means {asked}; keep one of them",

@@ -12,6 +12,7 @@ from lmmods.core.adapters import tokens_to_train
 from lmmods.core.errors import UserError, is_out_of_memory, one_line
 from lmmods.core.freezing import check_new_tokens, chosen
 from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_fields
+from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import TaskFields
 from lmmods.torch_engine.compat.peft import adapts_parameters
 from lmmods.torch_engine.nn.attention import choosing_attention, prefer_cpu_kernels, say_eager
@@ -25,7 +26,7 @@ from lmmods.torch_engine.nn.principal import PrincipalParts
 from lmmods.torch_engine.nn.stored import fill
 
 
-def build_network(fields: TaskFields, auto_class: str, task_type: str | None, data: Any, *, precision: str,
+def build_network(fields: TaskFields, auto_class: str, task_type: str | None, data: DataModule, *, precision: str,
                   device: torch.device, seed: int, by_parts: bool = False, frozen: bool = False, abstract: bool = False
                   ) -> nn.Module:
     """Build the network described by the fields of a task, in training mode.

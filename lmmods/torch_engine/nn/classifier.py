@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lmmods.data.base import DataModule
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 
 # Ends of the names of transformers' classes whose head is new to most files, so that it trains in full.
@@ -141,7 +142,7 @@ def reward_loss(scores: Tensor, margins: Tensor, center: float = 0.0) -> LossSum
     return LossSums((losses * scored).sum(), scored.sum().float())
 
 
-def class_weights(datamodule: Any, setting: Any, device: torch.device) -> Tensor | None:
+def class_weights(datamodule: DataModule, setting: Any, device: torch.device) -> Tensor | None:
     """Return the weight of each class, [K] float32, that `model.class_weights` asks for; None for equal ones."""
     found = datamodule.class_weights(setting)
     return None if found is None else torch.from_numpy(found).float().to(device)

@@ -7,7 +7,7 @@ the backward pass, which gathers keys and values again: saved tensors only grow 
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from lmmods.core.errors import UserError
 from lmmods.torch_engine.nn.attention import compute_dtype
 from lmmods.torch_engine.nn.dropout import TokenDropout, has_rates
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 NAME = "context_parallel"  # of the attention function
 # Architectures whose attention uses transformers' registered functions and in which nothing else mixes tokens.
@@ -48,7 +51,7 @@ def check_network(model: nn.Module, num_processes: int) -> None:
                         "model.config_overrides, or set the size to 1.")
 
 
-def _rope_types(config: Any) -> set[str]:
+def _rope_types(config: "PreTrainedConfig") -> set[str]:
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)]
     return {part["rope_type"] for part in (parameters, *by_layer) if "rope_type" in part}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial, update_wrapper
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from lmmods.core.dropout import FINAL_1, FINAL_2, NOISE_SITE, feature_seeds, kee
 from lmmods.core.errors import UserError
 from lmmods.torch_engine.compat.transformers import attention_of
 from lmmods.torch_engine.nn.attention import CPU, VARLEN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _dropout, _attention = F.dropout, F.scaled_dot_product_attention
 ATTENTION = ("eager", "sdpa", CPU, VARLEN)  # implementations that call torch's functions, or have no dropout
@@ -270,7 +273,7 @@ def _attending(name: str) -> str:
     return parent if "drop" in last else name
 
 
-def has_rates(config: Any, word: str = "") -> bool:
+def has_rates(config: "PreTrainedConfig", word: str = "") -> bool:
     """True if a configuration, or one nested in it, has a dropout rate above 0 whose name contains `word`."""
     parts = [value for value in vars(config).values() if hasattr(value, "to_dict")]
     return any(has_rates(part, word) for part in parts) or any(

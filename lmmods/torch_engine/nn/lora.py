@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ from lmmods.torch_engine.nn.experts import is_stacked, packed_names, stand_ins
 from lmmods.torch_engine.nn.initialization import start_adapter
 from lmmods.torch_engine.nn.principal import PrincipalParts, adaptable
 from lmmods.torch_engine.nn.stored import fill
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtype: torch.dtype,
@@ -123,7 +126,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     return wrapped
 
 
-def _outlined(model: nn.Module, config: Any) -> nn.Module:
+def _outlined(model: nn.Module, config: "PreTrainedConfig") -> nn.Module:
     """Wrap `model` with an adapter whose values are arbitrary."""
     from peft import get_peft_model
 
@@ -216,7 +219,7 @@ def _all_loaded(model: nn.Module, folder: str | Path, key: str) -> Iterator[None
         raise does_not_fit(folder, left_over(map(saved_name, missing), map(saved_name, extra)), key)
 
 
-def _is_plain(config: Any) -> bool:
+def _is_plain(config: "PreTrainedConfig") -> bool:
     """True if PEFT creates an adapter of this configuration without reading the base's values."""
     reads = ("use_dora", "modules_to_save", "trainable_token_indices", "layer_replication")
     return (config.peft_type == "LORA" and config.init_lora_weights in (True, False)

@@ -1,7 +1,7 @@
 """Sharded parameters (FSDP2, DeepSpeed ZeRO-3): shard them, gather whole tensors from them and put them back."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lmmods.core.errors import UserError
 from lmmods.core.lazy_array import LazyArray
 from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh, teacher: nn.Module | None = None) -> None:
@@ -160,7 +163,7 @@ SECOND = ("o_proj", "down_proj")  # cut by input features
 FAMILIES = ("gemma", "granite", "llama", "mistral", "qwen2", "smollm3")
 
 
-def check_network(config: Any, num_processes: int) -> None:
+def check_network(config: "PreTrainedConfig", num_processes: int) -> None:
     """Raise UserError if a network does not support tensor parallelism.
 
     Args:

@@ -1,7 +1,7 @@
 """Sizes of a network: number of parameters, dtypes, FLOPs and memory of a training step."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -12,6 +12,9 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.memory import NetworkShape, Step, StepMemory, estimate_step, flops_per_token, widths_of
 from lmmods.torch_engine.nn.experts import is_stacked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass
@@ -101,7 +104,7 @@ def _has_qk_norm(model: nn.Module) -> bool:
     return any(name.endswith((".q_norm", ".query_norm", ".q_layernorm")) for name, _ in model.named_modules())
 
 
-def planned_shape(config: Any, auto_class: str) -> NetworkShape:
+def planned_shape(config: "PreTrainedConfig", auto_class: str) -> NetworkShape:
     """Return the sizes of a configuration's network, built on the meta device.
 
     Raises:

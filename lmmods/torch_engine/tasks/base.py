@@ -21,6 +21,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.memory import Step, StepMemory, describe_sizes, describe_teacher
 from lmmods.core.settings import TokenLoss, num_layers, require
 from lmmods.core.text_metrics import perplexity
+from lmmods.data.base import DataModule
 from lmmods.data.batches.collate import PLACES
 from lmmods.data.teacher import check_teacher
 from lmmods.recipe.tasks.base import TaskFields
@@ -87,7 +88,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             self.shard_model()
             self.prepare_model()
 
-    def link(self, datamodule: Any) -> None:
+    def link(self, datamodule: DataModule) -> None:
         """Hook before the data module makes the training loader: hand it what it needs of the task."""
 
     def build_model(self, abstract: bool = False) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, Mixture, check_balance
 from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation, require
+from lmmods.data.base import DataModule
 from lmmods.data.batches.collate import DRAWN, PLACES
 from lmmods.data.teacher import NO_PLACES
 from lmmods.recipe.tasks.base import CausalFields
@@ -24,6 +25,9 @@ from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_w
 from lmmods.torch_engine.nn.reference import evaluating
 from lmmods.torch_engine.nn.teacher import cached_teacher
 from lmmods.torch_engine.tasks.base import TaskModule, base_seed, seed_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class CausalModule(CausalFields, TaskModule):
@@ -41,7 +45,7 @@ class CausalModule(CausalFields, TaskModule):
         self._num_columns = 0
         self._mixture: Mixture | None = None
 
-    def link(self, datamodule: Any) -> None:
+    def link(self, datamodule: DataModule) -> None:
         if self.is_taught_beforehand:
             datamodule.add_column(PLACES)
 
@@ -137,7 +141,7 @@ class CausalModule(CausalFields, TaskModule):
         return tokens[:, prompt_length:]  # without the prompts
 
 
-def generation_config(settings: Generation, tokenizer: Any, stop_token_ids: list[int]) -> Any:
+def generation_config(settings: Generation, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: list[int]) -> Any:
     """Build transformers' GenerationConfig from the settings and the tokens that end an answer."""
     from transformers import GenerationConfig
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmmods.data.base import DataModule
 from lmmods.data.batches.rollouts import Place
 from lmmods.data.grpo import Begin, Rollouts, draw_nothing
 from lmmods.recipe.tasks.base import ReadScorer
@@ -47,7 +48,7 @@ class GRPO(GRPOFields, CausalModule):
     def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
         return {**super().data_facts(command, read_scorer), **prompt_facts(self, command, read_scorer)}
 
-    def link(self, datamodule: Any, begin: Begin = draw_nothing) -> None:
+    def link(self, datamodule: DataModule, begin: Begin = draw_nothing) -> None:
         plan = plan_of(self, datamodule.shuffle, datamodule.seed)
         datamodule.take_rows_from(Rollouts(plan, token_columns(self), begin))
 

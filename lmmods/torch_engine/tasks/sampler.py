@@ -1,7 +1,7 @@
 """Drawing answers with the network in training."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,6 +10,9 @@ from lmmods.core.settings import Generation
 from lmmods.rollouts.policy import Drawn
 from lmmods.torch_engine.nn.micro_batches import gather
 from lmmods.torch_engine.tasks.causal_task import CausalModule, generation_config
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 
 class TorchSampler:
@@ -39,8 +42,8 @@ class TorchSampler:
             found |= dict(zip(places, drawn, strict=False))
         return [found[place] for place in range(len(prompts))]
 
-    def _drawn(self, rows: list[Sequence[int]], numbers: np.ndarray | None, config: Any, ends: Sequence[int]
-               ) -> list[Drawn]:
+    def _drawn(self, rows: list[Sequence[int]], numbers: np.ndarray | None, config: "GenerationConfig",
+               ends: Sequence[int]) -> list[Drawn]:
         from lmmods.torch_engine.nn.decoding import Record, generate
 
         task, most = self._task, config.max_new_tokens

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: full, LoRA or QLoRA."""
 
-from typing import Any
 
+from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.on_policy import on_policy_of
 from lmmods.torch_engine.tasks.causal_task import CausalModule
@@ -11,7 +11,7 @@ from lmmods.torch_engine.tasks.sampler import TorchSampler
 class SFT(SFTFields, CausalModule):
     """Fine-tune a causal LM on instructions or chats; predict generates answers."""
 
-    def link(self, datamodule: Any) -> None:
+    def link(self, datamodule: DataModule) -> None:
         super().link(datamodule)
         datamodule.take_rows_from(on_policy_of(self, datamodule))
 
