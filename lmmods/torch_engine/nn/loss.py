@@ -236,12 +236,10 @@ class _ChunkedSums(torch.autograd.Function):
                                           [column[part] for column in columns], by_position, count_correct)
             sums += added
             grad_logits = gradient() if wants_grad else None
-            del gradient
             if wants_grad:
                 if weights is not None:
                     grad_logits *= by_position.unsqueeze(1)
                 grad_hidden[part] = products.backward(grad_logits)  # [n, V] -> [n, H]
-                del grad_logits  # before the next chunk's logits
         if wants_grad:
             # Gradients of the first sum itself; `backward` multiplies them by its incoming gradient.
             ctx.save_for_backward(grad_hidden, *products.param_grads(params))
