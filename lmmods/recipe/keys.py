@@ -121,10 +121,10 @@ def _readable(hint: Any) -> Any:
             kinds.append(str)
         elif issubclass(outer, collections.abc.Mapping):
             name, value = get_args(each) or (Any, Any)
-            kinds.append(dict[_readable(name), _readable(value)])
+            kinds.append(types.GenericAlias(dict, (_readable(name), _readable(value))))
         elif issubclass(outer, collections.abc.Iterable) and outer.__module__ in ("builtins", "collections.abc"):
             items = tuple(_readable(part) for part in get_args(each) if part is not ...)
-            kinds.append(list[items or Any])
+            kinds.append(types.GenericAlias(list, items or (Any,)))
         else:
             is_plain = issubclass(outer, Enum) or outer.__module__.partition(".")[0] in ("builtins", "torch")
             kinds.append(Any if is_plain or get_args(each) else outer)

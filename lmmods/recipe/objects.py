@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
@@ -82,7 +83,7 @@ def items_of(hint: Any) -> Any:
     return next((get_args(each)[0] for each in members(hint) if get_origin(each) is list), Any)
 
 
-def objects(kind: type, given: dict[str, Any]) -> dict[str, Any]:
+def objects(kind: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return the given values with mappings of settings made into objects, as constructors take them.
 
     Raises:

@@ -570,7 +570,7 @@ class Reader:
             read = [self._class_value(each, items, key, layer, line) for each in value]
             return WRONG if WRONG in read else read
         # Arguments of the class that an earlier layer names; in a list, of the last one.
-        before = self.given
+        before: Any = self.given
         for part in key.name.split("."):
             before = before.get(part) if isinstance(before, dict) else None
         others, last = (before[:-1], before[-1]) if isinstance(before, list) and before else ([], before)
@@ -578,7 +578,7 @@ class Reader:
         if isinstance(value, dict) and "class_path" not in value and isinstance(last, ClassArguments):
             kind = last.kind
         elif path is not None:
-            bases = tuple(self.libraries.get(each, each) for each in library_classes(hint))
+            bases = tuple((self.libraries or {}).get(each, each) for each in library_classes(hint))
             try:
                 kind = find_class(path, bases, key.name)
                 if kind is not None and key.name == "trainer.callbacks" and self.engine == "torch":
@@ -594,8 +594,8 @@ class Reader:
         if isinstance(value, dict):
             keys = keys_of(kind, key.name)
             arguments |= self.read_block(value, keys, key.name, layer, True, takes_any_key(kind))
-        read = ClassArguments(kind, arguments)
-        return [*others, read] if path is None and isinstance(before, list) else read
+        named = ClassArguments(kind, arguments)
+        return [*others, named] if path is None and isinstance(before, list) else named
 
     def complete(self, kind: Any, arguments: dict[str, Any], name: str) -> None:
         """Fill in the defaults of a class's arguments, and report those that are missing."""
@@ -769,8 +769,8 @@ class Reader:
                     options[key] = made if isinstance(value, list) else made[0]
         missing = [key for key in keys.values() if key.default is REQUIRED
                    and key.name.rpartition(".")[2] not in options]
-        for key in missing:
-            self.report_missing(key)
+        for needed in missing:
+            self.report_missing(needed)
         return None if missing else self._gather(lambda: kind(**options), name.partition(".")[0])
 
     def _gather(self, make: Callable[[], Any], block: str = "") -> Any:
@@ -784,11 +784,11 @@ class Reader:
                     errors.append(mistake)
                 elif not errors:
                     return None
-        for error in errors:
+        for problem in errors:
             # A rejected key has its default here: errors that follow from that are not reported.
-            if self._is_dropped(*error.keys):
+            if self._is_dropped(*problem.keys):
                 continue
-            message, name = str(error), next(iter(error.keys), "")
+            message, name = str(problem), next(iter(problem.keys), "")
             if f"{block}.{name}" in self.places:
                 message, name = f"{block}.{message}", f"{block}.{name}"
             self.dropped.add(name)

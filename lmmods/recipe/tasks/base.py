@@ -405,7 +405,7 @@ class TokenLossFields(TaskFields):
 
     @property
     def divergence(self) -> Divergence | None:
-        return self.teacher and self.teacher.divergence
+        return None if self.teacher is None else self.teacher.divergence
 
     @property
     def is_taught_beforehand(self) -> bool:
