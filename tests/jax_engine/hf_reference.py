@@ -122,7 +122,7 @@ def our_loss(net: Network, params: dict, batch: dict, labels: np.ndarray, traini
         real = batch["attention_mask"][..., None] > 0
         spans = -jax.nn.log_softmax(jnp.where(real, logits, -1e4), axis=1)[:, 4].sum()
         return spans + jnp.where(real, jnp.tanh(logits), 0).sum(), logits  # the latter so that biases have gradients
-    scored, labels = logits, np.where(labels < 0, labels, labels % NUM_LABELS) if net.head == "token" else labels
+    scored, labels = logits, jnp.where(labels < 0, labels, labels % NUM_LABELS) if net.head == "token" else labels
     if net.head == "causal":
         scored, labels = logits[:, :-1], labels[:, 1:]
     picked = jnp.take_along_axis(jax.nn.log_softmax(scored), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
@@ -155,21 +155,25 @@ class HFReference:
         with torch.no_grad():
             for parameter in self.torch.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
-            for name, buffer in self.torch.named_buffers():
-                if name.endswith("layer_scalar"):
+            for key, buffer in self.torch.named_buffers():
+                if key.endswith("layer_scalar"):
                     buffer.uniform_(0.5, 1.5)
         self.torch.save_pretrained(folder)
-        self.folder, self.head, self.config = folder, head, config
+        self.name, self.folder, self.head, self.config = name, folder, head, config
         self.net = hub.network(load_config(str(folder)), head)
         self.params = loading.load(self.net, str(folder))
         self.pad = 0 if config.pad_token_id is None else config.pad_token_id
 
     @cached_property
+    def loss_and_gradients(self):
+        """The compiled `our_loss` with its logits, and the gradients of all parameters."""
+        return jax.jit(jax.value_and_grad(lambda params, batch, labels: our_loss(self.net, params, batch, labels),
+                                          has_aux=True))
+
+    @cached_property
     def found(self) -> tuple[np.ndarray, float, dict]:
         """Our logits, loss and gradients of all parameters on `batch`."""
-        batch = self.batch()
-        (loss, logits), gradients = jax.jit(jax.value_and_grad(
-            lambda params: our_loss(self.net, params, batch, labels_of(batch)), has_aux=True))(self.params)
+        (loss, logits), gradients = self.loss_and_gradients(self.params, self.batch(), labels_of(self.batch()))
         return np.asarray(logits), float(loss), gradients
 
     def batch(self) -> dict[str, np.ndarray]:

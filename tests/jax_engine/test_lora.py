@@ -13,7 +13,7 @@ import transformers
 from hf_reference import labels_of, of_real, torch_inputs
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tested import WITH_EXPERTS, cases
+from tested import WITH_EXPERTS
 
 from jax_engine.distributed.tree import flatten, merge
 from jax_engine.models import hub, loading
@@ -97,36 +97,33 @@ CASES = [
     ("modernbert", "token", LoRA(rank=4, alpha=16, targets=["Wqkv"], modules_to_save=["head"])),
     ("modernbert", "qa", LoRA(rank=4, alpha=16, targets=["Wqkv", "head.dense"], modules_to_save=["classifier"])),
 ]
-EVERY = cases("lora", ("llama", "gpt2", "bert", "albert", "phi3", "modernbert"), LoRA(rank=3, alpha=6))
-EVERY += [pytest.param("mixtral", "causal", LoRA(rank=2, alpha=8, modules_to_save=["mlp.gate", "experts"]),
-                       id="mixtral-causal-in-full", marks=pytest.mark.slow),
-          pytest.param("mixtral", "causal", LoRA(rank=2, alpha=8, rslora=True, target_parameters=EXPERTS),
-                       id="mixtral-causal-experts"),
-          pytest.param("gemma4_text", "causal", LoRA(rank=2, alpha=8, targets=["q_proj"],
-                                                     modules_to_save=["router", "experts"]),
-                       id="gemma4_text-causal-in-full", marks=pytest.mark.slow),
-          pytest.param("gemma4_text", "causal", LoRA(rank=2, alpha=8, targets=["q_proj", "router.proj"],
-                                                     target_parameters=["experts.gate_up_proj"]),
-                       id="gemma4_text-causal-router", marks=pytest.mark.slow),
-          *(pytest.param(name, "causal", LoRA(rank=2, alpha=8, target_parameters=EXPERTS[:1]), marks=pytest.mark.slow,
-                         id=f"{name}-causal-experts") for name in ("gpt_oss",))]
+EXPERT_CASES = [
+    pytest.param("mixtral", "causal", LoRA(rank=2, alpha=8, modules_to_save=["mlp.gate", "experts"]),
+                 id="mixtral-causal-in-full", marks=pytest.mark.slow),
+    pytest.param("mixtral", "causal", LoRA(rank=2, alpha=8, rslora=True, target_parameters=EXPERTS),
+                 id="mixtral-causal-experts"),
+    pytest.param("gemma4_text", "causal", LoRA(rank=2, alpha=8, targets=["q_proj"],
+                                               modules_to_save=["router", "experts"]),
+                 id="gemma4_text-causal-in-full", marks=pytest.mark.slow),
+    pytest.param("gemma4_text", "causal", LoRA(rank=2, alpha=8, targets=["q_proj", "router.proj"],
+                                               target_parameters=["experts.gate_up_proj"]),
+                 id="gemma4_text-causal-router", marks=pytest.mark.slow),
+    pytest.param("gpt_oss", "causal", LoRA(rank=2, alpha=8, target_parameters=EXPERTS[:1]),
+                 id="gpt_oss-causal-experts", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("name", "head", "lora"), EVERY + [
-    pytest.param(*case, id=f"{case[0]}-{case[1]}-{number}") for number, case in enumerate(CASES)])
-def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora, tmp_path):
-    ref = make_ref(name, head)
+def check_adapter(ref, lora, folder):
     model, net, params = wrapped(ref, lora)
     batch = ref.batch()
     trained, frozen = net.split(params)
 
     def loss(trained):
-        logits = of_real(net.scores(merge(trained, frozen), batch), batch, head)
+        logits = of_real(net.scores(merge(trained, frozen), batch), batch, ref.head)
         return jnp.tanh(logits).sum(), logits
 
     def of_peft(model):
-        logits = of_real(logits_of(model, batch, head), batch, head)
-        logits = logits.reshape(-1, 1) if head == "choice" else logits
+        logits = of_real(logits_of(model, batch, ref.head), batch, ref.head)
+        logits = logits.reshape(-1, 1) if ref.head == "choice" else logits
         return logits, gradients(model, logits.tanh().sum())
 
     (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)
@@ -139,18 +136,25 @@ def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora
     # A copy that trains beside a tied weight leaves the weight itself under the other name.
     assert frozen_names <= set(net.to_torch(frozen)) | {"base_model.model.transformer.wte.weight"}
 
-    adapters.save_adapter(net, params, tmp_path / "ours", base=str(ref.folder))
-    model.save_pretrained(tmp_path / "theirs")
-    mine, peft = load_file(tmp_path / "ours" / "adapter_model.safetensors"), load_file(
-        tmp_path / "theirs" / "adapter_model.safetensors")
+    adapters.save_adapter(net, params, folder / "ours", base=str(ref.folder))
+    model.save_pretrained(folder / "theirs")
+    mine, peft = load_file(folder / "ours" / "adapter_model.safetensors"), load_file(
+        folder / "theirs" / "adapter_model.safetensors")
     assert mine.keys() == peft.keys() and all(torch.equal(mine[key], peft[key]) for key in mine)
-    again = PeftModel.from_pretrained(copy.deepcopy(ref.torch), tmp_path / "ours").eval()
-    assert torch.equal(logits_of(again, batch, head), logits_of(model, batch, head))
-    settings = adapters.adapter_settings(tmp_path / "theirs", ref.net)
-    back = hub.network(ref.net.config, head, lora=settings)
-    loaded = adapters.load_adapter(back, tmp_path / "theirs")
+    again = PeftModel.from_pretrained(copy.deepcopy(ref.torch), folder / "ours").eval()
+    assert torch.equal(logits_of(again, batch, ref.head), logits_of(model, batch, ref.head))
+    settings = adapters.adapter_settings(folder / "theirs", ref.net)
+    back = hub.network(ref.net.config, ref.head, lora=settings)
+    loaded = adapters.load_adapter(back, folder / "theirs")
     assert jax.tree.structure(loaded) == jax.tree.structure(trained)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(trained)))
+
+
+@pytest.mark.parametrize(("name", "head", "lora"), EXPERT_CASES + [
+    pytest.param(*case, id=f"{case[0]}-{case[1]}-{number}") for number, case in enumerate(CASES)])
+def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora, tmp_path):
+    """Of adapters on all linear layers, `test_families.py` shows it in every family."""
+    check_adapter(make_ref(name, head), lora, tmp_path)
 
 
 def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(make_ref):
