@@ -198,6 +198,10 @@ def with_library_classes(recipe: Recipe) -> Recipe:
                     libraries=types.libraries | {BASES["model"]: types.model, BASES["data"]: types.data})
     for block in TASKS:
         reader.classes[block] = reader.class_of(block, recipe.layers)
+        if recipe.given[block] is LEFT and block not in reader.named:
+            names = [*declared(block)]
+            reader.report("", f"{block}.class_path is missing. Name its class, for example --{block} {names[0]} "
+                              f"({', '.join(names)}).")
     refuse(reader.mistakes)
     reader.merge(recipe.layers)
     given = {block: reader.given.get(block, {}) if values is LEFT else {
@@ -446,7 +450,11 @@ class Reader:
             return kind
         try:
             if self.libraries is not None:
-                return find_class(name, (self.libraries[BASES[block]],), block)
+                kind = find_class(name, (self.libraries[BASES[block]],), block)
+                if kind is None:
+                    self.report(layer.at(block, name.line),
+                                f"{block} is {shortened(name)}, but must be a class_path and its init_args.", block)
+                return kind
             # A short name: report at once if the class does not exist. Import paths are left to the engine.
             if re.fullmatch(r"[A-Z]\w+", name) and name.yaml_value == name:
                 check_name(block, name, self.engine)
