@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lmmods.commands.exported_model import data_module, exported_fields, model_block, read_blocks
 from lmmods.core import hub
@@ -24,7 +24,6 @@ from lmmods.core.generation_config import BOOKKEEPING, GENERATION_CONFIG, SAMPLI
 from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
 from lmmods.core.waiting import sleep_if_busy
-from lmmods.data.base import DataModule
 from lmmods.data.encode.tokenizer import decode
 from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.data.sources.formats import find_format
@@ -33,6 +32,9 @@ from lmmods.recipe.tasks.base import CausalFields, Quantize
 from lmmods.recipe.tasks.clm import CLMDataFields
 from lmmods.recipe.trust import check_remote_code, is_trusted
 from lmmods.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from lmmods.data.base import DataModule
 
 Changes = make_dataclass("GenerationChanges", [(item.name, item.type | None, None) for item in fields(Generation)],
                          frozen=True, namespace={"__doc__": Generation.__doc__, "__module__": __name__})
@@ -175,7 +177,7 @@ class Source:
 
     title: str
     model: CausalFields
-    data: DataModule
+    data: "DataModule"
     layout: str | None
     generation: Generation
     stop_token_ids: list[int]
@@ -259,7 +261,7 @@ def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
     return model, data
 
 
-def _connect(data: DataModule, model: CausalFields) -> None:
+def _connect(data: "DataModule", model: CausalFields) -> None:
     data.connect(pretrained=model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code)
 
 

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from lmmods.data.base import DataModule
-
 if TYPE_CHECKING:
     from lmmods.commands.setup import Setup
+    from lmmods.data.base import DataModule
 
 Watch = Callable[[dict[str, float]], bool]
 
@@ -25,7 +24,7 @@ def dry_run(setup: "Setup", watch: Watch) -> int | None:
     return run(setup.trainer, setup.model, setup.datamodule, watch)
 
 
-def _on_torch(trainer: Any, model: Any, datamodule: DataModule, watch: Watch) -> int | None:
+def _on_torch(trainer: Any, model: Any, datamodule: "DataModule", watch: Watch) -> int | None:
     import lightning as L
     import torch
 
@@ -44,7 +43,7 @@ def _on_torch(trainer: Any, model: Any, datamodule: DataModule, watch: Watch) ->
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
-def _on_jax(trainer: Any, model: Any, datamodule: DataModule, watch: Watch) -> int | None:
+def _on_jax(trainer: Any, model: Any, datamodule: "DataModule", watch: Watch) -> int | None:
     from jax_engine.checkpoint import Checkpointer
     from jax_engine.distributed import devices
     from jax_engine.trainer import Evaluation, Exporter, Loop
