@@ -12,19 +12,17 @@ import pickle
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import wait
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmmods.rollouts import program_child
 from lmmods.rollouts.asserts import Comparison, compile_test
+from lmmods.rollouts.sandbox import Process
 
 CHILD = program_child.__file__
 FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
@@ -120,10 +118,13 @@ def is_passed(program: str, test: ProgramTest, seconds: float) -> bool:
         (folder / PROGRAM).write_bytes(program.encode(errors="surrogatepass"))
         (folder / INPUT).write_bytes(test.input.encode(errors="surrogatepass"))
         if test.code is not None:
-            with started(folder, "test", seconds) as (_, channel):
-                return _judged(channel, test.code, test.comparisons, deadline)
+            process = start(folder, "test", seconds)
+            try:
+                return _judged(process.channel, test.code, test.comparisons, deadline)
+            finally:
+                process.end()
         # A program that fails after its last line has still failed.
-        return _status(folder, "input", seconds) == 0 and (
+        return start(folder, "input", seconds).end(seconds) == 0 and (
             _lines((folder / OUTPUT).read_bytes().decode(errors="replace")) == _lines(test.output))
     finally:
         with contextlib.suppress(RecursionError):  # at folders that a program has nested deeply
@@ -202,52 +203,24 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-@contextlib.contextmanager
-def started(folder: Path, way: str, seconds: float) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
-    """Start the program of a folder, and at the end kill it with all that it has started.
+def start(folder: Path, way: str, seconds: float) -> Process:
+    """Start the program of a folder.
 
     Args:
         way: What to do, as `program_child` names it.
         seconds: CPU time that it may take.
-
-    Yields:
-        The process, and the end of the socket to it.
     """
     variables = {name: os.environ[name] for name in (*KEPT, *program_child.MARKS) if name in os.environ}
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs, open(folder / INPUT, "rb") as given, open(folder / OUTPUT, "wb") as output:
-            limits = map(str, (theirs.fileno(), MEMORY, FILE_SIZE, int(seconds) + 1))
-            # -I would ignore the hash seed; the variables are given here, so nothing else is left of it but these.
-            process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-B", CHILD, way, *limits], cwd=folder, stdin=given, stdout=output,
-                stderr=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
-                env={**ENVIRONMENT, **variables, "HOME": str(folder), "TMPDIR": str(folder)})
-        try:
-            yield process, ours
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _status(folder: Path, way: str, seconds: float) -> int:
-    """Return the status with which the program of a folder ends, negative if a signal ends it or the time is over."""
-    with started(folder, way, seconds) as (process, _):
-        try:
-            file = os.pidfd_open(process.pid)  # wakes at once; subprocess looks every 50 ms
-        except (AttributeError, OSError):  # neither other systems nor Linux before 5.3 have it
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-        else:
-            wait([file], seconds)
-            os.close(file)
-        process.poll()
-    return process.returncode
+    with open(folder / INPUT, "rb") as given, open(folder / OUTPUT, "wb") as output:
+        # -I would ignore the hash seed; the variables are given here, so nothing else is left of it but these.
+        return Process(
+            ["-s", "-P", "-B", CHILD, way, *map(str, (MEMORY, FILE_SIZE, int(seconds) + 1))],
+            {**ENVIRONMENT, **variables, "HOME": str(folder), "TMPDIR": str(folder)}, is_outermost=False,
+            cwd=folder, stdin=given, stdout=output, stderr=subprocess.DEVNULL)
 
 
 def isolates() -> bool:
     """True if this system lets programs run without network, and end with all that they have started."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / INPUT).touch()
-        return _status(Path(name), "probe", 10) == 0
+        return start(Path(name), "probe", 10).end(10) == 0

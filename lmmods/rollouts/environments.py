@@ -6,7 +6,6 @@ is killed without the others, and what one does to its process reaches no other 
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import json
 import os
@@ -22,21 +21,9 @@ from typing import Any, NamedTuple
 
 from lmmods.core.errors import UserError
 from lmmods.recipe.trust import refuse_function
-from lmmods.rollouts.reward_processes import (
-    ENDING,
-    LOADING,
-    Outcome,
-    Process,
-    attempt,
-    begin,
-    ends_within,
-    how_it_ended,
-    kill_group,
-    outcome,
-    process_variables,
-    received,
-    send,
-)
+from lmmods.rollouts.own_functions import import_name, wait_for
+from lmmods.rollouts.reward_processes import LOADING, Outcome, Server, attempt, outcome, received, send
+from lmmods.rollouts.sandbox import ENDING, begin, ends_within, how_it_ended, kill_group, process_variables
 
 KEY = "model.environment"
 ENVIRONMENT = "environment"  # name of its reward, and of why an answer has none
@@ -92,14 +79,13 @@ def serve(connection: int, lifeline: int) -> None:
     """Import what makes environments, then fork for each of them, and end the forks, until the connection closes.
 
     Args:
-        connection: As of `Process`. The import path comes first; then None for a fork, whose connection follows and
+        connection: As of `Server`. The import path comes first; then None for a fork, whose connection follows and
             whose id is sent back, or the id of a fork to end and the seconds that it may take to do so by itself.
-        lifeline: As of `Process`.
+        lifeline: As of `Server`.
     """
     begin(lifeline)
     trainer = Connection(connection)
     os.set_inheritable(connection, False)
-    os.set_inheritable(lifeline, False)
     make = attempt(partial(_imported, received(trainer)))
     if isinstance(make, Outcome):
         return send(trainer, make.reason)
@@ -134,11 +120,7 @@ def _end(pid: int, seconds: float) -> str:
 
 
 def _imported(path: str) -> Callable[[], Any]:
-    module, _, name = path.rpartition(".")
-    found = importlib.import_module(module)
-    if not hasattr(found, name):
-        raise ImportError(f"{module} has no {name}")
-    made = getattr(found, name)
+    made = import_name(path)
     if not callable(made):
         raise TypeError(f"it is no class or function, but {type(made).__name__}")
     return made
@@ -189,11 +171,7 @@ def _result(environment: Any, request: Request, runner: asyncio.Runner) -> Any:
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             given = {name: value for name, value in given.items() if name in {each.name for each in parameters}}
     result = method(**given)
-    return runner.run(_awaited(result)) if inspect.isawaitable(result) else result
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
+    return runner.run(wait_for(result)) if inspect.isawaitable(result) else result
 
 
 def _reply(call: Callable[[], Any], method: str) -> dict[str, Any]:
@@ -248,7 +226,7 @@ class Environments:
         self._path, self._timeout, self._count = path, timeout, count
         self._open, self._is_closed = dict[int, _Environment](), False
         self._folder = tempfile.TemporaryDirectory(prefix="lmmods-environments-", ignore_cleanup_errors=True)
-        self._first = Process("lmmods.rollouts.environments.serve", process_variables(self._folder.name))
+        self._first = Server("lmmods.rollouts.environments.serve", process_variables(self._folder.name))
         try:
             self._first.connection.send(path)
             is_late = not self._first.connection.poll(LOADING)

@@ -44,20 +44,25 @@ class FunctionScorer:
             ImportError: There is no such module or function.
             TypeError: It cannot be called.
         """
-        module, _, name = self.path.rpartition(".")
-        found = importlib.import_module(module)
-        if not hasattr(found, name):
-            raise ImportError(f"{module} has no {name}")
-        function = getattr(found, name)
+        function = import_name(self.path)
         if not callable(function):
             raise TypeError(f"{self.path} is no function, but {type(function).__name__}")
         return lambda answers: _scored(function, answers)
 
 
+def import_name(path: str) -> Any:
+    """Return what an import path names. Raises ImportError: There is no such module or name."""
+    module, _, name = path.rpartition(".")
+    imported = importlib.import_module(module)
+    if not hasattr(imported, name):
+        raise ImportError(f"{module} has no {name}")
+    return getattr(imported, name)
+
+
 def _scored(function: Callable[..., Any], answers: list[Completion]) -> list[Any]:
     result = function(**_arguments(function, answers))
     if inspect.isawaitable(result):
-        result = asyncio.run(_awaited(result))
+        result = asyncio.run(wait_for(result))
     if isinstance(result, str | bytes | dict) or not hasattr(result, "__iter__"):
         raise TypeError(f"it returned {type(result).__name__}, but must return a list of numbers")
     values = list(result)
@@ -66,7 +71,8 @@ def _scored(function: Callable[..., Any], answers: list[Completion]) -> list[Any
     return values
 
 
-async def _awaited(result: Any) -> Any:
+async def wait_for(result: Any) -> Any:
+    """Await what a function returned, which may be no coroutine."""
     return await result
 
 

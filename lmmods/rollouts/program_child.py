@@ -1,4 +1,4 @@
-"""A process that runs the program of an answer under limits: `program_child.py WAY CHANNEL MEMORY FILE_SIZE SECONDS`.
+"""A process that runs the program of an answer under limits: `program_child.py WAY MEMORY FILE_SIZE SECONDS CHANNEL`.
 
 WAY is `test` to run program.py and then a test with its names, `input` to run program.py as a script, and `probe` to
 see only whether the process can be isolated: its status is 0 then. It imports nothing of this project, so that a
@@ -35,13 +35,15 @@ RIGHTS = {1: 0x1FF2, 2: 1 << 13, 3: 1 << 14}
 WRITE_FILE, VERSION, PATH_BENEATH = 1 << 1, 1, 1
 
 
-def limit(memory: int, file_size: int, seconds: int) -> None:
-    """Limit memory and sizes of files in bytes, and CPU time in seconds."""
+def limit(memory: int, file_size: int | None = None, seconds: int | None = None) -> None:
+    """Limit memory and sizes of files in bytes, and CPU time in seconds; allow no core dumps."""
     import resource  # which Windows lacks
 
     for what, most in ((resource.RLIMIT_DATA, memory), (resource.RLIMIT_FSIZE, file_size), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(what, (most, most))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+        if most is not None:
+            resource.setrlimit(what, (most, most))
+    if seconds is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
 
 
 def end_with_parent() -> None:
@@ -176,7 +178,7 @@ def finish(channel, names, read, write, open_, execute, loads, mask, unblock, si
 
 
 def main() -> None:
-    way, channel, memory, file_size, seconds = sys.argv[1], *map(int, sys.argv[2:])
+    way, memory, file_size, seconds, channel = sys.argv[1], *map(int, sys.argv[2:])
     sys.argv[:] = ["program.py"]
     os.set_inheritable(channel, False)
     end_with_parent()

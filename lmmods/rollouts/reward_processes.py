@@ -1,17 +1,11 @@
 """Processes that score answers, and are killed where one hangs.
 
-Each is a fresh interpreter in a session of its own: the trainer's threads, devices and locks are not in it, and what it
-starts can be found and ended with it. Code that hangs may hold the interpreter's lock (a regular expression does), so
-only the trainer keeps time.
+`sandbox` starts and ends them; only the trainer keeps time.
 """
 
-import contextlib
 import json
 import os
 import pickle
-import secrets
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,18 +17,13 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
 
-import psutil
-
-from lmmods.core.errors import UserError, first_line
-from lmmods.core.subprocesses import end_group_with
+from lmmods.core.errors import first_line
 from lmmods.rollouts.named_rewards import Unscorable
-from lmmods.rollouts.program_child import MARKS
+from lmmods.rollouts.sandbox import ENDING, MEMORY, Process, begin, how_it_ended, process_variables
 
-MEMORY = 4 * 2**30  # bytes that a process may allocate
 LOADING = 120.0  # seconds until the function of a reward must be imported
 WHOLE = 300.0  # seconds that a call with many answers may take, if that is less than their own limits come to
 CLOSING = 5.0  # seconds that a process may take to end by itself
-ENDING = 1.0  # seconds in which a process must have ended that has closed its connection, or was killed
 PIECE = 16  # answers that are handed to a process at once
 LONGEST = 300  # characters of a reason
 
@@ -104,7 +93,6 @@ def work(connection: int, lifeline: int) -> None:
     trainer = Connection(connection)
     # What a function starts must not hold the connection open when this process ends.
     os.set_inheritable(connection, False)
-    os.set_inheritable(lifeline, False)
     os.register_at_fork(after_in_child=trainer.close)
     while (message := received(trainer)) is not None:
         scorer, inputs, whole = message
@@ -122,15 +110,6 @@ def work(connection: int, lifeline: int) -> None:
             if os.getpid() != pid:  # a fork that the function has made, and that returned from it
                 os._exit(0)
             send(trainer, values.reason if isinstance(values, Outcome) else [outcome(value) for value in values])
-
-
-def begin(lifeline: int) -> None:
-    """Limit this process's memory, and have it end with the trainer."""
-    import resource  # which Windows lacks
-
-    end_group_with(lifeline)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def received(trainer: Connection) -> Any:
@@ -178,102 +157,28 @@ def outcome(value: Any) -> Outcome:
 # In the trainer
 
 
-class Process:
-    """A fresh interpreter in a session of its own.
+class Server(Process):
+    """A process that answers messages with a function of this project.
 
     Args:
-        function: Import path of what it runs, `function(connection, lifeline)` with file descriptors: the end of a
-            connection to the trainer, and that of a pipe whose other end the trainer holds as long as it lives.
-        variables: Its environment, to which `MARKS` are added.
-
-    Raises:
-        UserError: The system is Windows, which has neither the limits nor groups of processes to kill.
+        function: Import path of `function(connection, lifeline)`, with file descriptors as of `Process`.
+        variables: Its environment.
     """
 
     def __init__(self, function: str, variables: dict[str, str]) -> None:
-        if sys.platform == "win32":
-            raise UserError("answers are scored in processes that Windows cannot limit and end; train in WSL 2 there")
-        self._mark = secrets.token_hex(16)
-        ours, theirs = (each.detach() for each in socket.socketpair())
-        reader, self._lifeline = os.pipe()
         module, _, name = function.rpartition(".")
-        start = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}({theirs}, {reader})"
-        self.connection = Connection(ours)
-        try:
-            # What it prints goes to stderr: commands have results on stdout.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", start], pass_fds=(theirs, reader), stdin=subprocess.DEVNULL, stdout=2,
-                start_new_session=True, env={**variables, **dict.fromkeys(MARKS, self._mark)})
-        finally:
-            os.close(theirs)
-            os.close(reader)
-        self.pid = self._process.pid
+        start = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}(*map(int, sys.argv[1:]))"
+        # What it prints goes to stderr: commands have results on stdout.
+        super().__init__(["-c", start], variables, stdin=subprocess.DEVNULL, stdout=2)
+        self.connection = Connection(self.channel.detach())
 
     def end(self, seconds: float = 0.0) -> str:
-        """End the process and all that it has started, at once, or after it had some seconds to end by itself.
-
-        Returns:
-            How it ended.
-        """
+        """End the process as `Process` does; return how it ended."""
         self.connection.close()
-        by_itself = ends_within(self.pid, seconds)
-        # Before `wait` frees the number of the group for others.
-        kill_group(self.pid)
-        _kill_marked(self._mark)
-        status = self._process.wait()
-        os.close(self._lifeline)
-        return how_it_ended(status if by_itself else None)
+        return how_it_ended(super().end(seconds))
 
 
-def ends_within(pid: int, seconds: float) -> bool:
-    """True if a process ends by itself within some seconds."""
-    deadline, is_dead = time.monotonic() + seconds, _is_dead(pid)
-    while not is_dead and time.monotonic() < deadline:
-        time.sleep(0.01)
-        is_dead = _is_dead(pid)
-    return is_dead
-
-
-def _is_dead(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # where the trainer ignores SIGCHLD
-        return True
-
-
-def kill_group(pid: int) -> None:
-    """Kill the processes of a group by the number of its leader."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids it for a group of the dead
-        os.killpg(pid, signal.SIGKILL)
-
-
-def how_it_ended(status: int | None) -> str:
-    """Return in words how a process ended: its status, negative for a signal; None if it did not do so by itself."""
-    if status is None:
-        return "closed the connection to the trainer"
-    how = f"by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"with status {status}"
-    return f"ended its process {how}"
-
-
-def _kill_marked(mark: str) -> None:
-    """Kill the processes with a mark in their environment, which those have that left the session, too."""
-    deadline, is_left = time.monotonic() + ENDING, True
-    while is_left and time.monotonic() < deadline:
-        is_left = False
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile, or is another user's
-                if any(process.environ().get(name) == mark for name in MARKS):
-                    process.kill()
-                    is_left = True
-
-
-def process_variables(folder: str) -> dict[str, str]:
-    """Return the environment of processes whose temporary files are in a folder."""
-    # Sets and dicts have the same order in each process, and after a resume.
-    return {"PYTHONHASHSEED": "0", **os.environ, "TMPDIR": folder}
-
-
-class _Worker(Process):
+class _Worker(Server):
     """A process that scores answers, with the task that it has."""
 
     def __init__(self, variables: dict[str, str]) -> None:
