@@ -1,4 +1,4 @@
-"""LoRA adapters on both engines: which modules get one, which others train in full, and the files of an adapter."""
+"""LoRA adapters on both engines: which modules get one, which others train fully, and the files of an adapter."""
 
 import json
 import os
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 KEY = "model.adapter"  # the key that names an adapter, unless a command has an option for it
-# Names of the output layer for answer spans; it is newly initialised, so it trains in full alongside an adapter.
+# Names of the output layer for answer spans; it is newly initialised, so it trains fully alongside an adapter.
 ANSWER_HEADS = ("qa_outputs", "classifier")
 # Layers by model type that PEFT (0.21) mistakes for experts, which used to have these names.
 _TAKEN_FOR_EXPERTS = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
@@ -45,38 +45,38 @@ def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False,
     targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
     if "all-linear" in targets:
         if len(linear) < len(named):
-            say(f"lora.targets: all-linear leaves out {', '.join(taken)} of layers without experts: PEFT takes these "
-                "names for those of experts.")
-        # Most routers are no linear layers; that of Gemma 4 has one, which is left out like them.
+            say(f"lora.targets: all-linear skips {', '.join(taken)} in layers without experts: PEFT takes these "
+                "names for experts.")
+        # Most routers are not linear layers; that of Gemma 4 has one, which is omitted like them.
         return {name for name in linear if not has_experts or "router" not in name.split(".")}
-    note = (" Experts and their router are no linear layers: lora.target_parameters gives experts adapters, and "
-            "lora.modules_to_save trains both in full.") if has_experts else ""
+    note = (" Experts and their router are not linear layers: lora.target_parameters gives experts adapters, and "
+            "lora.modules_to_save trains both fully.") if has_experts else ""
     return _matching("lora.targets", targets, linear, linear, note)
 
 
 def adapted_parameters(lora: LoRA, stacked: Iterable[str], in_full: Collection[str]) -> set[str]:
-    """Names of the parameters with an adapter per expert.
+    """Return the names of the parameters with an adapter per expert.
 
     Args:
         lora: Settings of the adapter.
         stacked: Names of all candidates: matrices of experts, [E, ...].
-        in_full: Names of the modules that train in full.
+        in_full: Names of the modules that train fully.
 
     Raises:
-        UserError: A target matches none of them, or is in a module that trains in full.
+        UserError: A target matches none of them, or is in a module that trains fully.
     """
     stacked = list(stacked)
     if lora.target_parameters and not stacked:
-        raise UserError("lora.target_parameters: this model has no stacked experts. Take it out.")
+        raise UserError("lora.target_parameters: this model has no stacked experts. Remove it.")
     found = _matching("lora.target_parameters", lora.target_parameters or [], stacked, stacked, kind="parameter")
     if both := sorted(name for name in found if name.rpartition(".")[0] in in_full):
-        raise UserError(f"lora.target_parameters: {both[0]} is in a module that lora.modules_to_save trains in full. "
-                        "Take it out of one of them.")
+        raise UserError(f"lora.target_parameters: {both[0]} is in a module that lora.modules_to_save trains fully. "
+                        "Remove it from one of them.")
     return found
 
 
 def modules_in_full(lora: LoRA, modules: Iterable[str], linear: Iterable[str]) -> set[str]:
-    """Names of the modules that `modules_to_save` names. Raises UserError: one matches none of them."""
+    """Return the names of the modules that `modules_to_save` names. Raises UserError: one matches none of them."""
     return _matching("lora.modules_to_save", lora.modules_to_save or [], list(modules), linear)
 
 
@@ -107,7 +107,7 @@ def tokens_to_train(data: Vocabulary, num_rows: int) -> list[int]:
 
 def trained_rows(tokens: list[int], embedding: str, output: str | None, in_full: Collection[str], *, tied: bool,
                  has_bias: bool) -> dict[str, list[int]]:
-    """The rows of new tokens that train alongside an adapter, by module.
+    """Return the rows of new tokens that train alongside an adapter, by module.
 
     An untied output layer needs rows too: a row that is the mean of all rows gives the mean of all logits, which is
     never the largest, so the token would never be chosen.
@@ -116,7 +116,7 @@ def trained_rows(tokens: list[int], embedding: str, output: str | None, in_full:
         tokens: Ids of the tokens that are new to the model.
         embedding: Name of the embedding.
         output: Name of the output layer of the vocabulary, if there is one.
-        in_full: Names of the modules that train in full, including these rows.
+        in_full: Names of the modules that train fully, including these rows.
         tied: True if embedding and output layer share one matrix.
         has_bias: True if the output layer has a bias.
 
@@ -127,12 +127,12 @@ def trained_rows(tokens: list[int], embedding: str, output: str | None, in_full:
     if not tokens or not frozen:
         return {}
     if has_bias and output in frozen:
-        raise UserError(f"model.lora: the output layer {output} has a bias, which PEFT leaves out where rows of new "
-                        f"tokens train. Name it and {embedding} in lora.modules_to_save, set model.lora to null, or "
-                        "leave data.add_tokens out.")
+        raise UserError(f"model.lora: the output layer {output} has a bias, which PEFT omits when rows of new tokens "
+                        f"train. Add it and {embedding} to lora.modules_to_save, set model.lora to null, or "
+                        "remove data.add_tokens.")
     if tied and output is not None and output not in frozen:
-        raise UserError(f"lora.modules_to_save: {output} trains in full, and {embedding}, to which it is tied, gets "
-                        f"rows of new tokens, which PEFT cannot do at once. Name {embedding} too, or neither.")
+        raise UserError(f"lora.modules_to_save: {output} trains fully, but of {embedding}, to which it is tied, only "
+                        f"new rows train, which PEFT does not support. Add {embedding} too, or remove {output}.")
     # Tied rows are trained once, under the name of the embedding.
     return dict.fromkeys(frozen[:1] if tied else frozen, tokens)
 
@@ -147,14 +147,14 @@ def check_rows(folder: str | Path, num_rows: int) -> None:
     found = adapter_config(folder).get("trainable_token_indices") or []
     largest = max((max(ids) for ids in (found.values() if isinstance(found, dict) else [found]) if ids), default=0)
     if largest >= num_rows:
-        raise UserError(f"model.adapter: the adapter in {folder} has the embedding of token {largest}, and there are "
-                        f"{num_rows} tokens here. Set data.tokenizer to that folder, so that its tokens are there.")
+        raise UserError(f"model.adapter: the adapter in {folder} has an embedding for token {largest}, but the model "
+                        f"has {num_rows} tokens. Set data.tokenizer to that folder.")
 
 
 def quantised_in_full(module: str, kind: str) -> str:
-    """Message for a module in `modules_to_save` whose weight is quantised."""
+    """Return the message for a module in `modules_to_save` whose weight is quantised."""
     instead = "its matrices in lora.target_parameters" if module.endswith("experts") else "it in lora.targets"
-    return (f"lora.modules_to_save: {module} is stored in {kind}, so it cannot be trained in full. Name {instead} "
+    return (f"lora.modules_to_save: {module} is stored in {kind}, so it cannot be trained fully. Name {instead} "
             "instead, or set model.quantize to null.")
 
 
@@ -197,12 +197,12 @@ def _is_bool(value: object) -> bool:
 
 
 _NAMES = ("a list of names or null", lambda value: value is None or _is_list(value, _is_text))
-_TEXT = ("a text or null", lambda value: value is None or _is_text(value))
+_TEXT = ("a string or null", lambda value: value is None or _is_text(value))
 _PATTERN = ("a pattern, a list of names or null", lambda value: _TEXT[1](value) or _NAMES[1](value))
 _FLAG = ("true or false", _is_bool)
 # LoRA settings whose types are relied on, here or by PEFT, without further checks.
 _LORA = {
-    "r": (f"a whole number from 1 to {MAX_RANK}", _is_rank),
+    "r": (f"an integer from 1 to {MAX_RANK}", _is_rank),
     "lora_alpha": ("a number", _is_number),
     "lora_dropout": ("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
     "target_modules": _PATTERN, "exclude_modules": _PATTERN, "layers_pattern": _PATTERN,
@@ -212,7 +212,7 @@ _LORA = {
     "rank_pattern": ("ranks by name", lambda value: isinstance(value, dict) and all(map(_is_rank, value.values()))),
     "alpha_pattern": ("numbers by name",
                       lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))),
-    "layers_to_transform": ("a number of a layer, a list of them or null",
+    "layers_to_transform": ("a layer index, a list of them or null",
                             lambda value: value is None or _is_id(value) or _is_list(value, _is_id)),
     "trainable_token_indices": ("a list of token ids, such lists by name, or null", lambda value: value is None or all(
         _is_list(ids, _is_id) for ids in (value.values() if isinstance(value, dict) else [value]))),
@@ -234,18 +234,18 @@ def adapter_config(folder: str | Path, key: str = KEY) -> dict[str, Any]:
     try:
         found = json.loads(read_text(path, MAX_SETTINGS))
     except FileNotFoundError as error:
-        raise UserError(f"{key}: {folder} holds no {SETTINGS}. Name a folder written by PEFT's "
+        raise UserError(f"{key}: {folder} has no {SETTINGS}. Use a folder written by PEFT's "
                         "save_pretrained, for example runs/NAME/model.") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{key}: {path} cannot be read ({error}). Fetch or save the adapter again.") from error
+        raise UserError(f"{key}: {path} cannot be read ({error}). Download or save the adapter again.") from error
     if not isinstance(found, dict) or "peft_type" not in found:
-        raise UserError(f"{key}: {path} does not say its peft_type, so PEFT has not written it. Fetch or save the "
+        raise UserError(f"{key}: {path} has no peft_type, so PEFT did not write it. Download or save the "
                         "adapter again.")
     for name, (kind, fits) in {**_ANY_KIND, **(_LORA if found["peft_type"] == "LORA" else {})}.items():
         if name in found and not fits(found[name]):
             shown = repr(found[name])
             raise UserError(f"{key}: {path} has {name}: {shown if len(shown) <= 60 else f'{shown[:60]}…'}, which must "
-                            f"be {kind}. Mend it, or fetch or save the adapter again.")
+                            f"be {kind}. Fix it, or download or save the adapter again.")
     return found
 
 
@@ -256,11 +256,11 @@ def adapter_weights(folder: str | Path, key: str = KEY) -> Path:
         if os.path.lexists(path := Path(folder) / name):
             check_file(key, path)
             return path
-    raise UserError(f"{key}: {folder} holds no {WEIGHTS}. Fetch or save the adapter again.")
+    raise UserError(f"{key}: {folder} has no {WEIGHTS}. Download or save the adapter again.")
 
 
 def check_head(folder: str | Path, head: str) -> None:
-    """Raise UserError if an adapter to go on from lacks a task's output layer, which is new to its base.
+    """Raise UserError if an adapter to continue from lacks a task's output layer, which is new to its base.
 
     Args:
         head: Name of the layer.
@@ -268,13 +268,13 @@ def check_head(folder: str | Path, head: str) -> None:
     saved = adapter_config(folder).get("modules_to_save") or []
     # A module is saved with all that is inside it.
     if not any(f".{name}." in f".{head}." for name in saved):
-        raise UserError(f"model.adapter: the adapter in {folder} is of another task, without {head}. Merge it (python "
-                        "train.py merge), name the merged model in model.pretrained, and train a new one with "
+        raise UserError(f"model.adapter: the adapter in {folder} is for another task, without {head}. Merge it (python "
+                        "train.py merge), set model.pretrained to the merged model, and train a new one with "
                         "model.lora.")
 
 
 def does_not_fit(folder: str | Path, reason: object, key: str = KEY) -> UserError:
-    """Error for an adapter that does not fit its base model."""
+    """Build the error for an adapter that does not fit its base model."""
     return UserError(f"{key}: the adapter in {folder} does not fit the base model: {reason}")
 
 
@@ -285,13 +285,13 @@ def left_over(missing: Iterable[str], extra: Iterable[str]) -> str:
 
 
 def no_numbers(name: str) -> str:
-    """Reason to refuse an adapter with a weight that is infinite or NaN."""
-    return f"{name} holds values that are no numbers."
+    """Return the reason to reject an adapter with a weight that is infinite or NaN."""
+    return f"{name} has values that are not finite."
 
 
 @contextmanager
 def fitting_adapter(folder: str | Path, key: str = KEY) -> Iterator[None]:
-    """Wrap loading of an adapter by PEFT or safetensors. Raises UserError for any way in which they refuse it."""
+    """Wrap loading of an adapter by PEFT or safetensors. Raises UserError for any way in which they reject it."""
     try:
         yield
     except (*UNREADABLE, ArithmeticError, AssertionError, ImportError, LookupError, re.error) as error:
@@ -330,12 +330,12 @@ def reading_weights(pretrained: str) -> Iterator[None]:
     """Wrap the reading of a folder's or hub id's weights. Raises UserError if they cannot be read."""
     try:
         yield
-    # Also in UNREADABLE, but with a message of its own: loading with pickle would run foreign code.
+    # Also in UNREADABLE, but with its own message: loading with pickle would run foreign code.
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"model.pretrained: a pytorch_model.bin of {pretrained} is damaged, or holds more than tensors, and is not "
-            "loaded, as reading such a file runs the code in it. Fetch it again, or take a folder with "
-            "model.safetensors; one you trust can be made of it with torch.load(…, weights_only=False) and "
+            f"model.pretrained: a pytorch_model.bin of {pretrained} is damaged or contains more than tensors. It is "
+            "not loaded, because that would run code in it. Download it again, or use a folder with "
+            "model.safetensors; convert a file that you trust with torch.load(…, weights_only=False) and "
             "safetensors.torch.save_file.") from error
     except UNREADABLE as error:
         if is_out_of_memory(error) or isinstance(error, UserError):
@@ -356,10 +356,10 @@ def check_weights(pretrained: str) -> None:
 def check_file(key: str, file: Path) -> None:
     """`check_weights` for one file, named by `key`."""
     if not file.is_file():
-        raise UserError(f"{key}: {file} is no regular file: fetch it again.")
+        raise UserError(f"{key}: {file} is not a regular file. Download it again.")
     with open(file, "rb") as opened:
         start = opened.read(len(POINTER))
     if start == POINTER:
-        raise UserError(f"{key}: {file} is a pointer of Git LFS, not the weights: run git lfs pull in its folder.")
+        raise UserError(f"{key}: {file} is a Git LFS pointer, not the weights. Run git lfs pull in its folder.")
     if not start or file.suffix == ".bin" and not start.startswith(TORCH_FILES):
-        raise UserError(f"{key}: {file} is {'empty' if not start else 'no file of torch'}: fetch it again.")
+        raise UserError(f"{key}: {file} is {'empty' if not start else 'not a torch file'}. Download it again.")

@@ -14,7 +14,7 @@ from typing import Any
 
 @cache
 def chat_template_environment() -> Any:
-    """The Jinja environment in which transformers renders chat templates: from `_compile_jinja_template`.
+    """Return the Jinja environment in which transformers renders chat templates: from `_compile_jinja_template`.
 
     As of transformers 5.23. The public `render_jinja_template` renders, but exposes neither filters nor tests.
     """
@@ -50,7 +50,7 @@ def namespace_values(namespace: Any) -> dict[str, Any]:
 
 
 def rows_fingerprint(rows: object) -> str | None:
-    """Fingerprint of the contents of a hub data set: `Dataset._fingerprint`.
+    """Return the fingerprint of the contents of a hub dataset: `Dataset._fingerprint`.
 
     As of datasets 5.2. None for a streaming one. It is part of the identity of runs, so nothing else can replace it.
     """
@@ -88,7 +88,7 @@ def work_offline() -> None:
 
 
 def cached_as(name: str) -> tuple[Path, str]:
-    """The cache in which datasets looks for a hub data set while offline, and the folder of the data set there.
+    """Return the cache in which datasets looks for a hub dataset while offline, and the folder of the dataset there.
 
     As of datasets 5.2: CachedDatasetModuleFactory.
     """

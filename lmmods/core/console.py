@@ -46,12 +46,12 @@ def _above_bars(stream: TextIO) -> AbstractContextManager[None]:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """True if a stream is a terminal with cursor control."""
+    """Return True if a stream is a terminal with cursor control."""
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def shows_colour(stream: TextIO | None) -> bool:
-    """True if output on a stream may be coloured; see https://no-color.org."""
+    """Return True if output on a stream may be coloured; see https://no-color.org."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 

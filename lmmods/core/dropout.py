@@ -44,7 +44,7 @@ def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def token_seeds(seed: int, epoch: int | np.ndarray, row: int | np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Seeds of tokens, int32; arguments may have any shapes that broadcast.
+    """Return the seeds of tokens, int32; arguments may have any shapes that broadcast.
 
     Two tokens of a run have the same seed with a probability of 2^-32, and then merely share their masks.
 
@@ -66,7 +66,7 @@ def _halves(number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(2**14)
 def site_seed(site: str, call: int = 0) -> int:
-    """Seed of a place in the network that applies dropout, below 2^32.
+    """Return the seed of a place in the model that applies dropout, below 2^32.
 
     Args:
         site: Name of the torch module without PEFT's wrapping, for example `transformer.h.0.mlp.dropout`.
@@ -84,26 +84,26 @@ def feature_seeds(num: int) -> np.ndarray:
 def dropped_steps(rate: float) -> int:
     """`rate` as a multiple of 1 / STEPS. Raises UserError unless 0 <= rate < 1."""
     if not 0 <= rate < 1:
-        raise UserError(f"A dropout rate of the model's configuration is {rate}: give one from 0 up to but not "
-                        "including 1.")
+        raise UserError(f"A dropout rate of the model's configuration is {rate}. Set it to a value from 0 up to but "
+                        "not including 1.")
     # A rate above 0 drops something, and none below 1 drops everything: `keep_scale` stays finite.
     return min(max(round(rate * STEPS), int(rate > 0)), STEPS - 1)
 
 
 def keep_scale(rate: float) -> float:
-    """Factor of kept features: 1 / the share that is kept."""
+    """Return the factor of kept features: 1 / the fraction that is kept."""
     return STEPS / (STEPS - dropped_steps(rate))
 
 
 def least_kept(rate: float) -> int:
-    """The smallest int32 whose upper half keeps a feature."""
+    """Return the smallest int32 whose upper half keeps a feature."""
     # Words are read as signed, so they start at -STEPS / 2 * STEPS: dropped_steps of STEPS equal parts lie below the
     # result. Its lower half is 0, so the lower half of a word never decides.
     return (dropped_steps(rate) - STEPS // 2) * STEPS
 
 
 def feature_mask(seeds: np.ndarray, site: int, num: int, rate: float) -> np.ndarray:
-    """Mask of kept features of tokens.
+    """Return the mask of kept features of tokens.
 
     Args:
         seeds: [...] int32, seeds of tokens.
@@ -121,7 +121,7 @@ NOISE_SITE = "neftune"
 
 
 def feature_noise(seeds: np.ndarray, site: int, num: int) -> np.ndarray:
-    """Uniform numbers in (-1, 1) for features of tokens, float32: odd multiples of 2^-24, each with 32 bits of its own.
+    """Uniform numbers in (-1, 1) for features of tokens, float32: odd multiples of 2^-24, each with 32 separate bits.
 
     Args:
         seeds: [...] int32, seeds of tokens.

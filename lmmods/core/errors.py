@@ -87,11 +87,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def what_to_lower(error: BaseException, checkpoint: str | None) -> UserError:
-    """Error of a command that ran out of memory; `checkpoint` names the last one, if there is any."""
+    """Build the error for running out of memory. `checkpoint` is the last checkpoint, if any."""
     reason = next(iter(str(error).strip().splitlines()), "")[:300] or type(error).__name__
-    goes_on = f" The last checkpoint is {checkpoint}: go on from it with --ckpt_path last." if checkpoint else ""
+    goes_on = f" Resume from the last checkpoint, {checkpoint}, with --ckpt_path last." if checkpoint else ""
     return UserError(
-        f"Out of memory ({reason}). What lowers it most, first: data.batch_size (raise trainer.accumulate_grad_batches "
-        "by the same factor and every step stays what it was) and data.eval_batch_size; data.max_length; "
-        "model.gradient_checkpointing: true; model.lora instead of full tuning, with model.quantize: nf4; an optimizer "
-        f"in 8 bits; on several devices trainer.strategy: fsdp.{goes_on}")
+        f"Out of memory ({reason}). Try, in this order: a lower data.batch_size (raise "
+        "trainer.accumulate_grad_batches by the same factor to keep the step) and data.eval_batch_size; "
+        "data.max_length; model.gradient_checkpointing: true; model.lora instead of full fine-tuning, with "
+        f"model.quantize: nf4; an 8-bit optimiser; on several devices trainer.strategy: fsdp.{goes_on}")

@@ -9,11 +9,11 @@ from lmmods.core.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Means over rows, weighted by scored tokens: the balance loss before its weight, and the load of a row's most and least
+# Means over rows, weighted by target tokens: the balance loss before its weight, and the load of a row's most and least
 # used experts, as multiples of an even share.
 METRICS = ("experts/balance", "experts/max_load", "experts/min_load")
-_INSTEAD = ("Transformers' loss multiplies two means over a micro-batch, so it depends on how rows are cut into "
-            "micro-batches. model.balance_loss does so row by row, which is the same under any cut.")
+_INSTEAD = ("Transformers' loss multiplies two means over a micro-batch, so it depends on the batch split. "
+            "model.balance_loss does so row by row, which does not.")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Mixture:
 
     @property
     def share(self) -> float:
-        """Share of the experts used by a token."""
+        """Fraction of the experts used by a token."""
         return self.per_token / self.num
 
 
@@ -56,25 +56,25 @@ def note_quantized(config: "PreTrainedConfig", quantize: str | None, in_files: b
     """
     if mixture_of(config) is not None and (in_files or quantize == "int8"):
         say(f"model.{'pretrained' if in_files else 'quantize'}: experts are not stored in {quantize}: "
-            + ("the files have them in full." if in_files else "set nf4 or fp4 for that."))
+            + ("the files have them unquantised." if in_files else "set nf4 or fp4 to quantise them."))
 
 
 def check_balance(config: "PreTrainedConfig", balance_loss: float, routes: bool) -> None:
     """Raise UserError if there is nothing to balance; report a model that asks for transformers' own loss.
 
     Args:
-        routes: True if the network exposes how it routes tokens.
+        routes: True if the model exposes how it routes tokens.
     """
     if balance_loss and not routes:
         raise UserError(f"model.balance_loss is {balance_loss}, but {config.model_type} has no experts whose router it "
-                        "could reach: set it to 0.")
+                        "could reach. Set it to 0.")
     if getattr(config, "output_router_logits", False) and not balance_loss:
-        say(f"Experts: config.json asks for a loss that balances them (output_router_logits). {_INSTEAD} It is off.")
+        say(f"Experts: config.json sets transformers' balance loss (output_router_logits), ignored here. {_INSTEAD}")
 
 
 def check_overrides(fields: dict[str, Any]) -> None:
     """Raise UserError if overridden fields of a configuration ask for transformers' balance loss."""
     for name in ("output_router_logits", "router_aux_loss_coef"):
         if fields.get(name):
-            raise UserError(f"model.config: {name} is {fields[name]}, which asks for transformers' own balance loss. "
-                            f"{_INSTEAD} Take it out and set that.", "model.config", "model.config_overrides")
+            raise UserError(f"model.config: {name} is {fields[name]}, which sets transformers' own balance loss. "
+                            f"{_INSTEAD} Remove it and set that.", "model.config", "model.config_overrides")

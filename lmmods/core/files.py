@@ -25,7 +25,7 @@ def read_bytes(path: str | os.PathLike, most: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file, or of the target of a link.
 
     Raises:
-        NotRegular, TooLarge: It is no regular file, or has more than `most` bytes.
+        NotRegular, TooLarge: It is not a regular file, or has more than `most` bytes.
         OSError: It does not exist or cannot be read.
     """
     # Without O_NONBLOCK, opening a pipe without a writer would block; regular files ignore the flag.
@@ -33,7 +33,7 @@ def read_bytes(path: str | os.PathLike, most: int = MAX_BYTES) -> bytes:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise NotRegular(f"{os.path.basename(path)} is no regular file")
+            raise NotRegular(f"{os.path.basename(path)} is not a regular file")
         if found.st_size > most:
             raise TooLarge(f"{os.path.basename(path)} has {found.st_size / 2**20:,.0f} MiB, and at most "
                            f"{most / 2**20:,.0f} are read")
@@ -52,11 +52,11 @@ def read_text(path: str | os.PathLike, most: int = MAX_BYTES, errors: str = "str
 _WRONG_PATHS = {
     errno.ENAMETOOLONG: "is too long: a part of a path has at most 255 bytes, the whole 4095",
     errno.ENOTDIR: "leads through a file, where a folder must be",
-    errno.EEXIST: "is there already, as another kind of thing",
+    errno.EEXIST: "already exists as something else",
     errno.EISDIR: "is a folder, where a file must be",
     errno.ELOOP: "is a link that leads back to itself",
-    errno.EACCES: "may not be read or written by you",
-    errno.EPERM: "may not be changed by you",
+    errno.EACCES: "cannot be read or written with your permissions",
+    errno.EPERM: "cannot be changed with your permissions",
 }
 
 
@@ -73,9 +73,9 @@ def wrong_path_in(error: BaseException | None) -> UserError | None:
         if isinstance(cause, OSError) and cause.errno in _WRONG_PATHS and cause.filename is not None:
             place = os.fsdecode(cause.filename) if isinstance(cause.filename, bytes) else str(cause.filename)
             shown = place if len(place) <= 200 else f"{place[:100]}… ({len(place)} characters)"
-            return UserError(f"The path {shown} cannot be used: it {_WRONG_PATHS[cause.errno]}. Name another one.")
+            return UserError(f"The path {shown} cannot be used: it {_WRONG_PATHS[cause.errno]}. Use another path.")
         if isinstance(cause, ValueError) and "embedded null" in str(cause):
-            return UserError("A path holds a NUL byte, which no name of a file has. Name another one.")
+            return UserError("A path contains a NUL byte, which is not allowed. Use another path.")
     return None
 
 
@@ -89,7 +89,7 @@ def disk_error_in(error: BaseException | None) -> UserError | None:
         if (reason := disk_problem(cause)) is not None:
             name = getattr(cause, "filename", None)
             where = f" ({name})" if name else ""
-            return UserError(f"The disk cannot be written: {reason}{where}. Make room; a run resumes with "
+            return UserError(f"The disk cannot be written: {reason}{where}. Free some space; a run resumes with "
                              "--ckpt_path last.")
     return None
 
@@ -107,9 +107,9 @@ def disk_problem(error: BaseException) -> str | None:
 def check_place(option: str, path: Path) -> None:
     """Raise UserError if no file can be written at this path, before work is done for it."""
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no such folder, or the name is a folder's. Name a file to write.")
+        raise UserError(f"{option} {path}: its folder does not exist, or it is a folder. Use the path of a file.")
 
 
 def is_plain_name(name: object) -> bool:
-    """True if a text read from a file is a plain name in a folder, which leads nowhere else."""
+    """Return True if a text read from a file is a plain name in a folder, which leads nowhere else."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)

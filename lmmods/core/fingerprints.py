@@ -19,17 +19,17 @@ BLOCKS, BLOCK_BYTES = 256, 2**14
 
 
 def joined(parts: Iterable[str]) -> str:
-    """One fingerprint (32 hex digits) of several parts, in order."""
+    """Return one fingerprint (32 hex digits) of several parts, in order."""
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def of_array(array: "np.ndarray") -> str:
-    """Hash of an array's values."""
+    """Return the hash of an array's values."""
     return hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
 
 
 def whole_file(path: str | os.PathLike) -> str:
-    """Hash of all bytes. Raises UserError if they cannot be read."""
+    """Return the hash of all bytes. Raises UserError if they cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -89,7 +89,7 @@ def sha256(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def is_as_described(path: str | os.PathLike, described: dict[str, Any]) -> bool:
-    """True if a file has this `bytes` and `hash`; a file of another size is not read. Raises UserError."""
+    """Return True if a file has this `bytes` and `hash`; a file of another size is not read. Raises UserError."""
     kind = described["hash"].partition(":")[0]
     if os.path.getsize(path) != described["bytes"]:
         return False
@@ -114,12 +114,12 @@ def stamp(path: Path) -> list[int]:
 
 
 def stamps(paths: Iterable[Path]) -> dict[str, list[int]]:
-    """Stamp of each file by its name."""
+    """Return the stamp of each file by its name."""
     return {path.name: stamp(path) for path in paths}
 
 
 def first_damaged(folder: Path, manifest: object, contents: bool = True) -> str | None:
-    """Name of the first file of a folder that is missing, truncated or altered; None if all are intact.
+    """Return the name of the first file of a folder that is missing, truncated or altered; None if all are intact.
 
     Args:
         manifest: Stamps by file name, as read from disk, so not to be trusted.
@@ -133,7 +133,7 @@ def first_damaged(folder: Path, manifest: object, contents: bool = True) -> str 
         raise ValueError("it names no file")
     for name, noted in manifest.items():
         if not is_plain_name(name):
-            raise ValueError(f"it names {name!r}, which is no file of this folder")
+            raise ValueError(f"it names {name!r}, which is not a file of this folder")
         path = folder / name
         if not isinstance(noted, list) or len(noted) != 2:
             raise ValueError(f"it has no size and checksum of {name}")

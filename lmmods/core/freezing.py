@@ -9,13 +9,13 @@ from lmmods.core.errors import UserError
 def check_patterns(key: str, patterns: Sequence[str] | None) -> None:
     """Raise UserError unless all patterns are regular expressions, and there is one if the key is set."""
     if patterns is not None and not patterns:
-        raise UserError(f"{key} is an empty list: name patterns of parameters, or set it to null.", key)
+        raise UserError(f"{key} is an empty list. Add patterns of parameters, or set it to null.", key)
     for pattern in patterns or []:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise UserError(f"{key}: '{pattern}' is no regular expression ({error}). Mend it; a dot of a name is "
-                            r"written \. there.", key) from error
+            raise UserError(f"{key}: '{pattern}' is not a valid regular expression ({error}). Fix it; "
+                            r"write \. for a literal dot.", key) from error
 
 
 def chosen(names: Mapping[str, Collection[str]], trainable: Sequence[str] | None, frozen: Sequence[str] | None
@@ -33,7 +33,7 @@ def chosen(names: Mapping[str, Collection[str]], trainable: Sequence[str] | None
     found = set(names) if trainable is None else _matched("model.trainable_parameters", names, trainable)
     found -= _matched("model.frozen_parameters", names, frozen or [])
     if not found:
-        raise UserError("model.frozen_parameters matches all parameters that would train. Take patterns out of it.")
+        raise UserError("model.frozen_parameters matches all parameters that would train. Remove patterns from it.")
     return found
 
 
@@ -43,8 +43,8 @@ def _matched(key: str, names: Mapping[str, Collection[str]], patterns: Sequence[
         hits = {name for name, own in names.items() if any(re.search(pattern, each) for each in own)}
         if not hits:
             some = list(names)
-            raise UserError(f"{key}: '{pattern}' matches no parameter of this model. Its {len(some)} parameters are "
-                            f"called like {some[0]}, {some[len(some) // 2]} and {some[-1]}.")
+            raise UserError(f"{key}: '{pattern}' matches no parameter of this model. Its {len(some)} parameters have "
+                            f"names like {some[0]}, {some[len(some) // 2]} and {some[-1]}.")
         found |= hits
     return found
 
@@ -53,5 +53,5 @@ def check_new_tokens(tokens: Collection[int], trains: bool) -> None:
     """Raise UserError for tokens without a trained embedding while the embedding is frozen."""
     if tokens and not trains:
         raise UserError(f"model.trainable_parameters and model.frozen_parameters leave the embedding frozen, but "
-                        f"{len(tokens)} tokens are new to the model and must be learned. Let the embedding train, or "
-                        "leave data.add_tokens out.")
+                        f"{len(tokens)} tokens are new to the model and must be learned. Train the embedding, or "
+                        "remove data.add_tokens.")

@@ -38,7 +38,7 @@ def exported_generation(settings: Generation, base: dict[str, Any], stop_token_i
     """Return the content of generation_config.json.
 
     Values that differ from the defaults of `settings` override those of the base. Options that the decoding method does
-    not use are left out, since transformers warns of them.
+    not use are omitted, since transformers warns of them.
 
     Args:
         base: Content of the file of the model that the run started from.
@@ -61,7 +61,7 @@ def exported_generation(settings: Generation, base: dict[str, Any], stop_token_i
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Random numbers of sampled text: one per seed, row and token, so that both engines draw the same text.
+# Random numbers of sampled text: one per seed, row and token, so that both engines sample the same text.
 
 UNIT = 2**-30  # of probability; sums stay below 2^31 for any vocabulary
 

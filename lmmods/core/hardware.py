@@ -123,7 +123,7 @@ class Target:
     is_simulated: bool = False
 
     def peak(self, dtype: str) -> float | None:
-        """FLOP/s of one device in this dtype; None if unknown."""
+        """Return the FLOP/s of one device in this dtype; None if unknown."""
         return None if self.kind is None else self.kind.peak.get(dtype)
 
     def link(self, num_devices: int) -> float | None:
@@ -133,17 +133,17 @@ class Target:
         return self.kind.link if num_devices <= self.kind.per_node else min(self.kind.link, self.kind.network)
 
     def room(self, share: float) -> float:
-        """Bytes of one device that are available to a run.
+        """Return the bytes of one device that are available to a run.
 
         Args:
-            share: Share of a GPU's memory.
+            share: Fraction of a GPU's memory.
         """
         if self.platform == "cpu":
             return self.memory / self.num_devices
         return self.memory * share if self.platform == "gpu" else self.memory
 
     def streams(self, num_bytes: float) -> float | None:
-        """Seconds in which one device reads or writes so many bytes of its memory; None if unknown."""
+        """Return the seconds in which one device reads or writes this many bytes of its memory; None if unknown."""
         return None if self.kind is None else num_bytes / self.kind.bandwidth
 
     def __str__(self) -> str:
@@ -151,14 +151,14 @@ class Target:
 
 
 def no_device(accelerator: str, engine: str, reason: str = "") -> UserError:
-    """Error for an engine that finds no device of the kind in `trainer.accelerator`.
+    """Build the error for an engine that finds no device of the kind in `trainer.accelerator`.
 
     Args:
         reason: Message of its library.
     """
     told = f" ({reason.rstrip('.')})" if reason else ""
     return UserError(f"trainer.accelerator is {accelerator}, but {engine} finds none on this machine{told}. Set it "
-                     "to auto, which takes what is there; python train.py doctor shows that.")
+                     "to auto, which uses what is available; python train.py doctor lists that.")
 
 
 def kind_of(device: str) -> DeviceKind | None:
@@ -167,7 +167,7 @@ def kind_of(device: str) -> DeviceKind | None:
 
 
 def peak_flops(device: str) -> float | None:
-    """Peak FLOP/s of a known device in 16 bits, by the name that its driver reports."""
+    """Return the peak FLOP/s of a known device in 16 bits, by the name that its driver reports."""
     kind = kind_of(device)
     return None if kind is None else kind.flops
 
@@ -188,7 +188,7 @@ def target_named(name: str) -> Target:
     if kind is None or not count or count % kind.cores:
         gpus, tpus = (", ".join(kind.name for kind in KINDS if kind.platform == platform)
                       for platform in ("gpu", "tpu"))
-        raise UserError(f"--on {name} describes no target. Say how many of which: 8xH100, v5e-16, cpu. GPUs: {gpus}. "
+        raise UserError(f"--on {name} is not a target. Use a number and a device: 8xH100, v5e-16, cpu. GPUs: {gpus}. "
                         f"TPUs: {tpus}; after the dash comes the number of chips, or for v4 and v5p of cores, two per "
                         "chip.")
     return Target(kind.platform, kind.driver, count // kind.cores, kind.memory, kind, is_here=False)
@@ -209,7 +209,7 @@ _NO_NUMBERS = re.compile(r"\w+_(?:DIR|PATH|HOME|CACHE|LOG|LOGS|VERBOSE|DUMP_TO|W
 
 
 def processor() -> str:
-    """The name of the processor."""
+    """Return the name of the processor."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:
@@ -250,7 +250,7 @@ def cache_folder(named: str | None = None) -> Path:
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lmmods"
     try:
         path = Path(named or default).expanduser()
-        with suppress(FileNotFoundError, NotADirectoryError):  # created, or refused, at the first write
+        with suppress(FileNotFoundError, NotADirectoryError):  # created, or rejected, at the first write
             path.stat()
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{named!r} cannot be a folder for the cache ({error}); set data.cache_dir or LMMODS_CACHE "

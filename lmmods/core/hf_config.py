@@ -57,7 +57,7 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
 
 
 def dropout_rates(config: "PreTrainedConfig") -> list[str]:
-    """Names of the configuration's dropout rates above 0."""
+    """Return the names of the configuration's dropout rates above 0."""
     return [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value > 0]
 
 
@@ -66,8 +66,8 @@ def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> An
     from transformers import AutoConfig
 
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
-        raise UserError(f"model.pretrained: {name} holds no config.json, so it is not a model folder. "
-                        "Name a folder written by save_pretrained, or a hub id.")
+        raise UserError(f"model.pretrained: {name} has no config.json, so it is not a model folder. "
+                        "Use a folder written by save_pretrained, or a hub id.")
     try:
         with hub.loading("model.pretrained", name, revision=revision):
             return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -118,9 +118,9 @@ def parts_left_out(name: str, revision: str | None = None, trust_remote_code: bo
 
 
 def text_note(name: str, parts: list[str], model_type: str) -> str:
-    """Message about the parts of a checkpoint that are left out."""
-    return (f"{name} has parts other than text ({', '.join(parts)}): they are left out, and its text network "
-            f"({model_type}) is loaded and saved alone.")
+    """Return the message about the parts of a checkpoint that are omitted."""
+    return (f"{name} has parts other than text ({', '.join(parts)}): only its text model ({model_type}) is "
+            "loaded and saved, without them.")
 
 
 def is_of_text_part(name: str) -> bool:
@@ -135,7 +135,7 @@ def text_name(name: str) -> str | None:
 
 
 def no_model(name: str, error: Exception) -> UserError:
-    """Error for a model that is neither a folder nor found on the hub."""
+    """Build the error for a model that is neither a folder nor found on the hub."""
     return UserError(f"model.pretrained: there is no folder {name!r}, and as a hub id it cannot be loaded: "
                      f"{first_line(error)}")
 
@@ -146,7 +146,7 @@ def _new_config(fields: dict[str, Any]) -> Any:
 
     model_type = fields.pop("model_type", None)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not know. "
+        raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not support. "
                         "Examples: gpt2, llama, bert.")
     kind = CONFIG_MAPPING[model_type]
     if "vocab_size" in fields and hasattr(kind, PER_LAYER_VOCABULARY):
@@ -155,13 +155,13 @@ def _new_config(fields: dict[str, Any]) -> Any:
     try:
         config = kind(**fields)  # all at once: head sizes are derived from other fields
     except (StrictDataclassError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"model.config: {kind.__name__} does not take these fields: {one_line(error)}") from error
+        raise UserError(f"model.config: {kind.__name__} does not accept these fields: {one_line(error)}") from error
     check_rope(config)
     return config
 
 
 def _check_fields(config: "PreTrainedConfig", fields: dict[str, Any], key: str) -> None:
-    """Raise UserError for a field that the network does not read; transformers would accept a misspelt one silently.
+    """Raise UserError for a field that the model does not read; transformers would accept a misspelt one silently.
 
     Args:
         key: Recipe key that sets the fields.
@@ -181,11 +181,11 @@ def _check_fields(config: "PreTrainedConfig", fields: dict[str, Any], key: str) 
 def fields_read(kind: type) -> set[str]:
     """Return the names that the code of a model type reads from its configuration, declared by its class or not.
 
-    Many networks read `head_dim`, which only some of their classes declare. The names are taken from the source code,
+    Many models read `head_dim`, which only some of their classes declare. The names are taken from the source code,
     as importing it would import torch.
 
     Args:
-        kind: Class of the configuration. The code of the network is in the file beside it.
+        kind: Class of the configuration. The code of the model is in the file next to it.
     """
     path = Path(inspect.getfile(kind))
     code = path.with_name(path.name.replace("configuration_", "modeling_"))
@@ -214,7 +214,7 @@ def _is_config(node: ast.expr) -> bool:
 
 
 def known_fields(config: "PreTrainedConfig") -> dict[str, Any]:
-    """The fields of `FIELDS` that a configuration has, with their values."""
+    """Return the fields of `FIELDS` that a configuration has, with their values."""
     # Configurations of several parts (text and images) nest these fields.
     text = config.get_text_config()
     return {field: getattr(text, field) for field in FIELDS if hasattr(text, field)}
@@ -226,7 +226,7 @@ def layer_config(config: "PreTrainedConfig", layer: int) -> Any:
 
 
 def position_limit(fields: dict[str, Any]) -> int | None:
-    """Longest row that a configuration with these fields allows; None if it sets no limit."""
+    """Return the maximum sequence length of a configuration with these fields; None if it sets no limit."""
     positions = fields.get("max_position_embeddings", fields.get("n_positions"))
     if positions and any(kin in fields.get("model_type", "") for kin in COUNT_FROM_PADDING):
         # The rows of the table up to the padding token's id are never used; transformers' default id is 1.
@@ -235,7 +235,7 @@ def position_limit(fields: dict[str, Any]) -> int | None:
 
 
 def tells_token_types(fields: dict[str, Any]) -> bool:
-    """True if a network of this configuration uses `token_type_ids`, for example to tell question from context.
+    """Return True if a model of this configuration uses `token_type_ids`, for example to tell question from context.
 
     DistilBERT and decoders do not, whatever their tokenizer returns; RoBERTa has a single type.
 
@@ -252,7 +252,7 @@ def tells_token_types(fields: dict[str, Any]) -> bool:
 
 
 def special_ids(tokenizer: "PreTrainedTokenizerBase", is_causal: bool) -> dict[str, int | None]:
-    """Ids of the begin, end and padding tokens for a configuration.
+    """Return the ids of the begin, end and padding tokens for a configuration.
 
     If a causal model pads with a token that has another role too, `pad_token_id` is None: torch would never train the
     embedding of the padding token, and that other role needs it.
@@ -271,29 +271,29 @@ def set_special_ids(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerB
 
 
 def new_rows_message(num_tokens: int, num_rows: int) -> str:
-    """Message for an embedding of `num_rows` rows that grows to the tokens of a tokenizer."""
+    """Return the message for an embedding of `num_rows` rows that grows to the tokens of a tokenizer."""
     return (f"The tokenizer has {num_tokens} tokens, the model {num_rows}: {num_tokens - num_rows} rows are added, "
             "each the mean of the old ones.")
 
 
 def some(names: list[str], limit: int = 8) -> str:
-    """The first few of many names, as text."""
+    """Return the first few of many names, as text."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def loading_notes(pretrained: str, missing: list[str], unneeded: list[str]) -> list[str]:
-    """Messages about weights that only the network or only its files have.
+    """Return the messages about weights that only the model or only its files have.
 
     Args:
         missing: Names of weights of a head that the files lack.
-        unneeded: Names of weights in the files that the network lacks.
+        unneeded: Names of weights in the files that the model lacks.
     """
     return [*([f"Not needed from {pretrained}: {some(sorted(unneeded))}."] if unneeded else []),
-            *([f"Not in {pretrained}, so these start at random: {some(sorted(missing))}."] if missing else [])]
+            *([f"Not in {pretrained}, so these are initialised randomly: {some(sorted(missing))}."] if missing else [])]
 
 
 def vocabulary_fields(tokenizer: "PreTrainedTokenizerBase", is_causal: bool) -> dict[str, int | None]:
-    """Fields of a configuration that follow from the tokenizer."""
+    """Return the fields of a configuration that follow from the tokenizer."""
     return {"vocab_size": len(tokenizer), **special_ids(tokenizer, is_causal)}
 
 
@@ -313,7 +313,7 @@ def saved_quantization(config: "PreTrainedConfig") -> str | None:
 
 
 def is_double_quantized(config: "PreTrainedConfig") -> bool:
-    """True if the scales of a folder's 4-bit codes are quantised too."""
+    """Return True if the scales of a folder's 4-bit codes are quantised too."""
     return bool((getattr(config, "quantization_config", None) or {}).get("bnb_4bit_use_double_quant"))
 
 
@@ -325,7 +325,7 @@ def check_saved_quantization(kind: str | None, pretrained: str, quantize: str | 
         raise UserError(f"model.quantize is {quantize}, but {pretrained} is saved in {kind}. Set model.quantize to "
                         f"{kind} or null.")
     if not trains_adapter:
-        raise UserError(f"model.pretrained: {pretrained} is saved in {kind}, so it cannot be trained in full: set "
+        raise UserError(f"model.pretrained: {pretrained} is saved in {kind}, so it cannot be trained fully. Set "
                         "model.lora.")
 
 
@@ -355,7 +355,7 @@ def _merged(before: dict[str, Any], field: str, value: object) -> dict[str, Any]
     if field in KEPT:
         return {**before, field: value}
     if not isinstance(value, dict):
-        raise UserError(f"model.config_overrides.{field}: {value!r} is no mapping; give for example "
+        raise UserError(f"model.config_overrides.{field} is {value!r}, but must be a mapping, for example "
                         "{rope_type: yarn, factor: 4.0}.")
     named = {"rope_type" if name == "type" else name: part for name, part in value.items()}
     return {**{name: before[name] for name in KEPT if name in before}, **named}
@@ -373,8 +373,8 @@ def check_rope(config: "PreTrainedConfig") -> None:
     parts = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
     known = {"default", *ROPE_INIT_FUNCTIONS}
     if unknown := {part["rope_type"] for part in parts} - known:
-        raise UserError(f"model.config: rope_parameters {parameters} cannot be used: there is no rope_type "
-                        f"{min(unknown)!r}. Known: {', '.join(sorted(known))}.")
+        raise UserError(f"model.config: rope_parameters {parameters} cannot be used: {min(unknown)!r} is not a "
+                        f"rope_type. Known: {', '.join(sorted(known))}.")
     try:
         config.validate_rope()
     except (KeyError, TypeError, ValueError) as error:

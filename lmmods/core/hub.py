@@ -44,7 +44,7 @@ def loading(key: str, name: str, kind: Kind = "model", revision: str | None = No
 
             if not isinstance(error, HFValidationError):  # raised by libraries that take a file's path for an id
                 raise
-            raise UserError(f"{key}: {name} is a file. Name the folder that it is in, or an id of the hub.") from error
+            raise UserError(f"{key}: {name} is a file. Use its folder, or a hub id.") from error
         return
     _check_name(key, name)
     quiet = silence()
@@ -54,7 +54,7 @@ def loading(key: str, name: str, kind: Kind = "model", revision: str | None = No
         raise
     except Exception as error:
         if reason := _refusal(error, name, kind, revision):
-            raise UserError(f"{key}: there is no folder {name!r}, and the hub refuses it as an id: {reason}."
+            raise UserError(f"{key}: there is no folder {name!r}, and the hub rejects it as an id: {reason}."
                             ) from error
         if isinstance(error, missing) if quiet else _is_of_network(error):
             raise _out_of_reach(key, name, kind, revision, quiet or _broken(_innermost(error)), error) from error
@@ -68,17 +68,17 @@ def check_answers(name: str) -> None:
     from huggingface_hub import constants
 
     if quiet := silence():
-        raise UserError(f"{name}: the hub ({redact(constants.ENDPOINT)}) {quiet}. Fetch the file where there is a "
-                        "network (hf download) and name it by its path.")
+        raise UserError(f"{name}: the hub ({redact(constants.ENDPOINT)}) {quiet}. Download the file where there is "
+                        "network access (hf download) and use its path.")
 
 
 def offline_by() -> str | None:
-    """The environment variable by which the user has disabled access to the hub."""
+    """Return the environment variable by which the user has disabled access to the hub."""
     return next((name for name in OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
 
 
 def unreachable(seconds: float) -> str:
-    """Reason why the hub does not answer, tested with its own library; empty if it does."""
+    """Return the reason why the hub does not answer, tested with its own library; empty if it does."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -122,7 +122,7 @@ def _tell_once(quiet: str) -> None:
     from huggingface_hub import constants
 
     if not quiet.startswith("is not asked"):  # the user has set that
-        warn(f"The hub ({redact(constants.ENDPOINT)}) {quiet}: what its cache holds is used.")
+        warn(f"The hub ({redact(constants.ENDPOINT)}) {quiet}; using cached files.")
 
 
 def _check_name(key: str, name: str) -> None:
@@ -131,7 +131,7 @@ def _check_name(key: str, name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(f"{key}: there is no folder {name!r}, and an id of the hub is owner/name. Name a folder (the "
+        raise UserError(f"{key}: there is no folder {name!r}, and a hub id has the form owner/name. Use a folder (the "
                         f"working directory is {os.getcwd()}), or an id.") from error
 
 
@@ -142,7 +142,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _innermost(error: BaseException) -> str:
-    """Text of the innermost cause, which is most specific, without the system's error number."""
+    """Return the text of the innermost cause, which is most specific, without the system's error number."""
     *_, last = _chain(error)
     return re.sub(r"^\[Errno -?\d+\] ", "", first_line(last)) or type(last).__name__
 
@@ -153,7 +153,7 @@ def _is_of_network(error: BaseException) -> bool:
 
 
 def _refusal(error: BaseException, name: str, kind: Kind, revision: str | None) -> str:
-    """Reason for which the hub refuses a name; empty if it does not."""
+    """Return the reason for which the hub rejects a name; empty if it does not."""
     from huggingface_hub import constants, errors
 
     page = redact(f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}")
@@ -165,7 +165,7 @@ def _refusal(error: BaseException, name: str, kind: Kind, revision: str | None) 
 
 def _out_of_reach(key: str, name: str, kind: Kind, revision: str | None, quiet: str, error: Exception
                   ) -> UserError:
-    """Error for a name that neither the hub nor its cache provides."""
+    """Build the error for a name that neither the hub nor its cache provides."""
     from huggingface_hub import constants
 
     root, cached = _cached(name, kind, revision)
@@ -176,12 +176,12 @@ def _out_of_reach(key: str, name: str, kind: Kind, revision: str | None, quiet: 
         f" --revision {revision}" if revision else "")
     return UserError(
         f"{key}: there is no folder {name!r}, and the hub ({redact(constants.ENDPOINT)}) {quiet}. Of it, the cache "
-        f"{root} holds {cached}. Name a local folder; or {fetch} where there is a network, share the cache ($HF_HOME), "
-        "and set HF_HUB_OFFLINE=1, which leaves the hub unasked.")
+        f"{root} has {cached}. Use a local folder; or {fetch} where there is a network, share the cache ($HF_HOME), "
+        "and set HF_HUB_OFFLINE=1 to skip the hub.")
 
 
 def _cached(name: str, kind: Kind, revision: str | None) -> tuple[Path, str]:
-    """The cache that a library looks into, and a description of a repository's files there."""
+    """Return the cache that a library looks into, and a description of a repository's files there."""
     from huggingface_hub import constants
 
     if kind == "dataset":

@@ -2,7 +2,7 @@
 
 Each parameter has its own Philox generator (Salmon et al. 2011), whose key is derived from the run's seed and the
 parameter's name in the Hugging Face folder (for an adapter: in PEFT's folder). Its values are drawn in row-major order,
-in blocks with counters of their own: they depend neither on the engine, the device, the number of threads or processes,
+in blocks with separate counters: they depend neither on the engine, the device, the number of threads or processes,
 nor on the order in which parameters are created.
 """
 
@@ -70,7 +70,7 @@ Distribution = Normal | Uniform | LogUniform
 
 
 def stream_key(seed: int, name: str) -> int:
-    """Key of a parameter's generator, 128 bits."""
+    """Return the key of a parameter's generator, 128 bits."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest())
 
 
@@ -83,7 +83,7 @@ def lora_a(num_inputs: int) -> Uniform:
 
 
 def draw(seed: int, name: str, distribution: Distribution, shape: tuple[int, ...]) -> np.ndarray:
-    """Initial values of a parameter, float32 of this shape."""
+    """Return the initial values of a parameter, float32 of this shape."""
     values = np.empty(shape, np.float32)
     fill(seed, name, distribution, values)
     return values
@@ -151,7 +151,7 @@ def mean_row(table: np.ndarray) -> np.ndarray:
 
 
 def row_norms(matrix: np.ndarray, conv1d: bool) -> np.ndarray:
-    """Euclidean norm of each output's weights, float32 [out]: the initial magnitude of DoRA.
+    """Return the Euclidean norm of each output's weights, float32 [out]: the initial magnitude of DoRA.
 
     Args:
         matrix: [out, in]; with `conv1d`, [in, out].
@@ -170,7 +170,7 @@ BITS = 23  # bits of the place within a layer; eight more select the layer, one 
 
 
 def _edges() -> np.ndarray:
-    """Right edges of the layers, the widest first, then 0: [257]."""
+    """Return the right edges of the layers, the widest first, then 0: [257]."""
     edges = [AREA / math.exp(-TAIL**2 / 2), TAIL]  # the first: a box as large as the base layer with its tail
     while len(edges) < 256:
         # A layer is a box from 0 to its right edge; its area and the height of its bottom give that of its top.
@@ -186,7 +186,7 @@ INSIDE = (EDGES[1:] / EDGES[:-1] * 2**BITS).astype(np.int32)  # places under the
 
 
 def standard_normal(generator: np.random.Generator, size: int) -> np.ndarray:
-    """Independent numbers, float32 [size]."""
+    """Return independent numbers, float32 [size]."""
     # 32 bits per number: 0 to 7 select the layer, 8 is the sign, 9 to 31 the place.
     bits = generator.bit_generator.random_raw((size + 1) // 2).view(np.uint32)[:size]
     layers = (bits & np.uint32(255)).astype(np.intp)
@@ -204,7 +204,7 @@ def standard_normal(generator: np.random.Generator, size: int) -> np.ndarray:
 
 
 def _outside(generator: np.random.Generator, layers: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Absolute values [N] for places that may lie above the curve."""
+    """Return the absolute values [N] for places that may lie above the curve."""
     # Draw a height within the layer: at or above the curve, the point is rejected.
     low, high = HEIGHTS[layers], HEIGHTS[layers + 1]
     above = low + generator.random(len(layers)) * (high - low) >= np.exp(-values.astype(np.float64)**2 / 2)

@@ -4,10 +4,10 @@ IGNORED = -100  # label of a position that no loss counts
 
 
 def has_tokens(name: str, ndim: int, is_float: bool, token_axis: int) -> bool:
-    """True if a column of a batch has a value for each token.
+    """Return True if a column of a batch has a value for each token.
 
     Args:
-        name: Of the column. Labels that are floats are of rows: [B], or [B, K] for several labels.
+        name: Name of the column. Float labels belong to rows: [B], or [B, K] for several labels.
         ndim: Number of its axes.
         is_float: True if its values are floats.
         token_axis: The last axis of `input_ids`.

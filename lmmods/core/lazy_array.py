@@ -12,7 +12,7 @@ Part = tuple[slice, ...]  # a slice for each dimension, without steps
 
 
 class LazyArray:
-    """An array that is read in parts, anew each time.
+    """An array that is read in parts, on every access.
 
     Args:
         read: Returns a part; its slices have both bounds.
@@ -36,7 +36,7 @@ class LazyArray:
         return np.asarray(self[(slice(None),) * self.ndim], dtype or self.dtype)
 
     def astype(self, dtype: Any) -> "LazyArray":
-        """The same values in another dtype, for arrays of numpy."""
+        """Return the same values in another dtype, for arrays of numpy."""
         return LazyArray(self.shape, dtype, lambda part: self[part].astype(dtype, copy=False))
 
     def scaled(self, factor: np.generic | float) -> "LazyArray":
@@ -44,7 +44,7 @@ class LazyArray:
         return LazyArray(self.shape, self.dtype, lambda part: self[part] * factor, self.empty)
 
     def transposed(self) -> "LazyArray":
-        """The transpose of a matrix."""
+        """Return the transpose of a matrix."""
         return LazyArray(self.shape[::-1], self.dtype, lambda part: self[part[::-1]].T, self.empty)
 
     def below_each_other(self) -> "LazyArray":
@@ -119,7 +119,7 @@ def joined(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray
 
 
 def row(array: LazyArray, place: int) -> LazyArray:
-    """Return the values at one place of the first dimension, without that dimension."""
+    """Return the values at one index of the first dimension, without that dimension."""
     return LazyArray(array.shape[1:], array.dtype, lambda part: array[(slice(place, place + 1), *part)][0], array.empty)
 
 

@@ -2,30 +2,30 @@
 
 import re
 
-# Everything that some Markdown reader takes for a line end, after which a new block could begin.
+# Everything that some Markdown reader takes for a line end, after which a new block could start.
 _LINE_END = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+.!|~&-])")
 
 
 def fenced(text: str, language: str = "") -> str:
-    """Code block with fences longer than any run of backticks in it (CommonMark 0.31, section 4.5)."""
+    """Return a code block with fences longer than any run of backticks in it (CommonMark 0.31, section 4.5)."""
     fence = "`" * max(3, _longest_run(text) + 1)
     return f"{fence}{language}\n" + "\n".join(_LINE_END.split(text)) + f"\n{fence}"
 
 
 def indented(text: str) -> str:
-    """Code block by indentation, for readers without support for fences, such as TensorBoard's."""
+    """Return a code block by indentation, for readers without support for fences, such as TensorBoard's."""
     return "\n".join(f"    {line}" for line in _LINE_END.split(text))
 
 
 def code(text: str) -> str:
-    """Inline code, between more backticks than any run of them in it (section 6.1)."""
+    """Return inline code, between more backticks than any run of them in it (section 6.1)."""
     ticks, text = "`" * (_longest_run(text) + 1), " ".join(_LINE_END.split(text))
     return f"{ticks} {text} {ticks}" if "`" in text else f"{ticks}{text}{ticks}"
 
 
 def escaped(text: str) -> str:
-    """Inline text with all characters escaped that Markdown or HTML would interpret (section 2.4)."""
+    """Return inline text with all characters escaped that Markdown or HTML would interpret (section 2.4)."""
     plain = " ".join(_LINE_END.split(text))
     return _MARKUP.sub(r"\\\1", plain) if re.search(r"[\\`*{}\[\]<>()#!|~&]", plain) else plain
 

@@ -1,4 +1,4 @@
-"""Size of a network, and memory of a training step: what it needs on a device, whether that fits, and how it was found.
+"""Size of a model, and memory of a training step: what it needs on a device, whether that fits, and how it was found.
 
 The start of a run, `inspect`, `new`, `find` and `plan` all answer with a `StepMemory`.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Size of a network, and the arithmetic of training it, the same on both engines.
+# Size of a model, and the arithmetic of training it, the same on both engines.
 
 # Bytes of a 4-bit weight: half a byte, an 8-bit scale per 64 weights, a 32-bit scale per 256 scales.
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
@@ -49,7 +49,7 @@ class Widths:
 
 
 def widths_of(config: "PreTrainedConfig", has_qk_norm: bool = False) -> Widths:
-    """Return the dimensions of a network from its transformers configuration, which does not tell `has_qk_norm`."""
+    """Return the dimensions of a model from its transformers configuration, which does not define `has_qk_norm`."""
     text, mixture = config.get_text_config(), mixture_of(config)
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     if mixture is not None:
@@ -72,7 +72,7 @@ def _attention_widths(layer: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class NetworkShape:
-    """Size of a network before anything is quantised or adapted.
+    """Size of a model before anything is quantised or adapted.
 
     Args:
         num_params: All parameters, tied ones once.
@@ -95,20 +95,20 @@ class NetworkShape:
 
 
 def describe_sizes(num_params: int, num_trainable: int, by_type: dict[str, int]) -> str:
-    """Number of parameters and the types they are stored in, in one line."""
+    """Return the number of parameters and the types they are stored in, in one line."""
     share = ", ".join(f"{name} {count / num_params:.1%}" for name, count in by_type.items())
     return (f"Parameters: {num_params:,}, of which {num_trainable:,} train ({num_trainable / num_params:.2%}). "
             f"Stored as: {share}.")
 
 
 def describe_teacher(name: str, num_params: int, by_type: dict[str, int]) -> str:
-    """The frozen network that a run learns from, in a line of its own."""
+    """Return a description of the frozen model that a run learns from, on a separate line."""
     share = ", ".join(f"{kind} {count / num_params:.1%}" for kind, count in by_type.items())
     return f"\nTeacher: {name}, {num_params:,} parameters, frozen. Stored as: {share}."
 
 
 def flops_per_token(num_params: int, num_trainable: int) -> int:
-    """FLOP of one training token: 2 per weight forward, 2 backward, 2 more per trained weight.
+    """Return the FLOP of one training token: 2 per weight forward, 2 backward, 2 more per trained weight.
 
     Attention scores are not counted, as is usual (Kaplan et al. 2020).
 
@@ -122,7 +122,7 @@ def flops_per_token(num_params: int, num_trainable: int) -> int:
 
 
 def score_flops(length: int, windows: Iterable[int | None], features: int, causal: bool) -> int:
-    """FLOP of attention scores, and of the values that they weight, in one forward pass of a row.
+    """Return the FLOP of attention scores, and of the values that they weight, in one forward pass of a row.
 
     Args:
         length: Tokens of the row.
@@ -196,10 +196,10 @@ class StepMemory:
         parts: Bytes by part; together they are the peak.
         available: Bytes that the step may take; infinite if there is no limit to compare with.
         method: How `parts` was found.
-        refusal: Message of a compiler that found no room; None if there is none.
+        refusal: Message of a compiler that ran out of memory, if any.
         trusts_compiler: Only `refusal` decides whether the step fits, as the compiler may move what it counts.
         block: Bytes of `parts` that must be one block, such as XLA's temporaries.
-        gap: Bytes of the largest free piece of memory once all but this block is placed.
+        gap: Bytes of the largest free block of memory once all but this block is placed.
     """
 
     parts: Mapping[str, float]
@@ -223,12 +223,12 @@ class StepMemory:
 
     @property
     def is_tight(self) -> bool:
-        """True if it fits, but leaves little room for the block."""
+        """True if it fits, but leaves little space for the block."""
         return self.fits and self.block > TIGHT * self.gap
 
     def __str__(self) -> str:
         limit = "" if math.isinf(self.available) else f" of {gibibytes(self.available)}"
-        piece = (f"; {gibibytes(self.block)} of it must be one block, and the largest free piece has "
+        piece = (f"; {gibibytes(self.block)} of it must be one block, and the largest free block has "
                  f"{gibibytes(self.gap)}" if self.block > TIGHT * self.gap else "")
         return f"about {gibibytes(self.needed)}{limit} for a step, {self.method}{piece}"
 
@@ -299,7 +299,7 @@ class Step:
         if is_wide and self.runs != "compiled":
             kept += size * 3 * hidden  # each of the five products casts its own input
         if self.has_dropout:
-            # A result of a norm is dropped anew for each product that takes it, and is then not kept itself. So is
+            # A result of a norm is dropped separately for each product that takes it, and is not kept then. So is
             # attention's, which is kept, and the MLP's. A mask takes a byte.
             drops = 5 if widths.has_rms_norm else 4
             kept += size * ((drops - 2) * hidden + query) + drops * hidden + query + wide

@@ -1,4 +1,4 @@
-"""The optimisers of both engines: all that is known of one besides its update rule.
+"""The optimisers of both engines: all facts about one besides its update rule.
 
 An optimiser is an entry of `OPTIMIZERS` and a factory of the same name in each engine that has it: `FACTORIES` in
 `torch_engine/nn/optim.py`, `RULES` in `jax_engine/optim.py`.
@@ -19,7 +19,7 @@ class OptimizerSpec:
         options: Settings that its rule reads, by the names of its arguments.
         group: Entries of a parameter group besides `options`, `lr` and `weight_decay`.
         counters: Entries of a parameter's state besides arrays of its size, after so many steps.
-        has_matrix_rule: Matrices of layers follow a rule of their own (`settings.is_hidden_matrix`).
+        has_matrix_rule: Matrices of layers follow a separate rule (`settings.is_hidden_matrix`).
         needs_momentum: It has no form without momentum.
         is_shardable: FSDP2 and DeepSpeed take it.
         is_bitsandbytes: It is in bitsandbytes on torch, whose steps need values and which keeps no averages.
@@ -36,7 +36,7 @@ class OptimizerSpec:
     is_bitsandbytes: bool = False
 
     def bytes_per_parameter(self, param_bytes: float) -> float:
-        """Return the bytes of state for a parameter of so many bytes."""
+        """Return the bytes of state for a parameter of `param_bytes` bytes."""
         return self.state_bytes * (param_bytes / 4 if self.state_follows_dtype else 1)
 
 
@@ -67,7 +67,7 @@ OPTIMIZERS = {
     "lion": OptimizerSpec(
         4, options=("betas",), is_bitsandbytes=True,
         group={"eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None}, counters=lambda step: {"step": step}),
-    # What is no matrix of a layer follows adamw.
+    # What is not a matrix of a layer follows adamw.
     "muon": replace(_ADAMW, state_bytes=4, has_matrix_rule=True, is_shardable=False),
     "adamw_8bit": _ADAMW_8BIT,
     "lion_8bit": _LION_8BIT,

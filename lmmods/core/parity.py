@@ -52,8 +52,8 @@ class Difference:
 
 
 def sequences(row: Row) -> Row:
-    """Inputs of a network for a row: [A, T] for each column, where a row of preferences has A answers."""
-    # Labels and weights are not inputs of the network.
+    """Return the inputs of a model for a row: [A, T] for each column, where a row of preferences has A answers."""
+    # Labels and weights are not inputs of the model.
     names = ("input_ids", "attention_mask", "position_ids", "segment_ids", "token_type_ids")
     return {name: row[name].reshape(-1, row[name].shape[-1]) for name in names if name in row}
 
@@ -90,15 +90,15 @@ def write(folder: Path, loss: float, weight: float, logits: np.ndarray, gradient
     """Write the results of an engine.
 
     Args:
-        loss: Mean over scored positions.
-        weight: Weight of the scored positions.
+        loss: Mean over target positions.
+        weight: Weight of the target positions.
         logits: [P, V] float32, of all rows.
         gradients: Gradients of the loss, by torch's names of the parameters.
     """
     from safetensors.numpy import save_file
 
     if not weight:
-        raise UserError("--parity true: nothing is scored in these rows. Raise --rows.")
+        raise UserError("--parity true: these rows have no targets. Raise --rows.")
     (folder / LOSS).write_text(json.dumps(loss))
     save_file({"logits": np.ascontiguousarray(logits)}, folder / LOGITS)
     save_file({name: np.ascontiguousarray(values) for name, values in gradients.items()}, folder / GRADIENTS)
@@ -116,7 +116,7 @@ def compare(expected: Path, found: Path) -> list[Difference]:
 
 
 def _worst_gradient(one: Any, other: Any) -> Difference:
-    """The parameter with the largest difference, read one at a time; infinity if an engine lacks a parameter."""
+    """Return the parameter with the largest difference, read one at a time; infinity if an engine lacks a parameter."""
     names = sorted(one.keys())
     # A parameter that trains on one engine alone is a difference, too.
     if apart := sorted(set(names).symmetric_difference(other.keys())):

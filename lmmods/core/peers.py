@@ -31,9 +31,9 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import require
 
 LOST = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75  # temporary: the same command may well succeed
-FAILED = 1  # another process has ended with an error
+FAILED = 1  # another process has failed
 # Seconds: GATHERING collects deaths for one message; HEARING is how long a process whose own call has failed waits to
-# hear of a lost one; ENDING is how long a process may take to end by itself when another has failed.
+# hear of a lost one; ENDING is how long a process may take to end when another has failed.
 GATHERING, HEARING, ENDING = 0.3, 3.0, 5.0
 ARRIVING = 10.0  # seconds that a process which fails at once stays to tell those that connect late
 RETRYING = 0.1  # seconds between attempts to connect, and between checks of child processes
@@ -153,7 +153,7 @@ class Connection:
         except OSError:  # reset, or silent for too long
             return None
         self.num_silent = 0
-        # What follows the last line break is the beginning of a word, kept for the next call.
+        # What follows the last line break is the start of a word, kept for the next call.
         *words, self._received = (self._received + received).split(b"\n")
         return [word.decode(errors="replace") for word in words] if received else None
 
@@ -186,13 +186,13 @@ class Peers:
 
     @classmethod
     def current(cls) -> "Peers":
-        """The peers of the command that this process runs."""
+        """Return the peers of the command that this process runs."""
         if cls._current is None or cls._current._has_left:
             cls._current = cls()
         return cls._current
 
     def begin(self) -> None:
-        """Start watching, if the environment tells how the processes of this run find each other.
+        """Start watching, if the environment defines how the processes of this run find each other.
 
         Raises:
             UserError: The environment is inconsistent.
@@ -253,12 +253,12 @@ class Peers:
         if not self._thread.is_alive():
             self._thread.start()
         if rank and not self._is_connected.wait(timeout):
-            _tell(f"warning: process {rank} cannot reach port {port} of {host}. It will not hear of it when another "
+            _tell(f"warning: process {rank} cannot reach port {port} of {host}. It will not notice when another "
                   "process is lost.")
 
     @contextmanager
     def end_together(self) -> Iterator[None]:
-        """Wrap a command: tell the others how this process ends.
+        """Wrap a command: report to the others how this process ends.
 
         If a call fails because another process is lost, this one ends as the others do.
         """
@@ -363,13 +363,13 @@ class Peers:
             self._look_at_started()
             if self._launched_by is not None and _is_gone(self._launched_by):
                 self._end(LOST, UserError(
-                    f"The process that has started this one (PID {self._launched_by}) is gone, so this one ends, too. "
+                    f"The process that started this one (PID {self._launched_by}) is gone, so this process exits. "
                     "--ckpt_path auto resumes from the last checkpoint."))
             # The first process sees every death: it waits until no more come, so that one message names them all.
             if self._lost and (self._rank or not self._selector.select(GATHERING)):
                 self._end(LOST, UserError(
                     f"Lost process {', '.join(self._lost)}: killed, or its machine cannot be reached. The other "
-                    "processes end, too. --ckpt_path auto resumes from the last checkpoint."))
+                    "processes exit. --ckpt_path auto resumes from the last checkpoint."))
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
@@ -379,7 +379,7 @@ class Peers:
         return time.monotonic() < self._stays_until and not self._is_connected.is_set()
 
     def _patience(self, next_beat: float) -> float:
-        """Seconds to wait for messages."""
+        """Return the seconds to wait for messages."""
         if self._lost:
             return GATHERING
         # What `select` cannot wait for is checked regularly: children, the launcher, the next attempt to connect.
@@ -394,11 +394,11 @@ class Peers:
             if status is None and name not in self._known:
                 continue
             del self._started[rank]  # its connection reports from now on
-            # Below 0: killed by a signal. Above: it has failed by itself.
+            # Below 0: killed by a signal. Above: it failed.
             if name not in self._known and status is not None and status < 0:
                 self._lost.append(name)
             elif name not in self._known and status:
-                self._end(FAILED, UserError(f"Process {name} has ended with an error, so this one ends, too."))
+                self._end(FAILED, UserError(f"Process {name} failed, so this process exits."))
 
     def _beat(self) -> None:
         """Send a heartbeat, and count those that others have missed."""
@@ -408,9 +408,9 @@ class Peers:
             connection.num_silent += connection.is_alive
         if silent := [connection.name for connection in known if connection.num_silent > BEATS]:
             self._end(LOST, UserError(
-                f"No sign of life of process {', '.join(silent)} for {self._timeout} seconds: it is stopped or hangs, "
-                "or its machine does. The other processes end, too. End it where it is still there; --ckpt_path auto "
-                "goes on from the last checkpoint."))
+                f"No heartbeat from process {', '.join(silent)} for {self._timeout} seconds: it or its machine has "
+                "stopped or hangs. The other processes exit. Kill it if it still exists; --ckpt_path auto resumes from "
+                "the last checkpoint."))
 
     def _hear(self, connection: Connection) -> None:
         words = connection.receive()
@@ -427,11 +427,11 @@ class Peers:
                 self._others_take_leave = True
                 return self._remove(connection)
             elif word == "failed":
-                # It may end now, so its silence is no loss.
+                # It may end now, so its silence is not a loss.
                 connection.is_alive = False
                 self._wait_to_fail()
-                return self._end(FAILED, UserError(f"Process {connection.name} has ended with an error, so this one "
-                                                   "ends, too."))
+                return self._end(FAILED, UserError(f"Process {connection.name} failed, so this process "
+                                                   "exits."))
             elif word.isdigit():
                 # An exit status: the other end has reported a loss or failure and ended at once, see `_end`.
                 self._end(int(word))
@@ -504,12 +504,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if a variable by which the processes of a run find each other is no number, or too large."""
+    """Raise UserError if a variable by which the processes of a run find each other is not a number, or too large."""
     for name in ("MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK"):
         value = environment.get(name) or "0"
         if not (value.isdecimal() and value.isascii() and int(value) < 2**16):
-            raise UserError(f"The environment variable {name} is {value!r}, but must be a whole number below 65536. "
-                            "torchrun and srun set it; unset it for a run that none of them starts.")
+            raise UserError(f"The environment variable {name} is {value!r}, but must be an integer below 65536. "
+                            "torchrun and srun set it; unset it for a run without them.")
 
 
 def check_address(host: str, port: int, patience: float = RESOLVING) -> None:
@@ -530,10 +530,10 @@ def check_address(host: str, port: int, patience: float = RESOLVING) -> None:
 
 
 def cannot_meet(host: str | None, port: int | str | None, reason: str) -> UserError:
-    """Error for processes of a run that do not find each other."""
-    return UserError(f"The processes of this run cannot meet at {host}, port {port}: {reason.rstrip('.')}. MASTER_ADDR "
-                     "must name the machine of process 0 as all of them reach it, and MASTER_PORT a port that is free "
-                     "there, as are the two after it; each process needs the same of both (docs/cluster.md).")
+    """Build the error for processes of a run that do not find each other."""
+    return UserError(f"The processes of this run cannot meet at {host}, port {port}: {reason.rstrip('.')}. Set "
+                     "MASTER_ADDR to an address of process 0's machine that all of them reach, and MASTER_PORT to the "
+                     "first of three free ports there; use the same values in all processes (docs/cluster.md).")
 
 
 def check_timeout(timeout: int | None) -> None:
@@ -542,7 +542,7 @@ def check_timeout(timeout: int | None) -> None:
 
 
 def _is_gone(launcher: int) -> bool:
-    """True if the process that started this one, directly or through another, is dead."""
+    """Return True if the process that started this one, directly or through another, is dead."""
     # The system replaces a dead parent, so this one is alive. With another parent there may be a process in between:
     # look up the launcher itself. A zombie is dead, but not reaped.
     if os.getppid() == launcher:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # compiled: from the target's own compiler. simulated: counted in the program of simulated devices of this machine, or
 # in a step on meta tensors. assumed: calculated, or known only to the device.
 Source = Literal["compiled", "simulated", "assumed"]
-# Share of a collective's whole array that each of n devices sends, to be multiplied by (n - 1) / n (ring algorithms).
+# Fraction of a collective's whole array that each of n devices sends, multiplied by (n - 1) / n (ring algorithms).
 _SENT = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
 
 
@@ -50,7 +50,7 @@ class Variant:
 
 
 def remedies(recipe: Variant, num_devices: int, may_quantize: bool, may_shard: bool = True) -> list[Variant]:
-    """Ways to save memory, the cheapest first; each includes those before it.
+    """Return ways to save memory, the cheapest first; each includes those before it.
 
     Args:
         may_quantize: True if the model starts from weights that can be frozen.
@@ -89,7 +89,7 @@ class Traffic:
     span: int = 0
 
     def plus(self, other: "Traffic", times: int = 1) -> "Traffic":
-        """Sum of both, the other `times` times; groups and spans are the larger ones."""
+        """Return the sum of both, the other `times` times; groups and spans are the larger ones."""
         return Traffic(self.count + times * other.count, self.num_bytes + times * other.num_bytes,
                        max(self.group, other.group), max(self.span, other.span))
 
@@ -100,15 +100,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Drawing of the answers that training needs, on a device.
+    """Sampling of the answers that training needs, on a device.
 
     Args:
-        answers: Answers that the device draws.
-        at_once: Answers drawn together.
+        answers: Answers that the device samples.
+        at_once: Answers sampled together.
         steps: Optimiser steps that train on them.
         new_tokens: Tokens of each.
-        weights: Bytes of the weights, which are read for each token of the answers drawn together.
-        cache: Bytes of keys and values that are read to draw an answer.
+        weights: Bytes of the weights, which are read for each token of the answers sampled together.
+        cache: Bytes of keys and values that are read to sample an answer.
         held: Bytes of keys and values of a whole answer with its prompt.
         gathered: Bytes of the weights if each of `group` devices has a part of them, which it sends for each token.
     """
@@ -144,7 +144,7 @@ class Drawing:
                        cache_bytes(config, length, itemsize) / over)
 
     def seconds(self, target: Target) -> float | None:
-        """Return the least time of it for an optimiser step; None if the target's figures are unknown."""
+        """Return the minimum sampling time of an optimiser step; None if the target's figures are unknown."""
         passes = -(-self.answers // self.at_once) * self.new_tokens
         read, link = target.streams(passes * self.weights + self.answers * self.cache), target.link(self.group)
         if read is None or link is None:
@@ -171,7 +171,7 @@ class StepPlan:
         counted: Source of `flops`.
         kernels: Number of calls of each fused attention kernel in the programs.
         method: How `memory` was found.
-        drawing: Answers that are drawn for it, if any; their time comes on top of `bounds`.
+        drawing: Answers that are sampled for it, if any; their time comes on top of `bounds`.
         gap: As in `StepMemory`, for the temporaries.
     """
 
@@ -229,7 +229,7 @@ class StepPlan:
         return {"arithmetic": self.flops / peak, "links": links, "memory": memory}
 
     def lines(self, num_steps: int | None) -> Iterator[str]:
-        """The plan as text, each line with its source.
+        """Return the plan as text, each line with its source.
 
         Args:
             num_steps: Steps of the whole run; None if it has no end.
@@ -249,7 +249,7 @@ class StepPlan:
         yield _line("arithmetic of a step", self.counted, f"{self.flops / 1e12:,.3g} TFLOP on each device")
         if self.drawing:
             drawn = self.drawing
-            yield _line("answers", "assumed", f"{drawn.answers} on each device that draws, for "
+            yield _line("answers", "assumed", f"{drawn.answers} on each device that samples, for "
                         f"{drawn.steps} step{'s' if drawn.steps > 1 else ''}, {drawn.at_once} at once, whose keys and "
                         f"values take {_size(drawn.at_once * drawn.held)}")
         if bounds := self.bounds():
@@ -257,12 +257,12 @@ class StepPlan:
             drawing = (self.drawing.seconds(self.target) if self.drawing else None) or 0.0
             seconds = max(bounds.values()) + drawing
             if drawing:
-                each = f"{_time(max(bounds.values()))} to train: {each}; {_time(drawing)} to draw answers"
+                each = f"{_time(max(bounds.values()))} to train: {each}; {_time(drawing)} to sample answers"
             yield _line("a step takes at least", "assumed", f"{_time(seconds)} ({each})")
             yield _line("so at most", "assumed", f"{self.num_tokens / seconds:,.0f} tokens per second, "
                         f"{self.num_tokens:,} a step")
             if self.drawing and drawing:
-                yield _line("drawing takes at least", "assumed", f"{drawing / seconds:.0%} of it, if all answers have "
+                yield _line("sampling takes at least", "assumed", f"{drawing / seconds:.0%} of it, if all answers have "
                             f"{self.drawing.new_tokens} tokens, each of which reads the weights and the cache")
             if num_steps is not None:
                 hours = num_steps * seconds / 3600 * self.target.num_devices

@@ -56,7 +56,7 @@ class PolicyLoss:
             require(self.epsilon == EPSILON, "model.epsilon", self.epsilon,
                     f"{EPSILON} with the loss cispo, which does not use it: set model.epsilon_high", "model.loss")
             require(self.epsilon_high is None or self.epsilon_high > 0, "model.epsilon_high", self.epsilon_high,
-                    "null, or more than 0: with the loss cispo it is the greatest ratio",
+                    "null, or more than 0: with the loss cispo it is the maximum ratio",
                     "model.loss")
         require(self.epsilon_high is None or self.epsilon_high >= 0, "model.epsilon_high", self.epsilon_high,
                 "null, or 0 or more")
@@ -85,7 +85,7 @@ class PolicyLoss:
         Args:
             logps: [N, T] float32, log-probability of each token. What it is at other positions does not matter, nor in
                 the arrays that follow.
-            mask: [N, T] float32, 1 where the policy drew the token, else 0.
+            mask: [N, T] float32, 1 where the policy sampled the token, else 0.
             advantages: [N] float32.
             old: [N, T] `logps` when the answers were drawn; None if the weights are still the same, so that every ratio
                 is 1.
@@ -145,7 +145,7 @@ class PolicyLoss:
         return total, weight, metrics
 
     def weight_of(self, num_tokens: Array) -> Array:
-        """Return the weight of an answer of so many tokens, or of several, as `of_rows` does."""
+        """Return the weight of answers with this many tokens, as `of_rows` does."""
         return num_tokens if self.loss in ("dapo", "cispo") else num_tokens > 0
 
     @property

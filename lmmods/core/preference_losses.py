@@ -154,11 +154,11 @@ METHODS: dict[str, Method] = {
     "kto": Method(None, has_baseline=True),  # Ethayarajh et al. 2024
     "apo_zero_unpaired": Method(None),  # D'Oosterlinck et al. 2024
 }
-_SORTS = "it sorts the scores of a micro-batch, so its gradient depends on how rows are cut into batches"
+_SORTS = "it sorts the scores of a micro-batch, so its gradient depends on the batch split"
 REFUSED = {
     "aot": _SORTS, "aot_pair": _SORTS, "aot_unpaired": _SORTS,
     "bco": "it needs a running mean of rewards; bco_pair is the form without",
-    "discopop": "it is not offered; sigmoid is the nearest",
+    "discopop": "it is not supported; sigmoid is the closest",
     "sft": "here it is a term added to a loss: set model.sft_weight",
     "dpo": "its name here is sigmoid",
     "rpo": "it is sigmoid with model.sft_weight above 0",
@@ -189,10 +189,10 @@ class PreferenceLoss:
         require(self.loss != "exo_pair" or self.label_smoothing > 0, "model.label_smoothing", self.label_smoothing,
                 "more than 0 with the loss exo_pair (1.0e-3 is usual)", "model.loss")
         require(self.loss == "simpo" or self.gamma == GAMMA, "model.gamma", self.gamma,
-                f"{GAMMA} unless the loss is simpo, which alone uses it", "model.loss")
+                f"{GAMMA} unless the loss is simpo, the only one that uses it", "model.loss")
         require(self.sft_weight is None or self.sft_weight >= 0, "model.sft_weight", self.sft_weight, "0 or more")
         require(method.is_paired or not self.sft_weight, "model.sft_weight", self.sft_weight,
-                f"0 with the loss {self.loss}, whose rows are no pairs", "model.loss")
+                f"0 with the loss {self.loss}, whose rows are not pairs", "model.loss")
         for name in ("desirable_weight", "undesirable_weight"):
             value = getattr(self, name)
             require(value >= 0, f"model.{name}", value, "0 or more")
@@ -206,7 +206,7 @@ class PreferenceLoss:
 
     def of_pairs(self, ops: Operations, logps: Array, lengths: Array, reference: Array | None
                  ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
-        """Loss [B] of each pair, and metrics by name: value [B], and weight [B] of the pair in it.
+        """Return the loss [B] of each pair, and metrics by name: value [B], and weight [B] of the pair in it.
 
         `rewards/accuracy` is 1 if the chosen answer has the higher score, 0 if it has the lower one, and 1/2 in a tie:
         a margin no larger than `TIE` times the log-probabilities that it is a difference of. The sign of such a margin
@@ -240,7 +240,7 @@ class PreferenceLoss:
 
     def of_answers(self, ops: Operations, logps: Array, desirable: Array, reference: Array, baseline: Array | float
                    ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
-        """Loss [B] of each answer, and metrics as in `of_pairs`.
+        """Return the loss [B] of each answer, and metrics as in `of_pairs`.
 
         Args:
             logps: [B] float32, summed log-probability of the tokens of the answer.

@@ -2,7 +2,7 @@
 
 With the singular values S and vectors U, V of an adapted matrix W [out, in], cut to the rank r, and the scaling s of
 the update, A is sqrt(S / s) V^T and B is U sqrt(S / s), and the base keeps the residual W - s B A. Only A and B train
-and are in checkpoints: each start makes the residual anew of the stored weights, by the same functions.
+and are in checkpoints: each start recomputes the residual from the stored weights, by the same functions.
 
 As an adapter is exported for the original base, its update is that of training, s (B A - B0 A0) with the first values
 B0 and A0: an ordinary adapter of rank 2 r with the factors [B - B0, B0] and [A; A - A0]. PEFT's factors [B, -B0] and
@@ -48,7 +48,7 @@ def principal_factors(matrix: np.ndarray, rank: int, scaling: float) -> tuple[np
 
 
 def residual(matrix: np.ndarray, a: np.ndarray, b: np.ndarray, scaling: float) -> np.ndarray:
-    """What the base keeps of a matrix, or of a part of it, beside a part of A and B: float32 [out, in]."""
+    """Return the residual of a matrix, or of a part of it, without a part of A and B: float32 [out, in]."""
     return (matrix.astype(np.float64) - scaling * (b.astype(np.float64) @ a.astype(np.float64))).astype(np.float32)
 
 
@@ -93,20 +93,20 @@ class Principal:
 def check_rank(shape: tuple[int, ...], rank: int, name: str) -> None:
     """Raise UserError if a matrix has fewer singular values than an adapter's rank."""
     if rank > min(shape):
-        raise UserError(f"lora.rank is {rank}, but {name} has {min(shape)} singular values, of which lora.init: pissa "
-                        "takes as many. Lower lora.rank, leave the layer out of lora.targets, or set lora.init to "
-                        "kaiming.")
+        raise UserError(f"lora.rank is {rank}, but {name} has only {min(shape)} singular values, and lora.init: "
+                        "pissa needs one per rank. Lower lora.rank, remove the layer from lora.targets, or set "
+                        "lora.init to kaiming.")
 
 
 def no_whole_weights(name: str) -> UserError:
-    """Error for a base that is saved quantised."""
+    """Build the error for a base that is saved quantised."""
     return UserError(f"lora.init is pissa, which splits matrices before they are quantised, but {name} is saved "
-                     "quantised. Name the model that it was made of in model.pretrained, with model.quantize, or set "
+                     "quantised. Set model.pretrained to the unquantised model, with model.quantize, or set "
                      "lora.init to kaiming.")
 
 
 def exported_factor(kind: str, value: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The two halves of an exported factor, to be put beside each other along the rank.
+    """Return the two halves of an exported factor, to be concatenated along the rank.
 
     Args:
         kind: `lora_A` or `lora_B`.

@@ -13,7 +13,7 @@ from lmmods.core.throughput import Pace
 
 # The expected time is printed after this many measured steps, or seconds.
 STEPS_MEASURED, SECONDS_MEASURED = 10, 30.0
-COLUMNS, ROWS = 80, 24  # of a terminal that does not know: it says 0, for which tqdm would show nothing
+COLUMNS, ROWS = 80, 24  # of a terminal of unknown size: it reports 0, for which tqdm would show nothing
 
 
 class Bar:
@@ -88,7 +88,7 @@ class Bar:
             self._bar.set_postfix_str(text)
 
     def pause(self) -> None:
-        """Call when a validation begins."""
+        """Call when a validation starts."""
         self._pace.pause()
 
     def go_on(self) -> None:
@@ -114,8 +114,8 @@ class Bar:
         self._expected = True
         to_come = self._validations(self._count)
         without = "; validations not counted, as none has run yet" if to_come and not self._pace.has_paused else ""
-        say(f"Expected: about {clock(left)} for the {self._total - self._count} steps to come, at the speed of the "
-            f"{steps} measured{without}.")
+        say(f"Expected: about {clock(left)} for the remaining {self._total - self._count} steps, from "
+            f"{steps} measured steps{without}.")
 
     def _time_left(self) -> str:
         left = self._pace.left(self._count, self._validations(self._count))
@@ -125,7 +125,7 @@ class Bar:
 class TerminalBar(tqdm):
     """A tqdm bar that follows the width of the window and is erased as a whole.
 
-    The cursor rests at the beginning of the line, so that a longer line of other code, such as a C library's, replaces
+    The cursor rests at the start of the line, so that a longer line of other code, such as a C library's, replaces
     the bar instead of being appended to it.
     """
 
@@ -147,7 +147,7 @@ class TerminalBar(tqdm):
 
 
 def describe(metrics: dict[str, float], prefix: str) -> str:
-    """Metrics of a phase on one line."""
+    """Return the metrics of a phase on one line."""
     return "  ".join(f"{name} {float(value):.4g}" for name, value in metrics.items() if name.startswith(prefix))
 
 

@@ -42,12 +42,12 @@ _EMBEDDING = re.compile(r"embed(?!_out)|per_layer|\.(wte|wpe|w)\.|encoder\.(conv
 
 
 def num_layers(names: Iterable[str]) -> int:
-    """Number of layers of a network, by torch's names of all its parameters."""
+    """Return the number of layers of a model, by torch's names of all its parameters."""
     return max((int(found[1]) + 1 for name in names if (found := re.search(r"\.(\d+)\.", name))), default=0)
 
 
 def depth(name: str, layers: int) -> int:
-    """Place of a parameter in a network of so many layers: 0 embeddings, 1 the first layer, layers + 1 what follows."""
+    """Return a parameter's depth in a model of `layers` layers: 0 embeddings, 1 first layer, layers + 1 the rest."""
     if found := re.search(r"\.(\d+)\.", name):
         return int(found[1]) + 1
     return 0 if _EMBEDDING.search(name) else layers + 1
@@ -155,11 +155,11 @@ class Optimizer:
         return 0.2 * math.sqrt(max(num_rows, num_columns))
 
     def scales(self, layers: int) -> list[float]:
-        """Factors on the learning rate by `depth` in a network of so many layers; a single one if all are alike."""
+        """Return the learning-rate factors by `depth` in a model of `layers` layers; a single one if all are alike."""
         return [1.0] if self.layer_decay == 1 else [self.layer_decay**(layers + 1 - at) for at in range(layers + 2)]
 
     def group_of(self, name: str, num_dims: int, layers: int = 0) -> int:
-        """Place of a parameter's group among `groups`, by torch's name of the parameter."""
+        """Return the index of a parameter's group in `groups`, by torch's name of the parameter."""
         kind = 4
         if decays(name, num_dims):
             is_b = self.b_lr_ratio != 1 and ".lora_B." in name
@@ -170,10 +170,10 @@ class Optimizer:
         """Settings of torch's groups of parameters, in their order: two kinds of muon's matrices, then two of others,
         then those without weight decay, each with a group for every rate of `scales`.
 
-        torch leaves out those without parameters.
+        torch omits those without parameters.
 
         Args:
-            layers: Of the network; `layer_decay` needs them.
+            layers: Number of layers of the model, for `layer_decay`.
         """
         ratios = (1.0, self.b_lr_ratio)
         kinds = [*((ratio, self.weight_decay) for ratio in (*ratios, *ratios)), (1.0, 0.0)]
@@ -181,7 +181,7 @@ class Optimizer:
                 for scale in self.scales(layers)]
 
     def is_of_muon(self, place: int, layers: int = 0) -> bool:
-        """True if the group at this place among `groups` holds muon's matrices."""
+        """Return True if the group at this index in `groups` has muon's matrices."""
         return place < 2 * len(self.scales(layers))
 
     def lr_at(self, step: int, num_steps: int) -> float:
@@ -217,7 +217,7 @@ class LoRA:
         target_parameters: Stacked expert matrices that get an adapter for each expert, in addition to `targets`,
             matched at the end of their names: `[experts.gate_up_proj, experts.down_proj]`. As in PEFT, without
             `dropout` and `dora`.
-        modules_to_save: Modules to train in full and save with the adapter, for example `[lm_head, embed_tokens]`.
+        modules_to_save: Modules to train fully and save with the adapter, for example `[lm_head, embed_tokens]`.
         dora: Weight-decomposed adapters (Liu et al. 2024).
         rslora: Rank-stabilised scaling (Kalajdzievski 2023).
         init: Initial values. `kaiming` samples A and sets B to zero. `pissa` (Meng et al. 2024) starts from the
@@ -266,8 +266,8 @@ class LoRA:
         return replace(self, rank=2 * self.rank, alpha=alpha, init="kaiming")
 
 
-LEAST = -1e4  # log-probability in place of that of nothing, so that differences of two are numbers
-NOTHING = -1e9  # log-probability of a token that is left out of a sum
+LEAST = -1e4  # log-probability of an impossible token, so that differences of two are finite
+NOTHING = -1e9  # log-probability of a token that is omitted from a sum
 
 
 class Divergence(NamedTuple):
@@ -279,8 +279,8 @@ class Divergence(NamedTuple):
     Args:
         beta: beta.
         temperature: Divides the logits of both.
-        ratio: Share of the divergence in the loss; the rest is that of the cross-entropy.
-        on_policy: Some tokens are the student's own draws, of which the divergence is all of the loss.
+        ratio: Fraction of the divergence in the loss; the rest is the cross-entropy's.
+        on_policy: True if the student sampled some tokens; the divergence is their only loss.
     """
 
     beta: float = 0.0
@@ -372,7 +372,7 @@ class Teacher:
 
     @property
     def divergence(self) -> Divergence:
-        """The divergence and its share in the loss."""
+        """The divergence and its fraction of the loss."""
         return Divergence(self.beta, self.temperature, self.ratio, on_policy=self.on_policy > 0)
 
 
@@ -492,7 +492,7 @@ def check_set(settings: Any, block: str) -> None:
     """Raise a UserError where a field of a dataclass is None that has another default and no None in its type.
 
     Args:
-        block: Of the recipe, whose keys the fields are.
+        block: Block of the recipe whose keys are the fields.
     """
     for item in fields(settings):
         default = item.default if item.default_factory is MISSING else item.default_factory()

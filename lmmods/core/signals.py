@@ -1,7 +1,7 @@
 """Ctrl+C, SIGTERM and `--stop_at`.
 
 Before training, signals end the program; during training the first saves a checkpoint and ends the run, a second one
-ends it at once. Nothing of this project is imported at the top: the program begins with `end_at_signals`.
+ends it at once. Nothing of this project is imported at the top: the program starts with `end_at_signals`.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 ASKED = signal.SIGINT, signal.SIGTERM
 STATUS = 130
-BEFORE = "Interrupted before training began; nothing was written."
+BEFORE = "Interrupted before training started; nothing was written."
 # A launcher forwards signals that the process has received itself, too: within this many seconds they count as one.
 FORWARDING_SECONDS = 2.0
 UNSAVED = "Nothing was saved: trainer.enable_checkpointing is false."
@@ -114,17 +114,17 @@ class Interruption:
         """End the run at optimiser step `step`, after `checkpoint` was written; None if the run writes none."""
         saved = f"Saved {checkpoint}; resume with --ckpt_path last." if checkpoint else UNSAVED
         if self._is_reached and not self.requested:
-            raise Stopped(f"Stopped at step {step}, as --stop_at says. {saved}")
+            raise Stopped(f"Stopped at step {step}, as set by --stop_at. {saved}")
         raise Interrupted(f"Interrupted at step {step}. {saved}")
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if self.requested:
             if time.monotonic() - self._when < FORWARDING_SECONDS:
                 return
-            raise Interrupted("Stopped at once; the last checkpoint is the one to resume from." if self._saves
+            raise Interrupted("Stopped at once; resume from the last checkpoint." if self._saves
                               else f"Stopped at once. {UNSAVED}")
         from lmmods.core.console import say
 
         self.requested, self._when = True, time.monotonic()
-        say("Interrupted: saving a checkpoint, then stopping. Once more stops at once, without saving." if self._saves
-            else "Interrupted: stopping after this step. Once more stops at once.")
+        say("Interrupted: saving a checkpoint, then stopping. Again stops at once, without saving." if self._saves
+            else "Interrupted: stopping after this step. Again stops at once.")

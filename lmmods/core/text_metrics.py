@@ -12,7 +12,7 @@ CHOICE_SCORES = ("accuracy", "mean_subject_accuracy", "loss")
 
 
 def perplexity(loss: float) -> float:
-    """Perplexity of a mean loss in nats, capped: float64 overflows near exp(709)."""
+    """Return the perplexity of a mean loss in nats, capped: float64 overflows near exp(709)."""
     return math.exp(min(loss, 700))
 
 
@@ -23,7 +23,7 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(prediction: str, gold: str) -> float:
-    """1 if both are equal after normalisation."""
+    """Return 1 if both are equal after normalisation."""
     return float(normalize_answer(prediction) == normalize_answer(gold))
 
 
@@ -37,7 +37,7 @@ def token_f1(prediction: str, gold: str) -> float:
 
 
 def best_over_golds(score: Callable[[str, str], float], prediction: str, golds: Sequence[str]) -> float:
-    """The best score over several right answers; for a question without any, the right answer is "".
+    """Return the best score over several right answers; for a question without any, the right answer is "".
 
     SQuAD v2.0's evaluation skips golds that normalise to nothing, such as "The".
     """
@@ -52,7 +52,7 @@ def _version_1(score: Callable[[str, str], float], prediction: str, golds: Seque
 
 
 def squad_scores(predictions: dict[str, str], golds: dict[str, Sequence[str]], version_2: bool) -> dict[str, float]:
-    """Exact match and F1 in percent, as defined by the evaluation of SQuAD v1.1 or v2.0.
+    """Return exact match and F1 in percent, as defined by the evaluation of SQuAD v1.1 or v2.0.
 
     For v2.0 also `HasAns_*` and `NoAns_*`, over the questions with and without an answer.
 
@@ -73,7 +73,7 @@ def squad_scores(predictions: dict[str, str], golds: dict[str, Sequence[str]], v
 
 def best_threshold(predictions: dict[str, str], golds: dict[str, Sequence[str]], null_odds: dict[str, float],
                    score: Callable[[str, str], float]) -> tuple[float, float]:
-    """The threshold on the no-answer odds that gives the best score, and that score in percent.
+    """Return the threshold on the no-answer odds that gives the best score, and that score in percent.
 
     Args:
         predictions: Best non-empty answers.

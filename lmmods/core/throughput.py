@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 def now() -> float:
-    """Seconds of the clock that times training."""
+    """Return the seconds of the clock that times training."""
     return time.perf_counter()
 
 
@@ -26,7 +26,7 @@ class Stopwatch:
         self._since = None
 
     def seconds(self) -> float:
-        """Seconds so far."""
+        """Return the seconds so far."""
         return self._seconds + (0.0 if self._since is None else self._clock() - self._since)
 
     @contextmanager
@@ -74,7 +74,7 @@ class Pace:
     def __init__(self, total: int, clock: Callable[[], float] | None = None) -> None:
         self._total = total
         self._clock = clock or now
-        self._first: tuple[int, float] | None = None  # (step, clock) at the beginning of the measurement
+        self._first: tuple[int, float] | None = None  # (step, clock) at the start of the measurement
         self._latest = (0, 0.0)
         self._paused = 0.0  # since then
         self._pauses: list[float] = []
@@ -88,7 +88,7 @@ class Pace:
         self._first = self._first or self._latest
 
     def pause(self) -> None:
-        """Call when a validation begins."""
+        """Call when a validation starts."""
         self._since = self._clock()
 
     def go_on(self) -> None:
@@ -108,7 +108,7 @@ class Pace:
         return latest[0] - first[0], latest[1] - first[1]
 
     def left(self, step: int, validations: int) -> float | None:
-        """Seconds from `step` to the end; None as long as no step has been measured.
+        """Return the seconds from `step` to the end; None as long as no step has been measured.
 
         Args:
             validations: Number of validations to come.

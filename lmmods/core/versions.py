@@ -99,7 +99,7 @@ def python_version() -> str:
 
 
 def installed_packages() -> dict[str, str]:
-    """Versions of the libraries that training may use and that are installed, by name."""
+    """Return the versions of the libraries that training may use and that are installed, by name."""
     declared = [each for each in Project.read().dependencies if each.extra != "dev"]
     compiled = Dependency("jaxlib", "", None)  # jax chooses it
     return {each.name: each.installed for each in (*declared, compiled) if each.installed is not None}

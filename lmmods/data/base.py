@@ -55,8 +55,8 @@ class DataModule(DataFields, lightning.LightningDataModule):
     """
 
     codec_class: ClassVar[type[Codec]]
-    adds_padding = True  # give a tokenizer without padding token a new one, and the network a row for it
-    text_files = "file"  # how text files are read, as of `read_file`
+    adds_padding = True  # give a tokenizer without padding token a new one, and the model a row for it
+    text_files = "file"  # how text files are read, as in `read_file`
     run_seed = 0  # seeds all but the data: initial weights, dropout, sampled text
 
     def __post_init__(self) -> None:
@@ -103,10 +103,10 @@ class DataModule(DataFields, lightning.LightningDataModule):
             revision: Revision of that hub model.
             trust_remote_code: True if code of the repository may run.
             seed: Seed of the run.
-            max_positions: Longest row the model can take.
-            reward_model: Chooses among several answers of predict.
+            max_positions: Maximum sequence length of the model.
+            reward_model: Reward model that picks one of several answers in predict.
             longest_first: Train on the longest rows first, to measure the memory of the largest batch.
-            model: As of `ModelFacts`.
+            model: See `ModelFacts`.
 
         Raises:
             UserError: `max_length` is more than the model can take.
@@ -129,12 +129,12 @@ class DataModule(DataFields, lightning.LightningDataModule):
             self.pad_to_multiple_of = self.max_length
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
-        """Treat padding and added tokens as the run of a checkpoint did, whose network may or may not have a row for
+        """Treat padding and added tokens as the run of a checkpoint did, whose model may or may not have a row for
         [PAD].
 
         Args:
-            checkpoint: Its content without arrays. Checkpoints without these keys added [PAD] to any vocabulary, and
-                matched added tokens whole in templates only.
+            checkpoint: Content of the checkpoint without arrays. Checkpoints without these keys added [PAD] to any
+                vocabulary, and matched added tokens whole in templates only.
         """
         state = checkpoint.get(type(self).__qualname__, {})
         self._tokenizer = replace(self._tokenizer, new_padding=state.get(NEW_PADDING, True),
@@ -142,7 +142,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
         self._stages = None
 
     def take_rows_from(self, source: RowSource | None) -> None:
-        """Take training rows from elsewhere than the store; the engine says so before it asks for batches."""
+        """Take training rows from another source than the store. Call it before batches are requested."""
         self._row_source = source
 
     @property
@@ -201,7 +201,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
         return self._built.splits.rows(role)
 
     def items(self, role: Role) -> Any:
-        """Return the items of batches of a role, a data set with `lengths`. Raises UserError if there are no rows."""
+        """Return the items of batches of a role, a dataset with `lengths`. Raises UserError if there are no rows."""
         self.rows(role)
         return self._built.loaders.items(role)
 
@@ -225,7 +225,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
 
     def _check_splits(self, stage: str | None) -> None:
         """Warn if the vocabulary does not fit, or if an evaluation does not see all of its rows; `fit` has these in its
-        data report. Raises UserError: no token of a split is scored by its loss.
+        data report. Raises UserError: a split has no target token.
         """
         for role in [role for role in self.sets if role not in self._checked]:
             self._checked.add(role)
@@ -235,15 +235,15 @@ class DataModule(DataFields, lightning.LightningDataModule):
                 problems += [line for store in stores for line in describe_lost(role, store.info)]
             items = self.items(role) if role != "predict" else ()
             if items and not any(self.codec.is_scored(items[number], role) for number in range(len(items))):
-                raise UserError(f"{self.sources.key(role)}: in its rows ({len(items)}) no token is scored, so "
-                                f"{role}/loss has nothing to measure. "
-                                + (problems[0] if problems else "Rows of one token, of special tokens alone or, in "
-                                   "masked language modelling, without a mask score none: add longer ones"))
+                raise UserError(f"{self.sources.key(role)}: none of its {len(items)} rows has a target token, so "
+                                f"{role}/loss is undefined. "
+                                + (problems[0] if problems else "Add longer rows: one token, special tokens alone or, "
+                                   "in masked language modelling, no mask give no target"))
             for problem in problems:
                 self._warn_once(f"{problem}.")
 
     def _warn_once(self, message: str) -> None:
-        """Warn in the first process, and not again of the same."""
+        """Warn in the first process, and only once per message."""
         if message not in self._warned and getattr(self.trainer, "is_global_zero", True):
             warn(message)
         self._warned.add(message)
@@ -303,7 +303,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
         return self._built.loaders.predict(self.shard())
 
     def add_column(self, name: str) -> None:
-        """Let batches hold a further column, which is unknown until `fill_column`."""
+        """Let batches contain a further column, which is unknown until `fill_column`."""
         self._built.loaders.add_column(name)
 
     def fill_column(self, role: Role, name: str, make: Callable[[int, dict[str, Any]], np.ndarray]) -> None:
@@ -350,7 +350,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
         elif state_dict:
             self._position = dict(state_dict)
 
-    # Outputs of the network
+    # Outputs of the model
 
     @property
     def _decoder(self) -> Codec | BestOf:
@@ -361,7 +361,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
         return self._decoder.decode_batch(batch, outputs)
 
     def complete(self, outputs: dict[int, Any]) -> dict[int, Any]:
-        """Return all outputs of predict of this process with what is computed for all at once."""
+        """Return all predict outputs of this process, with results that need all of them."""
         return self._decoder.complete(self.rows("predict"), outputs)
 
     def predictions(self, outputs: dict[int, Any]) -> Predictions:
@@ -416,7 +416,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
         return self._report
 
     def report_table(self) -> str:
-        """The report as a short table."""
+        """Return the report as a short table."""
         return render_table(self.report)
 
     def identity(self) -> dict[str, Any]:

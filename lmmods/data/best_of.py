@@ -1,4 +1,4 @@
-"""Best of n: of several answers to a prompt, the one that a reward model scores highest."""
+"""Best of n: keep the answer to a prompt that a reward model scores highest."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -23,20 +23,20 @@ class Candidates(NamedTuple):
 
     @property
     def best(self) -> int:
-        """Place of the answer with the highest score, the first of equal ones; one without a score comes last."""
+        """Index of the answer with the highest score, the first of equal ones; answers without a score come last."""
         return max(range(len(self.texts)), key=lambda place: -float("inf") if self.scores[place] is None
                    else self.scores[place])
 
     def listed(self) -> list[dict[str, Any]]:
-        """The answers as `predictions.jsonl` has them."""
+        """Return the answers as records for `predictions.jsonl`."""
         return [{"text": text.strip(), "score": score} for text, score in zip(self.texts, self.scores, strict=True)]
 
 
 class BestOf:
-    """Decodes several answers to each prompt of predict, and takes the one that a reward model scores highest.
+    """Decodes several answers to each prompt of predict and keeps the one that a reward model scores highest.
 
     Args:
-        codec: Of a task that generates text.
+        codec: Codec of a task that generates text.
         scorer: The reward model.
     """
 
@@ -57,7 +57,7 @@ class BestOf:
 
     def complete(self, rows: RowSet, outputs: dict[int, tuple[str, list[str]]]) -> dict[int, Candidates]:
         """Score the answers to each prompt."""
-        # Equal answers are scored once, so that their scores are equal, too.
+        # Score duplicates once, so that they get equal scores.
         distinct = dict.fromkeys((index, text) for index, (_, texts) in outputs.items() for text in texts)
         scores = self._scorer([self._codec.answered(rows, index, outputs[index][0], text) for index, text in distinct])
         by_answer = dict(zip(distinct, scores, strict=True))
@@ -68,7 +68,7 @@ class BestOf:
         """Return records, scores and files of the best answers."""
         if outputs and all(score is None for each in outputs.values() for score in each.scores):
             warn("model.best_of: the reward model scores none of the answers, so the first answer to each prompt is "
-                 "taken. Use a reward model that accepts such texts, or lower model.generation.max_new_tokens.")
+                 "used. Use a reward model that accepts these answers, or lower model.generation.max_new_tokens.")
         texts = {index: each.texts[each.best] for index, each in sorted(outputs.items())}
         written = [{**self._codec.example(rows, index), "prediction_with_input": outputs[index].prompt + text,
                     "prediction": text.strip(), "answers": outputs[index].listed()} for index, text in texts.items()]

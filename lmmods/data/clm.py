@@ -34,7 +34,7 @@ class TextData(TextDataFields, DataModule):
 
     @property
     def text_files(self) -> str:  # type: ignore[override]
-        """How text files are read, as of `read_file`."""
+        """How text files are read, as in `read_file`."""
         return self.documents
 
     @classmethod
@@ -50,9 +50,9 @@ class CLMCodec(TextCodec):
     def make_encoder(self, reader: SourceReader, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         check_text_column(first, self.settings.text_column)
         if self.tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end-of-text token to part documents; name one with data.eos_token")
+            raise UserError("the tokenizer has no end-of-text token to separate documents; set data.eos_token")
         text = TextEncoder(self.tokenizer)
-        # A prompt leaves room for one generated token, and must not end its document.
+        # A prompt leaves space for one generated token, and must not end its document.
         end, longest = ([], self.settings.max_length - 1) if prompts_only else ([self.tokenizer.eos_token_id], None)
         return TextRowEncoder(self.settings.text_column, text, self._begin(text), end, longest), {"format": "text"}
 
@@ -75,7 +75,7 @@ class CLMCodec(TextCodec):
         return {"input_ids": ids[-self.settings.max_length + 1 :], "index": row["index"]}
 
     def encode_prompts(self, texts: list[str], training_rows: Callable[[], RowSet]) -> list[list[int]]:
-        """Return the token ids of texts that begin a document."""
+        """Return the token ids of texts that start a document."""
         text = TextEncoder(self.tokenizer)
         return [[*self._begin(text), *ids] for ids in text.encode_texts(texts, [False] * len(texts))]
 

@@ -1,4 +1,4 @@
-"""The codec of a task: how records become rows of batches, and the network's outputs predictions."""
+"""The codec of a task: how records become rows of batches, and the model's outputs predictions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -26,16 +26,16 @@ Collate = Callable[[list], dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What rows depend on of the model.
+    """Facts about the model that rows depend on.
 
     Args:
         token_types: True if the model uses token types.
-        answers: What a row of preferences is to the loss.
+        answers: How the loss uses a row of preferences.
         label_names: Labels of the pretrained model, in the order of its outputs; None if it names none.
-        new_tokens: Tokens of an answer, for which a prompt leaves room.
+        new_tokens: Tokens of an answer, for which a prompt leaves space.
         max_new_tokens: Maximum length of an answer in predict; None if it generates none.
-        tools: Specifications of the tools that all prompts show.
-        reward_columns: Columns that rewards read; None are all.
+        tools: Specifications of the tools in every prompt.
+        reward_columns: Columns that rewards read; None means all.
     """
 
     token_types: bool = True
@@ -52,7 +52,7 @@ class Predictions(NamedTuple):
 
     Args:
         rows: Records of predictions.jsonl, in the order of the data.
-        scores: Metrics, if the data hold right answers.
+        scores: Metrics, if the data contain right answers.
         files: Further JSON files of the run folder, by name.
         warnings: What users should know about them.
     """
@@ -79,10 +79,10 @@ class Codec(ABC):
     Args:
         settings: Fields of the recipe's `data`, with `max_length` and `seed` filled in.
         tokenizer: The tokenizer of the run.
-        model: What rows depend on of the model.
+        model: Facts about the model that rows depend on.
     """
 
-    draws_by_epoch: ClassVar[bool] = False  # True if item number + draw * len is drawn anew in each epoch or buffer
+    draws_by_epoch: ClassVar[bool] = False  # True if item number + draw * len is drawn again in each epoch or buffer
     left_over: ClassVar[str] = "not_used"  # in the data report: key of the parts of records that are in no token
 
     def __init__(self, settings: DataFields, tokenizer: Any, model: ModelFacts = ModelFacts()) -> None:
@@ -95,7 +95,7 @@ class Codec(ABC):
         """Return the encoder of a source, given its first usable record, and facts about the source for the report.
 
         Args:
-            prompts_only: Encode records only up to where a response begins.
+            prompts_only: Encode records only up to where a response starts.
 
         Raises:
             UserError: The records are not data of this task.
@@ -109,12 +109,12 @@ class Codec(ABC):
         """Convert records as read to those that are encoded. Default: unchanged.
 
         Args:
-            info: Facts about the source, as of `make_encoder`.
+            info: Facts about the source, as in `make_encoder`.
         """
         return records
 
     def list_texts(self, record: dict[str, Any], info: dict[str, Any]) -> list[str]:
-        """Return the texts by which records are compared: what tells one from others, so neither ids nor what many
+        """Return the texts by which records are compared: what distinguishes one, so neither ids nor what many
         records share. Default: all strings.
 
         Raises:
@@ -133,7 +133,7 @@ class Codec(ABC):
     # From rows to batches
 
     def make_items(self, rows: RowSet, by_source: bool) -> Any:
-        """Return the training or evaluation items of a set: a map-style data set with `lengths` and `truncated`, and
+        """Return the training or evaluation items of a set: a map-style dataset with `lengths` and `truncated`, and
         with `source_sizes`, the items of each source, if they are not one for each row. Default: the rows.
 
         Args:
@@ -159,7 +159,7 @@ class Codec(ABC):
 
         Args:
             collator: Without columns.
-            sets: As of `batch_columns`.
+            sets: See `batch_columns`.
             added: Columns of the batch that are not the task's.
         """
         return replace(collator, keys=(*self.batch_columns(sets), *added), side=self.side)
@@ -174,14 +174,14 @@ class Codec(ABC):
         return "token_type_ids" in self.batch_columns(())
 
     def is_scored(self, item: dict[str, Any], role: str) -> bool:
-        """Return True if the loss of a role (train, val, test) scores anything in an item.
+        """Return True if an item has a target for the loss of a role (train, val, test).
 
-        Default: a token other than the first has a label; items without labels are taken to be scored.
+        Default: a token other than the first has a label; items without labels count as targets.
         """
         return "labels" not in item or bool((item["labels"][1:] != IGNORED).any())
 
     def describe_scored(self, item: dict[str, Any], record: dict[str, Any], info: dict[str, Any]) -> str | None:
-        """Return in words what the loss scores in a training item, for `inspect`; None if its tokens or names say it.
+        """Describe the targets of a training item, for `inspect`; None if its tokens or names show them.
 
         Args:
             record: As read, that the item was made from.
@@ -196,7 +196,7 @@ class Codec(ABC):
     # Prompts of predict
 
     def make_prompts(self, rows: RowSet) -> Any:
-        """Return the items of predict, a data set with `lengths`. Default: `prompt_of` each row."""
+        """Return the items of predict, a dataset with `lengths`. Default: `prompt_of` each row."""
         return PromptSet(rows, self.prompt_of)
 
     def prompt_of(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class Codec(ABC):
         return "left"
 
     def make_prompt_collator(self, collator: Collator, sets: Sequence[RowSet]) -> Collate:
-        """Return the collator of the items of predict; arguments as of `make_collator`."""
+        """Return the collator of the items of predict; arguments as in `make_collator`."""
         return replace(collator, keys=self.prompt_columns, side=self.prompt_side)
 
     # Texts to generate from, and generated texts
@@ -242,7 +242,7 @@ class Codec(ABC):
         Args:
             training_rows: Returns these, which a task may need for their layout.
         """
-        raise UserError(f"samples.prompts: {type(self.settings).__name__} is of a task that generates no text; set "
+        raise UserError(f"samples.prompts: {type(self.settings).__name__} belongs to a task without generation; set "
                         "samples.prompts to null")
 
     def inference_prompts(self, rows: RowSet, index: int) -> list[list[int]]:
@@ -279,7 +279,7 @@ class Codec(ABC):
         """Return records, scores and files from all outputs of predict by `index`: here of `Generated`.
 
         With scores, `answers_cut` counts the answers that reached the maximum length, if there are any: such an answer
-        may be right only because it does not go on.
+        may be right only because it does not continue.
         """
         answers = {index: Generated(*output) for index, output in sorted(outputs.items())}
         written = [{**self.example(rows, index), "prediction_with_input": answer.prompt + answer.text,
@@ -290,11 +290,11 @@ class Codec(ABC):
                            warnings)
 
     def score(self, rows: RowSet, texts: dict[int, str]) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Return metrics of generated texts by `index`, and warnings; no metrics if the data hold no answers."""
+        """Return metrics of generated texts by `index`, and warnings; no metrics if the data contain no answers."""
         return {}, ()
 
     def answered(self, rows: RowSet, index: int, prompt: str, text: str) -> str | Conversation:
-        """Return what a reward model reads of an answer to a row of predict. Default: the text that it goes on with."""
+        """Return what a reward model reads of an answer to a row of predict. Default: the generated continuation."""
         return prompt + text
 
     def evaluate(self, role: str, rows: RowSet, outputs: dict[int, Any]) -> Predictions:
@@ -311,7 +311,7 @@ class NumbersCodec(Codec):
     """A codec of a task whose outputs are numbers of each row, such as logits. Abstract."""
 
     def decode_batch(self, batch: dict[str, Any], outputs: Any) -> dict[int, Any]:
-        """Return the outputs, which the network already returns by `index`."""
+        """Return the outputs, which the model already returns by `index`."""
         return outputs
 
     def predict(self, rows: RowSet, outputs: dict[int, Any]) -> Predictions:

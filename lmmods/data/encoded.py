@@ -20,7 +20,7 @@ from lmmods.data.store.cache import Cache
 from lmmods.recipe.source import Source
 from lmmods.recipe.tasks.base import DataFields
 
-STREAM_NOTE = "a stream: these counts are of its beginning; what is dropped later is reported as it comes"
+STREAM_NOTE = "a stream: these counts cover its start; rows dropped later are reported during training"
 
 
 class EncodedSources:
@@ -34,7 +34,7 @@ class EncodedSources:
         """Return the store of a source, built if the cache lacks it.
 
         Args:
-            prompts_only: Encode records only up to where a response begins.
+            prompts_only: Encode records only up to where a response starts.
             is_first: True in the first process of the run; the others read what it wrote or checked.
             trains: True for rows to train on, which must not repeat those of `data.decontaminate`.
             prepares: True in `prepare_data`, which one process of each machine runs.
@@ -89,5 +89,5 @@ class EncodedSources:
         """Return a training record, without its values and with the reason if it repeats an evaluation record."""
         with suppress(RowProblem):  # the encoder drops such a record, and says why
             if (name := self._ngrams.source_of(self._codec.list_texts(record.values, info))) is not None:
-                return record._replace(values={}, problem=f"{self._ngrams.size} words in a row are also in {name}")
+                return record._replace(values={}, problem=f"{self._ngrams.size} consecutive words are also in {name}")
         return record

@@ -1,4 +1,4 @@
-"""Reinforcement learning: prompts, the answers that the network gives to them, and what rewards see of both."""
+"""Reinforcement learning: prompts, the answers that the model gives to them, and what rewards see of both."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -28,9 +28,9 @@ from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.grpo import PromptDataFields
 
-# Of answers: how much better they are than others, and the weight in the loss of those that are not computed.
+# Per answer: its advantage, and its weight in the loss if not computed.
 ROW_COLUMNS = ("advantages", "idle_weight")
-# Columns in which data sets have the right answer.
+# Columns in which datasets have the right answer.
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "reference", "expected_answer", "final_answer")
 
 
@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
     """A prompt, and what rewards see of it.
 
     Args:
-        number: Of the row, which the draws of its answers depend on.
+        number: Index of the row; sampling its answers depends on it.
         ids: Token ids.
         conversation: Its turns; None for rows of plain text.
         row: The row as read.
@@ -75,7 +75,7 @@ class PromptCodec(ConversationCodec):
         return replace(super().conversation_encoder(layout, prompts_only), tools=self.model.tools)
 
     def _check_tools(self, layout: str) -> None:
-        """Raise UserError unless the template shows tools and their answers."""
+        """Raise UserError unless the template renders tools and their answers."""
         encoder, name = self.prompt_encoder(layout), self.model.tools[0]["function"]["name"]
         try:
             [prompt] = encoder.prompts([[{"role": "user", "content": "a"}]])
@@ -83,8 +83,8 @@ class PromptCodec(ConversationCodec):
         except RowProblem as problem:
             raise UserError(f"model.environment has tools, but {problem}") from problem
         if name not in self.tokenizer.decode(prompt):
-            raise UserError("model.environment has tools, but the chat template does not show them: name a file of "
-                            "Jinja that does as data.template.")
+            raise UserError("model.environment has tools, but the chat template does not render them. Set "
+                            "data.template to a Jinja file that does.")
 
     def encoding_settings(self) -> dict[str, Any]:
         tools = {"tools": self.model.tools} if self.model.tools else {}
@@ -96,7 +96,7 @@ class PromptCodec(ConversationCodec):
         return self.list_spoken(messages[:-1] if is_answered else messages)
 
     def context_of(self, record: dict[str, Any], info: dict[str, Any]) -> str:
-        """Return what decides on the right answer, too: the reference, and the columns that rewards read."""
+        """Return what also determines the right answer: the reference, and the columns that rewards read."""
         messages, names = self.read(record, info).messages, self.model.reward_columns
         reference = messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
         columns = record if names is None else {name: record.get(name) for name in names}
@@ -108,14 +108,14 @@ class PromptCodec(ConversationCodec):
     # Prompts
 
     def prompt(self, rows: RowSet, place: int) -> Prompt:
-        """Return a prompt by its place among the rows."""
+        """Return a prompt by its index among the rows."""
         kept = rows[place]
         index = kept["index"]
         asked, reference = self._split(rows.info(index)["format"], record := rows.source_row(index))
         return Prompt(place, kept["input_ids"].tolist(), asked, record, reference)
 
     def _split(self, layout: str, record: dict[str, Any]) -> tuple[Conversation | None, str | None]:
-        """Return the turns to answer and the response in the data; None for what there is not."""
+        """Return the turns to answer and the response in the data, each None if missing."""
         if find_format(layout).template is not None:
             return None, None
         given = self.read(record, {"format": layout})
@@ -127,20 +127,20 @@ class PromptCodec(ConversationCodec):
         return replace(asked, messages=asked.messages[:-1]), last["content"]
 
     def prompt_with(self, prompt: Prompt, text: str) -> Prompt:
-        """Return a prompt with a text behind its last message.
+        """Return a prompt with a text after its last message.
 
         Raises:
-            RowProblem: It is no conversation, cannot be rendered, or leaves no room for an answer.
+            RowProblem: It is not a conversation, cannot be rendered, or leaves no space for an answer.
         """
         if prompt.conversation is None:
-            raise RowProblem("the row is no conversation, so nothing can be added to its last message")
+            raise RowProblem("the row is not a conversation, so nothing can be added to its last message")
         check_unicode(text)
         *before, last = prompt.conversation.messages
         conversation = replace(prompt.conversation,
                                messages=[*before, {**last, "content": last["content"] + text}])  # type: ignore[typeddict-item]
         [ids] = self.prompt_encoder("messages").prompts_of([conversation])
         if len(ids) + self.model.new_tokens > self.settings.max_length:
-            raise RowProblem(f"the prompt has {len(ids)} tokens with what was added, which leaves no room for an "
+            raise RowProblem(f"the prompt has {len(ids)} tokens with the added text, which leaves no space for an "
                              "answer")
         return prompt._replace(ids=ids, conversation=conversation)
 
@@ -194,15 +194,15 @@ class PromptData(PromptDataFields, ConversationData):
         reward = {"name": "exact_match"} | ({} if has_response or column is None else {"column": column})
         known = has_response or column is not None
         return {"rewards": ([reward], "1 where the answer is the right one; others: docs/rewards.md" if known else
-                            "no column with a right answer is known: name it, as column: NAME"),
+                            "no known column has a right answer: set column: NAME"),
                 "num_generations": (8, "answers to each prompt, which are compared with each other"),
-                "num_generations_eval": (0, "validation answers greedily; 8 draws as many more, for pass@8"),
-                "max_new_tokens": (512, "longest answer; a longer one is cut off")}
+                "num_generations_eval": (0, "validation answers greedily; 8 samples 8 more answers, for pass@8"),
+                "max_new_tokens": (512, "maximum answer length in tokens; longer answers are truncated")}
 
     def connect(self, *, check_prompts: Callable[[str, Iterator[Prompt], bool], None] | None = None,
                 reward_scorers: dict[str, Callable[[list[Any]], list[float | None]]] | None = None,
                 is_scored_by_environment: bool = False, **settings: Any) -> None:
-        """As of `DataModule`.
+        """See `DataModule`.
 
         Args:
             check_prompts: Checks the prompts of a set, given its recipe key, the prompts, and whether it may warn.
@@ -220,7 +220,7 @@ class PromptData(PromptDataFields, ConversationData):
         return {**super().identity(), **facts}
 
     def prompt(self, role: Role, place: int) -> Prompt:
-        """Return a prompt of a role by its place among the rows."""
+        """Return a prompt of a role by its index among the rows."""
         return self.codec.prompt(self.rows(role), place)
 
     def num_prompts(self, role: Role) -> int:
@@ -228,23 +228,23 @@ class PromptData(PromptDataFields, ConversationData):
         return len(self.rows(role))
 
     def train_batches(self) -> RolloutLoader:
-        """Answers of this rank, drawn where the position comes to new prompts. Raises UserError."""
+        """Answers of this rank, sampled where the position comes to new prompts. Raises UserError."""
         if getattr(self.trainer, "overfit_batches", 0):
-            raise UserError("trainer.overfit_batches is not for reinforcement learning, whose batches are drawn anew: "
-                            "set data.source to a few rows with its `limit`")
+            raise UserError("trainer.overfit_batches is not supported for GRPO, which samples new batches. Set "
+                            "data.source.limit to train on a few rows")
         return super().train_batches()
 
     def val_dataloader(self) -> EvaluationLoader | list:
         return self.evaluation_loader("val") if "val" in self.sets else []
 
     def evaluation_loader(self, role: Role, *added: str) -> EvaluationLoader:
-        """Return prompts of this rank, padded on the left; `index` is the place among the rows."""
+        """Return prompts of this rank, padded on the left; `index` is the row's index."""
         self.rows(role)
         collate = _PlaceCollator(self.collator())
         return self._built.loaders.evaluation(role, replace(self.shard(), num_workers=0), collate=collate)
 
     def _check_splits(self, stage: str | None) -> None:
-        """As of `DataModule`. Raises UserError: no answer to the prompts of a set could have a reward."""
+        """See `DataModule`. Raises UserError: no answer to the prompts of a set could have a reward."""
         roles: list[Role] = [role for role in ("train", "val", "test")
                              if role in self.sets and role not in self._checked]
         super()._check_splits(stage)
@@ -254,19 +254,19 @@ class PromptData(PromptDataFields, ConversationData):
                                 getattr(self.trainer, "is_global_zero", True))
 
     def rows_for_inspection(self, num_rows: int, which: Which | list[int] = "first") -> list[dict[str, Any]]:
-        """Prompts as the model sees them, none of whose tokens is scored."""
+        """Prompts as the model sees them, without targets."""
         return [{name: value for name, value in row.items() if name != "labels"}
                 for row in super().rows_for_inspection(num_rows, which)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Answers of the network in training as training rows.
+# Answers of the model in training as training rows.
 
 Begin = Callable[[Place, str | None], tuple[str, list[dict[str, Any]]] | None]
 
 
 def draw_nothing(place: Place, name: str | None) -> None:
-    """Return None: stand-ins take the place of answers."""
+    """Return None: stand-ins replace the answers."""
 
 
 def plan_single_answers(num_prompts: int, rows_per_step: int) -> RolloutPlan:
@@ -275,12 +275,12 @@ def plan_single_answers(num_prompts: int, rows_per_step: int) -> RolloutPlan:
 
 
 class Rollouts(NamedTuple):
-    """Makes training rows of the answers that the network in training draws.
+    """Makes training rows of the answers that the model in training samples.
 
     Args:
         plan: Makes the division of epochs into rollouts from the numbers of prompts and of answers of a step.
         token_columns: Further columns of answers, [T] float32 each.
-        begin: As of `RolloutLoader`; it returns None where nothing is drawn, and stand-ins take the place of answers.
+        begin: As in `RolloutLoader`; it returns None where nothing is sampled, and stand-ins replace the answers.
     """
 
     plan: Callable[[int, int], RolloutPlan] = plan_single_answers
@@ -288,7 +288,7 @@ class Rollouts(NamedTuple):
     begin: Begin = draw_nothing
 
     def make_loader(self, loaders: Loaders, shard: Shard) -> RolloutLoader:
-        """Return answers of one rank, drawn where the position comes to new prompts. Raises UserError."""
+        """Return answers of one rank, sampled where the position comes to new prompts. Raises UserError."""
         prompts, settings = loaders.splits.rows("train"), loaders.settings
         plan = self.plan(len(prompts), settings.batch_size * shard.batches_per_step)
 
@@ -304,7 +304,7 @@ class Rollouts(NamedTuple):
     def _stand_ins(self, loaders: Loaders, place: Place, size: int) -> list[dict[str, Any]]:
         """Return items in place of the answers of a rollout, `size` to each prompt.
 
-        An answer is the beginning of its prompt (with `longest_first` repeated up to `max_length`), with an advantage
+        An answer is the start of its prompt (with `longest_first` repeated up to `max_length`), with an advantage
         of 1 or -1; columns of log-probabilities are 0.
         """
         items = []
@@ -321,7 +321,7 @@ class Rollouts(NamedTuple):
 
 
 class _PlaceCollator:
-    """Collates prompts with their places among the rows as `index`."""
+    """Collates prompts with their row index as `index`."""
 
     def __init__(self, collator: Callable[[list], dict[str, torch.Tensor]]) -> None:
         self._collator = collator
@@ -353,7 +353,7 @@ class RolloutCollator:
 
 
 def _has_response(row: Row) -> bool:
-    """True if a row of a known layout ends in a response."""
+    """Return True if a row of a known layout ends in a response."""
     layout = format_of(row.values)
     if layout is None or find_format(layout).template is not None:
         return False

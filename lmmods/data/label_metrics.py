@@ -1,7 +1,7 @@
 """Scores of labels, numbers and tags over all rows of an evaluation, the same code for both engines.
 
-Each is a share (0 to 1) or a coefficient, never NaN: a score that the rows do not define, such as the ROC-AUC of rows
-that all have one label, is left out. torchmetrics does the counting; it is imported where it is used, as it takes a
+Each is a fraction (0 to 1) or a coefficient, never NaN: a score that the rows do not define, such as the ROC-AUC of
+rows that all have one label, is omitted. torchmetrics does the counting; it is imported where it is used, as it takes a
 second.
 """
 
@@ -17,12 +17,12 @@ MOST_PAIRS = 1000  # labels up to which each is compared with each other, or wit
 
 
 def single_label_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Scores of rows with one label each.
+    """Return the scores of rows with one label each.
 
     `accuracy`; `f1_macro`, `precision_macro` and `recall_macro`, means over the labels that rows have or are given; for
     two labels `f1` of the second; `matthews` (0 where all rows have, or are given, one label); `roc_auc`, of more than
     two labels the mean over each against the rest, of those that some rows have and others have not, and of at most
-    MOST_PAIRS labels; `calibration_error`, of the likeliest label in 15 bins.
+    MOST_PAIRS labels; `calibration_error`, of the most likely label in 15 bins.
 
     Args:
         logits: [N, K], N and K at least 1 and 2.
@@ -113,14 +113,14 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 1, equal values share the mean of theirs."""
+    """Return ranks from 1, equal values share the mean of theirs."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return (ends - (counts - 1) / 2)[place]
 
 
 def _roc_auc(scores: np.ndarray, is_positive: np.ndarray) -> float | None:
-    """Area under the ROC curve; None if all rows are on one side."""
+    """Return the area under the ROC curve; None if all rows are on one side."""
     import torch
     from torchmetrics.functional import classification
 
@@ -142,8 +142,8 @@ def class_report(predicted: np.ndarray, labels: np.ndarray, names: list[str]) ->
 
     Args:
         predicted: [N] integers, -1 for a row that is given no class, or [N, K] bool for several labels.
-        labels: The same of the right ones.
-        names: Of the K classes.
+        labels: The right ones, likewise.
+        names: Names of the K classes.
     """
     if predicted.ndim == 2:
         hits, given, wanted = ((predicted & labels).sum(0), predicted.sum(0), labels.sum(0))
@@ -164,7 +164,7 @@ def _class_counts(predicted: np.ndarray, labels: np.ndarray, size: int) -> list[
 
 
 def _table(names: list[str], hits: Any, given: Any, wanted: Any) -> dict[str, dict[str, float]]:
-    """Precision, recall, F1 and support of classes, from counts of each; 0 where a share is of nothing."""
+    """Return precision, recall, F1 and support of classes, from counts of each; 0 where a share is of nothing."""
     return {name: {**_shares(int(hit), int(guess), int(want)), "support": int(want)}
             for name, hit, guess, want in zip(names, hits, given, wanted, strict=True)}
 
@@ -198,10 +198,10 @@ def have_entities(names: list[str]) -> bool:
 
 
 def entity_spans(tags: list[str]) -> list[Entity]:
-    """Entities of the tags of a row, in any of these schemes and in mixtures of them.
+    """Return the entities of the tags of a row, in any of these schemes and in mixtures of them.
 
-    As conlleval (Tjong Kim Sang 2002) reads them: an entity also begins at an inner word that follows no word of its
-    type, so tags out of order, which a network may give, mark entities, too.
+    As conlleval (Tjong Kim Sang 2002) reads them: an entity also starts at an inner word that follows no word of its
+    type, so tags out of order, which a model may give, mark entities, too.
     """
     spans: list[Entity] = []
     start, before, kind_before = 0, "O", ""
@@ -219,7 +219,7 @@ def entity_spans(tags: list[str]) -> list[Entity]:
 
 def entity_scores(predicted: list[list[str]], labels: list[list[str]]
                   ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Precision, recall and F1 of all entities together, and the same with the support of each type.
+    """Return precision, recall and F1 of all entities together, and the same with the support of each type.
 
     An entity is right if its type, its first and its last word are. Without entities on either side all are 0.
 

@@ -27,7 +27,7 @@ from lmmods.data.store.rows import IndexedRows, RowSet
 from lmmods.recipe.tasks.base import LabelDataFields
 
 LABELS = "labels"  # in a checkpoint: the fields that the training rows decided
-MOST_LABELS = 10_000  # with more, a column holds something else
+MOST_LABELS = 10_000  # with more, a column contains something else
 
 
 def cutting_tokenizer(tokenizer: Any, max_length: int, is_pair: bool = False) -> CuttingTokenizer:
@@ -35,15 +35,15 @@ def cutting_tokenizer(tokenizer: Any, max_length: int, is_pair: bool = False) ->
     specials = tokenizer.num_special_tokens_to_add(pair=is_pair)
     if max_length <= specials:
         raise UserError(f"data.max_length is {max_length}, but the tokenizer adds {specials} special tokens to a row; "
-                        "set it to more")
+                        "raise it")
     return CuttingTokenizer(tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token_id, tokenizer.unk_token_id,
                             max_length, tokenizer.truncation_side)
 
 
 class LabelCodec(NumbersCodec):
-    """Rows with labels; `index` of a batch is the number of a row in its set. Abstract: a task says what labels are.
+    """Rows with labels; `index` of a batch is the number of a row in its set. Abstract: a task defines the labels.
 
-    The labels, and the columns that hold them, are those of the settings, which `LabelData` has filled in.
+    The labels, and the columns that contain them, are those of the settings, which `LabelData` has filled in.
     """
 
     settings: LabelDataFields
@@ -80,10 +80,10 @@ class LabelCodec(NumbersCodec):
 
 
 class LabelData(LabelDataFields, DataModule):
-    """Rows with labels. Abstract: a task says what of a row they are.
+    """Base class for data with labels. A subclass defines where a row's labels are.
 
-    The fields in `found_fields` that the recipe leaves null are filled in with what the training rows say, before the
-    first row is encoded: `prepare_data` finds it and keeps it in the cache, a checkpoint brings its own.
+    Before encoding, fields in `found_fields` that the recipe leaves null are filled from the training rows:
+    `prepare_data` finds the values and stores them in the cache; a checkpoint has its own.
     """
 
     found_fields: ClassVar[tuple[str, ...]] = ("labels",)
@@ -129,7 +129,7 @@ class LabelData(LabelDataFields, DataModule):
 
     @abstractmethod
     def _facts(self, readers: list[SourceReader]) -> dict[str, Any]:
-        """Values of `found_fields`, plain JSON, from the rows of the training sources. Raises UserError."""
+        """Return the values of `found_fields`, plain JSON, from the rows of the training sources. Raises UserError."""
 
     def _first_row(self, readers: list[SourceReader]) -> Row:
         """First usable training row. Raises UserError: there is none."""
@@ -142,7 +142,7 @@ class LabelData(LabelDataFields, DataModule):
 
     def _known_labels(self, names: Iterable[str], class_names: list[list[str] | None], column: str,
                       row_counts: RowCounts) -> list[str]:
-        """The labels of `data.labels`, else those found, in the order of the data set's own names or sorted.
+        """Return the labels of `data.labels`, else those found, in the order of the dataset's own names or sorted.
 
         Args:
             names: Those that the training rows have.
@@ -155,8 +155,8 @@ class LabelData(LabelDataFields, DataModule):
         if self._given["labels"] is not None:
             return self._given["labels"]
         if self.streaming:
-            raise UserError("data.streaming reads the rows during training, when their labels must be known: name them "
-                            "in data.labels, a list in the order of the network's outputs")
+            raise UserError("data.streaming reads rows during training, but their labels must be known before. List "
+                            "them in data.labels, in the order of the model's outputs")
         first = class_names[0]
         found = first if first and all(names == first for names in class_names) else in_order(set(names))
         if not found:
@@ -165,7 +165,7 @@ class LabelData(LabelDataFields, DataModule):
             raise UserError(f"data.source: no row has a label in the column {column!r}{why}")
         if len(found) > MOST_LABELS:
             raise UserError(f"data.source: the column {column!r} has more than {MOST_LABELS:,} different values, which "
-                            "are no labels. Name the column of the labels, or the labels in data.labels")
+                            "are not labels. Name the label column, or list the labels in data.labels")
         return list(found)
 
     @property
@@ -183,21 +183,21 @@ class LabelData(LabelDataFields, DataModule):
                 with label k, and K labels that occur; a label that does not weighs 1.
 
         Raises:
-            UserError: A name is no label, or the rows are a stream, whose labels cannot be counted.
+            UserError: A name is not a label, or the rows are a stream, whose labels cannot be counted.
         """
         if setting is None:
             return None
         self.find_labels()
         if not self.labels:
-            raise UserError("model.class_weights weighs labels, but these rows have numbers: set it to null")
+            raise UserError("model.class_weights applies to labels, but these rows have numbers. Set it to null")
         if setting != "balanced":
             if unknown := [name for name in setting if name not in self.labels]:
-                raise UserError(f"model.class_weights: there is no label {unknown[0]!r}; the labels are "
+                raise UserError(f"model.class_weights: {unknown[0]!r} is not a label; the labels are "
                                 f"{', '.join(self.labels)}{did_you_mean(unknown[0], self.labels)}")
             return np.array([setting.get(name, 1) for name in self.labels], np.float32)
         if self.streaming:
             raise UserError("model.class_weights is balanced, but the labels of a stream are not counted before "
-                            "training: give each label its weight, or set data.streaming to false")
+                            "training. Set a weight for each label, or set data.streaming to false")
         rows = self.rows("train")
         counts = np.array(list(self.codec.count_labels(rows).values()))
         total, occurs = self.codec.count_labelled(rows), counts > 0
@@ -206,12 +206,12 @@ class LabelData(LabelDataFields, DataModule):
     # State -----------------------------------------------------------------------------------------------------------
 
     def state_at(self, position: dict[str, Any]) -> dict[str, Any]:
-        """As of `DataModule`, with the fields that the training rows decided."""
+        """As in `DataModule`, with the fields that the training rows decided."""
         self.find_labels()
         return {**super().state_at(position), LABELS: {name: getattr(self, name) for name in self.found_fields}}
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
-        """As of `DataModule`; the labels are those of the checkpoint."""
+        """As in `DataModule`; the labels are those of the checkpoint."""
         super().resume_from(checkpoint)
         found = checkpoint.get(type(self).__qualname__, {}).get(LABELS)
         if found is not None:
@@ -223,7 +223,7 @@ class LabelData(LabelDataFields, DataModule):
 
 
 def in_order(names: set[str]) -> list[str]:
-    """Names sorted as text; if all of them are whole numbers, by their value."""
+    """Names sorted as text; if all of them are integers, by their value."""
     try:
         return sorted(names, key=int)
     except ValueError:
@@ -245,7 +245,7 @@ def find_column(first: Row, asked: str | None, usual: tuple[str, ...], key: str)
     """Return the column of a source that is asked for, else the first usual one.
 
     Args:
-        key: Of the recipe, in which the user names the column.
+        key: Recipe key that names the column.
 
     Raises:
         UserError: There is none.
@@ -255,8 +255,8 @@ def find_column(first: Row, asked: str | None, usual: tuple[str, ...], key: str)
     if found is None:
         wanted = f"no column {asked!r}" if asked else f"none of the usual columns ({', '.join(usual)})"
         near = did_you_mean(asked, columns) if asked else ""
-        raise UserError(f"{first.file}:{first.line}: {wanted}; the columns are {', '.join(columns)}{near}. Name yours "
-                        f"with {key}")
+        raise UserError(f"{first.file}:{first.line}: {wanted}; the columns are {', '.join(columns)}{near}. Set {key} "
+                        "to one of them")
     return found
 
 
@@ -265,7 +265,7 @@ def find_column(first: Row, asked: str | None, usual: tuple[str, ...], key: str)
 
 
 def _read_facts(path: Path, names: tuple[str, ...]) -> dict[str, Any] | None:
-    """Content of a file of the cache; None if it is missing or damaged."""
+    """Return the content of a file of the cache; None if it is missing or damaged."""
     try:
         found = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):

@@ -41,7 +41,7 @@ class Loaders:
     """Makes the loaders of a data module.
 
     Args:
-        seed: Of the run, for dropout.
+        seed: Seed of the run, for dropout.
         longest_first: Train on the longest items first, to measure the memory of the largest batch.
     """
 
@@ -53,7 +53,7 @@ class Loaders:
         self._added: list[str] = []  # columns of batches that are not the task's
 
     def items(self, role: Role) -> Any:
-        """Return the items of batches, packed if requested: a data set with `lengths`. Raises UserError: no rows."""
+        """Return the items of batches, packed if requested: a dataset with `lengths`. Raises UserError: no rows."""
         if role not in self._items:
             self._items[role] = self._arrange(self.splits.rows(role))
         return self._items[role]
@@ -74,7 +74,7 @@ class Loaders:
     # Columns that are not the task's
 
     def add_column(self, name: str) -> None:
-        """Let batches hold a further column, unknown until `fill_column`."""
+        """Let batches contain a further column, unknown until `fill_column`."""
         if name not in self._added:
             self._added.append(name)
 
@@ -113,7 +113,7 @@ class Loaders:
                 "sources": [{"path": name, "share": share} for name, share in zip(names, shares, strict=True)]}
 
     def epoch_items(self, role: Role) -> Any:
-        """Return the items of a role that the first epoch has, for the data report: a data set with `lengths`."""
+        """Return the items of a role that the first epoch has, for the data report: a dataset with `lengths`."""
         items = self.items(role)
         if role != "train" or self.mixture is None:
             return items
@@ -126,7 +126,7 @@ class Loaders:
 
         Args:
             lengths: Tokens of each item.
-            overfit: Number of batches of each rank, or share of all, to repeat in each epoch; 0 is all.
+            overfit: Number of batches of each rank, or fraction of all, to repeat in each epoch; 0 is all.
         """
         settings, mixture = self.settings, self.mixture
 
@@ -141,7 +141,7 @@ class Loaders:
             else:
                 order = training_order(lengths, settings.batch_size, [settings.seed, epoch], rule,
                                        settings.shuffle and not overfit, settings.group_by_length)
-            # A share is of all batches, a number is of each rank's.
+            # A fraction is of all batches, a number is of each rank's.
             if overfit:
                 whole = len(order) if isinstance(overfit, float) else shard.world_size
                 order = order.first(max(int(overfit * whole), 1))
@@ -158,7 +158,7 @@ class Loaders:
         """Return training micro-batches of stored rows, or of a stream.
 
         Args:
-            overfit: As of `order`.
+            overfit: See `order`.
         """
         settings = self.settings
         if not settings.streaming:
@@ -222,7 +222,7 @@ class Loaders:
 
 
 class RowSource(Protocol):
-    """What makes training rows in place of the stored ones, such as the network in training."""
+    """Source of training rows that replace the stored ones, such as the model in training."""
 
     def make_loader(self, loaders: Loaders, shard: Shard) -> StatefulLoader:
         """Return training micro-batches of one rank. Raises UserError: the recipe does not allow it."""
@@ -238,8 +238,8 @@ def _source_sizes(items: Any, rows: RowSet) -> np.ndarray:
     if hasattr(inner, "source_sizes"):
         return inner.source_sizes
     if len(items) != len(rows):
-        raise UserError(f"data.mixing: the items of {type(inner).__name__} are neither one for each row nor do they "
-                        "have source_sizes, which says how many are of each source; add it, or set data.mixing to null")
+        raise UserError(f"data.mixing: {type(inner).__name__} has neither one item per row nor source_sizes, the "
+                        "number of items per source. Add source_sizes, or set data.mixing to null")
     return rows.source_sizes
 
 

@@ -32,7 +32,7 @@ class Masker:
         mask_id: Id of the mask token.
         special: [V] bool, True for special tokens: they are neither masked nor drawn.
         continues: [V] bool, True for tokens that continue a word.
-        probability: Share of tokens (or words) to predict.
+        probability: Fraction of tokens (or words) to predict.
         whole_words: Mask whole words instead of tokens.
     """
 
@@ -59,7 +59,7 @@ class Masker:
         special = self.special[ids]
         draw = random.random(len(ids)) < self.probability
         if self.whole_words:
-            # True for tokens of a word but its first; what follows a special token, or begins the block, begins a word.
+            # True for tokens of a word but its first; what follows a special token, or starts the block, starts a word.
             goes_on = self.continues[ids] & ~special
             goes_on[1:] &= ~special[:-1]
             goes_on[:1] = False
@@ -75,7 +75,7 @@ class MaskedSet(Dataset):
     stream), so that masks depend neither on batches nor on workers and a resumed run draws the same.
 
     Args:
-        blocks: Data set of {input_ids, index} with `lengths`.
+        blocks: Dataset of {input_ids, index} with `lengths`.
         masker: Draws the masks.
         around: Ids before and after each block.
         seed: Seed of the masks.
@@ -99,7 +99,7 @@ class MaskedSet(Dataset):
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens cut from each row."""
+        """Tokens truncated from each row."""
         return self.blocks.truncated
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:
@@ -116,7 +116,7 @@ def vocabulary_flags(tokenizer) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN00
     """For each id (bool [V]): whether it is special, and whether it continues a word.
 
     Words are recognised by the vocabulary: `##` continues one in WordPiece; in byte-level and SentencePiece
-    vocabularies what does not begin with the sign of a space does.
+    vocabularies what does not start with the sign of a space does.
     """
     size = len(tokenizer)
     tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
@@ -137,7 +137,7 @@ def tokens_around(tokenizer) -> tuple[list[int], list[int]]:  # noqa: ANN001
     bare = tokenizer("a", add_special_tokens=False).input_ids
     whole = tokenizer("a").input_ids
     if whole != bare:
-        # The tokenizer adds tokens by itself: they are what surrounds the text.
+        # The tokenizer adds tokens: they surround the text.
         start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]
     # It adds none, so take what BERT does, as far as the vocabulary has these tokens.
@@ -146,7 +146,7 @@ def tokens_around(tokenizer) -> tuple[list[int], list[int]]:  # noqa: ANN001
 
 
 class MLMCodec(TextCodec):
-    """Texts in blocks between special tokens. Training masks are drawn anew in each epoch, evaluation masks are fixed.
+    """Texts in blocks between special tokens. Training masks are drawn again in each epoch, evaluation masks are fixed.
 
     In predict, the mask token typed in a text is the gap to fill.
     """
@@ -156,7 +156,7 @@ class MLMCodec(TextCodec):
 
     def make_encoder(self, reader: SourceReader, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         if self.tokenizer.mask_token_id is None:
-            raise UserError("the tokenizer has no mask token; use one of a masked language model")
+            raise UserError("the tokenizer has no mask token; use the tokenizer of a masked language model")
         column = self.settings.text_column
         check_text_column(first, column)
         separated = self.settings.join and not prompts_only and self.tokenizer.sep_token_id is not None
@@ -184,7 +184,7 @@ class MLMCodec(TextCodec):
     def is_scored(self, item: dict[str, Any], role: str) -> bool:
         if (item["labels"] != IGNORED).any():
             return True
-        return role == "train" and not self._special[item["input_ids"]].all()  # masks are drawn anew in each epoch
+        return role == "train" and not self._special[item["input_ids"]].all()  # masks are drawn again in each epoch
 
     @cached_property
     def _special(self) -> np.ndarray:
@@ -230,8 +230,8 @@ class MLMCodec(TextCodec):
             UserError: No text has a gap.
         """
         if not any(fills for _, fills in outputs.values()):
-            raise UserError(f"predict fills the gaps that the mask token {self.tokenizer.mask_token} leaves in the "
-                            "texts of data.predict_source, but no text has one")
+            raise UserError(f"predict fills the mask tokens ({self.tokenizer.mask_token}) in the texts of "
+                            "data.predict_source, but no text has one. Add them")
         written = [{**self.example(rows, index), "prediction": text, "fills": fills}
                    for index, (text, fills) in sorted(outputs.items())]
         return Predictions(written, {}, {})

@@ -35,15 +35,15 @@ class MultipleChoiceCodec(NumbersCodec):
     def make_encoder(self, reader: SourceReader, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         if not holds_choices(first.values):
             raise UserError(
-                f"{first.file}:{first.line}: the columns {', '.join(first.values)} are no question with choices: a row "
-                f"needs a list of choices ({', '.join(CHOICES)}) or numbered columns (ending0, choice1, option_2), and "
-                f"a text before them ({', '.join((*CONTEXTS, *QUESTIONS))}). Map yours with data.columns, for example "
-                "{my_answers: choices}")
+                f"{first.file}:{first.line}: the columns {', '.join(first.values)} are not a question with choices: a "
+                f"row needs a list of choices ({', '.join(CHOICES)}) or numbered columns (ending0, choice1, option_2), "
+                f"and a text before them ({', '.join((*CONTEXTS, *QUESTIONS))}). Map yours with data.columns, for "
+                "example {my_answers: choices}")
         tokenizer, max_length = self.tokenizer, self.settings.max_length
         specials = tokenizer.num_special_tokens_to_add(pair=True)
         if max_length <= specials:
             raise UserError(f"data.max_length is {max_length}, but the tokenizer adds {specials} special tokens to a "
-                            "pair of texts; set it to more")
+                            "pair of texts; raise it")
         encoder = ChoiceEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.unk_token_id, max_length, prompts_only)
         return encoder, {"format": "choices"}
 
@@ -84,7 +84,7 @@ class MultipleChoiceCodec(NumbersCodec):
         """Return metrics and records of an evaluation or of predict.
 
         Args:
-            outputs: Logits of each choice by question; those beyond its choices are left out.
+            outputs: Logits of each choice by question; those beyond its choices are omitted.
 
         Returns:
             Records with the `prediction`, the text of the choice with the highest logit (of equal ones the first), its
@@ -123,5 +123,5 @@ class MultipleChoiceData(MultipleChoiceDataFields, DataModule):
 
 
 def _name_of(row: dict[str, Any], place: int) -> str:
-    """A choice by its number, and whether it is the right one."""
+    """Return a choice by its number, and whether it is the right one."""
     return f"choice {place}, right" if place == row["answer"] else f"choice {place}"

@@ -1,7 +1,7 @@
-"""Batches some of whose answers the network in training draws itself, before each optimiser step (GKD, on policy).
+"""Batches some of whose answers the model in training samples itself, before each optimiser step (GKD, on policy).
 
 Which rows these are, and the numbers that decide their tokens, are functions of the run's seed, the epoch and the row
-alone. The weights are those before the step. So a step that is resumed inside draws the same answers again.
+alone. The weights are those before the step. So a step that is resumed inside samples the same answers again.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,19 +24,19 @@ Draw = Callable[[list[np.ndarray], np.ndarray], list[np.ndarray]]
 
 
 def stand_ins(prompts: list[np.ndarray], numbers: np.ndarray) -> list[np.ndarray]:
-    """Return answers of full length that repeat the prompts, in place of drawn ones where nothing trains."""
+    """Return answers of full length that repeat the prompts, in place of sampled ones where nothing trains."""
     return [np.resize(prompt, numbers.shape[1]) for prompt in prompts]
 
 
 class OnPolicy(NamedTuple):
-    """Which answers are drawn.
+    """Which answers are sampled.
 
     Args:
-        share: Share of the rows.
-        max_new_tokens: Longest answer in tokens. Rows whose prompt leaves no room for it keep the answer they have.
-        max_length: Longest prompt with its answer in tokens.
-        seed: The run's.
-        draw: Draws them.
+        share: Fraction of the rows.
+        max_new_tokens: Maximum answer length in tokens. Rows whose prompt leaves no space keep their given answer.
+        max_length: Maximum length of a prompt with its answer, in tokens.
+        seed: Seed of the run.
+        draw: Samples the answers.
     """
 
     share: float
@@ -46,7 +46,7 @@ class OnPolicy(NamedTuple):
     draw: Draw
 
     def make_loader(self, loaders: Loaders, shard: Shard) -> "OnPolicyLoader":
-        """Return training micro-batches with drawn answers."""
+        """Return training micro-batches with sampled answers."""
         items, rows, ours = loaders.items("train"), loaders.splits.rows("train"), self
         lengths = items.lengths
         if loaders.longest_first:
@@ -58,14 +58,14 @@ class OnPolicy(NamedTuple):
                               loaders.settings.batch_size, ours, order.grouped, order.num_rows)
 
     def has_room(self, prompt_length: int | np.ndarray) -> bool | np.ndarray:
-        """Return whether a prompt of so many tokens can be answered."""
+        """Return whether a prompt of this many tokens leaves space for an answer."""
         return (prompt_length > 0) & (prompt_length + self.max_new_tokens <= self.max_length)
 
 
 class DrawnSet(Dataset):
-    """Items of a `NumberedSet`, some of them with answers drawn for the current step.
+    """Items of a `NumberedSet`, some of them with answers sampled for the current step.
 
-    Items have `drawn`, 1 for those and else 0. Of a drawn answer all tokens are scored, and of its prompt none.
+    Items have `drawn`, 1 for those and else 0. All tokens of a sampled answer are targets, none of its prompt.
 
     Args:
         items: With `prompt_length`, the tokens before the last response.
@@ -91,7 +91,7 @@ class DrawnSet(Dataset):
         ours, chosen, uniforms = self._on_policy, [], []
         for number in numbers:
             epoch, place = divmod(number, len(self))
-            # The first number of a row decides if its answer is drawn, the others which tokens.
+            # A row's first random number decides whether its answer is sampled, the others which tokens.
             [first, *rest] = draws(ours.seed, [place], 1 + ours.max_new_tokens, step=epoch)[0]
             if first < ours.share and ours.has_room(int((item := self._items[number])["prompt_length"])):
                 chosen.append((number, item))
@@ -111,17 +111,17 @@ def _answered(item: dict[str, Any], prompt: np.ndarray, answer: np.ndarray) -> d
 
 
 class OnPolicyLoader(SegmentLoader):
-    """Training batches read up to the end of an optimiser step, before which answers of its rows are drawn.
+    """Training batches read up to the end of an optimiser step, before which answers of its rows are sampled.
 
     Args:
-        items: A `NumberedSet`; `order_of`, `grouped` and `num_rows` as of `StatefulLoader`.
+        items: A `NumberedSet`; `order_of`, `grouped` and `num_rows` as in `StatefulLoader`.
     """
 
     def __init__(self, items: Any, order_of: Callable[[int, OrderRule], BatchOrder], collate: Callable[[list], Batch],
                  shard: Shard, batch_size: int, on_policy: OnPolicy, grouped: bool = True,
                  num_rows: int | None = None) -> None:
         self._drawn = DrawnSet(items, on_policy)
-        self._step: tuple[int, int] | None = None  # epoch and step in it whose answers are drawn
+        self._step: tuple[int, int] | None = None  # epoch and step in it whose answers are sampled
         shard = replace(shard, num_workers=0)  # workers would not see the answers
         super().__init__(self._drawn, order_of, collate, shard, batch_size, None, grouped, num_rows)
 

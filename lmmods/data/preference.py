@@ -98,16 +98,16 @@ class PreferenceData(PreferenceDataFields, ConversationData):
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:
-        return "the rows hold better and worse answers" if holds_preference(row.values) else None
+        return "the rows have better and worse answers" if holds_preference(row.values) else None
 
     @classmethod
     def model_settings(cls, row: Row) -> dict[str, tuple[Any, str]]:
         return {"loss": ("sigmoid" if label_of(row.values) is None else "kto", "others: docs/tasks/preference.md"),
-                "beta": (0.1, "lower lets the model go further from where it starts")}
+                "beta": (0.1, "lower values let the model move further from its start")}
 
     def train_batches(self) -> StatefulLoader | StreamLoader:
-        """As of `DataModule`. Raises UserError for `kto` on a stream, whose last buffer may hold a single row."""
+        """See `DataModule`. Raises UserError for `kto` on a stream, whose last buffer may contain a single row."""
         if self.streaming and self._model.answers == "mismatched":
-            raise UserError("model.loss kto compares each answer with that of another row, which data.streaming does "
-                            "not support: set it to false, or use apo_zero_unpaired")
+            raise UserError("model.loss kto compares each answer with another row's, which data.streaming does not "
+                            "support. Set data.streaming to false, or use apo_zero_unpaired")
         return super().train_batches()

@@ -44,7 +44,7 @@ class QACodec(NumbersCodec):
         missing = [name for name in ("question", "context") if name not in first.values]
         if layout == "flat" and missing:
             raise UserError(f"{first.file}:{first.line}: no column {missing[0]!r}; the columns are "
-                            f"{', '.join(first.values)}. Map yours with data.columns, or give SQuAD JSON")
+                            f"{', '.join(first.values)}. Map yours with data.columns, or use SQuAD JSON")
         tokenizer, ours = self.tokenizer, self.settings
         specials = tokenizer.num_special_tokens_to_add(pair=True)
         # Windows overlap by `stride` tokens, so one must hold more than that to advance.
@@ -103,7 +103,7 @@ class QACodec(NumbersCodec):
         if start == IGNORED:
             return "nothing: its answer was not found"
         if start == item["cls_position"]:
-            return "no answer, as this window does not hold it"
+            return "no answer: this window does not contain it"
         return f"start and end of {self.tokenizer.decode(item['input_ids'][start:end + 1])}"
 
     # From outputs to predictions
@@ -139,7 +139,7 @@ class QACodec(NumbersCodec):
         """Return answers, scores and files of an evaluation or of predict.
 
         Args:
-            outputs: Start and end logits [T] by window. Questions without any window here are left out.
+            outputs: Start and end logits [T] by window. Questions without any window here are omitted.
 
         Returns:
             Scores in percent, by the evaluation of SQuAD v1.1 or, with version_2_with_negative, v2.0 with the best
@@ -177,7 +177,7 @@ class QACodec(NumbersCodec):
         """Return the names of questions in answer files, and warnings: the id, or the number if the id is missing or
         empty.
 
-        These files hold one answer per id, like SQuAD's; a duplicate id is followed by the number.
+        These files contain one answer per id, like SQuAD's; a duplicate id is followed by the number.
         """
         keys: dict[int, str] = {}
         taken: set[str] = set()
@@ -189,8 +189,8 @@ class QACodec(NumbersCodec):
                 key = f"{key}#{question}"
             taken.add(key)
             keys[question] = key
-        warnings = (f"{len(repeated)} questions of {role} have the id of another one, the first is {repeated[0]}. Each "
-                    "is answered and scored by itself; in predictions.json they are named ID#ROW.",) if repeated else ()
+        warnings = (f"{len(repeated)} questions of {role} share the id of another one, the first is {repeated[0]}. "
+                    "Each is answered and scored separately; predictions.json names them ID#ROW.",) if repeated else ()
         return keys, warnings
 
     def _scores(self, role: str, chosen: Answers, golds: dict[str, list[str]]
@@ -198,7 +198,7 @@ class QACodec(NumbersCodec):
         """Return scores and warnings."""
         if not self.spans.version_2_with_negative:
             answerable = {key: texts for key, texts in golds.items() if texts}  # v1.1 has no others
-            warnings = (f"The scores of {role} leave out {len(golds) - len(answerable)} of {len(golds)} questions, "
+            warnings = (f"The scores of {role} exclude {len(golds) - len(answerable)} of {len(golds)} questions, "
                         "which have no answer. Set data.version_2_with_negative to score them.",
                         ) if len(answerable) < len(golds) else ()
             scores = squad_scores(chosen.predictions, answerable, version_2=False) if answerable else {}

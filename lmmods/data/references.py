@@ -20,8 +20,8 @@ def begin_references(data: PreferenceData, stage: str) -> list[Role]:
         UserError: Rows of a stream are not known before training.
     """
     if data.streaming and stage == "fit":
-        raise UserError("model.reference cache goes through all rows before training, which data.streaming does "
-                        "not allow: set it to false, or leave model.reference out")
+        raise UserError("model.reference cache reads all rows before training, which data.streaming does not "
+                        "allow. Set data.streaming to false, or remove model.reference")
     data.add_column(REFERENCE_LOGPS)
     return [role for role in STAGE_ROLES[stage] if role in data.sets and role != "predict"]
 

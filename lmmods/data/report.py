@@ -14,10 +14,10 @@ from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.base import DataFields
 
 SAMPLE = 200_000  # rows from which the padding of larger sets is estimated
-MOST_UNKNOWN = 0.03  # share of unknown tokens above which a vocabulary probably does not fit the texts
+MOST_UNKNOWN = 0.03  # fraction of unknown tokens above which a vocabulary probably does not fit the texts
 MOST_UNUSED = 30  # keys that the table names; data_report.json names all
 # Parts of rows that are in no token, in words.
-LEFT_OVER = {"not_used": "not used", "for_rewards": "for rewards alone"}
+LEFT_OVER = {"not_used": "not used", "for_rewards": "only for rewards"}
 EVALUATIONS = {"val": "Validation", "test": "Test", "predict": "Predict"}
 MOST_LABELS = 12  # labels that the table counts; data_report.json counts all
 
@@ -28,7 +28,7 @@ def describe(settings: DataFields, codec: Codec, sets: dict[Role, RowSet], items
     """Build the report on all open sets.
 
     Args:
-        items_of: Returns the items of a role that an epoch has, a data set with `lengths`.
+        items_of: Returns the items of a role that an epoch has, a dataset with `lengths`.
         batches_per_step: Global micro-batches of an optimiser step.
         mixing: Shares of the training sources; None if each row comes once.
         left_out: By store, the rows that were dropped after it was written, by reason (`dropped`), and how many stay
@@ -53,7 +53,7 @@ def describe(settings: DataFields, codec: Codec, sets: dict[Role, RowSet], items
 
 
 def describe_source(info: dict[str, Any], left_over: str) -> dict[str, Any]:
-    """Summary of one source, from its store's info.json.
+    """Return a summary of one source, from its store's info.json.
 
     Args:
         left_over: Key of the counts of what is in no token.
@@ -62,8 +62,8 @@ def describe_source(info: dict[str, Any], left_over: str) -> dict[str, Any]:
     unused = {_key_name(name): number for name, number in info["counts"].items() if name.startswith(UNUSED)}
     spelled = {name.removeprefix(SPELLED): number for name, number in info["counts"].items()
                if name.startswith(SPELLED)}
-    notes = [*info.get("notes", []), *(f"column {name!r} of {rows} rows gave way to the one that data.columns gives "
-                                       "this name" for name, rows in info.get("replaced", {}).items())]
+    notes = [*info.get("notes", []), *(f"column {name!r} of {rows} rows was replaced by the one that data.columns "
+                                       "renames to it" for name, rows in info.get("replaced", {}).items())]
     tokens, kept = counts.get("tokens", 0), info["rows_kept"]
     return {
         **{key: info[key] for key in ("format", "template", "files", "rows_read", "rows_kept") if key in info},
@@ -89,9 +89,9 @@ def misfit(info: dict[str, Any]) -> str | None:
     counts = info["counts"]
     if counts.get("unknown_tokens", 0) <= MOST_UNKNOWN * counts.get("tokens", 0):
         return None
-    return (f"{info['path']}: {unknown_tokens(counts)} are unknown to the vocabulary, and a model learns nothing of "
-            "what they stand for. Set data.tokenizer to the one that fits the texts; where that is a folder with "
-            "vocab.txt alone, which is read in lower case, data.tokenizer_options: {do_lower_case: false}. inspect "
+    return (f"{info['path']}: {unknown_tokens(counts)} are unknown to the vocabulary, so the model cannot learn "
+            "what they mean. Set data.tokenizer to one that fits the texts; if that is a folder with only "
+            "vocab.txt, which is read in lower case, set data.tokenizer_options: {do_lower_case: false}. inspect "
             "--which most_unknown shows rows")
 
 
@@ -99,15 +99,15 @@ def describe_lost(role: Role, info: dict[str, Any]) -> list[str]:
     """Describe which rows of a source an evaluation does not see, or not as a whole, from its store's info.json."""
     what, counts, lines = EVALUATIONS[role], info["counts"], []
     if info["dropped"]:
-        lines.append(f"{what} leaves out rows of {info['path']}, {describe_dropped(info)}")
+        lines.append(f"{what} excludes rows of {info['path']}, {describe_dropped(info)}")
     if counts.get("rows_cut"):
-        lines.append(f"{what} does not see all of {info['path']}: {counts['rows_cut']} of {info['rows_kept']} rows are "
-                     f"longer than the limits and lose {counts['tokens_cut']} tokens in all")
+        lines.append(f"{what} does not cover all of {info['path']}: {counts['rows_cut']} of {info['rows_kept']} rows "
+                     f"are longer than the limits and lose {counts['tokens_cut']} tokens in total")
     return lines
 
 
 def _key_name(counted: str) -> str:
-    """The key that a count of unused keys refers to, in printable characters."""
+    """Return the key that a count of unused keys refers to, in printable characters."""
     return counted.removeprefix(UNUSED)[:80].encode(errors="backslashreplace").decode()
 
 
@@ -116,7 +116,7 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
     """Size of a split, lengths, and the share of padding under each way of batching, estimated for very large sets.
 
     Args:
-        items: Data set with `lengths`, and with `tokens` if items are several sequences.
+        items: Dataset with `lengths`, and with `tokens` if items are several sequences.
         multiple: Batch lengths are rounded up to a multiple of this.
         batches_per_step: Batches among which rows of similar length are divided.
     """
@@ -133,7 +133,7 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
 
 def _padding_shares(lengths: np.ndarray, tokens: np.ndarray, num_answers: int, batch_size: int, multiple: int,
                     max_length: int, seed: int, rule: OrderRule) -> dict[str, float]:
-    """Share of padding under each way of batching; of more than SAMPLE rows, that of a random sample."""
+    """Return the fraction of padding under each way of batching; of more than SAMPLE rows, that of a random sample."""
     if len(lengths) > SAMPLE:
         chosen = np.random.default_rng([seed, len(lengths)]).choice(len(lengths), SAMPLE)
         lengths, tokens = lengths[chosen], tokens[chosen]
@@ -174,15 +174,15 @@ def render_table(report: dict[str, Any]) -> str:
         if unknown := unknown_tokens(source):
             lines.append(f"  unknown to the vocabulary: {unknown}")
         if source.get("rows_cut"):
-            lines.append(f"  cut {source['rows_cut']} rows by {source['tokens_cut']} tokens in all")
+            lines.append(f"  truncated {source['rows_cut']} rows by {source['tokens_cut']} tokens in total")
         if source.get("choices_cut"):
-            lines.append(f"  cut choices, too, in {source['choices_cut']} of these rows, as they leave no room for the "
-                         "text before them")
+            lines.append(f"  truncated choices, too, in {source['choices_cut']} of these rows: they leave no space for "
+                         "the text before them")
         if source.get("questions_cut"):
-            lines.append(f"  cut {source['questions_cut']} questions to data.question_max_length")
+            lines.append(f"  truncated {source['questions_cut']} questions to data.question_max_length")
         if source.get("answers_not_in_context"):
             lines.append(f"  {source['answers_not_in_context']} questions have an answer that is not in their context: "
-                         "the loss leaves them out, exact match and F1 do not")
+                         "the loss ignores them, exact match and F1 count them")
         if source.get("ends_in_padding"):
             lines.append(f"  {source['ends_in_padding']} rows end in the padding token: transformers classifies a "
                          "decoder's row at an earlier token, see the model card")
@@ -192,18 +192,18 @@ def render_table(report: dict[str, Any]) -> str:
         if source.get("turns_dropped"):
             lines.append(f"  dropped {source['turns_dropped']} responses of such conversations: longer than the limits")
         if source.get("responses_unlike_inference"):
-            lines.append(f"  {source['responses_unlike_inference']} responses follow another prompt than inference "
-                         "shows: the chat template opens these answers differently")
+            lines.append(f"  {source['responses_unlike_inference']} responses do not follow the prompt of "
+                         "inference: the chat template opens these answers differently")
         for key, words in LEFT_OVER.items():
             if named := [f"{name} ({rows} rows)" for name, rows in source.get(key, {}).items()]:
                 lines.append(f"  {words}: {', '.join(named[:MOST_UNUSED])}"
                              + (f" and {len(named) - MOST_UNUSED} more" if len(named) > MOST_UNUSED else ""))
         if spelled := source.get("special_tokens_spelled"):
             named = [f"{name} ({rows} rows)" for name, rows in spelled.items()]
-            lines.append(f"  special tokens spelled in what is learned, where they stay text: "
+            lines.append(f"  special tokens spelled in target texts, where they stay text: "
                          f"{', '.join(named[:MOST_UNUSED])}")
         if source.get("words_cut"):
-            lines.append(f"  cut {source['words_cut']} of {source['words']} words with them")
+            lines.append(f"  truncated {source['words_cut']} of {source['words']} words with them")
         if source.get("words_without_token"):
             lines.append(f"  the tokenizer finds no token in {source['words_without_token']} words")
         lines += [f"  note: {note}" for note in source.get("notes", [])]
@@ -222,18 +222,18 @@ def render_table(report: dict[str, Any]) -> str:
 
 
 def _mixing_lines(mixing: dict[str, Any]) -> list[str]:
-    """Share of each source, and how often an epoch has its rows."""
+    """Return the share of each source, and how often an epoch has its rows."""
     size = f": an epoch has {mixing['rows_per_epoch']} rows" if "rows_per_epoch" in mixing else ""
     lines = [f"mixing by the rule {mixing['rule']}{size}"]
     for source in mixing["sources"]:
-        counts = (f", {source['rows_per_epoch']} rows of an epoch, {source['passes_per_epoch']:.2f} times its "
+        counts = (f", {source['rows_per_epoch']} rows per epoch, {source['passes_per_epoch']:.2f} times its "
                   f"{source['rows']}" if "rows" in source else "")
         lines.append(f"  {source['path']}: share {source['share']:.1%}{counts}")
     return lines
 
 
 def _label_list(counts: dict[str, int]) -> str:
-    """How many rows have each label, the most frequent first, and which labels none has."""
+    """Return how many rows have each label, the most frequent first, and which labels none has."""
     total = max(sum(counts.values()), 1)
     found = sorted(((name, count) for name, count in counts.items() if count), key=lambda pair: -pair[1])
     absent = [name for name, count in counts.items() if not count]

@@ -43,7 +43,7 @@ class RewardCodec(NumbersCodec, AnswersCodec):
         layout = reader.source.format or self.settings.dataset_format or (
             usual if usual == "text-pair" else conversation_layout(
                 first.values, f"{first.file}:{first.line}", prompts_only))
-        # Rows of predict are whole, too: they end in the answer to be scored.
+        # Rows of predict are also whole: they end in the answer to score.
         conversations, info = self.encoder_and_facts(layout, prompts_only=False)
         answers = PreferenceEncoder(conversations, "single" if prompts_only else "pair")
         return RewardEncoder(answers, self.settings.margin_column, self.tokenizer.pad_token_id), info
@@ -60,7 +60,7 @@ class RewardCodec(NumbersCodec, AnswersCodec):
 
     def encode_answers(self, answers: list[str | Conversation]) -> list[np.ndarray | None]:
         """Return the token ids of texts, and of conversations that end in an answer, as predict scores them; None for
-        one that cannot be scored: it is empty, too long, or refused by the template.
+        one that cannot be scored: it is empty, too long, or rejected by the template.
 
         Raises:
             UserError: One is too long under data.on_overflow: error.
@@ -74,7 +74,7 @@ class RewardCodec(NumbersCodec, AnswersCodec):
             try:
                 encoded = encoder.encode([answers[place] for place in places], _as_judged)
             except RowError as error:
-                raise UserError(f"an answer to be scored cannot be encoded: {error.args[1]}") from error
+                raise UserError(f"an answer cannot be encoded for scoring: {error.args[1]}") from error
             ids = encoded.columns["input_ids"]
             rows = np.split(ids.values, np.cumsum(ids.lengths)[:-1])
             for place, row in zip(encoded.positions, rows, strict=False):  # `split` makes one row of none
@@ -118,8 +118,8 @@ class RewardCodec(NumbersCodec, AnswersCodec):
         Returns:
             Records with the `score` of their answer, or with the `scores` of a pair, the chosen answer's first (None if
             it was dropped). Metrics: of all scores `reward_min`, `reward_mean`, `reward_max`; if all records are pairs,
-            `accuracy`, the share whose chosen answer has the higher score (as in TRL, equal scores are not right), and
-            `margin`, by how much it is higher on average.
+            `accuracy`, the fraction whose chosen answer has the higher score (as in TRL, equal scores are not right),
+            and `margin`, by how much it is higher on average.
         """
         single = self._single(rows) if role == "predict" else None
         scores_of: dict[int, dict[int, float]] = {}  # by record: scores, of the chosen answer at 1
@@ -162,10 +162,10 @@ class RewardData(RewardDataFields, ConversationData):
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:
-        return "the rows hold better and worse answers" if holds_pair(row.values) else None
+        return "the rows have better and worse answers" if holds_pair(row.values) else None
 
     def connect(self, **settings: Any) -> None:
-        """As of `DataModule`. With tokenizers of BERT's kind, [CLS] and [SEP] begin and end a row."""
+        """See `DataModule`. With tokenizers of BERT's kind, [CLS] and [SEP] start and end a row."""
         super().connect(**settings)
         if self._tokenizer.path is not None and self.tokenizer.eos_token is None and self.tokenizer.sep_token:
             self._tokenizer = replace(
@@ -174,23 +174,23 @@ class RewardData(RewardDataFields, ConversationData):
 
 
 def _as_judged(answer: str | Conversation) -> list[Judged]:
-    """An answer as `PreferenceEncoder` takes it. Raises RowProblem for an empty text."""
+    """Return an answer as `PreferenceEncoder` takes it. Raises RowProblem for an empty text."""
     return [Judged(read_conversation("text", {"text": answer}, {}) if isinstance(answer, str) else answer, True)]
 
 
 def _name_of(row: dict[str, Any], place: int) -> str:
-    """Which answer of a pair a sequence is; a single answer counts as chosen."""
+    """Return which answer of a pair a sequence is; a single answer counts as chosen."""
     return CHOSEN if row["wanted"] and place == 0 else REJECTED
 
 
 def _metrics(found: dict[int, dict[int, float]], pairs: list[list[float | None]]) -> dict[str, float]:
-    """Metrics of scores by row, and of the pairs among these, (chosen, rejected)."""
+    """Return the metrics of scores by row, and of the pairs among these, (chosen, rejected)."""
     if not found:
         return {}
     scores = np.array([score for judged in found.values() for score in judged.values()])
     metrics = {"reward_min": float(scores.min()), "reward_mean": float(scores.mean()),
                "reward_max": float(scores.max())}
-    # Figures of some of the rows would be taken for those of all.
+    # Metrics over some of the rows would be mistaken for metrics over all.
     if len(pairs) < len(found) or any(None in pair for pair in pairs):
         return metrics
     differences = np.array([chosen - rejected for chosen, rejected in pairs])

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class WindowLogits(NamedTuple):
-    """The network's outputs for one window.
+    """The model's outputs for one window.
 
     Args:
         start: [T] logits.
@@ -52,7 +52,7 @@ def choose_answer(context: str, windows: list[WindowLogits], settings: SpanSetti
     """Answer, n-best list, no-answer odds, and best non-empty answer of one question over all its windows.
 
     A span's score is start plus end logit; the score of no answer is the smallest over the windows, since one window
-    that holds the answer is enough (Devlin et al. 2018).
+    that contains the answer is enough (Devlin et al. 2018).
     """
     candidates = [candidate for window in windows for candidate in _candidates(window, settings)]
     null = min(((window.start[window.cls_position] + window.end[window.cls_position], window) for window in windows),
@@ -90,7 +90,7 @@ def _candidates(window: WindowLogits, settings: SpanSettings) -> list[tuple[floa
     starts = np.argsort(-window.start, kind="stable")[: settings.n_best_size]  # [N] tokens, N = n_best_size at most
     ends = np.argsort(-window.end, kind="stable")[: settings.n_best_size]
     length = ends[None, :] - starts[:, None] + 1  # [N, N] tokens of each span
-    # Spans must begin and end in the context.
+    # Spans must start and end in the context.
     inside = (window.offsets[starts, 0] >= 0)[:, None] & (window.offsets[ends, 0] >= 0)[None, :]
     found = []
     for i, j in zip(*np.nonzero(inside & (length >= 1) & (length <= settings.max_answer_length)), strict=True):

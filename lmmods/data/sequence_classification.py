@@ -32,7 +32,7 @@ NO_TEXTS = ("id", "idx", "label_text")
 OTHER_TASKS = ("tokens", "words", "choices", "endings", "ending0")  # columns of tagging and of multiple choice
 PROBLEMS = {"single_label": "single_label_classification", "multi_label": "multi_label_classification",
             "regression": "regression"}  # transformers' names
-FEW_ROWS, MOST_CLASSES = 20, 0.9  # with more rows, share of them that may have a label of their own
+FEW_ROWS, MOST_CLASSES = 20, 0.9  # with more rows, fraction of them that may have a distinct label
 FRACTIONS, COMMA = "fractions", "decimal comma"
 LabelLists = Literal["positions", "numbers"]
 WHOLE = re.compile(r"\s*[+-]?\d+\s*", re.ASCII)
@@ -40,7 +40,7 @@ NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 
 
 class LabelSurvey:
-    """What the label column of the training rows holds, to decide what a label is.
+    """Survey of the label column of the training rows, to decide what a label is.
 
     Attributes:
         names: Labels in lists (True) and alone (False).
@@ -51,7 +51,7 @@ class LabelSurvey:
         self.names: dict[bool, set[str]] = {False: set(), True: set()}
         self.row_counts = RowCounts()
         self._column = column
-        self._kinds: Counter[str] = Counter()  # rows with a list, a fraction, a decimal comma, a whole number or a text
+        self._kinds: Counter[str] = Counter()  # rows with a list, a fraction, a decimal comma, an integer or a string
         self._first: dict[str, str] = {}  # first row of each kind, and the first list with a fraction
         self._has_bits_only = True  # in lists
         self._list_lengths: set[int] = set()
@@ -101,7 +101,7 @@ class LabelSurvey:
         """Return how to read lists of zeros and ones; None if there are other lists, or none.
 
         They are positions if all have one length (and `data.labels`, if given, too): label numbers would then name the
-        same labels in each row, or one label twice. Lists without any label are left aside.
+        same labels in each row, or one label twice. Lists without any label are ignored.
 
         Args:
             labels: `data.labels`.
@@ -111,7 +111,7 @@ class LabelSurvey:
         """
         if labels is None and FRACTIONS in self._first:
             raise UserError(f"{self._first[FRACTIONS]} in the column {self._column!r} is a list with fractions, which "
-                            "are no labels. Use lists of labels, or a one or zero for each label")
+                            "are not labels. Use lists of labels, or a one or zero for each label")
         lengths = self._list_lengths - {0}
         if not lengths or not self._has_bits_only:
             return None
@@ -129,8 +129,8 @@ class LabelSurvey:
         names, rows = self.names[False], self._kinds.total() - self._kinds["list"]
         if rows > FEW_ROWS and len(names) > MOST_CLASSES * rows:
             raise UserError(f"data.source: the column {self._column!r} has {len(names)} different values in {rows} "
-                            f"rows ({', '.join(sorted(names)[:3])} ...), so they are probably no labels. Set "
-                            "data.label_column to the column of the labels, or data.problem_type: regression for "
+                            f"rows ({', '.join(sorted(names)[:3])} ...), so they are probably not labels. Set "
+                            "data.label_column to the label column, or data.problem_type: regression for "
                             "numbers, single_label if they are labels")
 
 
@@ -183,7 +183,7 @@ class SequenceClassificationCodec(LabelCodec):
             notes.append(f"lists of {len(self.labels)} zeros and ones in {column}: a one marks the label at its "
                          "position")
         elif self.label_lists == "numbers":
-            notes.append(f"lists of zeros and ones in {column}, not one for each label: they are label numbers")
+            notes.append(f"lists of zeros and ones in {column}, not one for each label: they are label indices")
         if is_pair and not self.tokenizer.num_special_tokens_to_add(pair=True):
             notes.append("the tokenizer puts nothing between the two texts")
         return notes
@@ -298,8 +298,8 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
         columns = [find_column(first, name, (), "data.text_columns") for name in self.text_columns or ()]
         columns = columns or text_columns(first, label_column)
         if not columns:
-            raise UserError(f"{first.file}:{first.line}: no column of text; the columns are {', '.join(first.values)}. "
-                            "Name one or two with data.text_columns")
+            raise UserError(f"{first.file}:{first.line}: no text column; the columns are {', '.join(first.values)}. "
+                            "Set data.text_columns to one or two of them")
         class_names = [reader.class_names(label_column) for reader in readers]
         survey, given_labels = LabelSurvey(label_column), self._given["labels"]
         if given_labels is None or self._given["problem_type"] in (None, "multi_label"):
@@ -313,7 +313,7 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
             names, class_names, label_column, survey.row_counts)
         if problem_type == "single_label" and len(labels) < 2:
             raise UserError(f"data.source: all rows have the label {labels[0]!r} in the column {label_column!r}, so "
-                            "there is nothing to tell apart. Add rows with other labels")
+                            "there is nothing to learn. Add rows with other labels")
         if problem_type == "single_label" and not (given_labels or self._given["problem_type"] or any(class_names)):
             survey.check_classes()
         return {"labels": labels, "problem_type": problem_type, "text_columns": list(columns),
@@ -332,7 +332,7 @@ def text_columns(row: Row, label_column: str) -> list[str]:
 
 
 def _cell(value: Any) -> Any:
-    """The list that a cell of text holds as JSON; any other value unchanged."""
+    """Return the list that a cell of text contains as JSON; any other value unchanged."""
     is_list = isinstance(value, str) and value.lstrip().startswith("[")
     try:
         return cell_list(value, "the label") if is_list else value

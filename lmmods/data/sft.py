@@ -35,10 +35,10 @@ NO_ROOM = "no_room"  # a warning that has been given
 
 
 class ConversationCodec(Codec):
-    """Conversations in a template. Abstract: a task decides what is learned, and which records it takes."""
+    """Conversations in a template. Abstract: a task decides on the targets, and which records it takes."""
 
     settings: ConversationFields
-    train_on, turns = "responses", "all"  # as of `Choices`
+    train_on, turns = "responses", "all"  # as in `Choices`
 
     # From records to rows
 
@@ -67,7 +67,7 @@ class ConversationCodec(Codec):
         """
         settings, tokenizer = self.settings, self.tokenizer
         if tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end-of-text token, so no response could end; name one with "
+            raise UserError("the tokenizer has no end-of-text token, so no response could end; set "
                             "data.eos_token")
         text = TextEncoder(tokenizer)
         name = find_format(layout).template or self._template_name()
@@ -75,7 +75,7 @@ class ConversationCodec(Codec):
                     if name == "tokenizer" else
                     TemplateRenderer(name, text, tokenizer.eos_token, tokenizer.bos_token))
         on_overflow = settings.on_overflow or ("truncate_turns" if name == "tokenizer" else "truncate_prompt")
-        # The encoder itself leaves room for one token after a prompt.
+        # The encoder itself leaves space for one token after a prompt.
         longest = settings.max_length - (self.model.new_tokens - 1 if prompts_only else 0)
         limits = Limits(longest, settings.source_max_length, settings.target_max_length, on_overflow)
         choices = Choices(self.train_on, self.turns, settings.reasoning, settings.system_prompt,
@@ -159,7 +159,7 @@ class ConversationCodec(Codec):
             raise UserError(f"samples.prompts: {problem}") from problem
 
     def inference_prompts(self, rows: RowSet, index: int) -> list[list[int]]:
-        """Return the token ids of the prompts of a record's answers, as transformers renders them; [] if it refuses."""
+        """Return the token ids of the prompts of a record's answers, as transformers renders them; [] if it rejects."""
         layout = rows.info(index)["format"]
         if find_format(layout).template:
             return []
@@ -170,7 +170,7 @@ class ConversationCodec(Codec):
         template = self.chat_template(rows)
         prompts = []
         for place, message in enumerate(messages):
-            # Templates may refuse a conversation up to some turn; its prompt is then left out.
+            # Templates may reject a conversation up to some turn; its prompt is then omitted.
             if place and message["role"] == "assistant":
                 with suppress(*REFUSALS), bounded_rendering():
                     prompts.append(list(self.tokenizer.apply_chat_template(
@@ -206,10 +206,10 @@ class ConversationCodec(Codec):
         return record
 
     def score(self, rows: RowSet, texts: dict[int, str]) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Return the share of texts equal to their reference, ignoring spaces around them; none without references."""
+        """Return the fraction of texts equal to their reference, ignoring outer spaces; none without references."""
         pairs = [(text, self.reference(rows, index)) for index, text in texts.items()]
         hits = [text.strip() == wanted.strip() for text, wanted in pairs if wanted is not None]
-        warnings = (f"predict/exact_match is over {len(hits)} of {len(pairs)} answers; the other rows have no response "
+        warnings = (f"predict/exact_match covers {len(hits)} of {len(pairs)} answers; the other rows have no response "
                     "to compare with.",) if 0 < len(hits) < len(pairs) else ()
         return ({"exact_match": sum(hits) / len(hits)} if hits else {}), warnings
 
@@ -237,7 +237,7 @@ class ConversationData(ConversationFields, DataModule):
 
 
 class SFTCodec(ConversationCodec):
-    """Conversations of which chosen turns are learned; one row of a batch is one conversation."""
+    """Conversations with chosen turns as targets; one row of a batch is one conversation."""
 
     settings: SFTDataFields
 
@@ -256,29 +256,29 @@ class SFTData(SFTDataFields, ConversationData):
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:
-        """As of `DataModule`. Raises UserError: the layout is unknown, as no other task recognised the rows."""
+        """See `DataModule`. Raises UserError: the layout is unknown, as no other task recognised the rows."""
         return f"the layout of the rows is {detect_format(row.values, f'{row.file}:{row.line}')}"
 
     def train_batches(self) -> StatefulLoader | StreamLoader:
-        """As of `DataModule`. Raises UserError where answers are to be drawn and the trainer takes parts of epochs."""
+        """See `DataModule`. Raises UserError if answers are sampled and the trainer takes parts of epochs."""
         if isinstance(self._row_source, OnPolicy):
             self._check_on_policy(self._row_source)
         return super().train_batches()
 
     def _check_on_policy(self, on_policy: OnPolicy) -> None:
-        """Say how many rows leave no room for a drawn answer. Raises UserError."""
+        """Report how many rows leave no space for a sampled answer. Raises UserError."""
         for key, name, whole in (("overfit_batches", "overfit_batches", (None, 0)),
                                  ("limit_train_batches", "train_limit", (None, 1.0))):
             if (value := getattr(self.trainer, name, None)) not in whole:
-                raise UserError(f"trainer.{key} is {value}, but model.teacher.on_policy draws answers for the whole "
-                                "steps of whole epochs: take it out, and give data.source a `limit` of rows")
+                raise UserError(f"trainer.{key} is {value}, but model.teacher.on_policy samples answers for whole "
+                                "epochs. Remove it, and limit the rows with data.source.limit")
         prompts, most = self.rows("train").column("prompt_length"), on_policy.max_new_tokens
         full = int((~on_policy.has_room(prompts)).sum())
-        room = (f"a prompt to which an answer of model.teacher.max_new_tokens {most} fits within data.max_length "
+        room = (f"space for an answer of model.teacher.max_new_tokens {most} tokens within data.max_length "
                 f"{self.max_length}")
         if full == len(prompts):
             raise UserError(f"model.teacher.on_policy is {on_policy.share}, but none of the {len(prompts)} training "
-                            f"rows has {room}: lower the former or raise the latter.")
+                            f"rows has {room}. Lower max_new_tokens or raise max_length.")
         if full and NO_ROOM not in self._warned and getattr(self.trainer, "is_global_zero", True):
-            warn(f"{full:,} of {len(prompts):,} training rows do not have {room}. They keep the answers they have.")
+            warn(f"{full:,} of {len(prompts):,} training rows do not have {room}. They keep their given answers.")
         self._warned.add(NO_ROOM)

@@ -15,15 +15,15 @@ def show_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int],
                codec: Codec) -> list[dict[str, Any]]:
     """Return training rows as the model sees them, as plain lists: {index, input_ids, location}.
 
-    Rows that have them also get the `labels` and `weights` of their tokens, `prompt_length`, and what is scored in
+    Rows that have them also get the `labels` and `weights` of their tokens, `prompt_length`, and the targets in
     words. A row of several answers comes as one row for each, by `name`.
 
     Args:
-        items: Items of batches, a data set with `lengths` and `truncated`.
+        items: Items of batches, a dataset with `lengths` and `truncated`.
         rows: The rows that the items are built from.
         which: `first`, `longest`, `most_cut` (tokens removed), `most_unknown` (tokens not in the vocabulary), or row
             numbers.
-        codec: Says what is scored.
+        codec: Describes the targets.
 
     Raises:
         UserError: A row number does not exist.
@@ -33,7 +33,7 @@ def show_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int],
 
 
 def _answers(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """The sequences of an item: one, or one for each answer."""
+    """Return the sequences of an item: one, or one for each answer."""
     return [{**item, **answer} for answer in item["answers"]] if "answers" in item else [item]
 
 

@@ -27,7 +27,7 @@ MOST_TAGS = 20  # with more of them than words, they are no tags
 
 
 class TagSurvey:
-    """The words and tags of the training rows, to find the labels and columns that hold something else.
+    """The words and tags of the training rows, to find the labels and columns that contain something else.
 
     Args:
         tokens_column: Column of the words.
@@ -60,7 +60,7 @@ class TagSurvey:
             self._numbers_words &= words == [str(number) for number in range(1, len(words) + 1)]
 
     def check(self) -> None:
-        """Raise UserError if the columns seem to hold something else than words and their tags."""
+        """Raise UserError if the columns seem to contain something else than words and their tags."""
         tokens, tags = repr(self._tokens_column), repr(self._tags_column)
         if self._numbers_words and len(self.words) > 1:
             raise UserError(f"data.source: the words in the column {tokens} are 1, 2, 3 and so on in every row. Set "
@@ -74,7 +74,7 @@ class TagSurvey:
 
 
 def _some(names: set[str]) -> str:
-    """A few names in their order."""
+    """Return a few names in their order."""
     return ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
 
 
@@ -217,5 +217,5 @@ class TokenClassificationData(TokenClassificationDataFields, LabelData):
         labels = self._known_labels(survey.tags, class_names, tags, survey.row_counts)
         if len(labels) < 2:
             raise UserError(f"data.source: all words have the tag {labels[0]!r} in the column {tags!r}, so there is "
-                            "nothing to tell apart. Add rows with other tags")
+                            "nothing to learn. Add rows with other tags")
         return {"labels": labels, "tokens_column": tokens, "tags_column": tags}

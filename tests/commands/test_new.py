@@ -101,7 +101,7 @@ def test_rewards(made, llama_folder, capsys, tmp_path, rows, reward):
         tmp_path / "mine.yaml").read_text()
     shown = inspected(capsys)
     assert "Step: 8 prompts x 8 answers" in shown and "Length: 24 steps" in shown and "dropped" not in shown
-    assert ("no column with a right answer is known" in (tmp_path / "mine.yaml").read_text()) is ("level" in rows[0])
+    assert ("no known column has a right answer" in (tmp_path / "mine.yaml").read_text()) is ("level" in rows[0])
 
 
 PAIRS = [{"prompt": f"Say a {n} times.", "chosen": "a " * (n + 1), "rejected": "b " * (n % 9 + 1)} for n in range(60)]
@@ -252,7 +252,7 @@ def test_a_model_without_tokenizer_or_end_token(made, llama_folder, tmp_path, ca
         if (path := endless / name).exists():
             path.write_text(path.read_text().replace("</s>", "<end>").replace('"eos_token"', '"left_out"'))
     texts = [{"text": "a b c d " * 9}] * 30
-    assert "name one with --eos_token" in made(endless, texts, "--overwrite", "true")
+    assert "set --eos_token" in made(endless, texts, "--overwrite", "true")
     _, recipe = made(endless, texts, "--eos_token", "<end>", "--overwrite", "true")
     assert recipe["data"]["init_args"]["eos_token"] == "<end>"
     inspected(capsys)

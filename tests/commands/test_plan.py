@@ -37,7 +37,7 @@ def test_a_step_takes_as_long_as_the_slowest_of_its_bounds():
     (20, "fits: about 10.00 GiB"), (11, "fits, but only just: about 10.00 GiB"), (9, "does not fit: about 10.00 GiB")])
 def test_temporaries_are_one_block(gap, verdict):
     first = next(plan(10, gap=gap * GIB).lines(1))
-    assert verdict in first and (f"largest free piece has {gap}.00 GiB" in first) is (gap < 20)
+    assert verdict in first and (f"largest free block has {gap}.00 GiB" in first) is (gap < 20)
 
 
 def test_drawing_reads_weights_and_cache_for_each_token():
@@ -64,9 +64,9 @@ def test_the_time_of_drawing_comes_on_top():
     drawing = Drawing(16, 8, 2, 10, weights=3350e9 / 20, cache=0.0, held=GIB, gathered=0.0)
     found = plan(1, flops=989.4e12, drawing=drawing)
     lines = list(found.lines(7200))
-    assert any("16 on each device that draws, for 2 steps, 8 at once, whose keys and values take 8.00 GiB" in line
+    assert any("16 on each device that samples, for 2 steps, 8 at once, whose keys and values take 8.00 GiB" in line
                for line in lines)
-    assert any(line.endswith("1.5 s (1 s to train: arithmetic 1 s, links 0 ms, memory 0 ms; 500 ms to draw answers)")
+    assert any(line.endswith("1.5 s (1 s to train: arithmetic 1 s, links 0 ms, memory 0 ms; 500 ms to sample answers)")
                for line in lines)
     assert any("33% of it, if all answers have 10 tokens" in line for line in lines)
     assert any("667 tokens per second" in line for line in lines) and any("3 hours" in line for line in lines)
@@ -86,10 +86,10 @@ def test_reinforcement_learning_is_planned(engine, on, tmp_path):
                        "--model.rewards", "[{name: f1}]", "--trainer.default_root_dir", str(tmp_path)])
     assert f"4 x 2 rows on each of {ranks}" in said and "fits" in said
     on_device = 8 if engine == "torch" else 16
-    assert f"{on_device} on each device that draws, for 2 steps, {on_device} at once" in said
+    assert f"{on_device} on each device that samples, for 2 steps, {on_device} at once" in said
     if engine == "torch":
         # 2400 prompts, 8 a step, each step twice; 24 GB at 936 GB/s
-        assert "600 steps" in said and "to draw answers" in said
+        assert "600 steps" in said and "to sample answers" in said
     else:
         assert "not bounded" in said
 

@@ -26,7 +26,7 @@ def test_patterns_match_anywhere_in_any_name(trainable, frozen, wanted):
 
 @pytest.mark.parametrize(("trainable", "frozen", "message"), [
     (["layers", "laiers"], None, "model.trainable_parameters: 'laiers' matches no parameter of this model. Its 8 "
-     "parameters are called like embed.weight, layers.1.up.bias and norm.weight"),
+     "parameters have names like embed.weight, layers.1.up.bias and norm.weight"),
     (None, ["^up"], r"model.frozen_parameters: '\^up' matches no parameter"),
     (["norm"], ["weight"], "matches all parameters that would train"),
 ])
@@ -36,7 +36,7 @@ def test_patterns_without_effect_are_refused(trainable, frozen, message):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"frozen_parameters": ["(", "a"]}, r"model.frozen_parameters: '\(' is no regular expression"),
+    ({"frozen_parameters": ["(", "a"]}, r"model.frozen_parameters: '\(' is not a valid regular expression"),
     ({"trainable_parameters": []}, "model.trainable_parameters is an empty list"),
     ({"trainable_parameters": ["a"], "lora": LoRA()}, "model.trainable_parameters is .*, but must be null with"),
     ({"frozen_parameters": ["a"], "adapter": "x"}, "model.frozen_parameters is .*, but must be null with model.lora"),

@@ -99,7 +99,7 @@ def test_every_command_says_at_once_that_the_hub_is_out_of_reach(refused, comman
     took, said = time.monotonic() - start, capsys.readouterr()
     [line] = [line for line in said.err.splitlines() if line]
     assert line.startswith("error: ") and f"the hub ({refused}) cannot be reached (Connection refused)" in line
-    assert "no folder 'some/thing'" in line and "holds nothing" in line and "HF_HUB_OFFLINE=1" in line
+    assert "no folder 'some/thing'" in line and "has nothing" in line and "HF_HUB_OFFLINE=1" in line
     assert "repo_type" not in line and "Retry" not in said.err + said.out + caplog.text
     assert took < 30  # of which nothing is waiting: the libraries alone waited for longer
 
@@ -129,12 +129,12 @@ def test_what_is_cached_is_used_and_what_lacks_is_named(refused, tmp_path, capsy
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text((llama_folder / "config.json").read_text())
     assert load_a_model().model_type == "llama" and load_a_model().model_type == "llama"
-    assert capsys.readouterr().out.count("what its cache holds is used") == 1
+    assert capsys.readouterr().out.count("using cached files") == 1
     from lmmods.data.encode.tokenizer import TokenizerOptions
 
-    with pytest.raises(UserError, match=r"tokenizer: .* holds config.json, which is not enough \(\w+"):
+    with pytest.raises(UserError, match=r"tokenizer: .* has config.json, which is not enough \(\w+"):
         assert TokenizerOptions("some/thing").loaded
-    with pytest.raises(UserError, match=r"holds other revisions \(c0ffee\).*--revision v2"):
+    with pytest.raises(UserError, match=r"has other revisions \(c0ffee\).*--revision v2"):
         load_a_model(revision="v2")
 
 
@@ -143,7 +143,7 @@ def test_weights_that_are_not_cached(refused, engine, tmp_path, llama_folder):
     snapshot = tmp_path / "hub" / "models--thing" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text((llama_folder / "config.json").read_text())
-    with pytest.raises(UserError, match="cannot be reached .* holds config.json, which is not enough"):
+    with pytest.raises(UserError, match="cannot be reached .* has config.json, which is not enough"):
         if engine == "torch":
             import transformers
 
@@ -180,14 +180,14 @@ def test_what_the_hub_answers(online, monkeypatch, status, code, said):
 
 @pytest.mark.parametrize("name", ["a/b/c", "some/.thing", "two words"])
 def test_what_is_neither_folder_nor_id(online, name):
-    with pytest.raises(UserError, match=f"there is no folder '{name}', and an id of the hub is owner/name"):
+    with pytest.raises(UserError, match=f"there is no folder '{name}', and a hub id has the form owner/name"):
         load_a_model(name)
 
 
 def test_addresses_on_the_hub(refused):
     from lmmods.data.sources.source_reader import find_files
 
-    with pytest.raises(UserError, match=r"hf://datasets/a/b/c.jsonl: the hub .* cannot be reached .*name it by its pa"):
+    with pytest.raises(UserError, match=r"hf://datasets/a/b/c.jsonl: the hub .* cannot be reached .*use its pa"):
         find_files("hf://datasets/a/b/c.jsonl")
 
 

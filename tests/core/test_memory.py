@@ -29,7 +29,7 @@ def test_one_sentence_says_what_fits_and_how_it_is_known(found, fits, said):
 def test_a_part_that_must_be_one_block(block, gap, fits, tight):
     found = memory(GIB, block=block * GIB, gap=gap * GIB)
     assert (found.fits, found.is_tight) == (fits, tight)
-    piece = f"; {block:.2f} GiB of it must be one block, and the largest free piece has 1.00 GiB"
+    piece = f"; {block:.2f} GiB of it must be one block, and the largest free block has 1.00 GiB"
     assert str(found).endswith(piece if tight or not fits else "compiled by XLA")
     assert not memory(3 * GIB, block=0.9 * GIB, gap=GIB).is_tight  # which does not fit anyway
 

@@ -14,9 +14,9 @@ from tests.image_models import KINDS
     ({"model_type": "gpt2", "n_head": "abc"}, "GPT2Config.*n_head.*expected int, got str"),
     ({"model_type": "bert", "max_position_embeddings": {"a": 1}}, "max_position_embeddings.*expected int, got dict"),
     ({"model_type": "llama", "hidden_size": -5}, "hidden size .-5. is not a multiple"),
-    ({"model_type": "llama", "num_attention_heads": 0}, "LlamaConfig does not take these fields"),
+    ({"model_type": "llama", "num_attention_heads": 0}, "LlamaConfig does not accept these fields"),
     ({"model_type": "llama", "tie_word_embeddings": 1.5}, "tie_word_embeddings.*expected bool"),
-    ({"model_type": ["llama"]}, "model_type is ..llama.., which transformers does not know"),
+    ({"model_type": ["llama"]}, "model_type is ..llama.., which transformers does not support"),
     ({"model_type": "llama", 7: 3}, "LlamaConfig has no field 7"),
     ({"hidden_size": 64}, "model_type is None"),
 ])
@@ -93,14 +93,14 @@ def test_rotary_positions_by_type_of_layer(tmp_path):
 
 
 @pytest.mark.parametrize(("fields", "told"), [
-    ({"rope_parameters": {"rope_type": "yarnn", "factor": 2.0}}, "no rope_type 'yarnn'. Known: default, dynamic"),
+    ({"rope_parameters": {"rope_type": "yarnn", "factor": 2.0}}, "'yarnn' is not a rope_type. Known: default, dynamic"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
 ])
 def test_rotary_positions_that_cannot_be_are_refused(fields, told, llama_folder):
     for source, overrides in (({"model_type": "llama", **fields}, None), (str(llama_folder), fields)):
         with pytest.raises(UserError, match=told):
             load_config(source, overrides)
-    with pytest.raises(UserError, match="rope_scaling: 4.0 is no mapping"):
+    with pytest.raises(UserError, match="rope_scaling is 4.0, but must be a mapping"):
         load_config(str(llama_folder), {"rope_scaling": 4.0})
     with pytest.raises(UserError, match="BertConfig has no field 'rope_theta'"):
         load_config({"model_type": "bert", "rope_theta": 1.0})

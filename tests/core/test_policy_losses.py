@@ -258,7 +258,7 @@ def test_a_token_that_is_no_number_stays_one():
     ({"ratio": "geometric"}, "model.ratio is geometric, but must be one of token, sequence"),
     ({"epsilon": -0.1}, "model.epsilon is -0.1, but must be from 0 to 1"), ({"epsilon": 1.5}, "from 0 to 1"),
     ({"epsilon_high": -1.0}, "model.epsilon_high is -1.0, but must be null, or 0 or more"),
-    ({"loss": "cispo", "epsilon_high": 0.0}, "greatest ratio"), ({"loss": "cispo", "epsilon": 0.1}, "does not use it"),
+    ({"loss": "cispo", "epsilon_high": 0.0}, "maximum ratio"), ({"loss": "cispo", "epsilon": 0.1}, "does not use it"),
     ({"beta": -0.1}, "model.beta is -0.1, but must be 0 or more"),
     ({"beta": float("nan")}, "model.beta is nan"), ({"use_bias_correction_kl": False}, "true with model.beta 0"),
     ({"max_new_tokens": 0}, "model.max_new_tokens is 0, but must be 1 or more")])

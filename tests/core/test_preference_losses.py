@@ -157,7 +157,7 @@ def test_losses_and_metrics_of_single_answers(name):
     ({"loss": "ipo", "label_smoothing": 0.1}, "0 with the loss ipo"),
     ({"loss": "robust", "label_smoothing": 0.5}, "below 0.5"), ({"loss": "exo_pair"}, "more than 0"),
     ({"gamma": 1.0}, "unless the loss is simpo"), ({"sft_weight": -1.0}, "0 or more"),
-    ({"loss": "kto", "sft_weight": 1.0}, "no pairs"), ({"desirable_weight": 2.0}, "whose rows are pairs"),
+    ({"loss": "kto", "sft_weight": 1.0}, "not pairs"), ({"desirable_weight": 2.0}, "whose rows are pairs"),
     ({"loss": "kto", "undesirable_weight": -1.0}, "0 or more")])
 def test_settings_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(UserError, match=message):

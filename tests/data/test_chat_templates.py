@@ -175,7 +175,7 @@ def test_variables_documents_and_what_is_not_shown(renderer):
     row, = with_documents.rows(chat, "all")
     assert '[{"text": "c"}]' in text_of(row.segments) and row.unshown == ["messages.reasoning_content"]
     for name in ("closes", "open"):
-        with pytest.raises(RowProblem, match="does not show calls of tools"):
+        with pytest.raises(RowProblem, match="does not render tool calls"):
             renderer(name)[1].rows(Conversation(*CHATS["tools"]), "all")
     assert renderer("opens")[1].rows(Conversation([user("a"), answer("b")]), "all")[0].unlike_inference == 1
 
@@ -359,7 +359,7 @@ def test_whole_turns_are_cut(template, chat_folder, write_jsonl):
     assert [f"answer {number}" in scored for number in range(6)] == [number >= first for number in range(6)]
     source, = data.report["sources"].values()
     assert (source["rows_cut"], source["turns_cut"], source["rows_dropped"]) == (1, 2 * first, 1)
-    assert [*source["dropped"]] == ["longer than the limits, without its earlier turns too"]
+    assert [*source["dropped"]] == ["longer than the limits, even without its earlier turns"]
     ids, = (row["input_ids"] for row in data.rows_for_inspection(9))
     longer = [SYSTEM, *long[1 + 2 * (first - 1):]]
     one_more, = (row["input_ids"] for row in build(write_jsonl([{"messages": longer}]), chat_folder, template=template)

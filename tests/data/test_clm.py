@@ -87,11 +87,11 @@ def test_columns_named_as_the_marks_of_pieces_change_nothing(byte_level_folder, 
     assert [row["input_ids"] for row in ids[0]] == [row["input_ids"] for row in ids[1]]
 
 
-def test_the_report_counts_columns_that_gave_way(byte_level_folder, write_jsonl):
+def test_the_report_counts_replaced_columns(byte_level_folder, write_jsonl):
     path = write_jsonl([{"a": "the fox", "text": "x"}, {"a": "the dog", "text": None}, {"a": "again"}])
     data = CLMData({"path": path, "columns": {"a": "text"}}, tokenizer=byte_level_folder, max_length=16, batch_size=1)
     data.setup("fit")
     (source,) = data.report["sources"].values()
     assert source["rows_kept"] == 3
-    assert source["notes"] == ["column 'text' of 2 rows gave way to the one that data.columns gives this name"]
-    assert "column 'text' of 2 rows gave way" in data.report_table()
+    assert source["notes"] == ["column 'text' of 2 rows was replaced by the one that data.columns renames to it"]
+    assert "column 'text' of 2 rows was replaced" in data.report_table()

@@ -111,7 +111,7 @@ def test_special_tokens_that_stay_in_pieces_are_reported(folder, write_jsonl):
     data = build(SFTData, folder(), write_jsonl(rows))
     [source] = data.report["sources"].values()
     assert source["special_tokens_spelled"] == {"<|im_end|>": 2}
-    assert "  special tokens spelled in what is learned, where they stay text: <|im_end|> (2 rows)" in \
+    assert "  special tokens spelled in target texts, where they stay text: <|im_end|> (2 rows)" in \
         data.report_table()
     [tagged] = build(SFTData, folder(), write_jsonl(ROWS, "tags.jsonl")).report["sources"].values()
     assert "special_tokens_spelled" not in tagged
@@ -134,7 +134,7 @@ def test_a_special_token_may_be_named_to_be_found_in_text(folder, write_jsonl):
     tokens = data.tokenizer.convert_ids_to_tokens(row["input_ids"])
     assert tokens.count("[THINK]") == 1 and tokens.count("<|im_end|>") == 2 and "</s>" not in tokens
     assert data.report["tokenizer"][-3:] == [
-        "data.add_tokens: [THINK] was a special token and is found in text now",
-        "data.add_tokens: <|im_end|> is a token already", "data.add_tokens: </s> is a token already"]
+        "data.add_tokens: [THINK] was a special token and is now matched in text",
+        "data.add_tokens: <|im_end|> is already a token", "data.add_tokens: </s> is already a token"]
     [row] = build(SFTData, **fields).rows_for_inspection(1)
     assert "[THINK]" not in data.tokenizer.convert_ids_to_tokens(row["input_ids"])

@@ -43,8 +43,8 @@ def test_rows_are_found_as_by_tuples_of_words(size):
         assert outcomes[-1] is None or own & wanted[outcomes[-1]]
     assert {None, "one", "two"} == set(outcomes)
     short = [sum(not tuples_of(row, size) for row in rows) for rows in evaluated.values()]
-    assert ngrams.notes == [f"looked for {size} words in a row of {30 - count} rows of {name}"
-                            + (f"; {count} more have no text of so many words" if count else "")
+    assert ngrams.notes == [f"looked for {size} consecutive words of {30 - count} rows of {name}"
+                            + (f"; {count} more have only shorter texts" if count else "")
                             for name, count in zip(evaluated, short, strict=True)]
 
 
@@ -86,10 +86,10 @@ def test_rows_are_left_out_and_counted(spm_folder, write_jsonl, rows, tmp_path):
     path, evaluation = write_jsonl(rows, "train.jsonl"), write_jsonl(EVALUATED, "evaluation.jsonl")
     data = build(path, spm_folder, evaluation)
     report = data.report["sources"][path]
-    assert report["dropped"] == {f"13 words in a row are also in {evaluation}": {
+    assert report["dropped"] == {f"13 consecutive words are also in {evaluation}": {
         "rows": 2, "first": [f"{path}:3", f"{path}:10"]}}
     assert report["rows_kept"] == 8 == len(data.rows("train"))
-    assert f"looked for 13 words in a row of 1 rows of {evaluation}; 2 more have no text of so many words" in \
+    assert f"looked for 13 consecutive words of 1 rows of {evaluation}; 2 more have only shorter texts" in \
         data.report_table()
     # Rows of validation that are set aside from them, too; those of another source are not looked at.
     data = build(path, spm_folder, evaluation, val_size=4)
@@ -116,7 +116,7 @@ def test_several_sets_with_columns_of_their_own(spm_folder, write_jsonl, rows):
             {"path": write_jsonl(EVALUATED, "two.jsonl"), "columns": {"question": "stem"}, "limit": 1}]
     data = build(write_jsonl(rows, "train.jsonl"), spm_folder, sets, columns={"ask": "instruction"})
     assert list(data.report["sources"].values())[0]["dropped"].keys() == {
-        f"13 words in a row are also in {sets[1]['path']}"}
+        f"13 consecutive words are also in {sets[1]['path']}"}
 
 
 def test_a_stream_leaves_out_the_same_rows(spm_folder, write_jsonl, rows):
@@ -137,7 +137,7 @@ def test_texts(byte_level_folder, tmp_path, write_jsonl):
 
 def test_mistakes(spm_folder, write_jsonl, rows):
     path = write_jsonl(rows, "train.jsonl")
-    with pytest.raises(UserError, match="no usable row among 10 read: 2 words in a row are also in"):
+    with pytest.raises(UserError, match="no usable row among 10 read: 2 consecutive words are also in"):
         build(path, spm_folder, path, decontaminate_ngram=2)
     with pytest.raises(UserError, match="decontaminate_ngram is 8, but must be 13, its default"):
         SFTData(path, decontaminate_ngram=8)

@@ -195,7 +195,7 @@ def test_a_segment_ends_with_its_rollout():
 def test_another_number_of_answers_in_a_step_is_refused():
     loader, _ = loader_of(RolloutPlan(5, 2, 2, seed=0), 2)
     other, _ = loader_of(RolloutPlan(5, 2, 4, seed=0), 2)
-    with pytest.raises(UserError, match="have 4 answers, but .* come to 8"):
+    with pytest.raises(UserError, match="have 4 answers, but .* give 8"):
         other.load_state_dict(loader.state_dict())
 
 

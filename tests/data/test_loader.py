@@ -161,7 +161,7 @@ def test_a_position_of_an_earlier_version_keeps_its_order():
     wanted = [order[chunk * BATCH_SIZE : (chunk + 1) * BATCH_SIZE].tolist() for chunk in chunks]
     assert take(loader, len(wanted) - 2) == wanted[2:]
     assert loader.state_dict()["order"] == 1
-    with pytest.raises(UserError, match="begun by an earlier version.*with 4 instead of 3.*Set data.batch_size 3"):
+    with pytest.raises(UserError, match="started by an earlier version.*with 4 instead of 3.*Set data.batch_size 3"):
         make(batch_size=4).load_state_dict(state)
 
 

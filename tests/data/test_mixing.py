@@ -202,7 +202,7 @@ def test_an_epoch_has_the_rows_of_its_shares(spm_folder, sources):
         (0.75, 87, 7.25), (0.25, 29, 1)]
     table = data.report_table()
     assert "mixing by the rule upsample: an epoch has 116 rows" in table
-    assert "a.jsonl: share 75.0%, 87 rows of an epoch, 7.25 times its 12" in table
+    assert "a.jsonl: share 75.0%, 87 rows per epoch, 7.25 times its 12" in table
 
 
 def test_validation_rows_are_set_aside_first(spm_folder, sources):

@@ -58,18 +58,19 @@ def test_a_text_that_is_a_choice_comes_before_a_number_unless_it_is_a_label():
 
 
 @pytest.mark.parametrize(("row", "reason"), [
-    ({**TWO, "answer": 3}, "answer is none of the choices"), ({**TWO, "answer": "E"}, "answer is none of the choices"),
-    ({**TWO, "answer": "five"}, "answer is none of the choices"),
-    ({**TWO, "answer": 0.5}, "answer is none of the choices"),
-    ({**TWO, "answer": [1]}, "answer is neither a number nor a text"),
-    ({**TWO, "answer": True}, "answer is neither a number nor a text"),
+    ({**TWO, "answer": 3}, "answer is not one of the choices"),
+    ({**TWO, "answer": "E"}, "answer is not one of the choices"),
+    ({**TWO, "answer": "five"}, "answer is not one of the choices"),
+    ({**TWO, "answer": 0.5}, "answer is not one of the choices"),
+    ({**TWO, "answer": [1]}, "answer is neither a number nor a string"),
+    ({**TWO, "answer": True}, "answer is neither a number nor a string"),
     ({**TWO, "answer": None}, "the right choice is missing"), ({**TWO, "answer": -1}, "the right choice is missing"),
     ({**TWO, "question": " "}, "no text before the choices"), ({**TWO, "question": {}}, "no text before the choices"),
     ({**TWO, "question": ["Two?"]}, "question is a list, not text"),
     ({**TWO, "choices": ["4"]}, "fewer than two choices"), ({**TWO, "choices": ["4", " "]}, "choice 1 is empty"),
     ({**TWO, "choices": ["4", None]}, "choices is null"), ({**TWO, "choices": "4, 5"}, "choices is text, but not JSON"),
-    ({**TWO, "choices": {"text": ["4", "5"], "label": ["A"]}}, "choices is no list of texts"),
-    ({**TWO, "choices": 4}, "choices is no list of texts")])
+    ({**TWO, "choices": {"text": ["4", "5"], "label": ["A"]}}, "choices is not a list of strings"),
+    ({**TWO, "choices": 4}, "choices is not a list of strings")])
 def test_rows_that_are_dropped(row, reason, write_jsonl):
     data = data_of(write_jsonl([TWO, row]))
     [source] = data.report["sources"].values()
@@ -122,7 +123,7 @@ def test_a_question_with_a_choice_that_leaves_no_room_counts(write_jsonl):
     assert found.scores == {"accuracy": 0.5} and len(found.rows) == 2
     [source] = (entry for name, entry in data.report["sources"].items() if name == path)
     assert source["rows_cut"] == source["choices_cut"] == 1
-    assert "cut choices, too, in 1 of these rows" in data.report_table()
+    assert "truncated choices, too, in 1 of these rows" in data.report_table()
 
 
 def test_a_length_without_room_for_a_token_is_refused(write_jsonl):
@@ -200,7 +201,7 @@ def test_inspection_names_the_right_choice(write_jsonl):
 
 
 def test_other_rows_and_packing_are_refused(write_jsonl):
-    with pytest.raises(UserError, match="are no question with choices"):
+    with pytest.raises(UserError, match="are not a question with choices"):
         data_of(write_jsonl([{"text": "Two and two?", "label": 1}]))
     with pytest.raises(UserError, match="a question's choices stay together"):
         MultipleChoiceData(source="a.jsonl", packing=True)

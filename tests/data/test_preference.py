@@ -146,11 +146,11 @@ def test_weights_of_rows(chat_folder, write_jsonl):
     ({**TEXTS, "rejected": "2 "}, "the two answers are equal"), ({**TEXTS, "rejected": " "}, "empty response"),
     ({**TEXTS, "chosen": None}, "chosen is empty or missing"),
     ({"chosen": [*PROMPT, GOOD], "rejected": [PROMPT[0], {"role": "user", "content": "Else?"}, BAD]},
-     "the two conversations part before an answer"),
-    ({"chosen": [*PROMPT, GOOD], "rejected": PROMPT}, "the two conversations part before an answer"),
+     "the two conversations differ before the answer"),
+    ({"chosen": [*PROMPT, GOOD], "rejected": PROMPT}, "the two conversations differ before the answer"),
     ({"prompt": "a", "completions": [{"response": "b", "score": 1}, {"response": "c", "score": 1}]},
      "all answers have the same score"),
-    ({"prompt": "a", "responses": ["b", "c"], "scores": [1]}, "responses does not hold one score for each answer"),
+    ({"prompt": "a", "responses": ["b", "c"], "scores": [1]}, "responses does not have one score per answer"),
     ({"prompt": "a", "completion": "b", "label": True}, "a single answer, not a pair"),
     ({**TEXTS, "rejected": {"image": "x.png"}}, None), ({**TEXTS, "chosen": "2", "prompt": ["x"]}, None)])
 def test_what_cannot_be_compared_is_dropped_and_counted(row, reason, chat_folder, write_jsonl):
@@ -166,7 +166,7 @@ def test_a_label_is_true_or_false(row, chat_folder, write_jsonl):
 
 
 def test_rows_without_preference_are_refused(chat_folder, write_jsonl):
-    with pytest.raises(UserError, match=r"rows.jsonl:1: the columns prompt, completion hold no preference"):
+    with pytest.raises(UserError, match=r"rows.jsonl:1: the columns prompt, completion have no preference"):
         data_of(write_jsonl([{"prompt": "a", "completion": "b"}]), chat_folder)
     with pytest.raises(UserError, match="a single answer, not a pair"):
         data_of(write_jsonl(LABELLED[:2]), chat_folder)
@@ -189,7 +189,7 @@ def test_both_answers_lose_the_same_of_the_prompt(on_overflow, chat_folder, writ
 def test_answers_that_are_equal_once_cut_are_dropped(chat_folder, write_jsonl):
     row = {"prompt": "a", "chosen": "long " * 30 + "yes", "rejected": "long " * 30 + "no"}
     data = data_of(write_jsonl([TEXTS, row]), chat_folder, max_length=40, on_overflow="truncate")
-    assert list(next(iter(data.report["sources"].values()))["dropped"]) == ["the two answers are equal in tokens"]
+    assert list(next(iter(data.report["sources"].values()))["dropped"]) == ["the two answers have the same tokens"]
 
 
 def test_each_answer_is_lent_to_another_prompt_once(chat_folder, write_jsonl):
@@ -210,7 +210,7 @@ def test_each_answer_is_lent_to_another_prompt_once(chat_folder, write_jsonl):
         lent.append(int(text.split()[1][0]))
         assert lent[-1] != place
     assert sorted(lent) == list(range(9))
-    with pytest.raises(UserError, match="one row alone"):
+    with pytest.raises(UserError, match="only one row"):
         data_of(write_jsonl(rows[:1]), chat_folder, "mismatched").items("train")
 
 

@@ -81,4 +81,4 @@ def test_inspect_shows_prompts_and_references(chat_folder, write_jsonl):
         assert [row["index"] for row in data.rows_for_inspection(2, which)] == places
     [source] = data.report["sources"].values()
     assert source["for_rewards"] == {"level": 1} and "not_used" not in source
-    assert "for rewards alone: level (1 rows)" in data.report_table()
+    assert "only for rewards: level (1 rows)" in data.report_table()

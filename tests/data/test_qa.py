@@ -119,7 +119,7 @@ def test_wrong_offsets_are_found_or_counted(bert_folder, tmp_path):  # noqa: F81
     data = build(path, bert_folder)
     source = data.report["sources"][path]
     assert source["answers_moved_to_their_place"] == 1 and source["answers_not_in_context"] == 1
-    assert "  1 questions have an answer that is not in their context: the loss leaves them out" in data.report_table()
+    assert "  1 questions have an answer that is not in their context: the loss ignores them" in data.report_table()
     assert source["questions_without_answer"] == 1 and source["questions"] == 6
     assert {reason: entry["rows"] for reason, entry in source["dropped"].items()} == {
         "answers are not {text, answer_start}": 1,
@@ -159,7 +159,7 @@ def test_long_questions_are_cut_and_counted(bert_folder, tmp_path):  # noqa: F81
     path = squad(tmp_path, more=more)
     data = build(path, bert_folder)
     assert data.report["sources"][path]["questions_cut"] == 1 and data.rows("train").lengths.max() <= 64
-    assert "  cut 1 questions to data.question_max_length" in data.report_table()
+    assert "  truncated 1 questions to data.question_max_length" in data.report_table()
 
 
 def test_a_flat_csv_file_says_what_the_same_rows_say_in_json(tmp_path, bert_folder):  # noqa: F811
@@ -233,7 +233,7 @@ def test_questions_that_share_an_id_are_answered_each_by_itself(bert_folder, wri
     assert list(files) == list(found.files["nbest_predictions.json"]) == ["a", "a#1", "2", "2#3", "a#4"]
     assert list(files.values()) == [row["prediction"] for row in found.rows]
     said = capsys.readouterr().out
-    assert said.count("warning: 3 questions of train have the id of another one, the first is a (") == 1
+    assert said.count("warning: 3 questions of train share the id of another one, the first is a (") == 1
     assert "rows.jsonl:2)" in said
 
 
@@ -247,7 +247,7 @@ def test_windows_are_shown_with_the_place_of_their_question(bert_folder, write_j
     wanted = data.rows("train").index.tolist()
     assert [row["index"] for row in shown] == wanted
     assert [row["location"] for row in shown] == [f"{path}:{number + 1}" for number in wanted]
-    assert {row["scored"] for row in shown} == {"start and end of 42", "no answer, as this window does not hold it"}
+    assert {row["scored"] for row in shown} == {"start and end of 42", "no answer: this window does not contain it"}
 
 
 def test_questions_without_a_score_are_said(bert_folder, tmp_path, capsys):  # noqa: F811
@@ -264,7 +264,7 @@ def test_questions_without_a_score_are_said(bert_folder, tmp_path, capsys):  # n
     row = {"id": "a", "question": "what?", "context": "the fox", "answers": {"text": ["the"], "answer_start": [0]}}
     empty = {**row, "id": "b", "answers": {"text": [], "answer_start": []}}
     assert scores([row])["exact_match"] == scores([row, empty])["exact_match"]
-    assert ("warning: The scores of predict leave out 1 of 2 questions, which have no answer. Set "
+    assert ("warning: The scores of predict exclude 1 of 2 questions, which have no answer. Set "
             "data.version_2_with_negative to score them." in capsys.readouterr().out)
     assert "NoAns_f1" in scores([row, empty], version_2_with_negative=True)
     assert capsys.readouterr().out == ""

@@ -76,5 +76,5 @@ def test_what_differs(spm_folder, write_jsonl):
 
 def test_a_prompt_that_leaves_no_room_is_dropped_and_counted(spm_folder, write_jsonl):
     rows = [{"instruction": "numbers " * 40, "output": "42"}]
-    with pytest.raises(UserError, match="nothing left to learn after cutting"):
+    with pytest.raises(UserError, match="no target tokens left after truncation"):
         build(write_jsonl(rows), spm_folder, "qlora-alpaca", max_length=40)

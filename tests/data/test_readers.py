@@ -34,8 +34,8 @@ DAMAGED = {
     "latin1.txt": ("ok\nGr\u00f6\u00dfe".encode("latin1"), r":2: byte 5 \(0xf6\) is not UTF-8"),
     "utf16.txt": ("hello".encode("utf-16"), r":1: (NUL byte|byte 0)"),
     "nul.csv": (b"a,b\n1,\x002\n", r":2: NUL byte at byte 6"),
-    "cut.jsonl.gz": (gzip.compress(b'{"a": 1}\n' * 1000)[:-20], r"damaged or cut off"),
-    "not.jsonl.gz": (b'{"a": 1}\n', r"damaged or cut off"),
+    "cut.jsonl.gz": (gzip.compress(b'{"a": 1}\n' * 1000)[:-20], r"damaged or truncated"),
+    "not.jsonl.gz": (b'{"a": 1}\n', r"damaged or truncated"),
     "cut.parquet": (b"PAR1xxxx", r"damaged Parquet"),
     "cut.arrow": (b"ARROW1xxxx", r"damaged Arrow"),
     "words.docx": (b"x", r"unknown file type"),
@@ -171,7 +171,7 @@ def test_hub_sets_are_asked_for_by_name_split_and_revision(monkeypatch):
 
 def test_options_that_a_path_cannot_honour_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(UserError, match="split is for hub data sets"):
+    with pytest.raises(UserError, match="split is for hub datasets"):
         SourceReader(Source(str(tmp_path / "a.jsonl"), split="train"))
     with pytest.raises(UserError, match="limit is 0"):
         Source("x", limit=0)

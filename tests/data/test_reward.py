@@ -124,7 +124,7 @@ def test_what_is_cut_is_counted(byte_level_folder, write_jsonl):
     ({**TEXTS, "rejected": "2 "}, "the two answers are equal"),
     ({**TEXTS, "rejected": None}, "rejected is empty or missing"),
     ({**TEXTS, "margin": "much"}, "margin is not a number"), ({**TEXTS, "margin": True}, "margin is not a number"),
-    ({**TEXTS, "chosen": "2 " * 400}, "longer than the limits, without its earlier turns too"),
+    ({**TEXTS, "chosen": "2 " * 400}, "longer than the limits, even without its earlier turns"),
     ({"prompt": PROMPT, "completions": [{"response": "2", "score": 1}, {"response": "3", "score": 1}]},
      "all answers have the same score")])
 def test_rows_that_are_dropped(row, reason, chat_folder, write_jsonl):
@@ -138,7 +138,7 @@ def test_pairs_that_are_equal_in_tokens_are_dropped(write_jsonl):
     # BERT's tokenizer leaves out spaces.
     data = data_of(write_jsonl([PLAIN, {"chosen": "the dog", "rejected": "the  dog"}]), "demo/bert")
     [source] = data.report["sources"].values()
-    assert list(source["dropped"]) == ["the two answers are equal in tokens"]
+    assert list(source["dropped"]) == ["the two answers have the same tokens"]
 
 
 def test_packing_and_single_answers_are_refused(chat_folder, write_jsonl):

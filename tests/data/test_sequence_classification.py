@@ -120,7 +120,7 @@ def test_lists_of_zeros_and_ones(lists, fields, labels, rows, bert_folder, write
     sizes = {len(row) for row in lists}
     reads_positions = len(sizes) == 1 and sizes == {len(labels)} and lists != [[0, 2], [0, 1]]
     assert ("a one marks the label at its position" in notes) == reads_positions
-    assert ("they are label numbers" in notes) == (not reads_positions and lists != [[0, 2], [0, 1]])
+    assert ("they are label indices" in notes) == (not reads_positions and lists != [[0, 2], [0, 1]])
 
 
 def test_other_lists_among_zeros_and_ones_are_dropped(bert_folder, write_jsonl):  # noqa: F811
@@ -142,7 +142,7 @@ def test_decimal_commas_are_no_classes(bert_folder, tmp_path):  # noqa: F811
     path.write_text("text\tscore\nfox\t3\nfox\t0,5\nfox\t-1,25\n")
     with pytest.raises(UserError, match="a.tsv:3: '0,5' in the column 'score' looks like .* decimal comma"):
         build(str(path), bert_folder)
-    with pytest.raises(UserError, match="no usable row.*the label has a decimal comma, which must be a point .2 rows"):
+    with pytest.raises(UserError, match="no usable row.*the label has a decimal comma instead of a point .2 rows"):
         path.write_text("text\tscore\nfox\t0,5\nfox\t-1,25\n")
         build(str(path), bert_folder, problem_type="regression")
     assert build(str(path), bert_folder, problem_type="single_label").labels == ["-1,25", "0,5"]
@@ -164,11 +164,11 @@ def test_numbers(bert_folder, write_jsonl):  # noqa: F811
     data = build(path, bert_folder, problem_type="regression")
     rows = rows_of(data)
     assert {n: float(row["labels"]) for n, row in rows.items()} == {0: 0.5, 1: 2, 2: 3.5}
-    assert data.report["sources"][path]["dropped"]["the label is no number"]["rows"] == 5
+    assert data.report["sources"][path]["dropped"]["the label is not a number"]["rows"] == 5
     config = AutoConfig.for_model("bert", **data.network_fields)
     assert config.num_labels == 1 and config.problem_type == "regression"
     assert build(write_jsonl(labelled([0.5, 1.0, 2])), bert_folder).problem_type == "regression"
-    with pytest.raises(UserError, match="weighs labels"):
+    with pytest.raises(UserError, match="applies to labels"):
         data.class_weights("balanced")
 
 
@@ -185,7 +185,7 @@ def test_given_labels_and_their_order(bert_folder, write_jsonl):  # noqa: F811
     path = write_jsonl(labelled(["a", "b", "z", "c", "a"]))
     data = build(path, bert_folder, labels=["c", "b", "a"])
     assert {n: int(row["labels"]) for n, row in rows_of(data).items()} == {0: 2, 1: 1, 3: 0, 4: 2}
-    assert data.report["sources"][path]["dropped"]["a label that is none of data.labels"]["first"] == [f"{path}:3"]
+    assert data.report["sources"][path]["dropped"]["a label that is not in data.labels"]["first"] == [f"{path}:3"]
     data = build(write_jsonl(labelled([0, 1, 2, 0])), bert_folder, labels=["bad", "good"])  # numbers are places
     assert {n: int(row["labels"]) for n, row in rows_of(data).items()} == {0: 0, 1: 1, 3: 0}
 
@@ -251,7 +251,7 @@ def test_counts_and_weights(bert_folder, write_jsonl):  # noqa: F811
     assert data.class_weights("balanced").tolist() == pytest.approx([40 / (2 * 30), 40 / (2 * 10), 1])
     assert data.class_weights("balanced").dtype == np.float32
     assert data.class_weights({"b": 3}).tolist() == [1, 3, 1] and data.class_weights(None) is None
-    with pytest.raises(UserError, match="there is no label 'bb'.*did you mean"):
+    with pytest.raises(UserError, match="'bb' is not a label.*did you mean"):
         data.class_weights({"bb": 1})
     assert "labels of train: a 30 (75.0%), b 10 (25.0%); none of never" in data.report_table()
 
@@ -394,12 +394,12 @@ def test_rows_of_other_tasks(row):
     ({"text": "a", "x": 1}, {}, "jsonl:1: none of the usual columns .label, .*columns are text, x.*data.label_column"),
     ({"text": "a", "label": 1}, {"label_column": "lable"}, "no column 'lable'.*did you mean 'label'"),
     ({"text": "a", "label": 1}, {"text_columns": ["txt"]}, "no column 'txt'.*did you mean 'text'"),
-    ({"n": 1, "label": 1}, {}, "no column of text.*data.text_columns"),
+    ({"n": 1, "label": 1}, {}, "no text column.*data.text_columns"),
     ({"text": "a", "label": "x"}, {}, "all rows have the label 'x'"),
     ({"text": "a", "label": None}, {},
      r"no row has a label in the column 'label', 3 read: the label is null \(3 rows, first .*rows.jsonl:1"),
     ({"text": "a", "label": 1}, {"max_length": 2, "labels": ["1", "2"]}, "adds 2 special tokens"),
-    ({"text": "a", "label": 1}, {"streaming": True}, "name them in data.labels"),
+    ({"text": "a", "label": 1}, {"streaming": True}, "List them in data.labels"),
     ({"text": "a", "label": 1}, {"packing": True}, "data.packing"),
     ({"text": "a", "label": 1}, {"labels": ["a"], "problem_type": "regression"}, "data.labels"),
     ({"text": "a", "label": 1}, {"text_columns": ["a", "b", "c"]}, "one or two columns"),

@@ -255,7 +255,7 @@ def test_scores_say_what_they_do_not_count(chat_folder, write_jsonl, alpaca_rows
     assert [outputs[n].is_cut for n in range(3)] == [False, True, False] and len(outputs) == 3
     found = data.predictions(outputs)
     assert found.scores == {"exact_match": 0.5, "answers_cut": 1}
-    assert "predict/exact_match is over 2 of 3 answers; the other rows have no response" in capsys.readouterr().out
+    assert "predict/exact_match covers 2 of 3 answers; the other rows have no response" in capsys.readouterr().out
     assert data.predictions({0: outputs[0]}).scores == {"exact_match": 1}
 
 
@@ -323,7 +323,7 @@ def test_connect_fills_only_what_is_unset(spm_folder, chat_folder, write_jsonl, 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path, write_jsonl, alpaca_rows):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds no tokenizer"):
+    with pytest.raises(UserError, match="has no tokenizer"):
         build(write_jsonl(alpaca_rows), str(tmp_path / "model"))
 
 
@@ -456,8 +456,8 @@ class Sums(lightning.LightningModule):
 
 @pytest.mark.parametrize(("template", "row", "reason"), [
     ("alpaca", {"tools": [{"type": "function", "function": {"name": "f"}}]},
-     "template alpaca has no place for tools or calls of them; no named one has: take a tokenizer with a chat temp"),
-    ("zephyr", {}, "template zephyr has no place for answers of tools; data.template chatml or llama3 has,")])
+     "template alpaca does not support tools, and no named template does. Use a tokenizer whose chat temp"),
+    ("zephyr", {}, "template zephyr does not support tool answers. Use data.template chatml or llama3,")])
 def test_rows_with_tools_name_a_template_that_takes_them(spm_folder, write_jsonl, template, row, reason):
     turns = [{"role": role, "content": "3"} for role in ("user", "tool", "assistant")]
     path = write_jsonl([{"messages": turns, **row}] * 2)

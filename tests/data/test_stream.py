@@ -117,7 +117,7 @@ def test_what_streaming_cannot_do_is_an_error(spm_folder, write_jsonl, alpaca_ro
     other = build(path, spm_folder, batch_size=2)
     old = {name: value for name, value in state.state_dict().items() if name not in ("order", "rows_per_step")}
     other.load_state_dict(old)  # of an earlier version, which let no batch reach over the end of a buffer
-    with pytest.raises(UserError, match="begun by an earlier version.*Set data.batch_size 3"):
+    with pytest.raises(UserError, match="started by an earlier version.*Set data.batch_size 3"):
         other.train_batches()
 
 
@@ -172,7 +172,7 @@ def test_a_stream_without_a_usable_row_ends_with_its_counts(spm_folder, write_js
     path = write_jsonl(alpaca_rows)
     data = build(path, spm_folder)
     write_jsonl(empty_rows(50))  # while the run is under way
-    with pytest.raises(UserError, match="the whole stream holds no usable row"):
+    with pytest.raises(UserError, match="the whole stream has no usable row"):
         take(data, 99)
 
 

@@ -142,8 +142,8 @@ def test_rows_that_cannot_be_used_are_counted_with_their_reason(bert_folder, wri
     source = build(path, bert_folder).report["sources"][path]
     assert source["rows_read"] == len(rows) == source["rows_kept"] + source["rows_dropped"]
     assert {reason: entry["rows"] for reason, entry in source["dropped"].items()} == {
-        "the numbers of words and of tags differ": 1, "empty tokens": 1, "ner_tags is missing": 1,
-        "tokens is missing": 1, "tokens is text, but not JSON": 1, "ner_tags is no list": 1,
+        "the numbers of words and tags differ": 1, "empty tokens": 1, "ner_tags is missing": 1,
+        "tokens is missing": 1, "tokens is text, but not JSON": 1, "ner_tags is not a list": 1,
         "a word is a list, not text": 1, "a word is null": 1, "the label is a dict, not text": 1,
         "the label is empty": 1}
     assert source["rows_kept"] == 6
@@ -169,7 +169,7 @@ def test_tags_as_numbers_and_given_names(bert_folder, write_jsonl):  # noqa: F81
     assert build(write_jsonl(rows), bert_folder).labels == ["0", "1", "2", "10"]
     path = write_jsonl(rows, "b.jsonl")
     data = build(path, bert_folder, labels=["O", "B-PER", "I-PER"])
-    assert data.report["sources"][path]["dropped"]["a label that is none of data.labels"]["rows"] == 1
+    assert data.report["sources"][path]["dropped"]["a label that is not in data.labels"]["rows"] == 1
     assert data.codec.count_labels(data.rows("train")) == {"O": 0, "B-PER": 1, "I-PER": 1}
 
 
@@ -205,9 +205,9 @@ def test_conll_files(tmp_path):
         (tmp_path / name).write_bytes(text.encode())
         rows = list(read_file(path))
         assert [(row.line, row.values or row.problem) for row in rows] == [
-            (1, "a -DOCSTART- line, which is no sentence"),
+            (1, "a -DOCSTART- line, which is not a sentence"),
             (3, {"tokens": ["EU", "rejects"], "tags": ["B-ORG", "O"]}),
-            (6, "a -DOCSTART- line, which is no sentence"),
+            (6, "a -DOCSTART- line, which is not a sentence"),
             (7, {"tokens": ["Peter", "Blackburn"], "tags": ["B-PER", "I-PER"]}),
             (10, {"tokens": ["a\u00a0b", "#"], "tags": ["O", "O"]})]
     (tmp_path / "d.txt").write_text(CONLL)
@@ -360,16 +360,16 @@ def test_evaluation_says_what_it_does_not_see(bert_folder, write_jsonl, capsys):
     val = write_jsonl([*tagged(), {"tokens": [], "ner_tags": []}, {"tokens": ["a"]}, {"tokens": ["b"]}], "val.jsonl")
     data = build(path, bert_folder, "validate", val_source=val, max_length=10)
     said = capsys.readouterr().out
-    assert (f"warning: Validation leaves out rows of {val}, 7 read: ner_tags is missing (2 rows, first {val}:6); empty "
+    assert (f"warning: Validation excludes rows of {val}, 7 read: ner_tags is missing (2 rows, first {val}:6); empty "
             f"tokens (1 rows, first {val}:5)." in said)
     source = data.report["sources"][val]
-    assert (f"warning: Validation does not see all of {val}: {source['rows_cut']} of 4 rows are longer than the limits "
-            f"and lose {source['tokens_cut']} tokens in all." in said) and source["rows_cut"]
+    assert (f"warning: Validation does not cover all of {val}: {source['rows_cut']} of 4 rows are longer than the "
+            f"limits and lose {source['tokens_cut']} tokens in total." in said) and source["rows_cut"]
     build(path, bert_folder, "fit", val_source=val, max_length=10)  # has the data report
-    assert "does not see" not in capsys.readouterr().out
+    assert "does not cover" not in capsys.readouterr().out
     build(path, bert_folder, "predict", test_source=val, max_length=10)
     said = capsys.readouterr().out
-    assert said.count("does not see") == 1 and "Predict does not see" in said
+    assert said.count("does not cover") == 1 and "Predict does not cover" in said
 
 
 def test_predict_says_why_there_are_no_scores(bert_folder, write_jsonl, capsys):  # noqa: F811
@@ -404,8 +404,8 @@ def test_which_rows_are_recognised(row, is_ours):
     ({"tokens": ["a"], "tags": ["O"]}, {"tags_column": "tag"}, "no column 'tag'.*did you mean 'tags'"),
     ({"tokens": ["a"], "tags": ["O"]}, {}, "all words have the tag 'O'"),
     ({"tokens": ["a"], "tags": None}, {},
-     r"no row has a label in the column 'tags', 3 read: tags is no list \(3 rows, first .*rows.jsonl:1"),
-    ({"tokens": ["a"], "tags": ["O"]}, {"streaming": True}, "name them in data.labels")])
+     r"no row has a label in the column 'tags', 3 read: tags is not a list \(3 rows, first .*rows.jsonl:1"),
+    ({"tokens": ["a"], "tags": ["O"]}, {"streaming": True}, "List them in data.labels")])
 def test_refused_with_a_remedy(row, fields, wanted, bert_folder, write_jsonl):  # noqa: F811
     with pytest.raises(UserError, match=wanted):
         build(write_jsonl([row] * 3), bert_folder, **fields)

@@ -131,19 +131,19 @@ def test_roles(name, role):
 @pytest.mark.parametrize("turn,reason", [
     ({"role": "assistant", "content": "x", "weight": 0.5}, r"messages.weight is neither 0 nor 1"),
     ({"role": "assistant", "content": "x", "loss": "no"}, r"messages.loss is neither 0 nor 1"),
-    ({"role": "assistant", "content": "x", "train_detail": [{"begin_offset": 0}]}, "detail scores parts of a turn"),
+    ({"role": "assistant", "content": "x", "train_detail": [{"begin_offset": 0}]}, "detail selects parts of a turn"),
     ({"role": "assistant", "content": None, "tool_calls": None}, "messages.content is null"),
     ({"role": "assistant", "tool_calls": "f(x)"}, "tool_calls is text, but not JSON"),
-    ({"role": "assistant", "tool_calls": [3]}, "holds a call that is not an object"),
-    ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "holds a call without a name"),
+    ({"role": "assistant", "tool_calls": [3]}, "has a call that is not an object"),
+    ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "has a call without a name"),
     ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}, "arguments that are neither"),
     ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "y"}}]},
-     "a turn holds an image, which this task cannot show"),
-    ({"role": "user", "content": [{"image": "y.png"}]}, "a turn holds an image"),
-    ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "a turn holds audio"),
-    ({"role": "user", "content": [{"type": "video", "video": "y"}]}, "a turn holds a video"),
-    ({"role": "user", "content": [{"type": "file", "file": {}}]}, "a turn holds a file"),
-    ({"role": "user", "content": [{"type": "point"}]}, "a turn holds a part of type 'point'"),
+     "a turn has an image, which this task does not support"),
+    ({"role": "user", "content": [{"image": "y.png"}]}, "a turn has an image"),
+    ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "a turn has audio"),
+    ({"role": "user", "content": [{"type": "video", "video": "y"}]}, "a turn has a video"),
+    ({"role": "user", "content": [{"type": "file", "file": {}}]}, "a turn has a file"),
+    ({"role": "user", "content": [{"type": "point"}]}, "a turn has a part of type 'point'"),
     ({"role": "user", "content": [3]}, "a part that is neither text nor an object"),
     ({"content": "x", "model": "gpt"}, "without role or content"),
 ])
@@ -200,8 +200,8 @@ def test_what_stands_beside_the_turns():
 
 @pytest.mark.parametrize("extra,reason", [
     ({"tools": "none of them"}, "tools is text, but not JSON"),
-    ({"tools": [3]}, "tools holds a tool that is not an object"),
-    ({"functions": [{"description": "x"}]}, "functions holds a tool without a name"),
+    ({"tools": [3]}, "tools has a tool that is not an object"),
+    ({"functions": [{"description": "x"}]}, "functions has a tool without a name"),
     ({"tools": [{**WEATHER, "description": "\ud83d"}]}, "lone surrogate"),
     ({"weight": -1}, "weight is not a number of 0 or more"),
     ({"weight": "heavy"}, "weight is not a number of 0 or more"),
@@ -209,13 +209,13 @@ def test_what_stands_beside_the_turns():
     ({"weight": 10**400}, "weight is not a number of 0 or more"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs is not an object"),
     ({"chat_template_kwargs": {"x": float("inf")}}, "a nested number that is NaN or too large"),
-    ({"chat_template_kwargs": {"x": b""}}, "a nested value of type bytes, which JSON has not"),
+    ({"chat_template_kwargs": {"x": b""}}, "a nested value of type bytes, which JSON does not have"),
     ({"tools": "[" * 99_999}, "tools is text, but not JSON"),
-    ({"tools": "[" * 500 + "]" * 500}, "tools holds lists and objects more than 100 deep"),
-    ({"images": ["a.png"]}, "the row holds images, which this task cannot show"),
-    ({"videos": ["a.mp4"]}, "the row holds videos"),
-    ({"audios": "a.wav"}, "the row holds audios"),
-    ({"messages": [{**USER, "content": "<image>\nask"}, REPLY], "image": "a.png"}, "the row holds images"),
+    ({"tools": "[" * 500 + "]" * 500}, "tools has lists and objects nested more than 100 deep"),
+    ({"images": ["a.png"]}, "the row has images, which this task does not support"),
+    ({"videos": ["a.mp4"]}, "the row has videos"),
+    ({"audios": "a.wav"}, "the row has audios"),
+    ({"messages": [{**USER, "content": "<image>\nask"}, REPLY], "image": "a.png"}, "the row has images"),
     ({"kto_tag": False}, "kto_tag is false"),
 ])
 def test_rows_that_cannot_be_used_give_a_reason(extra, reason):
@@ -307,7 +307,7 @@ def test_answers_of_openai_batches():
     assert found.messages == [USER, {"role": "assistant", "content": "", "tool_calls": [CALLED]}]
     assert found.tools == [TOOL] and found.unused == ("body.model",)
     assert read("openai-batch", {"custom_id": "1", "body": json.dumps(body)}).messages == [USER]
-    with pytest.raises(RowProblem, match="response holds no answer"):
+    with pytest.raises(RowProblem, match="response has no answer"):
         read("openai-batch", {**row, "response": {"status_code": 400, "body": {"error": {"message": "x"}}}})
 
 

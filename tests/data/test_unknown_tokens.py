@@ -48,7 +48,7 @@ CASED = "The Fox Jumps\n" * 40
 @pytest.mark.parametrize(("train", "val", "key", "why"), [
     ("What Jumps\n" * 40, None, "data.source", "80 of 120 tokens (66.7%) are unknown to the vocabulary"),
     ("the fox\n" * 40, "Jumps\n" * 4, "data.val_source", "4 of 8 tokens (50.0%) are unknown to the vocabulary"),
-    ("the fox\n" * 40, "the\n", "data.val_source", "in masked language modelling, without a mask score none")])
+    ("the fox\n" * 40, "the\n", "data.val_source", "in masked language modelling, no mask give no target")])
 def test_a_split_without_a_scored_token_is_refused(mlm, engine, train, val, key, why, tmp_path, capsys):
     """Of unknown tokens alone; or, in validation, so short that its fixed masks leave all of it out."""
     (tmp_path / "val.txt").write_text(val or "")
@@ -56,7 +56,7 @@ def test_a_split_without_a_scored_token_is_refused(mlm, engine, train, val, key,
     for command in ("fit", "inspect", "validate") if val else ("fit", "inspect"):
         assert main([command, *mlm(engine, train, **fields)]) == 2
         error = capsys.readouterr().err
-        assert f"error: {key}: in its rows (" in error and why in error and error.count("\n") == 1
+        assert f"error: {key}: none of its " in error and why in error and error.count("\n") == 1
     assert not list((tmp_path / "run").glob("*"))
 
 
@@ -103,7 +103,7 @@ def test_options_that_a_tokenizer_does_not_take(cased_folder, byte_level, tmp_pa
             ids = data.tokenizer(text, add_special_tokens=False).input_ids
             assert (len(ids) == 3 if changed is None else ids == [WORDS.index(changed)]) is value, (name, value)
     data = CLMData("x", tokenizer=byte_level, tokenizer_options={"do_lower_case": True})
-    with pytest.raises(UserError, match="do_lower_case is true, but the tokenizer of .* reads 'A' as 'A' all the same"):
+    with pytest.raises(UserError, match="do_lower_case is true, but the tokenizer of .* still reads 'A' as 'A'"):
         _ = data.tokenizer
     assert CLMData("x", tokenizer=byte_level, tokenizer_options={"do_lower_case": False}).tokenizer  # as it reads
 
@@ -137,7 +137,7 @@ def test_questions_and_rows_of_no_weight(cased_folder, byte_level, tmp_path):
     data = rows_of(QAData, tmp_path / "a.jsonl", questions("the"), cased_folder, **fields)
     [source] = data.report["sources"].values()
     assert (source["unknown_tokens"], source["tokens"]) == (1, 8)
-    with pytest.raises(UserError, match="data.source: in its rows"):
+    with pytest.raises(UserError, match="data.source: none of its"):
         rows_of(QAData, tmp_path / "a.jsonl", questions("elsewhere"), cased_folder, **fields)
     data = QAData("x", test_source=str(tmp_path / "a.jsonl"), tokenizer=cased_folder, max_length=32, **fields)
     data.setup("test")
@@ -162,7 +162,7 @@ def test_added_tokens_are_whole_in_texts(cased_folder, tmp_path):
     assert data.tokenizer.convert_ids_to_tokens(ids[:-1]) == ["the", "[unused0]", "fox", "<gene>", "s"]
     assert ids[1] == 5 and ids[3] == len(WORDS) and data.trainable_new_tokens == [len(WORDS)]
     assert data.report["tokenizer"] == ["data.add_tokens: [unused0] keeps its id 5 and is no longer split",
-                                        "data.add_tokens: [MASK] is a token already"]
+                                        "data.add_tokens: [MASK] is already a token"]
     assert (data.items("train")[0]["labels"][1:-2] != -100).all()
     split = rows_of(MLMData, tmp_path / "a.txt", "the [unused0] fox\n", cased_folder, documents="line")
     assert split.rows("train")[0]["input_ids"].tolist().count(1) == 3

@@ -204,7 +204,7 @@ def test_an_answer_that_is_too_long_stops_where_the_reward_model_says_so(predict
     run = reward_run(recipe, tmp_path, judge, target_max_length=14, on_overflow="error")
     with pytest.raises(AssertionError):
         predict(run.root)
-    assert "error: an answer to be scored cannot be encoded" in capsys.readouterr().err
+    assert "error: an answer cannot be encoded for scoring" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("changes", "says"), [
@@ -235,7 +235,7 @@ def test_what_is_no_reward_model_is_refused_by_name(predict, judge, llama_folder
     cases = [(llama_folder, f"{KEY} {llama_folder} is a LlamaForCausalLM, not a reward model"),
              (three, f"{KEY} {three} has 3 labels, but a reward model must have one"),
              (unwritten, f"{KEY} {unwritten} has no chat template"),
-             (empty, "holds no config.json"), ("no/such-model", "no/such-model")]
+             (empty, "has no config.json"), ("no/such-model", "no/such-model")]
     sft = finished()
     cases += [(sft.root, f"{KEY} {sft.root} is a run of SFT, but must be a Reward run"),
               (sft.model, f"{KEY} {sft.model} is a run of SFT"),

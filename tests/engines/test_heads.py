@@ -264,7 +264,7 @@ def test_a_pipeline_of_transformers_takes_an_export(head):
 def test_an_adapter_of_another_task_has_no_head_to_go_on_from(head, demo_adapter, engine, capsys):
     _, arguments = head("reward", "run", engine=engine, **demo_adapter)
     assert main(["fit", *arguments]) == 2
-    assert "is of another task, without score. Merge it" in capsys.readouterr().err
+    assert "is for another task, without score. Merge it" in capsys.readouterr().err
 
 
 @pytest.fixture

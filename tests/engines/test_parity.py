@@ -208,5 +208,5 @@ def test_compared_positions_are_real_and_spread():
 
 
 def test_rows_without_anything_scored_are_refused(tmp_path):
-    with pytest.raises(parity.UserError, match="nothing is scored"):
+    with pytest.raises(parity.UserError, match="these rows have no targets"):
         parity.write(tmp_path, float("nan"), 0.0, np.zeros((1, 2)), {})

@@ -79,7 +79,7 @@ def test_a_cached_reference_is_the_live_one_and_serves_both_engines(fit, no_comp
 def test_a_stream_has_no_cached_reference(arguments, capsys):
     assert main(["fit", *arguments("stream", data__init_args__streaming=True, data__init_args__val_size=0,
                                    **CACHE)]) == 2
-    assert "model.reference cache goes through all rows before training" in capsys.readouterr().err
+    assert "model.reference cache reads all rows before training" in capsys.readouterr().err
 
 
 # What tells one from another -----------------------------------------------------------------------------------------

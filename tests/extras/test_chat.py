@@ -331,7 +331,7 @@ def test_mistakes_are_told_before_anything_is_loaded(finished, llama_folder, tmp
         ("--model", model, "--ckpt_path", "last"): "give --run instead of --model",
         ("--run", run, "--template", "chatml"): "--template goes with --model",
         ("--run", run, "--ckpt_path", "77"): "there is no such checkpoint",
-        ("--model", str(tmp_path / "empty"), "--prompt", "x"): "holds no config.json",
+        ("--model", str(tmp_path / "empty"), "--prompt", "x"): "has no config.json",
         ("--model", model, "--system", "x", "--prompt", "x"): "--system: this model continues texts",
         ("--model", model, "--compare_base", "true", "--prompt", "x"): "not known what this model was trained from",
         ("--model", model, "--chat_template_kwargs", "{a: 1}"): "has no chat template",
@@ -406,6 +406,6 @@ def test_a_models_own_settings(llama_folder, tmp_path, capsys):
         (tmp_path / name).write_text("{")
         assert f"{name} cannot be read" in refused(capsys, "--model", str(tmp_path))
         (tmp_path / name).write_text("{}")
-    assert "adapter_config.json does not say its peft_type" in refused(capsys, "--model", str(tmp_path))
+    assert "adapter_config.json has no peft_type" in refused(capsys, "--model", str(tmp_path))
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     assert "does not say what the adapter's base model is" in refused(capsys, "--model", str(tmp_path))

@@ -268,7 +268,7 @@ def test_wrong_options_are_refused_before_anything_is_measured(recipe, tmp_path,
     (tmp_path / "notes.png").write_text("mine")
     for words, message in ((["--steps", "5"], "--steps is 5, but must be 20 or more"),
                            (["--plot", "notes.png"], "is not the plot of a range test"),
-                           (["--plot", "nowhere/lr.png"], "no such folder"),
+                           (["--plot", "nowhere/lr.png"], "its folder does not exist"),
                            (["--memory", "0"], "--memory is 0"),
                            (["--what", "batch_size", "--trainer.num_nodes", "2"], "without a launcher")):
         assert main(["find", *recipe(), *words]) == 2

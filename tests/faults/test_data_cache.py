@@ -232,7 +232,7 @@ def test_a_damaged_store_that_cannot_be_replaced(build, store, monkeypatch):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(UserError, match="this entry of the cache cannot be used .*Read-only"):
+    with pytest.raises(UserError, match="this cache entry cannot be used .*Read-only"):
         build()
 
 
@@ -265,4 +265,4 @@ def test_the_command_line_says_both(recipe, tmp_path, capsys):
     DAMAGES["cut"](folder / "rows.arrow")
     assert main(arguments) == 0
     out, err = capsys.readouterr()
-    assert out == first and "are damaged (rows.arrow is not as it was written)" in err
+    assert out == first and "are damaged (rows.arrow has changed since it was written)" in err

@@ -81,7 +81,7 @@ def test_one_of_two_started_by_lightning(lost, moment, recipe):
 
 # Python's own start, and the imports of the first lines, come before any handler.
 BEFORE_HANDLERS = re.compile(r"(?!.*(end_at_signals\(\)|program\(\)))", re.S)
-SAID = "Interrupted before training began; nothing was written.\n"
+SAID = "Interrupted before training started; nothing was written.\n"
 
 
 @pytest.mark.slow

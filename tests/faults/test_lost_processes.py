@@ -100,7 +100,7 @@ def test_a_disk_that_is_full_for_one_ends_all(engine, full, recipe, tmp_path, ca
     assert "checkpoints/step=10 could not be saved: File too large. It takes 0." in said[full], said
     assert [len(re.findall("^error: ", text, re.M)) for text in said] == [1, 1], said
     assert not re.search("Traceback|stack trace", "".join(said)), said
-    assert re.search(rf"error: (Process {full} on .* has ended with an error|.*another process could not write)",
+    assert re.search(rf"error: (Process {full} on .* failed|.*another process could not write)",
                      said[1 - full]), said
     assert forks[full].returncode == 2 and forks[1 - full].returncode in (1, 2), said
     assert run.names() == ["step=2"] and rows(run)[-1]["step"] < 20
@@ -147,8 +147,8 @@ def test_a_file_that_the_first_of_srun_alone_does_not_see_ends_all(engine, recip
     assert forks[0].returncode == 2 and said[0].endswith(mistake) and "Traceback" not in "".join(said), said
     if engine == "torch":  # before the processes know each other
         assert forks[1].returncode == 1, said
-        assert said[1] == (f"error: Process 0 on {socket.gethostname()} (PID {forks[0].pid}) has ended with an error, "
-                           "so this one ends, too.\n")
+        assert said[1] == (f"error: Process 0 on {socket.gethostname()} (PID {forks[0].pid}) failed, "
+                           "so this process exits.\n")
     else:
         assert forks[1].returncode == 2 and said[1].endswith(mistake), said
 

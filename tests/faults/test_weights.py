@@ -57,8 +57,8 @@ def test_a_folder_of_torch_files_trains_as_its_safetensors(engine, zipped, recip
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("damage", "message"), [
-    ("code", "holds more than tensors, and is not loaded"), ("half", "cannot load"), ("empty", "is empty"),
-    ("text", "no file of torch"), ("pointer", "pointer of Git LFS"), ("safetensors", "cannot load"),
+    ("code", "contains more than tensors. It is not loaded"), ("half", "cannot load"), ("empty", "is empty"),
+    ("text", "not a torch file"), ("pointer", "Git LFS pointer"), ("safetensors", "cannot load"),
 ])
 def test_weights_that_cannot_be_read(engine, damage, message, recipe, llama_folder, folder_of, tmp_path, capsys):
     weights = load_file(llama_folder / "model.safetensors")
@@ -144,7 +144,7 @@ def test_out_of_memory_says_what_to_lower_and_where_to_go_on(engine, fails, reci
     assert said.startswith("error: Out of memory (") and said.count("\n") == 1, said
     assert all(key in said for key in ("data.batch_size", "data.max_length", "model.gradient_checkpointing",
                                        "model.lora", "model.quantize", "trainer.accumulate_grad_batches"))
-    assert "The last checkpoint is step=2: go on from it with --ckpt_path last" in said
+    assert "Resume from the last checkpoint, step=2, with --ckpt_path last" in said
     assert main(["fit", *recipe(**changes), "--ckpt_path", "last"]) == 0  # which is true
     assert (tmp_path / "run" / "completed").exists()
 

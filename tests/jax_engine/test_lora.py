@@ -262,7 +262,7 @@ def test_targets_that_do_not_fit_are_refused_by_name(make_ref, lora, message):
 def test_adapters_on_experts_that_do_not_fit_are_refused_on_both_engines(make_ref):
     ref = make_ref("mixtral", "causal")
     for fields, message in (({"target_parameters": ["w1"]}, "'w1' matches no parameter .*: down_proj, gate_up_proj"),
-                            ({"target_parameters": EXPERTS, "modules_to_save": ["experts"]}, "trains in full"),
+                            ({"target_parameters": EXPERTS, "modules_to_save": ["experts"]}, "trains fully"),
                             ({"target_parameters": EXPERTS, "dropout": 0.1}, "lora.dropout is 0.1, but must be 0"),
                             ({"target_parameters": EXPERTS, "dora": True}, "lora.dora is true, but must be false")):
         for adapt in (lambda lora: hub.network(ref.net.config, "causal", lora=lora),

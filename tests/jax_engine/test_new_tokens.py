@@ -104,7 +104,7 @@ def test_what_peft_cannot_train_is_refused_by_both_engines(make_ref):
     for ref, lora, message in (
         (make_ref("bert", "masked"), LoRA(rank=2, targets=["query"]), "the output layer cls.predictions.* has a bias"),
         (make_ref("gpt2", "causal"), LoRA(rank=2, targets=["c_attn"], modules_to_save=["lm_head"]),
-         "lm_head trains in full, and transformer.wte.*Name transformer.wte too, or neither"),
+         "lm_head trains fully, but of transformer.wte.*Add transformer.wte too, or remove lm_head"),
     ):
         with pytest.raises(UserError, match=message):
             adapters.rows_beside(ref.net, lora, TOKENS)
@@ -114,8 +114,8 @@ def test_what_peft_cannot_train_is_refused_by_both_engines(make_ref):
 
 
 @pytest.mark.parametrize(("indices", "message"), [
-    ([5, 37], "the embedding of token 37, and there are 37 tokens here. Set data.tokenizer"),
-    ({"embed_tokens": [5], "lm_head": [40, 6]}, "the embedding of token 40"),
+    ([5, 37], "an embedding for token 37, but the model has 37 tokens. Set data.tokenizer"),
+    ({"embed_tokens": [5], "lm_head": [40, 6]}, "an embedding for token 40"),
     ({"embed_tokens": [5], "q_proj": [6]}, "has trainable_token_indices: .*, which the JAX engine does not support"),
 ])
 def test_an_adapter_whose_rows_do_not_fit_is_refused(make_ref, indices, message, tmp_path):

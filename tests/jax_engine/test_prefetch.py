@@ -112,7 +112,7 @@ def test_a_process_reads_the_rows_of_its_own_ranks_alone(own, skipped):
 def test_lengths_that_are_not_those_of_the_rows_are_an_error():
     loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), collate(), Shard(fed=((0,), 2)),
                               Widths(LENGTHS - 2, collate().padded))
-    with pytest.raises(RuntimeError, match="padded to .* tokens, but by its lengths to"):
+    with pytest.raises(RuntimeError, match="padded to .* tokens, but its lengths give"):
         list(loader)
 
 

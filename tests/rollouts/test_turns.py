@@ -239,7 +239,7 @@ def test_what_reset_says_follows_the_prompt(talk):
 
 @pytest.mark.parametrize(("hint", "reason"), [
     ("raises", "LookupError: no such hint"),
-    ("x" * 2000, "the prompt has 2050 tokens with what was added, which leaves no room for an answer"),
+    ("x" * 2000, "the prompt has 2050 tokens with the added text, which leaves no space for an answer"),
     ("\U0010ffff", "a turn holds U+10FFFE or U+10FFFF, which are no characters")])
 def test_an_answer_without_a_beginning_has_no_reward(talk, hint, reason):
     found = talk(lambda turn, _: "Yes.", [{"hint": hint}, {"target": 0}])
@@ -285,8 +285,8 @@ def test_a_template_must_write_calls_in_a_known_way(tokenizer_folder, tmp_path):
 
 
 @pytest.mark.parametrize(("old", "new", "message"), [
-    ("{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}", "", "the chat template does not show them"),
-    ("message.tool_calls or []", "[]", "the chat template does not show calls of tools"),
+    ("{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}", "", "the chat template does not render them"),
+    ("message.tool_calls or []", "[]", "the chat template does not render tool calls"),
     ("{{ message.content }}</said>", "{{ raise_exception('no tools') }}", "the chat template refuses")])
 def test_a_template_must_show_tools(tokenizer_folder, tmp_path, old, new, message):
     assert old in TEMPLATE
@@ -309,7 +309,7 @@ def test_tools_are_part_of_what_rows_are(folder, tmp_path):
 
 def test_rows_have_no_tools_of_their_own(folder, tmp_path):
     data = prompts(folder, tmp_path, [{"tools": TOOLS[:1]}, {}], TOOLS, 100)
-    assert data.num_prompts("train") == 1 and "the row has tools of its own" in str(data.report)
+    assert data.num_prompts("train") == 1 and "the row has its own tools" in str(data.report)
 
 
 @pytest.mark.slow

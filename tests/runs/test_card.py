@@ -252,7 +252,7 @@ def test_the_card_says_how_to_load_the_model(task, lora, recipe, tmp_path, bert_
     if lora:
         assert json.loads((folder / "adapter_config.json").read_text())["r"] == 2
         assert main(["merge", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "merged")]) == 0
-        assert "start at random" not in capsys.readouterr().out  # the adapter has the head
+        assert "initialised randomly" not in capsys.readouterr().out  # the adapter has the head
         merged = run_card(tmp_path / "merged", monkeypatch)["model"]
         assert type(merged) is type(network) and merged.config.id2label == network.config.id2label
         torch.testing.assert_close(outputs_of(merged, task), logits)

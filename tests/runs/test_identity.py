@@ -518,5 +518,5 @@ def test_other_processes_take_the_hashes_of_the_first(instructions, tokenizer_fo
     other.write_text(other.read_text().replace("Add", "Sum"))
     fourth = data_module(other, tokenizer_folder, tmp_path / "fourth")
     fourth.trainer = trainer
-    with pytest.raises(UserError, match="holds other rows than the first one"):
+    with pytest.raises(UserError, match="differs from the first machine's"):
         fourth.setup("fit")

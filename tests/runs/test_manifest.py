@@ -136,7 +136,7 @@ def test_each_start_is_recorded_with_its_recipe(engine, recipe, capsys):
     arguments = recipe(engine=engine)
     run = RunFolder(Path(arguments[1]).parent / "run")
     assert main(["fit", *arguments, "--stop_at", "3"]) == 0
-    assert "Stopped at step 3, as --stop_at says." in capsys.readouterr().err
+    assert "Stopped at step 3, as set by --stop_at." in capsys.readouterr().err
     assert main(["fit", *arguments, "--stop_at", "3", "--ckpt_path", "last"]) == 2
     assert "must be more than 3" in capsys.readouterr().err
     assert main(["fit", *arguments, "--ckpt_path", "last", "--model.optimizer.lr", "0.005", "--stop_at", "5"]) == 0

@@ -18,8 +18,8 @@ def test_the_text_network_is_loaded_and_saved_alone(model_type, text_type, tmp_p
     model = loading.load_pretrained(AutoModelForCausalLM, str(tmp_path / "whole")).eval()
     lines = capsys.readouterr()
     told = [line for line in (lines.out + lines.err).splitlines() if str(tmp_path) in line]
-    assert told == [f"{tmp_path / 'whole'} has parts other than text (vision): they are left out, and its text network "
-                    f"({text_type}) is loaded and saved alone."]
+    assert told == [f"{tmp_path / 'whole'} has parts other than text (vision): only its text model ({text_type}) "
+                    "is loaded and saved, without them."]
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, wanted)
     assert not [name for name, _ in model.named_parameters() if "vis" in name]

@@ -235,12 +235,12 @@ def test_a_missing_or_unfit_folder_is_an_error_of_one_line(llama_folder, tmp_pat
     with pytest.raises(UserError, match="model.pretrained: there is no folder 'no/such'"):
         load("no/such")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no config.json"):
+    with pytest.raises(UserError, match="has no config.json"):
         load(tmp_path / "empty")
     (tmp_path / "config.json").write_text((llama_folder / "config.json").read_text())
     with pytest.raises(UserError, match="model.pretrained: cannot load"):
         load(tmp_path)
-    with pytest.raises(UserError, match="model.adapter: .* holds no adapter_config.json"):
+    with pytest.raises(UserError, match="model.adapter: .* has no adapter_config.json"):
         lora.continue_adapter(load(llama_folder), str(tmp_path), torch.float32)
 
 

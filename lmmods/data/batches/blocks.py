@@ -13,8 +13,8 @@ class BlockSet(Dataset):
 
     Args:
         joined: Concatenate all rows before splitting, so that only the last block is short. Otherwise each row is split
-            by itself.
-        by_source: Begin a block with each source, so that every block is of one.
+            separately.
+        by_source: Start a block with each source, so that every block is of one.
     """
 
     def __init__(self, rows: RowSet, max_length: int, joined: bool, by_source: bool = False) -> None:
@@ -47,13 +47,13 @@ class BlockSet(Dataset):
 
     @property
     def source_sizes(self) -> np.ndarray:
-        """Blocks that begin in each source; they are in the order of the sources."""
+        """Blocks that start in each source; they are in the order of the sources."""
         ends = np.concatenate([[0], self._row_ends])[np.cumsum(self.rows.source_sizes)]
         return np.diff(np.searchsorted(self._starts, ends, "left"), prepend=0)
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens cut from each block: none."""
+        """Tokens truncated from each block: none."""
         return np.zeros(len(self), np.int64)
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:

@@ -13,8 +13,8 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.store.rows import RowSet
 
 SEEDS = "token_seeds"
-PLACES = "teacher_places"  # numbers of scored tokens, see `number_scored`
-DRAWN = "drawn"  # 1 for rows whose answer the network in training has drawn, see `DrawnSet`
+PLACES = "teacher_places"  # indices of target tokens, see `number_scored`
+DRAWN = "drawn"  # 1 for rows whose answer the model in training has drawn, see `DrawnSet`
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Collator:
         fill = {"input_ids": self.pad_id, "labels": IGNORED}.get(key, 0)
         column = np.full((len(rows), length), fill, np.float32 if key == "loss_weights" else np.int64)
         for place, row in enumerate(rows):
-            # The one token that a padding row attends to, in a segment of its own.
+            # The one token that a padding row attends to, in its own segment.
             if row is None and key in ("attention_mask", "segment_ids"):
                 value: Any = np.ones(1, np.int64)
             elif key == "attention_mask":
@@ -78,7 +78,7 @@ class Collator:
         return column
 
     def _token_seeds(self, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
-        """Token seeds [B, T]; packed rows hold several data rows each."""
+        """Token seeds [B, T]; packed rows contain several data rows each."""
         draws, sizes = (np.array([[0 if row is None else get(row)] for row in rows], np.int64)  # [B, 1] each
                         for get in (lambda row: row["draw"], lambda row: len(row["input_ids"])))
         # [T] or, padded on the left, [B, T]: 0 at a row's first token, negative in the padding before it.
@@ -119,7 +119,7 @@ class AnswerSet(Dataset):
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens cut from each row."""
+        """Tokens truncated from each row."""
         return self.rows.truncated
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:
@@ -137,17 +137,17 @@ class AnswerSet(Dataset):
 
 
 class MismatchedSet(AnswerSet):
-    """Rows of one answer, with the answer of another row to the same prompt as the second, which is scored too.
+    """Rows of one answer, with another row's answer to the same prompt as the second, also a target.
 
     The assignment is drawn once from the seed: the rows form a random cycle, so that each answer is used once. Tokens
-    beyond `max_length` are cut off the end. Raises UserError: there is only one row.
+    beyond `max_length` are truncated at the end. Raises UserError: there is only one row.
     """
 
     def __init__(self, rows: RowSet, seed: int, max_length: int) -> None:
         super().__init__(rows, 2)
         if len(rows) < 2:
-            raise UserError("model.loss kto compares each answer with that of another row, but there is one row alone: "
-                            "add rows, or take the loss apo_zero_unpaired")
+            raise UserError("model.loss kto compares each answer with another row's, but there is only one row. Add "
+                            "rows, or use the loss apo_zero_unpaired")
         # Each row borrows from the next one of the cycle, hence never from itself.
         circle = np.random.default_rng([seed, len(rows)]).permutation(len(rows))
         self._lender = np.empty(len(rows), np.int64)
@@ -173,7 +173,7 @@ class MismatchedSet(AnswerSet):
 class AnswerCollator:
     """Collates items with `answers`: each column of the inner collator becomes [B, A, T], answer by answer.
 
-    The answers of a row get separate dropout seeds. Batches of single answers hold `desirable` [B], 1 or 0. Unknown
+    The answers of a row get separate dropout seeds. Batches of single answers contain `desirable` [B], 1 or 0. Unknown
     `reference_logps` [B, A] float32 are NaN, so that they cannot be used by mistake.
 
     Args:

@@ -30,7 +30,7 @@ class Shard:
         rank: Rank of this process, of `world_size`.
         num_workers: Processes that prepare batches.
         batches_per_step: Global micro-batches of an optimiser step, over all ranks.
-        fed: (ranks, number of ranks) if this process, as rank 0 of 1, feeds these ranks out of so many with consecutive
+        fed: (ranks, number of ranks) if this process, as rank 0 of 1, feeds these ranks with consecutive
             batches, and other processes feed the rest; else None.
     """
 
@@ -67,7 +67,7 @@ class Widths:
         return self._padded(max(sizes, default=1))
 
     def longest(self) -> int:
-        """Padded length of a batch with the longest row."""
+        """Return the padded length of a batch with the longest row."""
         return self._padded(int(self._lengths.max()))
 
 
@@ -118,7 +118,7 @@ def _read(loader: DataLoader, batches: _Batches, upcoming: Iterator[list[int]], 
         batch = next(own_batches)
         found = batch["input_ids"].shape[-1]
         if found != widths(numbers):  # other processes would wait for batches of another shape
-            raise RuntimeError(f"A batch is padded to {found} tokens, but by its lengths to {widths(numbers)}")
+            raise RuntimeError(f"A batch is padded to {found} tokens, but its lengths give {widths(numbers)}")
         yield batch
 
 
@@ -181,7 +181,7 @@ class StatefulLoader:
         return batches_per_rank(self._num_batches, self._shard.world_size)
 
     def _begin_epoch(self) -> None:
-        """Go on to the next epoch at the end of one."""
+        """Start the next epoch at the end of one."""
         if self._handed_out >= self._num_batches:
             self._epoch, self._handed_out = self._epoch + 1, 0
 
@@ -220,7 +220,7 @@ class StatefulLoader:
         """
         check_same(state, {"num_rows": self._num_rows})
         if self._grouped:
-            # The run keeps the order that it was begun with, whatever batch size it has from here on.
+            # The run keeps the order that it was started with, whatever batch size it has from here on.
             self._rule = OrderRule.from_state(state)
             self._rule.check(state, self._batch_size)
         self._epoch = state["epoch"]
@@ -228,7 +228,7 @@ class StatefulLoader:
 
 
 class SegmentLoader(StatefulLoader):
-    """Training batches that come in segments: what is in one depends on the weights that the steps before it left.
+    """Training batches that come in segments: a segment depends on the weights after the steps before it.
 
     Abstract. Arguments as for `StatefulLoader`.
     """
@@ -237,7 +237,7 @@ class SegmentLoader(StatefulLoader):
 
     @abstractmethod
     def begin_segment(self) -> int:
-        """Make what the segment at the current position needs, and return this rank's micro-batches left of it.
+        """Prepare the segment at the current position and return this rank's number of micro-batches left in it.
 
         A collective call, to be made before iterating where `begins_itself` is False.
         """
@@ -256,7 +256,7 @@ class StepLoader:
         batches: Endless passes over micro-batches with a position, such as `StatefulLoader`.
         accumulate: Micro-batches of a step; the last step of a pass may have fewer.
         num_batches: Micro-batches of a pass, at most all of an epoch.
-        steps_done: Returns the steps of the current pass that are done where a resumed run begins.
+        steps_done: Returns the steps of the current pass that are done where a resumed run starts.
     """
 
     def __init__(self, batches: Any, accumulate: int, num_batches: int,
@@ -276,11 +276,11 @@ class StepLoader:
             yield step
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `StatefulLoader`."""
+        """See `StatefulLoader`."""
         return self._batches.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As of `StatefulLoader`."""
+        """See `StatefulLoader`."""
         self._batches.load_state_dict(state)
 
 

@@ -34,7 +34,7 @@ class Mixture:
 
     def __init__(self, settings: Mixing, sizes: Sequence[int], weights: Sequence[float | None]) -> None:
         if 0 in sizes:
-            raise UserError(f"data.mixing: source {list(sizes).index(0) + 1} has no rows to train on; take it out of "
+            raise UserError(f"data.mixing: source {list(sizes).index(0) + 1} has no rows to train on; remove it from "
                             "data.source")
         self._sizes = np.array(sizes, np.int64)
         if settings.schedule is None:
@@ -62,7 +62,7 @@ class Mixture:
 
     @property
     def passes(self) -> int:
-        """Passes that an epoch begins at most over one source."""
+        """Passes that an epoch starts at most over one source."""
         return int((-(-self.counts // self._sizes)).max())
 
     def epoch(self, epoch: int, seed: int, shuffle: bool = True) -> np.ndarray:
@@ -88,7 +88,7 @@ class Mixture:
         """
         grown = self._grown[:, source]
         part = part * grown[-1]
-        # The last point before; segments in which the source is left out have none.
+        # The last point before; segments in which the source is omitted have none.
         segment = np.minimum(np.searchsorted(grown, part, "right") - 1, len(self._begins) - 1)
         rest = part - grown[segment]
         first, length = self._begins[segment, source], np.diff(self._ats)[segment]

@@ -13,7 +13,7 @@ class NumberedSet(Dataset):
     Item number + draw * len(self) is item `number` of that draw: an epoch, or a buffer of a stream.
 
     Args:
-        items: Data set of {input_ids, ...} with `lengths` and `truncated`.
+        items: Dataset of {input_ids, ...} with `lengths` and `truncated`.
         redrawn: True if the items themselves differ between draws and are indexed by such numbers.
 
     Attributes:
@@ -44,7 +44,7 @@ class NumberedSet(Dataset):
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens cut from each item."""
+        """Tokens truncated from each item."""
         return self.items.truncated
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ CHUNK = 50_000  # rows packed at a time; bounds memory, and larger chunks pack n
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Place each row, longest first, into the fullest pack that still has room (best-fit decreasing).
+    """Put each row, longest first, into the fullest pack that still has space (best-fit decreasing).
 
     Rows of one length are placed together: as many as fit go into the fullest pack, the next into the one after it.
 
@@ -56,7 +56,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray,
             else:
                 packs = with_room[room][: -wanted - 1 : -1]
                 del with_room[room][-wanted:]
-                # `rooms` holds only sizes that some pack has.
+                # `rooms` contains only sizes that some pack has.
                 if not with_room[room]:
                     del with_room[room], rooms[place]
             placed = min(count, each * len(packs))
@@ -76,7 +76,7 @@ class PackedSet(Dataset):
     number + draw * len(self) consists of the items of that draw.
 
     Args:
-        items: Data set with `lengths` and items {input_ids, labels, index, row, draw}, optionally `weight`, numbered
+        items: Dataset with `lengths` and items {input_ids, labels, index, row, draw}, optionally `weight`, numbered
             like those of `NumberedSet`.
         groups: Numbers of items, in their order, that are packed apart: the items of each source. None packs all of
             them together.
@@ -106,12 +106,12 @@ class PackedSet(Dataset):
         return len(self._bounds) - 1
 
     def _sums(self, numbers: np.ndarray) -> np.ndarray:
-        """Sum over the items of each pack, int64."""
+        """Return the sum over the items of each pack, int64."""
         return np.add.reduceat(numbers[self._items], self._bounds[:-1], dtype=np.int64)
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens cut from the rows of each pack."""
+        """Tokens truncated from the rows of each pack."""
         return self._sums(self.items.truncated)
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
-"""Batches of answers: which prompts a rollout holds, its answers as rows, and a loader that stops where it ends.
+"""Batches of answers: which prompts a rollout contains, its answers as rows, and a loader that stops where it ends.
 
-Every position of a run belongs to a rollout by numbers alone, so that a resumed run goes on in the same one.
+Every position of a run belongs to a rollout by numbers alone, so that a resumed run continues in the same one.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
     Args:
         epoch: Number of the epoch.
-        number: Number of the rollout in it.
+        number: Index of the rollout in it.
         start: Its first row in the epoch.
         stop: The row after its last.
         prompts: [P] int64, numbers of its prompts among the training rows.
@@ -80,12 +80,12 @@ class RolloutPlan:
         return rows + (self._padded(rest) * self.num_iterations if rest else 0)
 
     def _padded(self, num_prompts: int) -> int:
-        """Rows of an iteration over so many prompts."""
+        """Return the number of rows of an iteration over this many prompts."""
         rows = num_prompts * self.num_generations
         return rows if self.num_iterations == 1 else -(-rows // self.rows_per_step) * self.rows_per_step
 
     def find(self, epoch: int, row: int) -> Place:
-        """Return the rollout that a row of an epoch is of."""
+        """Return the rollout of a row of an epoch."""
         full = self.prompts_per_rollout * self.num_generations * self.num_iterations
         number = row // full
         order = np.arange(self.num_prompts) if self.seed is None else shuffled(
@@ -94,7 +94,7 @@ class RolloutPlan:
         return Place(epoch, number, number * full, min((number + 1) * full, self.num_rows), prompts)
 
     def answer_of(self, place: Place, row: int) -> int:
-        """Return the number in the rollout of the answer that a row of the epoch holds; PADDING_ROW for none."""
+        """Return the number in the rollout of the answer that a row of the epoch contains; PADDING_ROW for none."""
         answer = (row - place.start) % self._padded(len(place.prompts))
         return answer if answer < len(place.prompts) * self.num_generations else PADDING_ROW
 
@@ -131,7 +131,7 @@ class RolloutSet(Dataset):
         if number < 0 or (answer := self._plan.answer_of(self.place, row)) == PADDING_ROW:
             return None
         if epoch != self.place.epoch or not self.place.start <= row < self.place.stop:
-            raise IndexError(f"row {row} of epoch {epoch} is not of rollout {self.place.number}")
+            raise IndexError(f"row {row} of epoch {epoch} does not belong to rollout {self.place.number}")
         # `row` and `draw` seed dropout: the same masks in each iteration.
         return {**self._answers[answer], "draw": epoch}
 
@@ -153,27 +153,27 @@ class RolloutLoader(SegmentLoader):
                          collate, shard, batch_size, grouped=False)
 
     def begin_segment(self) -> int:
-        """Make or read the rollout at the current position; as of `SegmentLoader`."""
+        """Make or read the rollout at the current position; as in `SegmentLoader`."""
         self._begin_epoch()
         row = self._handed_out * self._batch_size
         place = self._plan.find(self._epoch, row)
         current = self._items.place
         if current is None or place[:2] != current[:2]:
-            # At its first row a rollout has not been trained on: what a file holds may be of another policy.
+            # At its first row a rollout has not been trained on: what a file contains may be of another policy.
             self._name, answers = self._begin(place, self._name if row > place.start else None)
             self._items.hold(place, answers)
         left = -(-place.stop // self._batch_size) - self._handed_out
         return batches_per_rank(left, self._shard.world_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `StatefulLoader`, with the name of the rollout that the position is in."""
+        """As in `StatefulLoader`, with the name of the rollout that the position is in."""
         return {**super().state_dict(), "rollout": self._name}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As of `StatefulLoader`. Raises UserError if the steps had other numbers of answers."""
+        """See `StatefulLoader`. Raises UserError if the steps had other numbers of answers."""
         if state.get(GROUPED) != self._plan.rows_per_step:
             raise UserError(f"cannot resume: the steps of this run have {state.get(GROUPED)} answers, but "
                             "model.prompts_per_step, or data.batch_size, trainer.accumulate_grad_batches and devices, "
-                            f"now come to {self._plan.rows_per_step}. Put them back.")
+                            f"now give {self._plan.rows_per_step}. Restore them.")
         super().load_state_dict(state)
         self._name = state.get("rollout")

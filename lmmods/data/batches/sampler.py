@@ -1,7 +1,7 @@
 """The order of training rows, and its division into micro-batches.
 
 The order is a pure function of seed, epoch, row lengths and the rows of an optimiser step. Micro-batches are
-consecutive rows of it, and the k-th of rank r is micro-batch k * world_size + r. So a step holds the same rows for
+consecutive rows of it, and the k-th of rank r is micro-batch k * world_size + r. So a step contains the same rows for
 every batch split, and a run continues at the same row with another batch size or another number of devices.
 """
 
@@ -33,7 +33,7 @@ class OrderRule:
     version: int = RULE
 
     def state(self) -> dict[str, int]:
-        """Keys of a saved position."""
+        """Return the keys of a saved position."""
         return {VERSION: self.version, GROUPED: self.rows_per_step}
 
     @classmethod
@@ -45,9 +45,9 @@ class OrderRule:
         """Raise UserError if a run resumed from a saved position would take its rows in another order."""
         if self.version == 1 and state["batch_size"] != batch_size:
             raise UserError(
-                f"This run was begun by an earlier version, which drew the order of rows from data.batch_size: with "
-                f"{batch_size} instead of {state['batch_size']} its steps would hold other rows. Set data.batch_size "
-                f"{state['batch_size']}, or start a new run, whose order is that of its steps.")
+                f"This run was started by an earlier version, whose row order depends on data.batch_size: with "
+                f"{batch_size} instead of {state['batch_size']} its steps would have other rows. Set data.batch_size "
+                f"{state['batch_size']}, or start a new run, whose order does not depend on it.")
 
 
 class BatchOrder:
@@ -121,7 +121,7 @@ def mixed_order(numbers: np.ndarray, lengths: np.ndarray, batch_size: int, seed:
     """Return the items of an epoch whose sources have shares, in micro-batches.
 
     Args:
-        numbers: Items in order, as of `Mixture.epoch`.
+        numbers: Items in order, as in `Mixture.epoch`.
         lengths: Tokens of each item.
         seed: Seed of the run and epoch.
         rule: Order rule of the run.

@@ -1,4 +1,4 @@
-"""Rows of several sequences, which a network scores one by one, to batches [B, A, T]."""
+"""Rows of several sequences, which a model scores one by one, to batches [B, A, T]."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class SequenceSet(Dataset):
 
     Args:
         rows: Rows with concatenated sequences in `LISTS`, their `sizes` in tokens, and the `longest` of these.
-        name_of: Names a sequence for `inspect`, from the row and the sequence's place in it.
+        name_of: Names a sequence for `inspect`, from the row and the sequence's index in it.
     """
 
     def __init__(self, rows: RowSet, name_of: Callable[[dict[str, Any], int], str]) -> None:
@@ -34,7 +34,7 @@ class SequenceSet(Dataset):
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens cut from each row."""
+        """Tokens truncated from each row."""
         return self.rows.truncated
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:
@@ -50,7 +50,7 @@ class SequenceSet(Dataset):
 
 
 class SingleSequences(Dataset):
-    """Each sequence of some rows as an item of its own, in the order of the rows."""
+    """Each sequence of some rows as a separate item, in the order of the rows."""
 
     def __init__(self, rows: SequenceSet) -> None:
         self.rows = rows

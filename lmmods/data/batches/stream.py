@@ -1,6 +1,6 @@
 """Streaming: training on more data than memory or disk holds. Rows are encoded buffer by buffer while they are read.
 
-A shuffle buffer of rows is a small data set, arranged and shuffled like any other. The rows of all buffers are
+A shuffle buffer of rows is a small dataset, arranged and shuffled like any other. The rows of all buffers are
 concatenated and then divided into batches, so that each step has the same rows under every batch split. Every rank
 reads and encodes the whole stream and takes its shard of the batches. So the batches do not depend on the number of
 ranks, and a position is a few numbers; the price is that tokenising does not get faster with more ranks.
@@ -33,7 +33,7 @@ class StreamSource:
     """One source of a stream.
 
     Args:
-        rows: Each call starts reading from the beginning.
+        rows: Each call starts reading from the start.
         weight: Rows are drawn in proportion to the weight of their source.
         info: Facts about the source, for the report.
     """
@@ -49,7 +49,7 @@ def shuffle_buffers(sources: list[StreamSource], size: int, seed: int, epoch: in
     """Yield buffers of `size` rows drawn from the sources, as one list of rows per source.
 
     Args:
-        rule: Where the pass ends, as of `Mixing`.
+        rule: Where the pass ends, as in `Mixing`.
     """
     random = np.random.default_rng([seed, epoch])
     buffer: list[list[Row]] = [[] for _ in sources]
@@ -115,7 +115,7 @@ def encode_buffer(sources: list[StreamSource], buffer: list[list[Row]], row_coun
     for source, rows, counted in zip(sources, buffer, row_counts, strict=True):
         parts: list[tuple[list[Row], Encoded]] = list(encode_batches(iter(rows), source.encoder, num_proc))
         for batch, encoded in parts:
-            # Counts go on over buffers; the store has those of its own rows.
+            # Counts accumulate over buffers; the store has the counts of its own rows.
             counted.add(batch, encoded)
         # A source without rows in this buffer still needs its columns.
         stores.append(MemoryStore(parts or [([], source.encoder([]))], source.info))
@@ -123,7 +123,7 @@ def encode_buffer(sources: list[StreamSource], buffer: list[list[Row]], row_coun
 
 
 def first_usable_buffer(sources: list[StreamSource], size: int, seed: int, rule: Rule = "concat") -> RowSet:
-    """Return the first buffer with a usable row; the counts of its stores start at the beginning of the stream.
+    """Return the first buffer with a usable row; the counts of its stores start with the stream.
 
     Raises:
         UserError: There is no such row in the whole stream.
@@ -141,7 +141,7 @@ def first_usable_buffer(sources: list[StreamSource], size: int, seed: int, rule:
 def _useless(sources: list[StreamSource], row_counts: list[RowCounts]) -> UserError:
     counts = "; ".join(f"{source.info['path']}: {describe_dropped(counted.summary())}"
                        for source, counted in zip(sources, row_counts, strict=True))
-    return UserError(f"data.source: the whole stream holds no usable row ({counts})")
+    return UserError(f"data.source: the whole stream has no usable row ({counts})")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Position:
         epoch: Number of the pass over the stream.
         buffer: Number of the buffer within its epoch.
         done: Rows of the buffer that have been handed out (micro-batches under the order of earlier versions).
-        begun: Rows that the current step already had when the buffer began.
+        begun: Rows that the current step already had when the buffer started.
     """
 
     epoch: int = 0
@@ -165,12 +165,12 @@ class StreamLoader:
     """Endless training batches over epochs of a stream, with a position that can be saved.
 
     Args:
-        arrange: Converts encoded rows to the data set of items, with `lengths`.
+        arrange: Converts encoded rows to the dataset of items, with `lengths`.
         order_of: Maps (lengths, epoch, buffer, order rule of the run, rows that the current step has) to the global
             micro-batches of a buffer.
         batch_size: Rows per micro-batch.
         settings: Seed and size of the buffer; a position can only be continued with the same ones.
-        mixing: Where a pass over the stream ends, as of `Mixing`.
+        mixing: Where a pass over the stream ends, as in `Mixing`.
     """
 
     def __init__(self, sources: list[StreamSource], arrange: Callable[[RowSet], Any],
@@ -200,7 +200,7 @@ class StreamLoader:
             yield self._collate([items[number] for _, items, number in group[own]])
 
     def _rows(self) -> Iterator[tuple[Position, Any, int]]:
-        """Yield every row from the position on: the position after it, its data set and its number there."""
+        """Yield every row from the position on: the position after it, its dataset and its number there."""
         begun, done = self._position.begun, self._position.done
         for epoch, buffer, items in self._read_ahead():
             rows = self._order_of(items.lengths, epoch, buffer, self._rule, begun).rows.tolist()
@@ -233,7 +233,7 @@ class StreamLoader:
                 yield buffer
 
     def _buffers(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield (epoch, buffer, data set) from the position on, endlessly."""
+        """Yield (epoch, buffer, dataset) from the position on, endlessly."""
         start = self._position.buffer
         for epoch in count(self._position.epoch):
             row_counts = [RowCounts() for _ in self._sources]
@@ -252,7 +252,7 @@ class StreamLoader:
             if not useful:
                 raise _useless(self._sources, row_counts)
             self._report_dropped(epoch, row_counts)
-            # Only the first epoch begins in the middle.
+            # Only the first epoch starts in the middle.
             start = 0
 
     def _report_new_reasons(self, row_counts: list[RowCounts]) -> None:

@@ -27,7 +27,7 @@ IN_TAG = re.compile(r"<[^<>\s]*$")
 
 
 def is_template_file(template: str | None) -> bool:
-    """True if `data.template` is a Jinja file rather than a name."""
+    """Return True if `data.template` is a Jinja file rather than a name."""
     return template is not None and template.endswith((".jinja", ".jinja2", ".j2"))
 
 
@@ -36,8 +36,8 @@ def read_template_file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.template {path}: the chat template cannot be read ({error}); name a file of Jinja, or a "
-                        "template by name") from error
+        raise UserError(f"data.template {path}: the chat template cannot be read ({error}); use a Jinja file, or the "
+                        "name of a template") from error
 
 
 class ChatTemplateRenderer:
@@ -59,7 +59,7 @@ class ChatTemplateRenderer:
                  template_kwargs: dict[str, Any] | None = None) -> None:
         if taken := RESERVED & (template_kwargs or {}).keys():
             raise UserError(f"data.chat_template_kwargs sets {', '.join(sorted(taken))}, which each row sets itself; "
-                            "leave it out")
+                            "remove it")
         variables = tokenizer.special_tokens_map
         self._template = ChatTemplate(tokenizer.get_chat_template(), variables)
         with_tools = tokenizer.get_chat_template(tools=[{}])  # some tokenizers have a separate template for tools
@@ -73,19 +73,19 @@ class ChatTemplateRenderer:
             self.notes.append("the chat template writes the date: tokens differ from day to day")
 
     def prompt(self, conversation: Conversation) -> list[Segment]:
-        """Segments up to the assistant's answer, equal to `apply_chat_template(add_generation_prompt=True)`.
+        """Return the segments up to the assistant's answer, equal to `apply_chat_template(add_generation_prompt=True)`.
 
         Raises:
-            RowProblem: The template refuses the conversation.
+            RowProblem: The template rejects the conversation.
         """
         written = _Turns(self, conversation)
         return written.segments(written.text(len(conversation.messages), True), [])
 
     def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
-        """Rows that hold the assistant's turns, see Renderer.
+        """Return rows that contain the assistant's turns, see Renderer.
 
         Raises:
-            RowProblem: The template refuses the conversation, or does not show a turn of the assistant.
+            RowProblem: The template rejects the conversation, or does not render a turn of the assistant.
         """
         written = _Turns(self, conversation)
         scored = scored_turns(conversation, turns)
@@ -94,14 +94,14 @@ class ChatTemplateRenderer:
         return [written.turn(place) for place in scored]
 
     def behind_call(self, conversation: Conversation, place: int) -> list[Segment]:
-        """See Renderer. The arguments of the last call hold `PROBE`."""
+        """See Renderer. The arguments of the last call contain `PROBE`."""
         return _Turns(self, conversation).behind(place)
 
     @cached_property
     def behind(self) -> str:
         """Text that the template always appends to the conversation, whoever has the last turn.
 
-        Phi-3's appends an end of text, Command A's the beginning of an answer.
+        Phi-3's appends an end of text, Command A's the start of an answer.
         """
         asked: Message = {"role": "user", "content": "a"}
         answer: Message = {"role": "assistant", "content": "b"}
@@ -130,7 +130,7 @@ class ChatTemplateRenderer:
         with suppress(RowProblem):
             written = _Turns(self, Conversation([asked, answer, asked]))
             behind = written.text(3, False).partition(PROBE)[2].lstrip()
-            # Templates that leave out the answer of a last turn give no evidence.
+            # Templates that omit the answer of a last turn give no evidence.
             if (token := self.encoder.control_pattern.match(behind)) and PROBE in written.text(2, False):
                 return token[0]
         return self.eos_token
@@ -186,7 +186,7 @@ class _Turns:
         """One row of all turns, which learns those at `scored`; None if inference would show one of them differently.
 
         Raises:
-            RowProblem: The template refuses the conversation, or does not show a turn.
+            RowProblem: The template rejects the conversation, or does not render a turn.
         """
         num_turns = len(self._conversation.messages)
         text, spans = self.text(num_turns, False), self._marked_spans(scored, num_turns)
@@ -201,7 +201,7 @@ class _Turns:
         return self._row(text, scored, spans, self._conversation)
 
     def turn(self, place: int) -> RenderedRow:
-        """A row of the turns up to `place`, which learns only that one. Raises RowProblem as `whole` does."""
+        """Return a row of the turns up to `place`, which learns only that one. Raises RowProblem as `whole` does."""
         text, spans = self.text(place + 1, False), self._marked_spans([place], place + 1)
         if spans is None:
             text, span = self._answer(place)
@@ -211,11 +211,11 @@ class _Turns:
     def behind(self, place: int) -> list[Segment]:
         """See ChatTemplateRenderer.behind_call."""
         text, (answered, span) = self.text(len(self._conversation.messages), True), self._answer(place)
-        # What the turn ends in; templates such as Qwen3's begin the last turn differently.
+        # What the turn ends in; templates such as Qwen3's start the last turn differently.
         end = answered[answered.rfind(PROBE) : span.end]
         start = text.rfind(PROBE)
         if PROBE not in end:
-            raise RowProblem("the chat template does not show calls of tools")
+            raise RowProblem("the chat template does not render tool calls")
         if not text.startswith(end, start):
             raise RowProblem("the chat template ends a turn differently once others follow")
         span = self._closed(text, _Span(start, start + len(end), span.closed))
@@ -232,7 +232,7 @@ class _Turns:
         return RenderedRow(self.segments(text, spans), conversation, unshown, unlike)
 
     def _marked_spans(self, scored: list[int], num_turns: int) -> list[list[_Span]] | None:
-        """Spans that {% generation %} marks in each scored turn; None without marks."""
+        """Spans that {% generation %} marks in each target turn; None without marks."""
         if not self._template.has_marks or BEGIN not in (marked := self._chat.marked(num_turns, False)):
             return None
         # Every second part lies between marks; `at` counts characters without the marks, as in `text`.
@@ -261,10 +261,10 @@ class _Turns:
         return _Span(start, behind.end(), True) if behind else _Span(start, end, False)
 
     def _answer(self, place: int) -> tuple[str, _Span]:
-        """The text of a row that ends in the turn at `place`, and the span of that turn.
+        """Return the text of a row that ends in the turn at `place`, and the span of that turn.
 
         The turn is what it adds to its prompt. Some templates open each answer with <think> in the prompt and omit that
-        in turns without reasoning: then the turn begins where the two texts diverge. Others, such as Mistral's, render
+        in turns without reasoning: then the turn starts where the two texts diverge. Others, such as Mistral's, render
         the question differently once it is answered (they omit the system turn): then the turn is appended to the
         prompt of inference.
         """
@@ -278,20 +278,20 @@ class _Turns:
             if OPENED.fullmatch(prompt[start:].strip()):
                 return answered, self._span(answered, start)
         else:
-            # Texts with different answers diverge where the answer begins.
+            # Texts with different answers diverge where the answer starts.
             start = self._common(self._chat.answered_by(place, PROBE), answered)
         span = self._span(answered, start)
         return prompt + answered[start: span.end], _Span(len(prompt), len(prompt) + span.end - start, span.closed)
 
     def _common(self, text: str, other: str) -> int:
-        """Length of the common prefix, not ending inside a tag or a control token."""
+        """Return the length of the common prefix, not ending inside a tag or a control token."""
         same = os.path.commonprefix([text, other])
         common = len(IN_TAG.sub("", same))
         return next((token.start() for token in self._control.finditer(other)
                      if token.start() < common < token.end()), common)
 
     def _span(self, answered: str, start: int) -> _Span:
-        """The span from `start` to the control token that ends the turn; line breaks after it are the next
+        """Return the span from `start` to the control token that ends the turn; line breaks after it are the next
         prompt's."""
         answered = answered.removesuffix(self._renderer.behind)
         # Only a control token at the very end closes the turn; others, such as those of tool calls, are inside it.
@@ -307,14 +307,14 @@ class _Turns:
         return _Span(span.start, following.end(), True) if following else span
 
     def _unshown(self, place: int, text: str, spans: list[_Span]) -> list[str]:
-        """Keys of a scored turn that the template leaves out. Raises RowProblem if too little is left to learn."""
+        """Keys of a target turn that the template omits. Raises RowProblem if too little is left to learn."""
         message = self._chat.messages[place]
         written = "".join(text[span.start:span.end] for span in spans)
         # A template without support for tools may drop calls in silence: the row would teach an empty answer.
         if any(call["function"]["name"] not in written for call in message.get("tool_calls", ())):
-            raise RowProblem("the chat template does not show calls of tools")
+            raise RowProblem("the chat template does not render tool calls")
         if not self._control.sub("", written).strip():
-            raise RowProblem("the chat template does not show the assistant's turn")
+            raise RowProblem("the chat template does not render the assistant's turn")
         reasoning = self._chat.reasoning[place].strip()
         return ["messages.reasoning_content"] if reasoning not in written else []
 
@@ -382,7 +382,7 @@ class ChatText:
         self._calls_as_text = False
 
     def _turn(self, message: Message) -> dict[str, Any]:
-        """A turn as passed to the template, with reasoning under the keys that the template reads."""
+        """Return a turn as passed to the template, with reasoning under the keys that the template reads."""
         turn = as_given(message)
         turn.pop("reasoning_content", None)
         if reasoning := message.get("reasoning_content"):
@@ -402,7 +402,7 @@ class ChatText:
         return _mapped(value, lambda text: pattern.sub(lambda match: hidden[match.group()], text)), hidden
 
     def text(self, num_turns: int, open_response: bool) -> str:
-        """The first turns as text. Raises RowProblem if the template refuses them."""
+        """Return the first turns as text. Raises RowProblem if the template rejects them."""
         return without_marks(self.marked(num_turns, open_response))
 
     def marked(self, num_turns: int, open_response: bool) -> str:
@@ -410,17 +410,17 @@ class ChatText:
         key = num_turns, open_response
         if key not in self._texts:
             if not num_turns:
-                raise RowProblem("the conversation begins with the assistant")
+                raise RowProblem("the conversation starts with the assistant")
             self._texts[key] = self._written(self.messages[:num_turns], open_response)
         return self._texts[key]
 
     def answered_by(self, num_turns: int, answer: str) -> str:
-        """The first turns and an answer as text."""
+        """Return the first turns and an answer as text."""
         return without_marks(self._written([*self.messages[:num_turns], {"role": "assistant", "content": answer}],
                                            False))
 
     def _written(self, messages: list[dict[str, Any]], open_response: bool) -> str:
-        """Render with arguments of calls as objects, or as JSON for templates that refuse objects."""
+        """Render with arguments of calls as objects, or as JSON for templates that reject objects."""
         if not self._calls_as_text:
             try:
                 return self._template.render_marked(messages, open_response, **self._given)
@@ -435,7 +435,7 @@ class ChatText:
 
 
 def as_given(message: Message) -> dict[str, Any]:
-    """A turn as `apply_chat_template` takes it: an input follows its instruction."""
+    """Return a turn as `apply_chat_template` takes it: an input follows its instruction."""
     turn: dict[str, Any] = {key: value for key, value in message.items() if key not in ("input", "scored")}
     if "input" in message:
         turn["content"] += "\n\n" + message["input"]
@@ -443,7 +443,7 @@ def as_given(message: Message) -> dict[str, Any]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings in nested lists and dicts, including keys."""
+    """Return all strings in nested lists and dicts, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

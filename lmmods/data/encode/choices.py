@@ -20,7 +20,7 @@ class ChoiceEncoder:
     Args:
         backend: JSON of the tokenizer's backend.
         unknown_id: Id of the unknown token.
-        max_length: Longest pair in tokens.
+        max_length: Maximum length of a pair in tokens.
         prompts_only: Rows need no answers.
     """
 
@@ -80,13 +80,13 @@ class ChoiceEncoder:
         return question
 
     def _fitted(self, question: Question, encodings: list[Encoding], counts: Counter) -> tuple[list[Encoding], int]:
-        """The pairs within `max_length`, and the number of removed tokens."""
+        """Return the pairs within `max_length`, and the number of removed tokens."""
         excess = [max(len(encoding.ids) - self.max_length, 0) for encoding in encodings]
         if not any(excess):
             return encodings, 0
         counts["rows_cut"] += 1
         counts["tokens_cut"] += sum(excess)
-        # A question with a choice that leaves no room is kept, as one that the model cannot read well is not solved.
+        # A question with a choice that leaves no space is kept: dropping it would hide an unsolved question.
         is_choice_cut = any(removed >= max(encoding.sequence_ids.count(0), 1)
                             for removed, encoding in zip(excess, encodings, strict=True))
         counts["choices_cut"] += is_choice_cut

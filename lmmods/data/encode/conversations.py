@@ -26,7 +26,7 @@ def fewest_left_out(places: list[int], encoded: Callable[[int], Cut | None]) -> 
     """Bisect for the fewest turns to drop: build the conversation from the first turn at which it fits the limits.
 
     Args:
-        places: Turns to begin at, ascending: later ones give a shorter conversation.
+        places: Turns to start at, ascending: later ones give a shorter conversation.
         encoded: Builds the conversation from a turn on; None if it exceeds the limits.
 
     Raises:
@@ -36,7 +36,7 @@ def fewest_left_out(places: list[int], encoded: Callable[[int], Cut | None]) -> 
     made = cache(encoded)
     first = bisect_left(places, True, key=lambda place: made(place) is not None)
     if first == len(places):
-        raise RowProblem("longer than the limits, without its earlier turns too")
+        raise RowProblem("longer than the limits, even without its earlier turns")
     return made(places[first])
 
 
@@ -62,7 +62,7 @@ class Choices:
 
 
 class Truncation(NamedTuple):
-    """Tokens to remove: from the beginning of a prompt, from its end, and from the end of its answer."""
+    """Tokens to remove: from the start of a prompt, from its end, and from the end of its answer."""
 
     left: int = 0
     right: int = 0
@@ -70,7 +70,7 @@ class Truncation(NamedTuple):
 
 
 CALL = "a12345678"  # id of a call, of the form that Mistral's templates ask for
-# Reasoning that a template or data set wrote inline.
+# Reasoning that a template or dataset wrote inline.
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
@@ -80,8 +80,8 @@ class SFTEncoder:
 
     Args:
         choices: Settings of what is rendered and learned.
-        prompts_only: Rows may lack a response; encode them only up to where it begins.
-        tools: Specifications of tools that every conversation shows, and no row has others.
+        prompts_only: Rows may lack a response; encode them only up to where it starts.
+        tools: Specifications of the tools of every conversation; rows must not have others.
     """
 
     dataset_format: str
@@ -135,7 +135,7 @@ class SFTEncoder:
         return Encoded(columns, np.array([place for place, *_ in fitted], np.int64), sorted(dropped), counts)
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
-        """Read and prepare the conversation of a row. Raises RowProblem if it holds none."""
+        """Read and prepare the conversation of a row. Raises RowProblem if it contains none."""
         return self.normalise(read_conversation(self.dataset_format, row, self.roles, self.turn_fields))
 
     def normalise(self, conversation: Conversation) -> Conversation:
@@ -151,21 +151,21 @@ class SFTEncoder:
             messages = [_without_reasoning(message) for message in messages]
         has_system = messages[0]["role"] == "system"
         replaces = self.choices.replace_system_prompt or not has_system
-        # Formats with a template of their own (`plain` text) have no place for a system turn.
+        # Formats with their own template (`plain` text) do not support a system turn.
         if self.choices.system_prompt is not None and replaces and find_format(self.dataset_format).template is None:
             messages = [{"role": "system", "content": self.choices.system_prompt}, *messages[int(has_system):]]
         if self.tools:
             if conversation.tools not in ([], self.tools):
-                raise RowProblem("the row has tools of its own, but those are the environment's")
+                raise RowProblem("the row has its own tools, but the environment defines them")
             return replace(conversation, messages=messages, tools=self.tools)
         return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
     def prompts(self, conversations: list[list[Message]]) -> list[list[int]]:
-        """Token ids of conversations up to the response. Raises RowProblem if one cannot be rendered."""
+        """Return the token ids of conversations up to the response. Raises RowProblem if one cannot be rendered."""
         return self.prompts_of([self.normalise(Conversation(messages)) for messages in conversations])
 
     def prompts_of(self, conversations: list[Conversation]) -> list[list[int]]:
-        """The same of prepared conversations."""
+        """Return the same of prepared conversations."""
         return self._ids([self.renderer.prompt(conversation) for conversation in conversations])
 
     def tool_turns(self, answers: list[Message]) -> list[int]:
@@ -174,20 +174,20 @@ class SFTEncoder:
         They do not depend on the turns before, of which the tokens stay as they are.
 
         Raises:
-            RowProblem: The template has no place for tools, or refuses the answers.
+            RowProblem: The template does not support tools, or rejects the answers.
         """
         for answer in answers:
             check_unicode(answer["content"])
-        # Behind the token that ends the turn: some tokenizers begin a text differently there.
+        # Behind the token that ends the turn: some tokenizers start a text differently there.
         return self._ids([self.renderer.behind_call(self._called(answers[0]["name"], {"a": PROBE}, answers), 1)])[0][1:]
 
     def tool_call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Text in which the template writes a turn that calls a tool. Raises RowProblem if it has no place for it."""
+        """Return the template's text of a turn that calls a tool. Raises RowProblem if it does not support tools."""
         row = self.renderer.rows(self._called(name, arguments, []), "last")[0]
         return "".join(part.text for part in row.segments if part.response >= 0)
 
     def _called(self, name: str, arguments: dict[str, Any], answers: list[Message]) -> Conversation:
-        """A conversation in which the assistant calls a tool, and the tool answers."""
+        """Return a conversation in which the assistant calls a tool, and the tool answers."""
         call = {"type": "function", "function": {"name": name, "arguments": arguments}, "id": CALL}
         messages: list[Message] = [{"role": "user", "content": "a"},
                                    {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -205,7 +205,7 @@ class SFTEncoder:
         for key in conversation.unused:
             counts[f"{UNUSED}{key}"] += 1
         if self.prompts_only:
-            if find_format(self.dataset_format).template is not None:  # a text, to go on from
+            if find_format(self.dataset_format).template is not None:  # a text to continue
                 messages = [{**message, "role": "user"} for message in messages]
             elif answered == len(messages):  # the answer is what the model is to write
                 messages = messages[:-1]
@@ -220,14 +220,14 @@ class SFTEncoder:
             raise RowProblem("the row's weight is 0")
         if messages[0]["role"] == "assistant" and find_format(self.dataset_format).template is None:
             if answered == 1:
-                raise RowProblem("the conversation begins with the assistant")
+                raise RowProblem("the conversation starts with the assistant")
             messages = [{**messages[0], "scored": False}, *messages[1:]]  # an opening without a question is not learned
         if any(_is_empty(message) for message in messages[:answered]):
             raise RowProblem("empty response")
         if messages is not conversation.messages or answered < len(messages):
             conversation = replace(conversation, messages=messages[:answered])
         if not scored_turns(conversation, "all"):
-            raise RowProblem("no turn is to be learned")
+            raise RowProblem("no turn to train on")
         turns = "last" if self.choices.train_on == "last" else self.choices.turns
         found = self.renderer.rows(conversation, turns)
         counts["turns_without_response"] += len(messages) - answered
@@ -261,7 +261,7 @@ class SFTEncoder:
         """
         messages = conversation.messages
         start = int(messages[0]["role"] == "system")
-        # A shorter conversation begins with a question; the first one (the whole conversation) is known not to fit.
+        # A shorter conversation starts with a question; the first one (the whole conversation) is known not to fit.
         asked = [place for place, message in enumerate(messages) if message["role"] == "user" and place > start]
         return fewest_left_out(asked, lambda first: self._encoded(
             replace(conversation, messages=[*messages[:start], *messages[first:]])))
@@ -288,16 +288,16 @@ class SFTEncoder:
             counts["tokens_cut"] += sum(removed)
             ids, response = self.shortened(ids, response, prompt, removed)
         train_on_all = self.choices.train_on == "all" and not self.prompts_only
-        # Labels are not shifted: position t holds the id of token t, and the loss of t - 1 predicts it.
+        # Labels are not shifted: position t contains the id of token t, and the loss of t - 1 predicts it.
         labels = ids if train_on_all else np.where(response >= 0, ids, IGNORED)
         # The first token is never predicted.
         if not self.prompts_only and not (labels[1:] != IGNORED).any():
-            raise RowProblem("nothing left to learn after cutting")
+            raise RowProblem("no target tokens left after truncation")
         counts["responses_complete"] += int(not removed.answer and not self.prompts_only)
         return ids, labels, prompt - removed.left - removed.right, sum(removed)
 
     def _prompt_length(self, response: np.ndarray) -> int:
-        """Number of tokens before the last response, from the response number of each token."""
+        """Return the number of tokens before the last response, from the response number of each token."""
         # argmax finds the first token of the highest number.
         return len(response) if self.prompts_only else int(np.argmax(response == response.max(initial=-1)))
 
@@ -307,7 +307,7 @@ class SFTEncoder:
         # The limits of each part apply first; what is still too long together remains.
         source = max(0, prompt - (limits.source_max_length or prompt))
         target = max(0, answer - (limits.target_max_length or answer))
-        # A prompt of predict leaves room for at least one token.
+        # A prompt of predict leaves space for at least one token.
         return source, target, max(0, prompt - source + answer - target - limits.max_length + int(self.prompts_only))
 
     def shortened(self, ids: np.ndarray, response: np.ndarray, prompt: int, removed: "Truncation"
@@ -316,7 +316,7 @@ class SFTEncoder:
         first, left = int(ids[0] == self.text.bos_id), removed.left
         # A cut inside an earlier response: the rest must not be learned without its beginning.
         if left and response[first + left] == response[first + left - 1]:
-            response = np.where(response == response[first + left], -1, response)  # its beginning is cut off
+            response = np.where(response == response[first + left], -1, response)  # its beginning is truncated
         keep = np.r_[:first, first + left : prompt - removed.right, prompt : len(ids) - removed.answer]
         return ids[keep], response[keep]
 

@@ -18,8 +18,8 @@ from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.readers import Row
 
 EXAMPLES_PER_REASON = 3
-UNUSED = "unused:"  # prefix of counts; the rest names a key that rows fill but that is not used
-SPELLED = "spelled:"  # prefix of counts; the rest names a special token that a text to be learned spells
+UNUSED = "unused:"  # prefix of counts; the rest names a key that rows fill but nothing uses
+SPELLED = "spelled:"  # prefix of counts; the rest names a special token spelled in a target text
 
 
 class Ragged(NamedTuple):
@@ -112,7 +112,7 @@ def first_usable_row(rows: Iterable[Row], path: str) -> Row:
         row_counts.num_rows += 1
         row_counts.drop(row, row.problem)
     if not row_counts.num_rows:
-        raise UserError(f"{path}: the data set is empty, no row was found")
+        raise UserError(f"{path}: the dataset is empty")
     raise UserError(f"{path}: no usable row among {describe_dropped(row_counts.summary())}")
 
 
@@ -137,7 +137,7 @@ CONTEXTS = ("\n", ".", "?")  # tried in turn: the tokenizer must not merge it wi
 
 
 class Run(NamedTuple):
-    """A piece of text or a control token.
+    """A text or a control token.
 
     `content` is the text or the token's id; `response` is -1 in prompts, else the number of the response.
     """
@@ -163,19 +163,19 @@ class TextEncoder:
         if tags:
             backend.add_tokens([AddedToken(name, special=False, normalized=False) for name in tags])
             backend = Tokenizer.from_str(backend.to_str())  # otherwise they stay special for text
-        # Some tokenizers (GPT-2) name their end token as the begin token, but begin no text with it.
+        # Some tokenizers (GPT-2) name their end token as the begin token, but start no text with it.
         first = backend.encode("a").ids[:1]
         self.uses_bos = self.bos_id is not None and (first == [self.bos_id] or self.bos_id != self.eos_id)
         # Settings saved in tokenizer.json would pad or cut rows.
         backend.no_padding()
         backend.no_truncation()
         self._set_backend(backend)
-        # The first token shows whether the tokenizer prepends a space, as part of the word or by itself.
+        # The first token shows whether the tokenizer prepends a space, as part of the word or as its own token.
         self._adds_space = backend.encode("a", add_special_tokens=False).tokens[:1] in (["▁a"], ["Ġa"], ["▁"], ["Ġ"])
         self._adds_space_after_control = self._adds_space and self._space_follows_control(backend)
         self._split: dict[str, list[str | int]] = {}
         self.control_names = {number: name for name, number in self.control.items()}
-        # Longest first, so that a token which begins with another is found; "(?!)" matches nothing.
+        # Longest first, so that a token which starts with another is found; "(?!)" matches nothing.
         names = sorted(self.control, key=len, reverse=True)
         self.control_pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
 
@@ -194,7 +194,7 @@ class TextEncoder:
         if not self.control:
             return True
         backend.encode_special_tokens = False
-        # Some tokenizers prepend a space to each text between control tokens, others at the beginning of a row only.
+        # Some tokenizers prepend a space to each text between control tokens, others at the start of a row only.
         joint = backend.encode(next(iter(self.control)) + "a", add_special_tokens=False).ids
         backend.encode_special_tokens = True
         return joint[1:] == self._ids(["a"])[0]
@@ -265,14 +265,14 @@ class TextEncoder:
         return [self._join(runs, encoded) for runs in rows]
 
     def _continues(self, before: Run | None) -> bool:
-        """True if a run after `before` must not get the tokenizer's own leading space."""
+        """Return True if a run after `before` must not get the tokenizer's own leading space."""
         if not self._adds_space or before is None:
             return False
         # After text the space would be an extra one; after a control token it depends on the tokenizer.
         return isinstance(before.content, str) or not self._adds_space_after_control
 
     def _join(self, runs: list[Run], encoded: Iterator[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        # `encoded` holds the texts of all rows in order, so each row takes as many as it has.
+        # `encoded` contains the texts of all rows in order, so each row takes as many as it has.
         parts = [next(encoded) if isinstance(run.content, str) else (run.content,) for run in runs]
         lengths = [len(part) for part in parts]
         ids = np.fromiter(chain.from_iterable(parts), np.int32, sum(lengths))
@@ -311,9 +311,9 @@ class TextEncoder:
 # Encoding rows of plain text. Does not import torch, so that worker processes start fast.
 
 def ends_of(row: dict[str, Any]) -> tuple[bool, bool]:
-    """Return whether a row begins and ends its document.
+    """Return whether a row starts and ends its document.
 
-    Only pieces of text files do not. Other rows may have columns of the same names, so the types are checked.
+    Only parts of text files do not. Other rows may have columns of the same names, so the types are checked.
     """
     starts, ends = row.get("starts"), row.get("ends")
     if len(row) == 3 and isinstance(starts, bool) and isinstance(ends, bool):
@@ -325,7 +325,7 @@ def check_text_column(first: Row, column: str) -> None:
     """Raise UserError if the first row of a source lacks the text column."""
     if column not in first.values:
         raise UserError(f"{first.file}:{first.line}: no column {column!r}; the columns are {', '.join(first.values)}. "
-                        "Name yours with data.text_column")
+                        "Set data.text_column to one of them")
 
 
 @dataclass
@@ -337,7 +337,7 @@ class TextRowEncoder:
         text: Text encoder.
         begin: Ids before each document.
         end: Ids after each document.
-        longest: Longest row, truncated on the left; None is no limit.
+        longest: Maximum row length in tokens, truncated on the left; None is no limit.
         gap: Control token that is recognised in the text; None is none.
     """
 
@@ -392,5 +392,5 @@ class TextRowEncoder:
         num_truncated = 0 if self.longest is None else max(0, len(begin) + len(ids) + len(end) - self.longest)
         counts["rows_cut"] += bool(num_truncated)
         counts["tokens_cut"] += num_truncated
-        # The left end is cut, but `begin` stays.
+        # The left end is truncated, but `begin` stays.
         return np.array([*begin, *ids[num_truncated:], *end], np.int32)

@@ -28,7 +28,7 @@ BITS = {"0": 0, "1": 1, "false": 0, "true": 1}  # by `label_name`
 
 
 def label_name(value: Any, names: list[str] | None = None) -> str:
-    """Name of a label, of a tag, or of an item in a list of labels: text, a number, true or false.
+    """Return the name of a label, of a tag, or of an item in a list of labels: text, a number, true or false.
 
     Args:
         names: Names that numbers stand for; None if a number is its own name.
@@ -40,7 +40,7 @@ def label_name(value: Any, names: list[str] | None = None) -> str:
         return "true" if value else "false"  # as JSON and YAML write it
     if isinstance(value, int) and names is not None:
         if not 0 <= value < len(names):
-            raise RowProblem("a label without a name")  # data sets write -1 where the label is secret
+            raise RowProblem("a label without a name")  # datasets write -1 where the label is secret
         return names[value]
     # The same number may be written 1 and 1.0.
     number = isinstance(value, float) and value.is_integer()
@@ -52,23 +52,23 @@ def label_name(value: Any, names: list[str] | None = None) -> str:
 
 
 def label_number(value: Any) -> float:
-    """Number of a cell, for regression. Raises RowProblem: it is none."""
+    """Return the number of a cell, for regression. Raises RowProblem: it is none."""
     if isinstance(value, str) and DECIMAL_COMMA.fullmatch(value):
-        raise RowProblem("the label has a decimal comma, which must be a point")
+        raise RowProblem("the label has a decimal comma instead of a point")
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise RowProblem("the label is no number")
+        raise RowProblem("the label is not a number")
     return number
 
 
 def cell_list(value: Any, name: str) -> list[Any]:
-    """List of a cell, or of its JSON in a file whose cells are all text. Raises RowProblem: it is none."""
+    """Return the list of a cell, or of its JSON in a file whose cells are all text. Raises RowProblem: it is none."""
     found = parsed(value, name) if isinstance(value, str) else value
     if not isinstance(found, list):
-        raise RowProblem(f"{name} is no list")
+        raise RowProblem(f"{name} is not a list")
     return found
 
 
@@ -83,7 +83,7 @@ class Labels:
     """Labels that rows may have.
 
     Args:
-        names: In the order of the network's outputs.
+        names: In the order of the model's outputs.
         class_names: Names that numbers in this source stand for; None if a number is its own name.
     """
 
@@ -95,29 +95,29 @@ class Labels:
         self._are_words = not any(name.isdecimal() for name in self.names)
 
     def number(self, value: Any) -> int:
-        """Number of the label in a cell. Raises RowProblem: there is none, or it is unknown."""
+        """Return the number of the label in a cell. Raises RowProblem: there is none, or it is unknown."""
         name = label_name(value, self.class_names)
         if name in self._numbers:
             return self._numbers[name]
         # Where `data.labels` gives names to numbers, these are places in it.
         if self._are_words and name.isdecimal() and int(name) < len(self.names):
             return int(name)
-        raise RowProblem("a label that is none of data.labels")
+        raise RowProblem("a label that is not in data.labels")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows of one sequence each, cut at their longest.
+# Rows of one sequence each, truncated to the maximum length.
 
 
 class CuttingTokenizer:
-    """A fast tokenizer that keeps what it cuts from a row known; picklable.
+    """A fast tokenizer that also returns what it truncates from a row; picklable.
 
     Args:
         backend: JSON of the tokenizer's backend.
         pad_id: Id of the padding token.
         unknown_id: Id of the unknown token.
-        max_length: Longest row in tokens, special ones included; of a pair the longer text is cut first.
-        side: Side at which rows are cut.
+        max_length: Maximum row length in tokens, with special ones; of a pair the longer text is truncated first.
+        side: Side at which rows are truncated.
     """
 
     def __init__(self, backend: str, pad_id: int, unknown_id: int | None, max_length: int, side: str) -> None:
@@ -135,7 +135,7 @@ class CuttingTokenizer:
         return CuttingTokenizer, self._state
 
     def encode(self, texts: list[Any], are_words: bool = False) -> list[tuple[Encoding, Encoding]]:
-        """Encodings of texts, pairs of texts or (`are_words`) lists of words, each before and after it is cut."""
+        """Encodings of texts, pairs of texts or (`are_words`) lists of words, each before and after it is truncated."""
         whole = self._whole.encode_batch(texts, is_pretokenized=are_words)
         long = [place for place, encoding in enumerate(whole) if len(encoding) > self.max_length]
         cut = self._cut.encode_batch([texts[place] for place in long], is_pretokenized=are_words)
@@ -143,7 +143,7 @@ class CuttingTokenizer:
         return [(encoding, shorter.get(place, encoding)) for place, encoding in enumerate(whole)]
 
     def row(self, whole: Encoding, cut: Encoding, counts: Counter) -> dict[str, Any]:
-        """Columns of a row with `truncated`, the number of tokens cut, and what the report counts.
+        """Return the columns of a row with `truncated`, the number of tokens cut, and what the report counts.
 
         Raises:
             RowProblem: The row has no token but special ones.
@@ -156,7 +156,7 @@ class CuttingTokenizer:
         counts["unknown_tokens"] += int((ids == self.unknown_id).sum())
         counts["rows_cut"] += truncated > 0
         counts["tokens_cut"] += truncated
-        # transformers' decoders take the last token that is no padding by its id, which is another one in such rows.
+        # transformers' decoders take the last token that is not padding by its id, which is another one in such rows.
         counts["ends_in_padding"] += bool(ids[-1] == self.pad_id)
         return {"input_ids": ids, "token_type_ids": np.array(cut.type_ids, np.int32), "truncated": truncated}
 
@@ -166,7 +166,7 @@ class LabelledEncoder(ABC):
     """Encodes labelled rows, all texts of a batch at once. Abstract.
 
     Args:
-        tokenizer: Encodes and cuts the texts.
+        tokenizer: Encodes and truncates the texts.
         prompts_only: Rows need no labels; those without a usable one get none.
     """
 
@@ -215,7 +215,7 @@ class LabelledEncoder(ABC):
 
     @abstractmethod
     def _columns(self, label: Any, whole: Encoding, cut: Encoding, counts: Counter) -> dict[str, Any]:
-        """Columns of the label, from the encodings before and after the row is cut."""
+        """Return the columns of the label, from the encodings before and after the row is truncated."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,14 +338,14 @@ class TokenEncoder(LabelledEncoder):
         return [self.prefix + word if word and word[0] != self.prefix else word for word in words]
 
     def _label(self, row: dict[str, Any]) -> np.ndarray:
-        """Number of each word's tag."""
+        """Return the number of each word's tag."""
         num_words = len(cell_list(row[self.tokens_column], self.tokens_column))
         try:
             if self.tags_column not in row:
                 raise RowProblem(f"{self.tags_column} is missing")
             numbers = [self.labels.number(tag) for tag in cell_list(row[self.tags_column], self.tags_column)]
             if len(numbers) != num_words:
-                raise RowProblem("the numbers of words and of tags differ")
+                raise RowProblem("the numbers of words and tags differ")
             return np.array(numbers, np.int32)
         except RowProblem:
             if not self.prompts_only:
@@ -371,7 +371,7 @@ class TokenEncoder(LabelledEncoder):
 
 
 def word_numbers(encoding: Encoding) -> np.ndarray:
-    """Number of the word of each token [T], -1 for special tokens."""
+    """Return the number of the word of each token [T], -1 for special tokens."""
     return np.array([-1 if word is None else word for word in encoding.word_ids], np.int32)
 
 

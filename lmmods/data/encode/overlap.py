@@ -1,4 +1,4 @@
-"""N-grams of evaluation texts, by which training rows are found that hold parts of them."""
+"""N-grams of evaluation texts, to find training rows that contain parts of them."""
 
 from collections.abc import Iterable
 
@@ -12,11 +12,11 @@ class EvaluationNgrams:
     """All n-grams of evaluation rows, in memory: 16 bytes for each.
 
     Args:
-        sources: Name and rows of each source. All texts of a row count, each by itself.
+        sources: Name and rows of each source. All texts of a row count, each separately.
         size: Words of an n-gram.
 
     Attributes:
-        notes: What was looked for, for the data report.
+        notes: Notes on the search for the data report.
     """
 
     def __init__(self, sources: Iterable[tuple[str, Iterable[Row]]], size: int) -> None:
@@ -38,8 +38,8 @@ class EvaluationNgrams:
             found.append(hashes)
             owners.append(np.full(len(hashes), len(self._names)))
             self._names.append(name)
-            self.notes.append(f"looked for {size} words in a row of {num_rows - num_short} rows of {name}"
-                              + (f"; {num_short} more have no text of so many words" if num_short else ""))
+            self.notes.append(f"looked for {size} consecutive words of {num_rows - num_short} rows of {name}"
+                              + (f"; {num_short} more have only shorter texts" if num_short else ""))
         # Of an n-gram of several sources, the first one's.
         self._found, places = np.unique(np.concatenate(found), return_index=True)
         self._owners = np.concatenate(owners)[places]

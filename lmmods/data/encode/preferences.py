@@ -62,7 +62,7 @@ class PreferenceEncoder:
                 found += self._rendered(read(row), place, counts)
             except RowProblem as problem:
                 problems[place] = str(problem)
-        # All answers of the batch in one call of the tokenizer, in the order in which `found` holds them.
+        # All answers of the batch in one call of the tokenizer, in the order in which `found` contains them.
         written = iter(self._encoded([each for row in found for each in row.rendered], counts))
         kept = []
         for row in found:
@@ -95,7 +95,7 @@ class PreferenceEncoder:
     # Conversations
 
     def _rendered(self, judged: list[Judged], place: int, counts: Counter) -> list[_Row]:
-        """The rows of batches that the answers of a row become. Raises RowProblem."""
+        """Return the rows of batches that the answers of a row become. Raises RowProblem."""
         judged = [Judged(self.conversations.normalise(conversation), is_wanted) for conversation, is_wanted in judged]
         told: set[str] = set()
         for conversation, _ in judged:  # count an unused key once per row, not per answer
@@ -115,14 +115,14 @@ class PreferenceEncoder:
                 for conversation, is_wanted in judged]
 
     def _written(self, conversation: Conversation, start: int, counts: Counter) -> RenderedRow:
-        """Render a conversation whose answers from the turn at `start` on are scored. Raises RowProblem."""
+        """Render a conversation whose answers from the turn at `start` on are targets. Raises RowProblem."""
         # Earlier answers belong to the prompt.
         messages = [{**message, "scored": False} if message["role"] == "assistant" and place < start else message
                     for place, message in enumerate(conversation.messages)]
         found = self.conversations.render(replace(conversation, messages=messages), counts)
         # A template that renders turns differently once they are answered gives a row per turn.
         if len(found) != 1:
-            raise RowProblem("an answer of several turns, which the chat template writes differently")
+            raise RowProblem("an answer of several turns, which the chat template renders differently")
         return found[0]
 
     # Tokens
@@ -149,14 +149,14 @@ class PreferenceEncoder:
         cut = [self._cut(each, Truncation(left, right, own.answer)) for each, own in zip(tokens, removed, strict=True)]
         labelled = [(ids, np.where(response >= 0, ids, IGNORED).astype(np.int32)) for ids, response in cut]
         if not all((labels[1:] != IGNORED).any() for _, labels in labelled):
-            raise RowProblem("an answer has nothing left after cutting")
+            raise RowProblem("an answer has no tokens left after truncation")
         # They may differ in text alone, for example in white space, or only beyond the cut.
         if len(labelled) == 2 and np.array_equal(*(ids for ids, _ in labelled)):
-            raise RowProblem("the two answers are equal in tokens")
+            raise RowProblem("the two answers have the same tokens")
         lost = before - sum(len(ids) for ids, _ in labelled)
         counts["rows_cut"] += lost > 0
         counts["tokens_cut"] += lost
-        # Where a prompt opens a tag that one answer lacks, as <think>, that answer begins earlier than the other.
+        # Where a prompt opens a tag that one answer lacks, as <think>, that answer starts earlier than the other.
         return labelled, min(map(_prompt_length, cut)), lost
 
     def _fits(self, tokens: Tokens) -> bool:
@@ -186,7 +186,7 @@ class PreferenceEncoder:
         return fewest_left_out(asked, fitting)
 
     def _from_turn(self, conversations: list[Conversation], start: int, first: int) -> list[Tokens] | None:
-        """The answers with the system turn and the turns from `first` on; None if a template splits them."""
+        """Return the answers with the system turn and the turns from `first` on; None if a template splits them."""
         shorter = [replace(each, messages=[*each.messages[:start], *each.messages[first:]]) for each in conversations]
         rows = [self.conversations.renderer.rows(each, "all") for each in shorter]
         if any(len(found) != 1 for found in rows):
@@ -195,21 +195,21 @@ class PreferenceEncoder:
 
 
 def _prompt_length(tokens: Tokens) -> int:
-    """Number of tokens before the first scored one."""
+    """Return the number of tokens before the first target."""
     # Not the last response, as in SFTEncoder: answers may have several turns.
     return int(np.argmax(tokens[1] >= 0))
 
 
 def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Number of turns that two conversations share before an answer in both. Raises RowProblem."""
+    """Return the number of turns that two conversations share before an answer in both. Raises RowProblem."""
     shared = next((place for place, pair in enumerate(zip(chosen, rejected)) if not _is_same(*pair)),
                   min(len(chosen), len(rejected)))
     if shared == len(chosen) == len(rejected):
         raise RowProblem("the two answers are equal")
-    # Both must go on with an answer: a comparison of different questions says nothing.
+    # Both must continue with an answer: comparing answers to different questions is meaningless.
     ends = [messages[shared]["role"] if shared < len(messages) else None for messages in (chosen, rejected)]
     if ends != ["assistant", "assistant"]:
-        raise RowProblem("the two conversations part before an answer")
+        raise RowProblem("the two conversations differ before the answer")
     return shared
 
 
@@ -218,6 +218,6 @@ def _is_same(one: Message, other: Message) -> bool:
 
 
 def _last_answer(conversation: Conversation) -> int:
-    """Position of the last turn of the assistant; 0 if there is none, which is reported later."""
+    """Return the position of the last turn of the assistant; 0 if there is none, which is reported later."""
     messages = conversation.messages
     return next((place for place in reversed(range(len(messages))) if messages[place]["role"] == "assistant"), 0)

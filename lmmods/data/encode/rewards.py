@@ -33,7 +33,7 @@ class RewardEncoder:
         """Columns of one row for each pair, or answer.
 
         `input_ids` concatenates the sequences, each a prompt with an answer and the token that ends it; `sizes`, tokens
-        of each, and `longest`, of the longest of them; `wanted` (0 for the worse answer of a pair by itself, else 1);
+        of each, and `longest`, of the longest of them; `wanted` (0 for a separate worse answer of a pair, else 1);
         `margin` (0 if the row has none); `truncated`.
 
         Raises:
@@ -62,7 +62,7 @@ class RewardEncoder:
         second = ids.lengths - first  # 0 where the row is a single answer
         is_pair = second > 0
         sizes = np.stack([first, second], axis=1)
-        # transformers' decoders take the last token that is no padding by its id, which is another one in such rows.
+        # transformers' decoders take the last token that is not padding by its id, which is another one in such rows.
         lasts = ids.values[np.cumsum(sizes[sizes > 0]) - 1]
         counts["ends_in_padding"] += int((lasts == self.pad_id).sum())
         columns: dict[str, Any] = {
@@ -76,7 +76,7 @@ class RewardEncoder:
         return Encoded(columns, np.array(places, np.int64)[encoded.positions], sorted(dropped), counts)
 
     def _margin(self, row: Values) -> float | None:
-        """The margin of a pair, None if the row has none. Raises RowProblem."""
+        """Return the margin of a pair, None if the row has none. Raises RowProblem."""
         value = row.get(self.margin_column)
         if self.answers.answers != "pair" or is_blank(value):
             return None
@@ -89,7 +89,7 @@ class RewardEncoder:
         return margin
 
     def _judged(self, row: Values) -> Values:
-        """The row as `PreferenceEncoder` takes it, without the columns that it does not read.
+        """Return the row as `PreferenceEncoder` takes it, without the columns that it does not read.
 
         Raises:
             RowProblem: A single conversation has no answer at its end.

@@ -15,7 +15,7 @@ from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 
 
 class Segment(NamedTuple):
-    """A piece of a rendered row."""
+    """A part of a rendered row."""
 
     text: str
     template: bool
@@ -42,7 +42,7 @@ Turns = Literal["all", "last", "split"]
 
 
 def only_turn(conversation: Conversation, place: int) -> Conversation:
-    """The conversation up to the turn at `place`, with only that turn scored."""
+    """Return the conversation up to the turn at `place`, with only that turn as target."""
     messages = [{**message, "scored": False} if message["role"] == "assistant" and number < place else message
                 for number, message in enumerate(conversation.messages[: place + 1])]
     return replace(conversation, messages=messages)
@@ -60,22 +60,22 @@ class Renderer(Protocol):
     notes: list[str]
 
     def prompt(self, conversation: Conversation) -> list[Segment]:
-        """The conversation up to the model's answer. Raises RowProblem."""
+        """Return the conversation up to the model's answer. Raises RowProblem."""
         ...
 
     def behind_call(self, conversation: Conversation, place: int) -> list[Segment]:
-        """The token that ends the assistant's turn at `place`, which calls tools, and all up to its next answer.
+        """Return the token that ends the assistant's turn at `place`, which calls tools, and all up to its next answer.
 
         Raises RowProblem.
         """
         ...
 
     def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
-        """Rows that end in turns of the assistant and hold them as inference would show them. Raises RowProblem.
+        """Rows that end in turns of the assistant and contain them as inference would show them. Raises RowProblem.
 
         Args:
-            conversation: Ends in a turn of the assistant. Turns whose `scored` is False are not learned.
-            turns: `all` is one row if it shows all scored turns as inference would, else, like `split`, one row for
+            conversation: Ends in a turn of the assistant. Turns with `scored` False are not targets.
+            turns: `all` is one row if it shows all target turns as inference would, else, like `split`, one row for
                 each of them; `last` is one row for the last.
         """
         ...
@@ -86,7 +86,7 @@ class Renderer(Protocol):
 
 
 def scored_turns(conversation: Conversation, turns: Turns) -> list[int]:
-    """Positions of the turns to learn."""
+    """Return the positions of the turns to learn."""
     places = [place for place, message in enumerate(conversation.messages)
               if message["role"] == "assistant" and message.get("scored", True)]
     return places[-1:] if turns == "last" else places
@@ -178,7 +178,7 @@ TEMPLATES: dict[str, Template] = {
     ),
     "plain": Template(system="{content}", user="{content}", response=""),
 }
-# The rows of qlora.py (Dettmers et al. 2023): alpaca's prompt ends in a space, other data sets have no prompt text.
+# The rows of qlora.py (Dettmers et al. 2023): alpaca's prompt ends in a space, other datasets have no prompt text.
 TEMPLATES["qlora-alpaca"] = replace(TEMPLATES["alpaca"], response="### Response: ", apart=True)
 TEMPLATES["qlora-plain"] = replace(TEMPLATES["plain"], apart=True)
 PLACEHOLDER = re.compile(r"\{(content|input|system)\}")
@@ -199,7 +199,7 @@ class TemplateRenderer:
 
     def __init__(self, name: str, encoder: TextEncoder, eos_token: str, bos_token: str | None) -> None:
         if name not in TEMPLATES:
-            raise UserError(f"data.template {name!r} is unknown; known are {', '.join(TEMPLATES)}")
+            raise UserError(f"data.template {name!r} is unknown. Use one of {', '.join(TEMPLATES)}")
         self.name, self.template = name, TEMPLATES[name]
         self.apart = self.template.apart
         self.bos = bos_token if encoder.uses_bos or self.apart else None
@@ -208,7 +208,7 @@ class TemplateRenderer:
         self.notes: list[str] = []
         # As plain text it would be several tokens, on which generation could not stop.
         if end not in encoder.control:
-            self.notes.append(f"template {name}: {end} is no token of this tokenizer, responses end in {eos_token} "
+            self.notes.append(f"template {name}: {end} is not a token of this tokenizer, responses end in {eos_token} "
                               "instead (data.add_tokens can add it)")
             end = eos_token
         self.end = end
@@ -238,16 +238,16 @@ class TemplateRenderer:
         return [self.end]
 
     def _plain(self, conversation: Conversation) -> list[Message]:
-        """The turns. Raises RowProblem if the template does not support them."""
+        """Return the turns. Raises RowProblem if the template does not support them."""
         messages = conversation.messages
         if conversation.tools or any("tool_calls" in message for message in messages):
-            raise RowProblem(f"template {self.name} has no place for tools or calls of them; no named one has: take a "
-                             "tokenizer with a chat template that knows tools and leave data.template out, or name a "
-                             "file of Jinja there")
+            raise RowProblem(f"template {self.name} does not support tools, and no named template does. Use a "
+                             "tokenizer whose chat template supports tools and remove data.template, or set it to a "
+                             "Jinja file")
         if not self.template.tool and any(message["role"] == "tool" for message in messages):
             able = [name for name, template in TEMPLATES.items() if template.tool]
-            raise RowProblem(f"template {self.name} has no place for answers of tools; data.template "
-                             f"{' or '.join(able)} has, and so have chat templates of tokenizers that know tools")
+            raise RowProblem(f"template {self.name} does not support tool answers. Use data.template "
+                             f"{' or '.join(able)}, or a tokenizer whose chat template supports tools")
         return messages
 
     def _segments(self, messages: list[Message], goes_on: bool) -> list[Segment]:
@@ -302,7 +302,7 @@ class TemplateRenderer:
 
     def _fill(self, layout: str, message: Message) -> list[Segment]:
         """Insert texts as separate segments, never into a string that is parsed again."""
-        # Every second piece names a placeholder. Its text is no template, so control tokens in it stay text.
+        # Every second piece names a placeholder. Its text is not a template, so control tokens in it stay text.
         pieces = PLACEHOLDER.split(layout.replace("{eos}", self.eos))
         return [Segment(message[piece], False, -1) if place % 2 else Segment(piece, True, -1)
                 for place, piece in enumerate(pieces) if piece]
@@ -320,7 +320,7 @@ NO_TOOLS = "this template has no place for tools"
 def template_jinja(renderer: TemplateRenderer) -> str:
     """Return a Jinja chat template equivalent to the renderer, for messages whose contents are texts.
 
-    It raises an exception for whatever the renderer refuses. Responses with their terminators are inside the marks from
+    It raises an exception for whatever the renderer rejects. Responses with their terminators are inside the marks from
     which transformers knows the assistant's tokens (`return_assistant_tokens_mask`).
     """
     template, eos = renderer.template, renderer.eos
@@ -365,7 +365,7 @@ def _user(renderer: TemplateRenderer) -> list[str]:
 
 
 def _system_in_user() -> list[str]:
-    """A system turn renders nothing: the user turn after it holds its text."""
+    """A system turn renders nothing: the user turn after it contains its text."""
     return [*_raising("not loop.first", "a system turn in the middle of the conversation"),
             *_raising("loop.last or loop.nextitem['role'] != 'user'", "a system turn without a user turn after it")]
 
@@ -375,7 +375,7 @@ def _raising(condition: str, message: str) -> list[str]:
 
 
 def _joined(layout: str, eos: str, content: str = CONTENT) -> str:
-    """A layout as a Jinja expression, with its placeholders replaced by variables."""
+    """Return a layout as a Jinja expression, with its placeholders replaced by variables."""
     places = {"content": content, "system": FIRST}
     pieces = PLACEHOLDER.split(layout.replace("{eos}", eos))
     return " ~ ".join(places[piece] if place % 2 else _quoted(piece) for place, piece in enumerate(pieces) if piece)

@@ -84,7 +84,7 @@ class TokenizerOptions:
     def loaded(self) -> RepairedTokenizer:
         """The tokenizer, loaded at first use. Raises UserError."""
         if self.path is None:
-            raise UserError("no tokenizer is named; set data.tokenizer, or model.pretrained to a folder that has one")
+            raise UserError("no tokenizer is set; set data.tokenizer, or model.pretrained to a folder that has one")
         return load_tokenizer(self)
 
 
@@ -98,7 +98,7 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
 
     path = options.path
     if os.path.isdir(path) and not any("token" in name or name.startswith("vocab") for name in os.listdir(path)):
-        raise UserError(f"{path}: this folder holds no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
+        raise UserError(f"{path}: this folder has no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
                         "set data.tokenizer to a folder or hub id that has one")
     try:
         with hub.loading("tokenizer", path, revision=options.revision, missing=(OSError, ValueError)):
@@ -112,7 +112,7 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
                         f"{redact(str(error))[:300]}); set data.tokenizer to a folder or hub id that has one"
                         ) from error
     if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"{path}: only a slow tokenizer is found; a tokenizer.json is needed")
+        raise UserError(f"{path}: there is only a slow tokenizer. Add a tokenizer.json")
     _set_options(tokenizer, options)
     if options.chat_template is not None:
         tokenizer.chat_template = options.chat_template
@@ -138,8 +138,8 @@ def _set_options(tokenizer, options: TokenizerOptions) -> None:  # noqa: ANN001
         read = normalizer.normalize_str(character) if normalizer else character
         if (read == changed) is not value:
             raise UserError(f"data.tokenizer_options.{name} is {str(value).lower()}, but the tokenizer of "
-                            f"{options.path} ({type(tokenizer).__name__}) reads {character!r} as {read!r} all the "
-                            "same. It is for tokenizers of BERT's kind: leave it out")
+                            f"{options.path} ({type(tokenizer).__name__}) still reads {character!r} as "
+                            f"{read!r}. It applies only to BERT-style tokenizers; remove it")
 
 
 def _add_tokens(result: RepairedTokenizer, options: TokenizerOptions) -> None:
@@ -154,9 +154,9 @@ def _add_tokens(result: RepairedTokenizer, options: TokenizerOptions) -> None:
         is_special = not options.whole_words or name in protected or written is not None and name in written
         if name in known and options.whole_words:
             if is_special or not known[name].special:
-                result.notes.append(f"data.add_tokens: {name} is a token already")
+                result.notes.append(f"data.add_tokens: {name} is already a token")
                 continue
-            result.notes.append(f"data.add_tokens: {name} was a special token and is found in text now")
+            result.notes.append(f"data.add_tokens: {name} was a special token and is now matched in text")
         if name in vocabulary and name not in known:
             result.notes.append(f"data.add_tokens: {name} keeps its id {vocabulary[name]} and is no longer split")
         # Not normalised: matched in the text as written, before lower-casing and the like.
@@ -199,7 +199,7 @@ def content_tags(tokenizer) -> list[str]:  # noqa: ANN001
 def _turn_marks(tokenizer) -> set[str]:  # noqa: ANN001
     """Names of the tags that the chat template opens before a turn's content and closes after it, or the other way.
 
-    All tags of a template that refuses such turns.
+    All tags of a template that rejects such turns.
     """
     turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
     try:
@@ -212,12 +212,12 @@ def _turn_marks(tokenizer) -> set[str]:  # noqa: ANN001
 
 
 def _roles(tokenizer) -> set[str]:  # noqa: ANN001
-    """Names of the tokens that have a role, such as the end token."""
+    """Return the names of the tokens that have a role, such as the end token."""
     return {name for role in KNOWN_NAMES if (name := getattr(tokenizer, role)) is not None}
 
 
 def encoding_state(tokenizer) -> dict[str, Any]:  # noqa: ANN001
-    """All of a transformers tokenizer that token ids could depend on."""
+    """Return all of a transformers tokenizer that token ids could depend on."""
     return {"tokenizer": tokenizer.backend_tokenizer.to_str(), "chat_template": tokenizer.chat_template,
             "special": tokenizer.special_tokens_map}
 
@@ -250,13 +250,13 @@ def repair(tokenizer, roles: dict[str, str], new_padding: bool = True) -> Repair
         shared = None if new_padding else _padding_among(tokenizer)
         tokenizer.add_special_tokens({"pad_token": shared or "[PAD]"})
         if shared:
-            result.notes.append(f"pad_token was missing: {shared} pads, masked out and never scored")
-    # Only ids beyond the old vocabulary need new rows in the network.
+            result.notes.append(f"pad_token was missing: {shared} pads, masked out and never a target")
+    # Only ids beyond the old vocabulary need new rows in the model.
     padding_is_new = tokenizer.pad_token_id >= size
     if padding_is_new:
         result.notes.append(f"pad_token {tokenizer.pad_token} is new: the vocabulary grows from {size} to {size + 1}")
     result.new_tokens = list(range(size, len(tokenizer)))
-    # Padding is never scored, nor attended to, so its embedding has nothing to learn.
+    # Padding is neither a target nor attended to, so its embedding has nothing to learn.
     padding = tokenizer.pad_token_id if padding_is_new else None
     result.trainable_new_tokens = [token for token in result.new_tokens if token != padding]
     return result
@@ -266,7 +266,7 @@ def _padding_among(tokenizer) -> str | None:  # noqa: ANN001
     """Return an existing token for padding, where its other meaning does no harm: the unknown token, else the end
     token.
 
-    The unknown token is preferred: other programs never score the padding token, and a model must learn to end.
+    The unknown token is preferred: other programs never train on the padding token, and a model must learn to end.
     """
     ends = (tokenizer.eos_token, tokenizer.bos_token)
     return tokenizer.unk_token if tokenizer.unk_token not in (None, *ends) else ends[0] or ends[1]

@@ -77,7 +77,7 @@ def gold_answers(row: dict[str, Any]) -> list[tuple[str, int]]:
     try:
         if isinstance(answers, dict):
             if not isinstance(answers["text"], list):
-                raise TypeError("a text where a list of texts is wanted")
+                raise TypeError("a string instead of a list of strings")
             pairs = list(zip(answers["text"], answers["answer_start"], strict=True))
         else:
             pairs = [(answer["text"], answer["answer_start"]) for answer in answers]
@@ -177,7 +177,7 @@ class WindowEncoder:
         return Encoded(arrays, np.array(places, np.int64), dropped, counts)
 
     def _read(self, row: dict[str, Any], counts: Counter) -> tuple[str, str, Answer | None | str]:
-        """Question, context, and the answer: characters, None for no answer, or "unknown"."""
+        """Return question, context, and the answer: characters, None for no answer, or "unknown"."""
         texts = []
         for column in ("question", "context"):
             if column not in row:
@@ -224,14 +224,14 @@ class WindowEncoder:
 
 
 def _span(offsets: np.ndarray, answer: Any, cls: int) -> tuple[int, int]:
-    """First and last token of the answer, or the CLS position if it is not entirely in the window."""
+    """Return the first and last token of the answer, or the CLS position if it is not entirely in the window."""
     context = np.flatnonzero(offsets[:, 1] > offsets[:, 0])  # context tokens with text
     if answer is None or not len(context):
         return cls, cls
     start, end = answer
     if offsets[context[0], 0] > start or offsets[context[-1], 1] < end:
         return cls, cls
-    # The tokens that overlap the answer, which may begin or end inside one.
+    # The tokens that overlap the answer, which may start or end inside one.
     first = context[np.flatnonzero(offsets[context, 1] > start)[0]]
     last = context[np.flatnonzero(offsets[context, 0] < end)[-1]]
     return int(first), int(last)

@@ -21,7 +21,7 @@ class Sources:
 
     Args:
         settings: Names the sources.
-        text_files: How text files are read, as of `read_file`.
+        text_files: How text files are read, as in `read_file`.
 
     Attributes:
         by_role: The sources that the recipe names.
@@ -50,7 +50,7 @@ class Sources:
         return f"data.{names.get(role, f'{role}_source')}"
 
     def origin(self, role: Role) -> Role:
-        """Return the role whose sources hold the rows of `role`."""
+        """Return the role whose sources contain the rows of `role`."""
         if role == "val" and "val" not in self.by_role:
             return "train"
         if role == "predict" and "predict" not in self.by_role:

@@ -11,7 +11,7 @@ DEEPEST = 100  # nesting of lists and objects; deeper values are not data, and P
 
 
 def as_text(value: Any, name: str) -> str:
-    """Text of a cell; numbers are converted. Raises RowProblem for null, nested values, NaN and infinity."""
+    """Return the text of a cell; numbers are converted. Raises RowProblem for null, nested values, NaN and infinity."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -39,7 +39,7 @@ def check_unicode(value: Any) -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         raise RowProblem("a nested number that is NaN or too large")
     elif value is not None and not isinstance(value, bool | int | float):
-        raise RowProblem(f"a nested value of type {type(value).__name__}, which JSON has not")
+        raise RowProblem(f"a nested value of type {type(value).__name__}, which JSON does not have")
 
 
 def parsed(text: str, name: str) -> Any:
@@ -50,7 +50,7 @@ def parsed(text: str, name: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise RowProblem(f"{name} is text, but not JSON") from error
     if is_deeper_than(value, DEEPEST):
-        raise RowProblem(f"{name} holds lists and objects more than {DEEPEST} deep")
+        raise RowProblem(f"{name} has lists and objects nested more than {DEEPEST} deep")
     return value
 
 
@@ -59,7 +59,7 @@ def _no_constant(name: str) -> Any:
 
 
 def is_deeper_than(value: Any, depth: int) -> bool:
-    """True if lists and objects are nested more than `depth` deep."""
+    """Return True if lists and objects are nested more than `depth` deep."""
     # Level by level: recursion could exceed Python's limit, which is what this guards against.
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(depth + 1):
@@ -102,5 +102,5 @@ def _without_nulls(value: Any) -> Any:
 
 
 def is_blank(value: Any) -> bool:
-    """True if a cell is empty: null, "", [] or {}."""
+    """Return True if a cell is empty: null, "", [] or {}."""
     return value is None or (isinstance(value, str | list | dict) and not value)

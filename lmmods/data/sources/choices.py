@@ -17,7 +17,7 @@ LEAST = 2  # choices of a question
 
 
 class Question(NamedTuple):
-    """A row as a network sees it: a pair of texts for each choice.
+    """A row as a model sees it: a pair of texts for each choice.
 
     Args:
         first: The text before the choices.
@@ -33,7 +33,7 @@ class Question(NamedTuple):
 
 
 def holds_choices(row: Values) -> bool:
-    """True if a row has a text, and several choices in a list or in numbered columns."""
+    """Return True if a row has a text, and several choices in a list or in numbered columns."""
     name = next((name for name in CHOICES if name in row), None)
     has_choices = len(_numbered(row)) >= LEAST if name is None else isinstance(row[name], list | dict | str)
     return has_choices and any(name in row for name in (*CONTEXTS, *QUESTIONS))
@@ -67,7 +67,7 @@ def read_question(row: Values, with_answer: bool = True) -> Question:
 
 
 def _text_among(row: Values, names: tuple[str, ...]) -> str | None:
-    """The first text under one of these names that is not empty. Raises RowProblem."""
+    """Return the first text under one of these names that is not empty. Raises RowProblem."""
     name = next((name for name in names if not is_blank(row.get(name))), None)
     if name is None:
         return None
@@ -77,13 +77,13 @@ def _text_among(row: Values, names: tuple[str, ...]) -> str | None:
 
 
 def _numbered(row: Values) -> list[str]:
-    """Names of the columns that hold a choice each, in the order of their numbers."""
+    """Return the names of the columns that contain a choice each, in the order of their numbers."""
     found = [(int(match[2]), name) for name in row if (match := NUMBERED.fullmatch(name))]
     return [name for _, name in sorted(found)]
 
 
 def _choices(row: Values) -> tuple[list[str], list[str]]:
-    """The choices, and the names by which an answer may call them, as A, B, C; [] if they have none.
+    """Return the choices, and the names by which an answer may call them, as A, B, C; [] if they have none.
 
     Raises:
         RowProblem: There are fewer than two.
@@ -102,7 +102,7 @@ def _choices(row: Values) -> tuple[list[str], list[str]]:
             labels = [value.get("label") for value in values]
             values = [value.get("text") for value in values]
     if not isinstance(values, list) or not isinstance(labels, list) or len(labels) not in (0, len(values)):
-        raise RowProblem(f"{name} is no list of texts")
+        raise RowProblem(f"{name} is not a list of strings")
     if len(values) < LEAST:
         raise RowProblem("fewer than two choices")
     choices = [as_text(value, name) for value in values]
@@ -120,7 +120,7 @@ def _place(answer: Any, name: str, choices: list[str], labels: list[str]) -> int
         RowProblem: It means none of them, or is nothing of that kind.
     """
     if isinstance(answer, bool) or not isinstance(answer, int | float | str):
-        raise RowProblem(f"{name} is neither a number nor a text")
+        raise RowProblem(f"{name} is neither a number nor a string")
     text = answer.strip() if isinstance(answer, str) else ""
     number = int(answer) if not isinstance(answer, str) and math.isfinite(answer) and answer == int(answer) else None
     if re.fullmatch(r"-?\d{1,9}", text):
@@ -137,5 +137,5 @@ def _place(answer: Any, name: str, choices: list[str], labels: list[str]) -> int
         elif re.fullmatch(r"[A-Za-z]", text):
             found = ord(text.upper()) - ord("A")
     if found is None or found >= len(choices):
-        raise RowProblem(f"{name} is none of the choices")
+        raise RowProblem(f"{name} is not one of the choices")
     return found

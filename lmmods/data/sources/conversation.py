@@ -25,7 +25,7 @@ class Message(_Turn, total=False):
             text if it is not JSON}, "id": text if the row has one}].
         tool_call_id: The call that a tool answers.
         name: The tool that answers, or a name of the speaker.
-        scored: True (the default) if the turn is learned.
+        scored: True (the default) if the turn's tokens are targets.
     """
 
     input: str

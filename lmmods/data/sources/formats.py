@@ -1,6 +1,6 @@
 """Conversion of rows of many layouts to conversations.
 
-Layouts whose rows hold several conversations, or a part of one, are regrouped first (trees.py).
+Layouts whose rows contain several conversations, or a part of one, are regrouped first (trees.py).
 """
 
 import math
@@ -18,7 +18,7 @@ from lmmods.data.sources.turns import Roles, RowReader, in_order, specifications
 from lmmods.recipe.source import file_type
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Converters of single layouts. Each takes the keys that it knows out of a row and returns its messages.
+# Converters of single layouts. Each removes the keys that it knows from a row and returns its messages.
 
 Converter = Callable[[RowReader], list[Message]]
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
@@ -86,7 +86,7 @@ def turns(column: str) -> Converter:
 
 
 def marked(column: str, user: str, assistant: str) -> Converter:
-    """Return a converter of rows that hold a whole conversation as one text with a marker before each turn."""
+    """Return a converter of rows that contain a whole conversation as one text with a marker before each turn."""
     return lambda row: _transcript(row.text(column), column, user, assistant)
 
 
@@ -102,7 +102,7 @@ def _transcript(text: str, column: str, user: str, assistant: str) -> list[Messa
 
 
 def whole_text(column: str) -> Converter:
-    """Return a converter of rows with a text, all of it scored."""
+    """Return a converter of rows with a text, all of it a target."""
     return lambda row: [{"role": "assistant", "content": row.text(column)}]
 
 
@@ -119,7 +119,7 @@ def preferred(row: RowReader) -> list[Message]:
     # The answer continues a transcript.
     if isinstance(chosen, str) and isinstance(prompt, str) and prompt.startswith(HUMAN):
         return _transcript(row.text(asked) + row.text("chosen"), asked, HUMAN, ASSISTANT)
-    # `chosen` holds the whole conversation, or continues the turns of the prompt.
+    # `chosen` contains the whole conversation, or continues the turns of the prompt.
     if answer and answer[0]["role"] != "assistant":
         if any(message["content"] == prompt for message in answer):
             row.values.pop(asked)  # the conversation contains it
@@ -146,7 +146,7 @@ def moss(row: RowReader) -> list[Message]:
 
 
 def _moss_turns(turn: Values) -> list[Values]:
-    """Turns of one exchange: the question, a tool call and its result, the answer."""
+    """Return the turns of one exchange: the question, a tool call and its result, the answer."""
     if "MOSS" not in turn and "Human" not in turn:
         return [turn]
     turn = dict(turn)
@@ -215,7 +215,7 @@ def batch(row: RowReader) -> list[Message]:
     response = _object(row.values.pop("response"), "response")
     choices = _object(response.get("body"), "response.body").get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise RowProblem("response holds no answer")
+        raise RowProblem("response has no answer")
     if len(choices) > 1:
         row.leave({"choices": choices[1:]}, "response.body")
     return messages + row.messages([choices[0].get("message")], "response.body.choices")
@@ -242,7 +242,7 @@ class Format:
 
     Args:
         columns: Columns that every row of this layout has; used by detection.
-        convert: Converts a row to messages; takes the keys that it uses out of the row. Raises RowProblem.
+        convert: Converts a row to messages; removes the keys that it uses from the row. Raises RowProblem.
         sniff: Further test on the first row, if the columns do not decide.
         regroup: Converts rows as read to rows of one conversation each.
         template: Template that these rows need, overriding all settings.
@@ -267,7 +267,7 @@ def _instances_have(column: str) -> Callable[[Values], bool]:
 
 
 def _are_plain_texts(row: Values) -> bool:
-    """True if the answers of a pair are neither turns nor transcripts, and answer nothing in another column."""
+    """Return True if the answers of a pair are neither turns nor transcripts, and answer nothing in another column."""
     return (all(isinstance(row[name], str) and HUMAN not in row[name] for name in ("chosen", "rejected"))
             and all(is_blank(row.get(name)) for name in PROMPTS))
 
@@ -339,16 +339,16 @@ def _read_beside(reading: RowReader, conversation: Conversation, form: Format) -
         # Plural columns are media; a singular one may be a plain text column, unless the turns have a place for it.
         is_placed = any(f"<{one}>" in message["content"] for message in conversation.messages)
         if not is_blank(values.get(column)) or (is_placed and not is_blank(values.get(one))):
-            raise RowProblem(f"the row holds {column}, which this task cannot show")
+            raise RowProblem(f"the row has {column}, which this task does not support")
     if values.get("kto_tag") in (False, "false", "False"):
-        raise RowProblem("kto_tag is false: the answer is one that is not wanted")
+        raise RowProblem("kto_tag is false: the answer is unwanted")
     values.pop("kto_tag", None)
     conversation.weight = _weight(values.pop("weight", None))
     if form.template is not None:
         return
     if (system := reading.optional("system")).strip():
         turn: Message = {"role": "system", "content": system}
-        # Some data sets repeat the system turn in a column.
+        # Some datasets repeat the system turn in a column.
         if conversation.messages[:1] != [turn]:
             conversation.messages.insert(0, turn)
     for column in ("tools", "functions"):
@@ -381,7 +381,7 @@ def find_format(name: str) -> Format:
     """Return a format by name. Raises UserError that lists the known ones."""
     name = ALIASES.get(name, name)
     if name not in FORMATS:
-        raise UserError(f"data.dataset_format {name!r} is unknown; known are {', '.join([*FORMATS, *ALIASES])}")
+        raise UserError(f"data.dataset_format {name!r} is unknown. Use one of {', '.join([*FORMATS, *ALIASES])}")
     return FORMATS[name]
 
 
@@ -393,7 +393,7 @@ def format_of(row: Values) -> str | None:
 
 
 def recognise_texts(row: Row) -> str | None:
-    """Return why a source with this first row holds texts; None if it does not."""
+    """Return why a source with this first row contains texts; None if it does not."""
     if file_type(row.file) == ".txt":
         return "the data are texts"
     return "the rows are texts" if format_of(row.values) == "text" else None
@@ -414,7 +414,7 @@ def detect_format(row: Values, where: str, prompts_only: bool = False) -> str:
     known = "; ".join(f"{name}: {', '.join(layout.columns)}" for name, layout in FORMATS.items())
     lacking = ", also without the column of the response" if prompts_only else ""
     raise UserError(f"{where}: the columns {', '.join(row) or '(none)'} fit no known format{lacking} ({known}). Map "
-                    "them with data.columns, for example {your_column: instruction}, or name data.dataset_format")
+                    "them with data.columns, for example {your_column: instruction}, or set data.dataset_format")
 
 
 def _format_of_prompt(row: Values) -> str | None:

@@ -31,12 +31,12 @@ def label_of(row: Values) -> str | None:
 
 
 def holds_pair(row: Values) -> bool:
-    """True if a row holds a better and a worse answer."""
+    """Return True if a row contains a better and a worse answer."""
     return "rejected" in row or _answers_column(row) is not None
 
 
 def holds_preference(row: Values) -> bool:
-    """True if a row holds a better and a worse answer, or one with a label."""
+    """Return True if a row contains a better and a worse answer, or one with a label."""
     if holds_pair(row):
         return True
     label = label_of(row)
@@ -58,10 +58,10 @@ def conversation_layout(row: Values, where: str, prompts_only: bool = False) -> 
         prompts_only: The row may lack answers.
 
     Raises:
-        UserError: The row holds no preference, or its columns fit no known layout.
+        UserError: The row contains no preference, or its columns fit no known layout.
     """
     if not holds_pair(row) and label_of(row) is None and not prompts_only:
-        raise UserError(f"{where}: the columns {', '.join(row)} hold no preference: a row needs chosen and rejected "
+        raise UserError(f"{where}: the columns {', '.join(row)} have no preference: a row needs chosen and rejected "
                         f"(and prompt, or the conversation in both), or a list of answers with scores "
                         f"({' or '.join(LISTS)}), or one answer and whether it is wanted ({' or '.join(LABELS)}). Map "
                         "them with data.columns, for example {good: chosen, bad: rejected}")
@@ -72,7 +72,7 @@ def conversation_layout(row: Values, where: str, prompts_only: bool = False) -> 
 
 
 def as_asked(row: Values) -> Values:
-    """The row with only its better answer."""
+    """Return the row with only its better answer."""
     if "rejected" not in row and (column := _answers_column(row)) is not None:
         try:
             row = _best_and_worst(row, column)
@@ -82,7 +82,7 @@ def as_asked(row: Values) -> Values:
 
 
 def read_answers(layout: str, row: Values, roles: Roles, turn_fields: dict[str, str] | None = None) -> list[Judged]:
-    """The answers of a row: a wanted and an unwanted one, or a single one. Arguments as in `read_conversation`.
+    """Return the answers of a row: a wanted and an unwanted one, or a single one. Arguments as in `read_conversation`.
 
     Raises:
         RowProblem: The row has no usable answers.
@@ -138,7 +138,7 @@ def _best_and_worst(row: Values, column: str) -> Values:
         name = next((name for name in SCORE_LISTS if name in row), None)
         scores = [] if name is None else parsed(row[name], name) if isinstance(row[name], str) else row[name]
         if not isinstance(scores, list) or len(scores) != len(answers):
-            raise RowProblem(f"{column} does not hold one score for each answer")
+            raise RowProblem(f"{column} does not have one score per answer")
         rest.pop(name, None)
         judged = [(_number(score, column), answer) for score, answer in zip(scores, answers, strict=True)]
     best, worst = (choose(judged, key=lambda each: each[0]) for choose in (max, min))
@@ -153,7 +153,7 @@ def _scored(answer: Values, column: str) -> tuple[float, Any]:
         if answer.get(name) is not None:
             # Rank 1 is the best, scores are better if higher.
             return _number(answer[name], f"{column}.{name}") * (-1 if name == "rank" else 1), text
-    raise RowProblem(f"{column} holds an answer without {', '.join(SCORES)} or rank")
+    raise RowProblem(f"{column} has an answer without {', '.join(SCORES)} or rank")
 
 
 def _number(value: Any, name: str) -> float:
@@ -162,5 +162,5 @@ def _number(value: Any, name: str) -> float:
     except (TypeError, ValueError):
         number = float("nan")
     if number != number:  # NaN
-        raise RowProblem(f"{name} holds a score that is no number")
+        raise RowProblem(f"{name} has a score that is not a number")
     return number

@@ -1,7 +1,7 @@
 """File readers: one generator of rows per file type, each error naming file and line.
 
 The standard library reads json, jsonl, csv and txt, because `datasets` and `pyarrow` report a broken line without its
-number, and refuse files whose rows differ in type. Parquet and Arrow are read by pyarrow.
+number, and reject files whose rows differ in type. Parquet and Arrow are read by pyarrow.
 """
 
 import codecs
@@ -68,10 +68,10 @@ def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
     """
     reader = READERS.get(file_type(path))
     if reader is None:
-        raise UserError(f"{path}: unknown file type; readable are {', '.join(sorted(READERS))} and .gz of these")
+        raise UserError(f"{path}: unknown file type; supported are {', '.join(sorted(READERS))} and .gz of these")
     codec = compression(path)
     if codec not in compr:
-        raise UserError(f"{path}: reading {codec} needs the package zstandard, which is not installed")
+        raise UserError(f"{path}: reading {codec} needs the package zstandard. Install it")
     is_local = "://" not in path
     if is_local:
         check_regular(path)
@@ -81,7 +81,7 @@ def read_file(path: str, documents: DocumentUnit = "file") -> Iterator[Row]:
     except UserError:
         raise
     except DAMAGED_ARCHIVE as error:
-        raise UserError(f"{path}: the compressed file is damaged or cut off ({error}); fetch it again") from error
+        raise UserError(f"{path}: the compressed file is damaged or truncated ({error}); download it again") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
     except Exception as error:
@@ -186,8 +186,8 @@ def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[R
     # One document over several lines, which can only be parsed as a whole.
     while not window.has_ended:
         if len(window.text) > LONGEST_DOCUMENT:
-            raise UserError(f"{path}: a JSON document of more than {LONGEST_DOCUMENT:,} characters that is no array of "
-                            "records, which would be read as a whole. Write it as an array or as JSON Lines")
+            raise UserError(f"{path}: a JSON document of more than {LONGEST_DOCUMENT:,} characters that is not an "
+                            "array of records would be read as a whole. Write it as an array or as JSON Lines")
         window.read(0)
     try:
         values = DECODER.decode(window.text)
@@ -195,7 +195,7 @@ def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[R
         line = window.first_line - 1 + getattr(error, "lineno", 1)
         raise UserError(f"{path}:{line}: broken JSON ({_why(error)})") from error
     arrays = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
-    # An array named data holds the records; without one, the only array does, whatever its name.
+    # An array named data contains the records; without one, the only array does, whatever its name.
     if "data" in (values if isinstance(values, dict) else ()) and isinstance(values["data"], list):
         arrays = [values["data"]]
     has_records = len(arrays) == 1 and all(isinstance(item, dict) or _is_conversation(item) for item in arrays[0])
@@ -218,7 +218,7 @@ class _Window:
 
     def __init__(self, texts: Iterator[str]) -> None:
         self.text, self.has_ended = "", False
-        self.first_line = 1  # line in which the window begins
+        self.first_line = 1  # line in which the window starts
         self._texts, self._line, self._counted = texts, 1, 0
 
     def read(self, at: int) -> int:
@@ -241,7 +241,7 @@ class _Window:
         return self._line
 
     def skip_space(self, at: int) -> int:
-        """Position of the next character that is no space, or the end."""
+        """Return the position of the next character that is not a space, or the end."""
         while True:
             end = SPACE.match(self.text, at).end()
             if end < len(self.text) or self.has_ended:
@@ -292,7 +292,7 @@ class _Window:
             found = (REST_OF_TEXT.match if is_text else BRACKET.search)(self.text, at)
             if found:
                 at = found.end()
-                # Brackets inside of strings do not count; a quote begins or ends a string.
+                # Brackets inside of strings do not count; a quote starts or ends a string.
                 opens = {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
                 depth, is_text = depth + opens, found[0] == '"' and not is_text
             elif self.has_ended:
@@ -337,7 +337,7 @@ def _json_array(window: _Window, start: int, path: str) -> Iterator[Row]:
 
 
 def _is_conversation(value: Any) -> bool:
-    """True if a value is a record that is a bare list of turns."""
+    """Return True if a value is a record that is a bare list of turns."""
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
@@ -346,19 +346,18 @@ def _as_object(values: Any, path: str, line: int) -> dict[str, Any]:
         values = {"messages": values}
     if not isinstance(values, dict):
         raise UserError(f"{path}:{line}: a record must be a JSON object with named fields, or a list of them, "
-                        f"found {type(values).__name__}: {reprlib.repr(values)}")
+                        f"not {type(values).__name__}: {reprlib.repr(values)}")
     if is_deeper_than(values, DEEPEST):
-        raise UserError(f"{path}:{line}: lists and objects stand in each other more than {DEEPEST} deep; such a record "
-                        "is no data. Remove it")
+        raise UserError(f"{path}:{line}: lists and objects are nested more than {DEEPEST} deep. Remove this record")
     return values
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object and refuse duplicate keys: Python would silently keep the last of two values."""
+    """Build an object and reject duplicate keys: Python would silently keep the last of two values."""
     values = dict(pairs)
     if len(values) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} comes twice")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return values
 
 
@@ -514,12 +513,12 @@ def _read_conll(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[
         if first:
             yield Row(path, first, {}, TOO_LONG) if size > LONGEST else _tagged(path, first, sentence)
         if is_start:
-            yield Row(path, number, {}, f"a {DOCUMENT_START} line, which is no sentence")
+            yield Row(path, number, {}, f"a {DOCUMENT_START} line, which is not a sentence")
         sentence, first, size = [], 0, 0
 
 
 def _tagged(path: str, line: int, sentence: list[list[str]]) -> Row:
-    """A row of CoNLL's lines, split into columns."""
+    """Return a row of CoNLL's lines, split into columns."""
     if len({len(fields) for fields in sentence}) > 1:
         has_comment = any(fields[0].startswith("#") for fields in sentence)
         return Row(path, line, {}, "a comment line (#), which is read as a word: remove such lines" if has_comment else
@@ -563,7 +562,7 @@ def _batches_to_rows(batches: Any, path: str) -> Iterator[Row]:
         is_nested = any(pa.types.is_nested(column.type) for column in batch.schema)
         # in these types many rows may share the same bytes
         is_shared = any(SHARED.search(str(column.type)) for column in batch.schema)
-        # A small batch holds no long row, so that only the rows of others are measured one by one.
+        # A small batch contains no long row, so that only the rows of others are measured one by one.
         is_small = batch.nbytes * (batch.num_rows if is_shared else 1) <= LONGEST
         for part in [batch] if is_small else (batch.slice(place, 1) for place in range(batch.num_rows)):
             is_too_long = not is_small and not is_shared and part.nbytes > LONGEST

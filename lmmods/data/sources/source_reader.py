@@ -38,7 +38,7 @@ class SourceReader:
 
     Args:
         documents: Unit of a document in a .txt file, see `read_file`.
-        streaming: Read a hub data set over the network during iteration instead of downloading it first.
+        streaming: Read a hub dataset over the network during iteration instead of downloading it first.
 
     Raises:
         UserError: Nothing readable is found at the path.
@@ -51,7 +51,7 @@ class SourceReader:
         self.files = find_files(source.path)
         unused = [key for key in ("name", "split", "revision") if getattr(source, key) is not None]
         if self.files and unused:
-            raise UserError(f"{source.path}: {unused[0]} is for hub data sets, but this path holds files; leave it out")
+            raise UserError(f"{source.path}: {unused[0]} is for hub datasets, but this path has files; remove it")
         self._hub_rows = None if self.files else _load_from_hub(source, streaming)
         self._is_adopted = False
         self._hashes: list[str] = []  # of the files, if this process has hashed them
@@ -109,7 +109,7 @@ class SourceReader:
         return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
     def num_bytes(self) -> int:
-        """Size of local files on disk, 0 for others."""
+        """Return the size of local files on disk, 0 for others."""
         return sum(os.path.getsize(path) for path in self.files if "://" not in path)
 
     def fingerprint(self) -> str:
@@ -164,7 +164,7 @@ class SourceReader:
 
     def _check_same(self, content: str | None) -> None:
         if content != self.content:
-            raise UserError(f"{self.source.path}: this machine holds other rows than the first one of the run. Copy "
+            raise UserError(f"{self.source.path}: the data on this machine differs from the first machine's. Copy "
                             "the same files to every machine.")
 
     def _content_by(self, sampled: bool) -> str | None:
@@ -197,7 +197,7 @@ def _remote_key(path: str) -> str:
 
 
 def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets is imported only when used
-    """The split of a hub data set as a memory-mapped table. Raises UserError if it cannot be loaded."""
+    """Return the split of a hub dataset as a memory-mapped table. Raises UserError if it cannot be loaded."""
     import datasets
 
     repository = NAMED_SETS.get(source.path, source.path)
@@ -208,7 +208,7 @@ def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets 
     except UserError:
         raise
     except Exception as error:  # datasets raises many types, all about this path
-        raise UserError(f"{source.path}: not a local file or folder, and the hub data set {repository!r} cannot be "
+        raise UserError(f"{source.path}: not a local file or folder, and the hub dataset {repository!r} cannot be "
                         f"loaded ({type(error).__name__}: {redact(str(error))[:300]})") from error
 
 
@@ -216,15 +216,15 @@ def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets 
 # Resolution of a path, folder, glob or URL to data files.
 #
 # Only regular files are ever opened: a pipe would block, and a device would never end. Nothing that could hold rows is
-# skipped silently: whatever looks like a data file but is not one is refused by name.
+# skipped silently: whatever looks like a data file but is not one is rejected by name.
 
 # Metadata written by datasets' save_to_disk.
 BOOKKEEPING = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-READABLE = f"readable are {', '.join(sorted(READERS))} and .gz of these"
+READABLE = f"supported are {', '.join(sorted(READERS))} and .gz of these"
 
 
 def find_files(named: str) -> list[str]:
-    """Sorted data files of a local path, folder, glob or URL; empty if the path can only name a hub data set.
+    """Return the sorted data files of a local path, folder, glob or URL; empty if the path can only name a hub dataset.
 
     Raises:
         UserError: Nothing readable is there.
@@ -321,7 +321,7 @@ def _glob(pattern: str) -> Iterator[str]:
 
 
 def _local_path(url: str) -> str | None:
-    """The path of a file:// URL; None for other URLs, whose local parts are checked."""
+    """Return the path of a file:// URL; None for other URLs, whose local parts are checked."""
     for part in url.split("::")[1:]:
         local = _local_path(part) if "://" in part else part
         if local is not None and os.path.lexists(local):
@@ -330,7 +330,7 @@ def _local_path(url: str) -> str | None:
     if scheme not in ("file", "local"):
         return None
     if not rest:
-        raise UserError(f"{url}: this URL names no file")
+        raise UserError(f"{url}: this URL does not name a file")
     return fsspec.url_to_fs(url)[1]
 
 

@@ -55,7 +55,7 @@ def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _unrooted(roots: list[Row], replies: dict[Any, list[Row]], messages: list[Row]) -> Iterator[Row]:
-    """Messages that are not reachable from any root."""
+    """Return the messages that are not reachable from any root."""
     waiting, reached = list(roots), set()
     while waiting:
         row = waiting.pop()
@@ -84,5 +84,5 @@ def _rank(message: dict[str, Any]) -> float:
 
 
 def as_list(value: Any) -> list:
-    """The value if it is a list, else an empty list."""
+    """Return the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []

@@ -1,6 +1,6 @@
 """A row during reading, and conversion of turns with any trainer's key names to messages.
 
-Values are taken out of a row when they are used; what remains is reported as unused in the data report.
+Values are removed from a row when they are used; what remains is reported as unused in the data report.
 """
 
 import re
@@ -21,7 +21,7 @@ ROLES: Roles = {
     ),
     **dict.fromkeys((CALLS, "tool_call", "tool-call"), CALLS),
 }
-# Speakers in a turn that holds several texts: {"Human": ..., "MOSS": ...}, xtuner's {"system", "input", "output"}.
+# Speakers in a turn that contains several texts: {"Human": ..., "MOSS": ...}, xtuner's {"system", "input", "output"}.
 SPEAKERS: Roles = {
     "system": "system",
     **dict.fromkeys(("human", "user", "prompter", "prompt", "question", "instruction", "query", "input"), "user"),
@@ -84,7 +84,7 @@ class RowReader:
         return "" if value is None else as_text(value, column)
 
     def said(self, column: str, role: str) -> list[Message]:
-        """Take the turns of a column: those it holds, or its text as one turn of `role`. Raises RowProblem."""
+        """Remove a column and return its turns; plain text becomes one turn of `role`. Raises RowProblem."""
         value = self.values.get(column)
         if isinstance(value, str):  # the usual case
             return [{"role": role, "content": self.values.pop(column)}]
@@ -93,7 +93,7 @@ class RowReader:
         return [{"role": role, "content": self.text(column)}]
 
     def turns(self, column: str) -> list[Message]:
-        """Take the turns of a column that must hold some. Raises RowProblem."""
+        """Take the turns of a column that must contain some. Raises RowProblem."""
         return self.messages(self.values.pop(column, None), column)
 
     def leave(self, values: Values, name: str) -> None:
@@ -101,7 +101,7 @@ class RowReader:
         self.unused.update(dict.fromkeys(f"{name}.{key}" for key, value in values.items() if not is_blank(value)))
 
     def _holds_turns(self, value: list | dict) -> bool:
-        # A list of objects holds turns; a single object is a turn if it names its speaker.
+        # A list of objects contains turns; a single object is a turn if it names its speaker.
         first = value[0] if value and isinstance(value, list) else value
         return isinstance(first, dict) and (first is not value or any(key in value for key in self._keys["role"]))
 
@@ -129,14 +129,14 @@ class RowReader:
         messages: list[Message] = []
         for turn in turns:
             if not isinstance(turn, dict):
-                raise RowProblem(f"{name} holds a turn that is not an object")
+                raise RowProblem(f"{name} has a turn that is not an object")
             turn = dict(turn)
             role_key = self._key(turn, "role")
             messages += self._speakers(turn, name) if role_key is None else [self._message(turn, role_key, name)]
         return messages
 
     def _key(self, turn: Values, field: str) -> str | None:
-        """The key under which a turn has a field; None if it has none."""
+        """Return the key under which a turn has a field; None if it has none."""
         for key in self._keys[field]:
             if turn.get(key) is not None:
                 return key
@@ -151,7 +151,7 @@ class RowReader:
         said = str(turn.pop(role_key))
         role = self._role(said)
         if role is None:
-            raise RowProblem(f"{name} holds the unknown role {said[:40]!r} (map it with data.roles)")
+            raise RowProblem(f"{name} has the unknown role {said[:40]!r} (map it with data.roles)")
         content = None if content_key is None else turn.pop(content_key)
         if not turn and isinstance(content, str) and role != CALLS:  # the usual case of a turn
             return {"role": role, "content": content}
@@ -163,7 +163,7 @@ class RowReader:
         if content is None and "tool_calls" not in message:
             # Name the key that is null, if there is one.
             null = next((key for key in self._keys["content"] if key in turn), None)
-            raise RowProblem(f"{name}.{null} is null" if null else f"{name} holds a turn without role or content")
+            raise RowProblem(f"{name}.{null} is null" if null else f"{name} has a turn without role or content")
         message["content"] = "" if content is None else as_text(content, f"{name}.{content_key}")
         self._add_rest(message, turn, name)
         return message
@@ -174,9 +174,9 @@ class RowReader:
         for part in parts:
             part = {"text": part} if isinstance(part, str) else part
             if not isinstance(part, dict):
-                raise RowProblem(f"{name} holds a part that is neither text nor an object")
+                raise RowProblem(f"{name} has a part that is neither text nor an object")
             part = dict(part)
-            # Some data sets omit the type of parts; then the key of the content determines it.
+            # Some datasets omit the type of parts; then the key of the content determines it.
             kind = part.pop("type", None) or next((key for key in SHOWN if not is_blank(part.get(key))), "text")
             if kind in ("thinking", "reasoning") and isinstance(part.get(kind), str):
                 message["reasoning_content"] = message.get("reasoning_content", "") + part.pop(kind)
@@ -185,7 +185,7 @@ class RowReader:
             else:
                 kind = str(kind)[:40]
                 what = SHOWN.get(kind, f"a part of type {kind!r}")
-                raise RowProblem(f"a turn holds {what}, which this task cannot show")
+                raise RowProblem(f"a turn has {what}, which this task does not support")
             self.leave(part, name)
         return "".join(texts)
 
@@ -210,7 +210,7 @@ class RowReader:
                 message[field] = as_text(turn.pop(key), f"{name}.{key}")
         for key in DETAILS:
             if not is_blank(turn.get(key)):
-                raise RowProblem(f"{name}.{key} scores parts of a turn, which is not possible here; score whole turns")
+                raise RowProblem(f"{name}.{key} selects parts of a turn, which is not supported; select whole turns")
         # `masked` means the opposite of the others. A turn is learned only if none of them forbids it.
         flags = [(key, _flag(turn.pop(key), f"{name}.{key}")) for key in (*self._keys["scored"], "masked")
                  if turn.get(key) is not None]
@@ -220,7 +220,7 @@ class RowReader:
             self.leave(turn, name)
 
     def _speakers(self, turn: Values, name: str) -> list[Message]:
-        """Messages of a turn that holds the texts of several speakers, in the order of its keys.
+        """Return the messages of a turn that contains the texts of several speakers, in the order of its keys.
 
         Other keys belong to the assistant's turn.
         """
@@ -232,7 +232,7 @@ class RowReader:
                 if content is not None and (content != "" or role == "assistant"):
                     spoken.append((role, content))
         if not spoken:
-            raise RowProblem(f"{name} holds a turn without role or content")
+            raise RowProblem(f"{name} has a turn without role or content")
         # Other keys (reasoning, calls) go to the last text of the assistant.
         last = max((place for place, (role, _) in enumerate(spoken) if role == "assistant"), default=len(spoken) - 1)
         return [self._message({"role": role, "content": content} | (turn if place == last else {}), "role", name)
@@ -241,7 +241,7 @@ class RowReader:
 
 def _flag(value: Any, name: str) -> bool:
     if not isinstance(value, bool | int | float) or value not in (0, 1):
-        raise RowProblem(f"{name} is neither 0 nor 1: a turn is scored or it is not")
+        raise RowProblem(f"{name} is neither 0 nor 1: a turn is a target or it is not")
     return bool(value)
 
 
@@ -257,7 +257,7 @@ def in_order(turns: Values) -> list | Values:
 def _natural(key: str) -> list[tuple[int, str]]:
     """Sort key that orders by the numbers in a key, however long; every second part of the split is a number."""
     parts = enumerate(re.split(r"(\d+)", key))
-    # Numbers compare by length, then digit by digit: int() would refuse thousands of digits.
+    # Numbers compare by length, then digit by digit: int() would reject thousands of digits.
     return [(len(part.lstrip("0")), part.lstrip("0")) if place % 2 else (0, part) for place, part in parts]
 
 
@@ -275,13 +275,13 @@ def specifications(value: Any, name: str) -> list[Values]:
 def _specification(item: Any, name: str) -> Values:
     item = parsed(item, name) if isinstance(item, str) else item
     if not isinstance(item, dict):
-        raise RowProblem(f"{name} holds a tool that is not an object")
+        raise RowProblem(f"{name} has a tool that is not an object")
     function = item.get("function")
     if not isinstance(function, dict):
         function = {key: value for key, value in item.items() if key != "type"}
         item = {"type": "function", "function": function}
     if not isinstance(function.get("name"), str):
-        raise RowProblem(f"{name} holds a tool without a name")
+        raise RowProblem(f"{name} has a tool without a name")
     return item if item.get("type") else {"type": "function", "function": function}
 
 
@@ -296,10 +296,10 @@ def calls(value: Any, name: str) -> list[Values]:
 def _call(item: Any, name: str) -> Values:
     item = parsed(item, name) if isinstance(item, str) else item
     if not isinstance(item, dict):
-        raise RowProblem(f"{name} holds a call that is not an object")
+        raise RowProblem(f"{name} has a call that is not an object")
     function = item["function"] if isinstance(item.get("function"), dict) else item
     if not isinstance(function.get("name"), str):
-        raise RowProblem(f"{name} holds a call without a name")
+        raise RowProblem(f"{name} has a call without a name")
     arguments = _arguments(function.get("arguments", function.get("parameters")), name)
     call: Values = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if item.get("id") is not None:
@@ -311,7 +311,7 @@ def _arguments(value: Any, name: str) -> Values | str:
     if value is None or isinstance(value, dict):
         return value or {}
     if not isinstance(value, str):
-        raise RowProblem(f"{name} holds arguments that are neither an object nor text")
+        raise RowProblem(f"{name} has arguments that are neither an object nor text")
     if not value.strip():
         return {}
     try:

@@ -29,7 +29,7 @@ def damage(folder: Path, contents: bool = True, files: Sequence[str] = FILES) ->
 
     Args:
         contents: Also verify the checksum of each file, at about 3 GiB per second.
-        files: Files that it must hold.
+        files: Files that it must contain.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -41,7 +41,7 @@ def damage(folder: Path, contents: bool = True, files: Sequence[str] = FILES) ->
         return f"{MANIFEST} cannot be read: {error}"
     if name is None:
         return f"{MANIFEST} does not name {missing[0]}" if missing else None
-    return f"{name} is not as it was written" if (folder / name).exists() else f"{name} is missing"
+    return f"{name} has changed since it was written" if (folder / name).exists() else f"{name} is missing"
 
 
 class Store:
@@ -121,7 +121,7 @@ class MemoryStore:
     lists = Store.lists
 
     def source_row(self, index: int) -> dict[str, Any]:
-        """The row as read."""
+        """Return the row as read."""
         return self._rows[index].values
 
     def location(self, index: int) -> str:

@@ -63,7 +63,7 @@ class Cache:
                 sizes, because another process verifies it.
 
         Raises:
-            UserError: The source is damaged or holds no usable row, or the cache cannot be written.
+            UserError: The source is damaged or contains no usable row, or the cache cannot be written.
         """
         key = fingerprint({**settings, "source": reader.fingerprint()})
         # A store is never changed: other settings, contents or code are another folder.
@@ -88,7 +88,7 @@ class Cache:
                     identity = folder.lstat().st_ino
                     wrong = wrong or damage(folder, contents and folder not in self._checked)
                     if wrong is not None:
-                        tell(f"The cached data in {folder} are damaged ({wrong}); they are made anew from "
+                        tell(f"The cached data in {folder} are damaged ({wrong}); rebuilding them from "
                              f"{reader.source.path}.")
                         remove(folder, identity)
                 is_there = os.path.lexists(folder)
@@ -102,7 +102,7 @@ class Cache:
                 rebuild, wrong = False, None
             except (ValueError, KeyError, TypeError, pa.ArrowException) as error:  # only sizes were compared
                 rebuild, wrong = False, error
-        raise UserError(f"{folder}: the cache cannot be read, and writing it anew does not help ({wrong}); set "
+        raise UserError(f"{folder}: the cache cannot be read, and rebuilding it does not help ({wrong}); set "
                         "data.cache_dir or LMMODS_CACHE to another folder")
 
     def _processes(self, reader: SourceReader) -> int:
@@ -119,7 +119,7 @@ def _reported(folder: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise UserError(f"{folder}: this entry of the cache cannot be used ({error}); set data.cache_dir or "
+        raise UserError(f"{folder}: this cache entry cannot be used ({error}); set data.cache_dir or "
                         "LMMODS_CACHE to a folder that can be read and written") from error
 
 
@@ -188,7 +188,7 @@ def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: i
                 bar.update(len(batch))
             found = {**(info or {}), **writer.summary()}
             if not found["rows_read"]:
-                raise UserError(f"{found.get('path', 'the source')}: the data set is empty, no row was found")
+                raise UserError(f"{found.get('path', 'the source')}: the dataset is empty")
             with reporting_writes(folder.parent):
                 writer.finish(found)
         with reporting_writes(folder.parent):
@@ -218,7 +218,7 @@ def reporting_writes(folder: Path) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "free some space, or set" if full else "set"
         raise UserError(f"{folder}: the cache cannot be written ({error}); {remedy} data.cache_dir or LMMODS_CACHE to "
-                        f"a folder {'with more room' if full else 'that can'}") from error
+                        f"a folder {'with more space' if full else 'that can'}") from error
 
 
 def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -239,7 +239,7 @@ def encode_batches(rows: Iterable[Row], encoder: Encoder, num_proc: int) -> Iter
     """Yield batches of rows with their encoded columns, in order; a bounded number is in flight.
 
     Raises:
-        UserError: The encoder refuses a row.
+        UserError: The encoder rejects a row.
     """
     batches = _batches(rows)
     with _executor(encoder, num_proc) as (pool, encode):
@@ -285,8 +285,8 @@ def _result(batch: list[Row], future: Future) -> tuple[list[Row], Encoded]:
         place = places[place]
         raise UserError(f"{batch[place].file}:{batch[place].line}: {message}") from error
     except BrokenExecutor as error:
-        raise UserError("a process that tokenises was ended from outside, most likely for want of memory; set "
-                        "data.num_proc to a smaller number") from error
+        raise UserError("a tokenising process was killed, most likely for lack of memory; lower "
+                        "data.num_proc") from error
 
 
 _worker_encoder: Encoder | None = None

@@ -30,7 +30,7 @@ DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.err
 
 
 class Duplicates(NamedTuple):
-    """Rows to leave out.
+    """Rows to remove.
 
     Args:
         rows: Their numbers, int64 ascending.
@@ -50,9 +50,9 @@ def find_duplicates(numbers: Sequence[int], texts_of: Callable[[int], list[str]]
 
     Args:
         numbers: Numbers of the rows, in order.
-        texts_of: Returns the texts of a row. A row without any is no duplicate.
-        threshold: Least Jaccard similarity of the word 5-grams of two rows that are nearly equal; None finds equal rows
-            only. Of nearly equal rows, each is compared with those that stay.
+        texts_of: Returns the texts of a row. A row without any is not a duplicate.
+        threshold: Minimum Jaccard similarity of the word 5-grams of two rows that are nearly equal; None finds equal
+            rows only. Of nearly equal rows, each is compared with those that stay.
         encoded_of: Returns the tokens and labels of a row, which equal rows have in common.
         context_of: Returns what equal and nearly equal rows have in common besides their texts.
     """
@@ -124,7 +124,7 @@ class Signer:
         self._mixed = random.integers(0, 2**64, self.size, np.uint64) | np.uint64(1)
 
     def signature(self, hashes: np.ndarray) -> np.ndarray:
-        """Return the least value of each permutation over a set of hashes, uint64 [PERMUTATIONS]."""
+        """Return the minimum of each permutation over a set of hashes, uint64 [PERMUTATIONS]."""
         parts = [(hashes[start : start + AT_ONCE, None] * self._factors + self._added).min(0)
                  for start in range(0, len(hashes), AT_ONCE)]
         return np.min(parts, 0)

@@ -51,8 +51,8 @@ class ArrayStore:
                      for name in self.shapes}
             if all(array.shape == self.shapes[name] for name, array in found.items()):
                 return found
-            wrong = f"{files[0]} is of other rows"
-        tell(f"The cached {self.what} in {self.folder} are damaged ({wrong}); they are computed anew.")
+            wrong = f"{files[0]} belongs to other rows"
+        tell(f"The cached {self.what} in {self.folder} are damaged ({wrong}); recomputing them.")
         remove(self.folder)
         return None
 

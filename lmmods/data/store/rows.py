@@ -13,7 +13,7 @@ from lmmods.data.store.arrow_store import Store
 class RowSet(Dataset):
     """Selected kept rows of concatenated stores.
 
-    Item i holds the encoder's columns of the i-th selected row, with `index` counted over all rows read; item -1 is
+    Item i contains the encoder's columns of the i-th selected row, with `index` counted over all rows read; item -1 is
     None, a padding row.
 
     Args:
@@ -53,7 +53,7 @@ class RowSet(Dataset):
         return self._selected([store.column(name) for store in self.stores])
 
     def counts(self, name: str, size: int) -> np.ndarray:
-        """How often the selected rows have each of the numbers 0 to `size` - 1 in their lists of a column."""
+        """Return how often the selected rows have each of the numbers 0 to `size` - 1 in their lists of a column."""
         # Rows may be selected several times.
         times = np.bincount(self.chosen, minlength=self._starts[-1])
         found, at = np.zeros(size, np.int64), 0
@@ -72,7 +72,7 @@ class RowSet(Dataset):
 
     @property
     def truncated(self) -> np.ndarray:
-        """Tokens cut from each row."""
+        """Tokens truncated from each row."""
         return self.column("truncated")
 
     @property
@@ -123,7 +123,7 @@ def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSe
 
     Args:
         rows: All kept rows. Those that come from one row as read (the windows of a question) stay together.
-        val_size: Share of the usable rows (float) or number of them (int) for validation.
+        val_size: Fraction (float) or number (int) of the usable rows for validation.
         seed: Seed of the draw.
     """
     if not val_size:  # spares the draw, which takes a second for ten million rows
@@ -133,11 +133,11 @@ def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSe
     usable = np.zeros(total, bool)
     usable[index] = True
     num_usable = int(usable.sum())
-    # A share is at least one row.
+    # A fraction is at least one row.
     count = val_size if isinstance(val_size, int) else max(round(val_size * num_usable), 1)
     if not 0 < count < num_usable or val_size < 0:
-        raise UserError(f"data.val_size is {val_size}, but the source has {num_usable} usable rows of {total}; give a "
-                        "share below 1.0 or fewer rows")
+        raise UserError(f"data.val_size is {val_size}, but the source has {num_usable} usable rows of {total}; set a "
+                        "fraction below 1.0 or fewer rows")
     drawn = np.random.default_rng([seed, total]).permutation(total)
     held_out = np.zeros(total, bool)
     # The first `count` usable rows in the order of the draw.

@@ -139,15 +139,15 @@ def test_balance_is_asked_by_one_key_alone(make_ref, capsys):
     folder = str(make_ref("mixtral").folder)
     for field, value in (("output_router_logits", True), ("router_aux_loss_coef", 0.02)):
         for task in (SFT, TorchSFT):
-            with pytest.raises(UserError, match=f"{field} is {value}, which asks.*model.balance_loss"):
+            with pytest.raises(UserError, match=f"{field} is {value}, which sets.*model.balance_loss"):
                 task(pretrained=folder, config_overrides={field: value})
     with pytest.raises(UserError, match="model.balance_loss is 0.1, but llama has no experts"):
         check_balance(make_ref("llama").config, 0.1, False)
     check_balance(load_config(folder, {"output_router_logits": True}), 0.0, True)
-    assert "It is off." in capsys.readouterr().out
+    assert "ignored here" in capsys.readouterr().out
     for name, kind, in_files in (("mixtral", "nf4", False), ("llama", "int8", False), ("mixtral", None, False),
                                  ("mixtral", "int8", False), ("mixtral", "nf4", True)):
         note_quantized(make_ref(name).config, kind, in_files)
     assert capsys.readouterr().out == (
-        "model.quantize: experts are not stored in int8: set nf4 or fp4 for that.\n"
-        "model.pretrained: experts are not stored in nf4: the files have them in full.\n")
+        "model.quantize: experts are not stored in int8: set nf4 or fp4 to quantise them.\n"
+        "model.pretrained: experts are not stored in nf4: the files have them unquantised.\n")

@@ -160,5 +160,5 @@ def test_adapters_on_experts_are_refused_by_name(make_ref, target):
     ref, lora = make_ref("mixtral"), LoRA(targets=[target])
     for adapt in (lambda: hub.network(ref.net.config, "causal", lora=lora),
                   lambda: add_lora(ref.torch, lora, [], torch.float32)):
-        with pytest.raises(UserError, match=f"'{target}'.*k_proj.*Experts and their router are no linear layers"):
+        with pytest.raises(UserError, match=f"'{target}'.*k_proj.*Experts and their router are not linear layers"):
             adapt()

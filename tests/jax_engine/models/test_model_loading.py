@@ -104,7 +104,7 @@ def test_a_missing_head_starts_at_random_and_is_reported(make_ref, tmp_path, cap
     getattr(transformers, base)(ref.config).save_pretrained(tmp_path)
     first = loading.load(ref.net, str(tmp_path), seed=1)
     told = capsys.readouterr().out
-    assert "these start at random" in told
+    assert "these are initialised randomly" in told
     assert jax.tree.structure(first) == jax.tree.structure(ref.params)
     again, other = loading.load(ref.net, str(tmp_path), seed=1), loading.load(ref.net, str(tmp_path), seed=2)
     assert same(first, again) and same(first["layers"], other["layers"])
@@ -119,7 +119,7 @@ def test_a_head_with_other_labels_starts_at_random_and_is_reported(make_ref, tmp
     net = hub.network(config, head)
     found = loading.load(net, str(ref.folder), seed=1)
     told = capsys.readouterr().out
-    assert "Not needed" in told and "these start at random" in told
+    assert "Not needed" in told and "these are initialised randomly" in told
     assert same({**found, "head": {}}, {**ref.params, "head": {}})
     assert found["head"]["weight"].shape[0] == 3
     if "dense" in found["head"]:  # which has nothing to do with the labels
