@@ -178,7 +178,7 @@ def test_rows_without_room_are_counted(data_with, capsys):
     assert (said.out + said.err).count(f"{count} of {len(prompts)} training rows do not have space for") == 1
     batch = next(iter(loader))
     assert batch["drawn"].shape == (4,) and 0 < batch["drawn"].sum() < 4
-    with pytest.raises(UserError, match="none of the .* training rows has a prompt"):
+    with pytest.raises(UserError, match="none of the .* training rows has space for"):
         data_with(95).train_batches()
 
 
