@@ -93,7 +93,7 @@ def _run(sides: list[Side], rounds: int) -> list[Result]:
             workers[-1].read()  # its warm-up
         for _ in range(rounds):
             for side, worker, result in zip(sides, workers, results, strict=True):
-                worker.go_on()
+                worker.resume()
                 result.add(worker.read(), side.asked["steps"])
     finally:
         for worker in workers:
@@ -133,7 +133,7 @@ class _Worker:
             raise SystemExit(f"{self._name} failed:\n{self._said.read()[-4000:]}")
         return json.loads(line)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
 

@@ -48,7 +48,7 @@ class Checkpointer:
     def restore(self, checkpoint: Path) -> None:
         """Restore the run from a checkpoint written by either engine."""
         run, network, parallel = self._run, self._run.task.network, self._run.parallel
-        content = update_checkpoint(_opened(checkpoint))
+        content = update_checkpoint(_open(checkpoint))
         # First: the steps below read the position from it.
         run.progress = Progress(**content["progress"])
         host = unpack(content, parallel.shapes(run.state), run.task.optimizer, network.to_torch, network.from_torch,
@@ -129,7 +129,7 @@ class Checkpointer:
         }
 
 
-def _opened(checkpoint: Path) -> CheckpointContent:
+def _open(checkpoint: Path) -> CheckpointContent:
     """Open a checkpoint after each process has verified its share of the files. All processes must call this."""
     rank, problems = jax.process_index(), {}
     try:
@@ -143,7 +143,7 @@ def _opened(checkpoint: Path) -> CheckpointContent:
 
 def load_weights(run: Run, checkpoint: Path) -> None:
     """Replace the run's initial parameters by those of a checkpoint."""
-    content, network, weights = _opened(checkpoint), run.task.network, run.weights
+    content, network, weights = _open(checkpoint), run.task.network, run.weights
     like = run.parallel.shapes(weights.trainable)
     content = {**content, "state_dict": averaged_parameters(content, network.num_named_layers)}
     trainable = unpack_trainable(content, like, network.to_torch, network.from_torch)
@@ -211,7 +211,7 @@ def unpack(content: CheckpointContent, like: Tree, settings: Optimizer, to_torch
     (optimizer,) = content["optimizer_states"]
     names = _by_group({name: saved[name] for name in content["param_names"]}, settings, layers)
     by_name = {names[index]: {**entry, **entry.get(_BITSANDBYTES, {})} for index, entry in optimizer["state"].items()}
-    slots = {slot: from_torch(_filled(by_name, slot, to_torch(tree))) for slot, tree in like["optimizer"].items()}
+    slots = {slot: from_torch(_fill(by_name, slot, to_torch(tree))) for slot, tree in like["optimizer"].items()}
     if AVERAGE in slots and not by_name:  # before the first step
         slots[AVERAGE] = jax.tree.map(lambda leaf: leaf.astype(np.float32), trainable)
     return {"trainable": trainable, "optimizer": slots}
@@ -256,7 +256,7 @@ def _stand_in(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     return np.zeros(leaf.shape, leaf.dtype)
 
 
-def _filled(by_name: dict[str, dict[str, Any]], slot: str, wanted: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _fill(by_name: dict[str, dict[str, Any]], slot: str, wanted: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return one optimiser slot by parameter name; zeros before the first step."""
     found = {}
     for name, array in wanted.items():

@@ -51,13 +51,14 @@ def step_memory(steps: Steps, state: Tree, frozen: Tree, batch: Batch, scalars: 
         on: The devices that are present.
     """
     rows = full_length(batch, max_length)
-    held = {"parameters": _held(state["trainable"]) + _held(frozen), "optimiser state": _held(state["optimizer"]),
-            "rows": sum(_held(batch[name]) * row.size // batch[name].size for name, row in rows.items())}
+    held = {"parameters": _held_bytes(state["trainable"]) + _held_bytes(frozen),
+            "optimiser state": _held_bytes(state["optimizer"]),
+            "rows": sum(_held_bytes(batch[name]) * row.size // batch[name].size for name, row in rows.items())}
     accumulation = None
     if accumulates or steps.surveys:
         # Real arrays of zeros: their shardings are those of training.
         accumulation = steps.new_accumulation(state)
-        held["summed gradients"] = _held(accumulation["gradients"])
+        held["summed gradients"] = _held_bytes(accumulation["gradients"])
     lowered = steps.lower(state, frozen, rows, scalars, accumulation)
     # In the order in which a run places them.
     arrays = (state["trainable"], frozen, state["optimizer"], accumulation or {}, batch)
@@ -79,6 +80,6 @@ def full_length(batch: Batch, max_length: int) -> dict[str, jax.ShapeDtypeStruct
     return {name: outline(name, x) for name, x in batch.items()}
 
 
-def _held(tree: Tree) -> int:
+def _held_bytes(tree: Tree) -> int:
     """Return the bytes of a tree on the first device of this process."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))

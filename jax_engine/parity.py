@@ -25,7 +25,7 @@ def measure(task: Task, datamodule: DataModule, rows: list[Row], folder: Path) -
     with jax.default_matmul_precision("highest"):
         trainable, frozen = task.build("32-true", datamodule, datamodule.run_seed)
         task.network.drops = False  # the loss is computed in training mode, but without dropout
-        trainable = jax.device_put(_moved(task.network, jax.tree.map(np.asarray, trainable)))
+        trainable = jax.device_put(_move_adapters(task.network, jax.tree.map(np.asarray, trainable)))
         frozen = jax.device_put(jax.tree.map(np.asarray, frozen))
         _measure(task, trainable, frozen, rows, folder)
 
@@ -73,7 +73,7 @@ def _on_device(row: Row) -> dict[str, Array]:
             for name, values in row.items()}
 
 
-def _moved(network: Network, trainable: Tree) -> Tree:
+def _move_adapters(network: Network, trainable: Tree) -> Tree:
     """Return the trainable parameters with adapters moved away from zero, so that all gradients are non-zero."""
     leaves = flatten(trainable)
     for path, leaf in leaves.items():

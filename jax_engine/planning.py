@@ -99,9 +99,9 @@ class Planner:
         scalars = step_scalars(task.optimizer, 0, 1, task.network.num_named_layers)
         lowered = steps.lowered(trainable, frozen, rows, scalars, accumulates)
         state = jax.eval_shape(lambda leaves: new_state(leaves, optimizer.init), trainable)
-        memory = {"parameters": _held(parallel, trainable, "state") + _held(parallel, frozen, "state"),
-                  "optimiser state": _held(parallel, state["optimizer"], "state"),
-                  "rows": _held(parallel, rows, "batch")}
+        memory = {"parameters": _held_bytes(parallel, trainable, "state") + _held_bytes(parallel, frozen, "state"),
+                  "optimiser state": _held_bytes(parallel, state["optimizer"], "state"),
+                  "rows": _held_bytes(parallel, rows, "batch")}
         # float32, of this device's shards.
         gradients = sum(4 * part.size for part in jax.tree.leaves(_parts(parallel, trainable, "state")))
         if accumulates:
@@ -127,7 +127,7 @@ class Planner:
         There is taken to be a process for each group of linked devices.
         """
         rows = variant.rows * variant.accumulated * parallel.data_parallel_size
-        drawn, config = task.drawn_answers(rows, self.data.eval_batch_size), task.network.config
+        drawn, config = task.sampling_load(rows, self.data.eval_batch_size), task.network.config
         if drawn is None:
             return None
         processes = -(-self.on.num_devices // self.on.kind.per_node) if self.on.kind else 1
@@ -215,7 +215,7 @@ def _parts(parallel: Parallel, tree: Tree, kind: str) -> Tree:
     return jax.tree.map(part, parallel.outline(tree, kind))
 
 
-def _held(parallel: Parallel, tree: Tree, kind: str) -> int:
+def _held_bytes(parallel: Parallel, tree: Tree, kind: str) -> int:
     """Return the bytes of a tree's shards on a device."""
     return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(_parts(parallel, tree, kind)))
 

@@ -16,7 +16,7 @@ from lmmods.core.memory import StepMemory
 from lmmods.core.progress_bar import Bar
 from lmmods.core.throughput import Stopwatch
 from lmmods.data.base import DataModule
-from lmmods.recipe.trainer_fields import limited
+from lmmods.recipe.trainer_fields import limit_batches
 from lmmods.runs.csv_logger import Logger
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.progress import Progress
@@ -67,7 +67,7 @@ class Run:
 
     def num_batches(self, loader: Any, role: str) -> int:
         """Return the number of global batches in one pass over a loader, after `limits`."""
-        return limited(-(-len(loader) // self.parallel.data_parallel_size), self.limits[role], role)
+        return limit_batches(-(-len(loader) // self.parallel.data_parallel_size), self.limits[role], role)
 
     def batches(self, loader: Any, batch_size: int, num_batches: int | float,
                 max_length: int | None = None, lengths: Sequence[int] = ()) -> Iterator[GlobalBatch]:
@@ -95,7 +95,7 @@ class Training(Run):
         schedule: Length of the run and when it validates.
         metrics: Collects the metrics of steps and evaluations.
         state: Trainable parameters and optimiser state, on the devices.
-        lengths: Lengths that training batches are padded to (see `few_lengths`).
+        lengths: Lengths that training batches are padded to (see `choose_padded_lengths`).
         data_position: `state_dict()` of the training loader after the last step done.
         should_stop: Set by early stopping to end the run.
     """

@@ -19,7 +19,7 @@ from jax_engine.checkpoint import Checkpointer, load_weights
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.devices import MeshSharding
 from jax_engine.distributed.interface import Parallel
-from jax_engine.distributed.prefetch import GlobalBatch, few_lengths, halved_lengths
+from jax_engine.distributed.prefetch import GlobalBatch, choose_padded_lengths, halve_lengths
 from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import at_hand
 from jax_engine.distributed.tree import Tree
@@ -48,13 +48,13 @@ from lmmods.runs.checkpoint import read_plain
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import Logger, MetricsCSV
 from lmmods.runs.events import Event, Events, RunState
-from lmmods.runs.folder import RunFolder, continued
+from lmmods.runs.folder import RunFolder, find_resumed
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
 from lmmods.runs.manifest import end_manifest
 from lmmods.runs.model_card import complete_model
-from lmmods.runs.progress import Cut
+from lmmods.runs.progress import BatchSplit
 from lmmods.runs.schedule import Schedule
 from lmmods.runs.start import RunEnd, RunStart, RunSummary, say_engine
 from lmmods.runs.step_metrics import StepMetrics, check_evaluated
@@ -106,7 +106,7 @@ class Trainer(JaxTrainerFields):
         self.interruption.stop_at = stop_at
         with self._in_run_folder("fit", model,
                                  lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe, stop_at)):
-            self._fit(model, datamodule, continued(self.run_folder, ckpt_path))
+            self._fit(model, datamodule, find_resumed(self.run_folder, ckpt_path))
 
     def _fit(self, model: Task, datamodule: DataModule, resumed: Path | None) -> None:
         if self.publish.repo is not None and (problem := self.publish.problem()):
@@ -217,9 +217,9 @@ class Trainer(JaxTrainerFields):
         """Micro-batches per optimiser step, over all data-parallel ranks."""
         return self.accumulate_grad_batches * self.parallel.data_parallel_size
 
-    def _cut(self, data: DataModule) -> Cut:
+    def _batch_split(self, data: DataModule) -> BatchSplit:
         """Return how an optimiser step is divided into micro-batches; `data` is the DataModule."""
-        return Cut(data.batch_size, self.accumulate_grad_batches, self.parallel.data_parallel_size)
+        return BatchSplit(data.batch_size, self.accumulate_grad_batches, self.parallel.data_parallel_size)
 
     @property
     def is_global_zero(self) -> bool:
@@ -255,9 +255,10 @@ class Trainer(JaxTrainerFields):
         self.connect()
         self._say_engine()
         folder, several = self.run_folder, jax.process_count() > 1
-        Peers.current().meet(jax.process_index(), jax.process_count(), machines.from_first, self.heartbeat_timeout)
+        Peers.current().connect_all(jax.process_index(), jax.process_count(), machines.from_first,
+                                    self.heartbeat_timeout)
         with (Peers.current().end_together(),
-              folder.taken(command, check, jax.process_index() == 0, tells_later=several)):
+              folder.lock(command, check, jax.process_index() == 0, tells_later=several)):
             if problems := machines.gather({0: str(folder.problem)} if folder.problem else {}):
                 raise UserError(problems[0])
             try:
@@ -307,14 +308,14 @@ class Trainer(JaxTrainerFields):
         if not isinstance(loader, StatefulLoader):
             return ()
         if isinstance(loader, SegmentLoader):  # some rows are yet to be drawn
-            return halved_lengths(run.data.max_length)
+            return halve_lengths(run.data.max_length)
         # The micro-batches of all ranks in a step have one length.
         found, ranks = loader.lengths(), self.parallel.data_parallel_size
         found = [max(found[first:first + ranks]) for first in range(0, len(found), ranks)]
         on_cpu = at_hand().platform == "cpu"
         rows = run.data.batch_size * run.data.sequences_per_row
         tokens = COMPILE_FLOPS["cpu" if on_cpu else "other"] / (run.flops_per_token * rows)
-        return few_lengths(found, run.data.max_length, on_cpu, tokens * len(found) / num_batches)
+        return choose_padded_lengths(found, run.data.max_length, on_cpu, tokens * len(found) / num_batches)
 
     def _prepare(self, command: str, model: Task, datamodule: DataModule, checkpoint: Path | None) -> Run:
         """Set up the data and the network, and put the initial parameters on the devices.
@@ -357,7 +358,7 @@ class Trainer(JaxTrainerFields):
         """
         fits = self.state.fn.value == "fit"
         identity = self.identity
-        for line in (identity.resolve(data, checkpoint, self._cut(data)) if fits
+        for line in (identity.resolve(data, checkpoint, self._batch_split(data)) if fits
                      else identity.check_evaluation(checkpoint)):
             say(line)
         data.prepare_data()
@@ -651,7 +652,7 @@ class Loop:
         run.bar.pause()
         with run.stopwatch.paused():
             metrics = self._evaluation.evaluate("val")
-        run.bar.go_on()
+        run.bar.resume()
         run.metrics.log(metrics, run.progress.step)
         run.bar.say(describe(metrics, "val/"))
 

@@ -44,13 +44,13 @@ def main(argv: list[str] | None = None) -> int:
     from lmmods.core.errors import is_out_of_memory, user_error_in, what_to_lower
     from lmmods.core.files import disk_error_in, wrong_path_in
     from lmmods.recipe.files import with_shipped_recipes
-    from lmmods.recipe.trust import taken_flag, trusting
+    from lmmods.recipe.trust import pop_trust_flag, trusting
 
     if argv is None:  # not called from another program
         sys.excepthook = show_bug
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        arguments, trusted = taken_flag(arguments)
+        arguments, trusted = pop_trust_flag(arguments)
         with trusting(trusted):
             return run_interruptible(with_shipped_recipes(arguments))
     except SystemExit as stop:  # the parser has printed help or an error

@@ -20,7 +20,7 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_engine.distributed.interface import Compiled, Parallel, own_positions, placed
+from jax_engine.distributed.interface import Compiled, Parallel, own_positions, place_leaves
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.pool import larger_pool
 from jax_engine.distributed.target import lowering_platforms, target
@@ -287,7 +287,7 @@ class Replicas(Parallel):
                          for kind, result in zip(outputs, results, strict=True))
 
         if self._on is not None:
-            return self._outlined(local, inputs, outputs, donate)
+            return self._outline(local, inputs, outputs, donate)
         step = jax.pmap(local, axis_name=_AXIS, devices=self._devices,
                         donate_argnums=tuple(place + 1 for place in donate),
                         in_axes=(0, *(None if kind == "scalar" else 0 for kind in inputs)),
@@ -296,7 +296,7 @@ class Replicas(Parallel):
         first = self._place(np.array(self.local_ranks))
         return Compiled(partial(step, first), partial(step.lower, first), self.data_parallel_size)
 
-    def _outlined(self, local, inputs, outputs, donate):
+    def _outline(self, local, inputs, outputs, donate):
         """Build the equivalent of `jax.pmap` with `shard_map`, which can be lowered for devices that are absent."""
         mesh = Mesh(np.array(self._devices), (_AXIS,), axis_types=(AxisType.Auto,))
         specs, results = ([PartitionSpec() if kind == "scalar" else PartitionSpec(_AXIS) for kind in kinds]
@@ -327,7 +327,7 @@ class Replicas(Parallel):
 
     def put_state(self, tree):
         # A broadcast view: one copy on the host serves all devices.
-        return placed(lambda x: self._place(np.broadcast_to(x, (len(self.local_ranks), *np.shape(x)))), tree)
+        return place_leaves(lambda x: self._place(np.broadcast_to(x, (len(self.local_ranks), *np.shape(x)))), tree)
 
     def put_batch(self, batch):
         return {name: self._place(x) for name, x in batch.items()}

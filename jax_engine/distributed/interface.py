@@ -133,7 +133,7 @@ class Compiled:
         return jax.block_until_ready(results) if self._waits else results
 
 
-def placed(place: Callable[..., Array], tree: Tree, *others: Tree) -> Tree:
+def place_leaves(place: Callable[..., Array], tree: Tree, *others: Tree) -> Tree:
     """Apply `place` to each leaf, with a progress bar on terminals if it takes longer than 2 seconds."""
     leaves, structure = jax.tree.flatten(tree)
     bar = tqdm(leaves, "loading", unit=" arrays", disable=None, delay=2)
@@ -149,14 +149,14 @@ def num_visible_ranks() -> int:
     return math.prod(mesh.shape[axis] for axis in DATA_AXES if axis in mesh.axis_names)
 
 
-def num_sequence_parts() -> int:
+def context_parallel_size() -> int:
     """Return the number of devices over which each row is cut (context parallelism). Call inside a step."""
     return jax.sharding.get_abstract_mesh().shape.get(SEQUENCE, 1)
 
 
-def cut(x: Array) -> Array:
+def shard_sequence(x: Array) -> Array:
     """Constrain x [B, T, ...] to have its rows cut along the sequence, if the mesh does so. Call inside a step."""
-    return constrain(x, PartitionSpec(DATA_AXES, SEQUENCE)) if num_sequence_parts() > 1 else x
+    return constrain(x, PartitionSpec(DATA_AXES, SEQUENCE)) if context_parallel_size() > 1 else x
 
 
 def on_mesh() -> bool:

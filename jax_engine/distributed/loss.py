@@ -21,7 +21,7 @@ from jax_engine.distributed.interface import (
     DATA_AXES,
     SEQUENCE,
     constrain,
-    num_sequence_parts,
+    context_parallel_size,
     num_visible_ranks,
     on_mesh,
 )
@@ -231,7 +231,7 @@ def _chunked_sums(head, compute, num_values, way, hidden, params, targets, weigh
 
     # The number of chunks is only known at run time. JAX cannot differentiate such a loop in reverse, hence the custom
     # rule.
-    params = laid_out(params, way)
+    params = shard_params(params, way)
     return jax.lax.fori_loop(0, num_chunks, step, _zero_sums(num_values))
 
 
@@ -241,7 +241,7 @@ def _forward(head, compute, num_values, way, hidden, params, targets, weights, o
     columns = jax.tree.map(lambda arg: arg.value, columns, is_leaf=lambda arg: hasattr(arg, "perturbed"))
     # A frozen head gets no gradient sums, which are as large as its table, in float32.
     trained = [i for i, p in enumerate(params) if p.perturbed]
-    params = laid_out([p.value for p in params], way)
+    params = shard_params([p.value for p in params], way)
     ranks = len(hidden)
 
     def loss(h, chosen, t, w, also):
@@ -268,7 +268,7 @@ def _forward(head, compute, num_values, way, hidden, params, targets, weights, o
     start = (_zero_sums(num_values),
              split_over_ranks(jnp.zeros((ranks, targets.shape[1], hidden.shape[-1]), hidden.dtype)),
              # one sum per group of lines, so that they are reduced over devices once after the loop, not per iteration
-             [sums_laid_out(jnp.zeros((groups, *params[i].shape), jnp.float32), way) for i in trained])
+             [shard_sums(jnp.zeros((groups, *params[i].shape), jnp.float32), way) for i in trained])
     sums, by_position, by_param = jax.lax.fori_loop(0, num_chunks, step, start)
     # Undo the sort and drop the padding, [R, M', D] -> [R, M, D]. Positions in no chunk have no label: their gradient
     # is 0.
@@ -309,7 +309,7 @@ def _zero_sums(num_values: int) -> tuple[Array, tuple[Array, ...]]:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunked_log_probs(head, way, hidden, params, targets):
     """Return log-probabilities [B, T] for hidden states [B, T, D] and targets [B, T]."""
-    found = lines(hidden, laid_out(params, way), targets, jnp.zeros(targets.shape), way)
+    found = lines(hidden, shard_params(params, way), targets, jnp.zeros(targets.shape), way)
 
     def step(number, losses):
         h, t = chunk_of(way, number, found.hidden, found.order, found.targets)
@@ -382,7 +382,7 @@ def cross_entropies(logits: Array, targets: Array, axes: tuple[str, ...], form: 
 # latter case hidden states are exchanged instead of weights, and no device ever holds the whole head, its gradient or
 # all logits of a position.
 
-class Way(NamedTuple):
+class HeadLayout(NamedTuple):
     """How the output head is applied.
 
     Args:
@@ -423,18 +423,18 @@ def chunk_bytes(on: Target | None) -> int:
 
 
 def convert(head: Callable[[Array], Array], hidden: Array, vocab_size: int, on: Target | None = None
-            ) -> tuple[Callable, Way, list[Array]]:
+            ) -> tuple[Callable, HeadLayout, list[Array]]:
     """Return the head as a pure function of (positions, *params), how to apply it, and the params it closed over."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Trace twice, because the converted function is fixed to the shape it is traced with, and the length of a chunk
     # depends on the parameters found. One position is enough to find them.
     pure_head, params = jax.closure_convert(head, flat[:1])
-    num_lines, axes = num_visible_ranks() * num_sequence_parts(), _vocabulary_axes(params, vocab_size)
+    num_lines, axes = num_visible_ranks() * context_parallel_size(), _vocabulary_axes(params, vocab_size)
     together = num_lines // num_groups(axes, num_lines)
     # Per device a chunk has C * V logits, sharded vocabulary or not, and hidden states [together * C, D].
     widest = max(vocab_size, together * flat.shape[1] if axes else 0)
     # At most a whole line.
-    way = Way(min(max(chunk_bytes(on) // (4 * widest), LEAST_CHUNK), len(flat) // num_lines), axes)
+    way = HeadLayout(min(max(chunk_bytes(on) // (4 * widest), LEAST_CHUNK), len(flat) // num_lines), axes)
     pure_head, params = jax.closure_convert(head, flat[:together * way.chunk])
     return pure_head, way, params
 
@@ -459,7 +459,7 @@ def num_groups(axes: tuple[str, ...], num_lines: int) -> int:
     return jax.sharding.get_abstract_mesh().shape["data"] if axes else num_lines
 
 
-def lines(hidden: Array, params: list[Array], targets: Array, weights: Array, way: Way) -> Lines:
+def lines(hidden: Array, params: list[Array], targets: Array, weights: Array, way: HeadLayout) -> Lines:
     """Arrange rows [B, T] as lines, labelled positions first; each stays on its rank."""
     hidden, targets, weights = (split_over_ranks(_in_lines(x)) for x in (hidden, targets, weights))
     # Labels first, in row order. Hidden states are not sorted here but taken chunk by chunk: a sorted copy would be as
@@ -474,7 +474,7 @@ def lines(hidden: Array, params: list[Array], targets: Array, weights: Array, wa
 
 def _in_lines(x: Array) -> Array:
     """Reshape rows [B, T, ...] to lines [R, M, ...]."""
-    parts = num_sequence_parts()
+    parts = context_parallel_size()
     if parts == 1:
         return x.reshape(num_visible_ranks(), -1, *x.shape[2:])
     # [ranks * b, parts * t, ...] -> [ranks, b, parts, t, ...] -> [ranks * parts, b * t, ...]
@@ -484,7 +484,7 @@ def _in_lines(x: Array) -> Array:
 
 def in_rows(x: Array, shape: tuple[int, ...]) -> Array:
     """Inverse of `_in_lines`: reshape [R, M] to [B, T]."""
-    parts = num_sequence_parts()
+    parts = context_parallel_size()
     if parts == 1:
         return x.reshape(shape)
     # [ranks * parts, b * t] -> [ranks, parts, b, t] -> [ranks * b, parts * t]
@@ -492,10 +492,10 @@ def in_rows(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def split_over_ranks(x: Array) -> Array:
-    return constrain(x, PartitionSpec((*DATA_AXES, SEQUENCE) if num_sequence_parts() > 1 else DATA_AXES))
+    return constrain(x, PartitionSpec((*DATA_AXES, SEQUENCE) if context_parallel_size() > 1 else DATA_AXES))
 
 
-def each_group(way: Way, function: Callable, in_axes: int | tuple = 0) -> Callable:
+def each_group(way: HeadLayout, function: Callable, in_axes: int | tuple = 0) -> Callable:
     """Vectorise `function`, which takes the positions of one group of lines, over groups."""
     # `spmd_axis_name` keeps the groups sharded over `data` where `function` constrains its arrays.
     return jax.vmap(function, in_axes, spmd_axis_name="data" if way.axes else None)
@@ -507,7 +507,7 @@ def places(order: Array, hidden: Array) -> Array:
     return jnp.argsort(order[:, : hidden.shape[1]], axis=1)
 
 
-def chunk_of(way: Way, number: Array, hidden: Array, order: Array, *columns: Array) -> list[Array]:
+def chunk_of(way: HeadLayout, number: Array, hidden: Array, order: Array, *columns: Array) -> list[Array]:
     """Return the hidden states and columns of a chunk, [groups, C, D] and [groups, C]."""
     start = number * way.chunk
     places, *columns = (jax.lax.dynamic_slice_in_dim(column, start, way.chunk, 1) for column in (order, *columns))
@@ -520,17 +520,17 @@ def chunk_of(way: Way, number: Array, hidden: Array, order: Array, *columns: Arr
     return [constrain(x.reshape(groups, -1, *x.shape[2:]), PartitionSpec("data")) for x in taken]
 
 
-def _chunks_of(way: Way, number: Array, order: Array, columns: Any) -> Any:
+def _chunks_of(way: HeadLayout, number: Array, order: Array, columns: Any) -> Any:
     """Return a chunk [groups, C, ...] of a tree of columns [R, M, ...] in batch order."""
     return jax.tree.map(lambda column: chunk_of(way, number, column, order)[0], columns)
 
 
-def laid_out(params: list[Array], way: Way) -> list[Array]:
+def shard_params(params: list[Array], way: HeadLayout) -> list[Array]:
     """Shard tables by rows over `way.axes`; without these, all-gather the parameters once, before the loop."""
     return [constrain(p, PartitionSpec(way.axes) if way.axes and p.ndim else PartitionSpec()) for p in params]
 
 
-def sums_laid_out(sums: Array, way: Way) -> Array:
+def shard_sums(sums: Array, way: HeadLayout) -> Array:
     """Constrain gradient sums [groups, *shape] to the layout of their parameters."""
     if not way.axes:
         return split_over_ranks(sums)

@@ -14,7 +14,15 @@ from jax import Array
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, Compiled, Parallel, on_mesh, own_positions, placed
+from jax_engine.distributed.interface import (
+    DATA_AXES,
+    SEQUENCE,
+    Compiled,
+    Parallel,
+    on_mesh,
+    own_positions,
+    place_leaves,
+)
 from jax_engine.distributed.target import lowering_platforms
 from jax_engine.distributed.tree import Tree
 from lmmods.core.console import say
@@ -74,7 +82,7 @@ def _axes_of(name: str, shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
     return axes if len(axes) <= len(shape) else ()
 
 
-def gathered(name: str, tree: Tree) -> Tree:
+def gather(name: str, tree: Tree) -> Tree:
     """All-gather the arrays of `tree` along all axes but `tensor`, inside a step on a mesh; elsewhere return `tree`.
 
     Their gradients are sharded again (reduce-scatter).
@@ -166,7 +174,7 @@ class ShardedMesh(Parallel):
             raise UserError(f"{wanted} do not make up the number of devices, which is {count}. Change one of them so "
                             f"that their product is {count}.")
         # The order of the axes matters: ranks (DATA_AXES) come first, so the devices that share a rank are consecutive.
-        grid = laid_out(devices, tuple(sizes.values()))
+        grid = arrange_devices(devices, tuple(sizes.values()))
         self.mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
         self.data_parallel_size, self.num_devices = math.prod(sizes[axis] for axis in DATA_AXES), count
         self.expert_size, self.sequence_parts = sizes["expert"], sizes[SEQUENCE]
@@ -221,7 +229,7 @@ class ShardedMesh(Parallel):
         return jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree, layouts)
 
     def put_state(self, tree):
-        return placed(_place, tree, self.shardings(tree))
+        return place_leaves(_place, tree, self.shardings(tree))
 
     def put_batch(self, batch):
         return {name: self._place_rows(x) for name, x in batch.items()}
@@ -255,7 +263,7 @@ class ShardedMesh(Parallel):
         return np.concatenate([np.asarray(parts[ranks]) for ranks in sorted(parts, key=lambda ranks: ranks[0])])
 
 
-def laid_out(devices: Sequence[jax.Device], sizes: tuple[int, ...]) -> np.ndarray:
+def arrange_devices(devices: Sequence[jax.Device], sizes: tuple[int, ...]) -> np.ndarray:
     """Arrange devices as a grid of these sizes.
 
     On a TPU slice, neighbours along an axis are physically linked. In plain device order, host by host, XLA for v5p

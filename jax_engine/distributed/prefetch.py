@@ -48,7 +48,8 @@ class Prefetcher:
         batch_size: Rows of a micro-batch; smaller ones are padded with empty rows.
         max_length: Lengths are rounded up (see `rounded`), but not above this; None does not round. With context
             parallelism rows are padded to a multiple of the number of parts.
-        lengths: Ascending lengths, the next of which replaces the rounded one where there is one (see `few_lengths`).
+        lengths: Ascending lengths, the next of which replaces the rounded one where there is one (see
+            `choose_padded_lengths`).
         ahead: Global batches to prepare in advance.
         complete: Adds columns to the arrays [own ranks, B, ...] of a global batch, on the host.
     """
@@ -134,16 +135,16 @@ class Prefetcher:
         axis = pattern["input_ids"].ndim - 1  # the token axis
         length = max(batch.length if isinstance(batch, Absent) else batch["input_ids"].shape[axis] for batch in group)
         if self._max_length is not None:
-            chosen = next((each for each in self._lengths if each >= length), rounded(length))
+            chosen = next((each for each in self._lengths if each >= length), round_up(length))
             length = max(length, min(chosen, self._max_length))
         # Context parallelism cuts rows into parts of equal length.
         length = -(-length // self._parallel.sequence_parts) * self._parallel.sequence_parts
         own = self._parallel.local_ranks
         # Ranks without a micro-batch, at the end of an epoch, get empty rows: `x[:0]` has their shape.
-        return {name: np.stack([self._filled(name, group[rank][name] if rank < len(group) else x[:0], length, axis)
+        return {name: np.stack([self._fill(name, group[rank][name] if rank < len(group) else x[:0], length, axis)
                                 for rank in own]) for name, x in pattern.items()}
 
-    def _filled(self, name: str, x: np.ndarray, length: int, axis: int) -> np.ndarray:
+    def _fill(self, name: str, x: np.ndarray, length: int, axis: int) -> np.ndarray:
         """Pad a micro-batch's array to the batch size, and `axis` to `length`; convert it to int32 or float32."""
         # Labels that are floats are those of rows, also if a row has several.
         of_rows = not has_tokens(name, x.ndim, x.dtype.kind == "f", axis)
@@ -158,7 +159,7 @@ class Prefetcher:
         return full
 
 
-def rounded(length: int) -> int:
+def round_up(length: int) -> int:
     """Round a length up to one of few values, so that few shapes are compiled.
 
     The result is at most a quarter longer, or the next multiple of 32.
@@ -168,7 +169,7 @@ def rounded(length: int) -> int:
     return -(-length // step) * step
 
 
-def halved_lengths(max_length: int) -> tuple[int, ...]:
+def halve_lengths(max_length: int) -> tuple[int, ...]:
     """Return few lengths, ascending, for batches whose lengths are not known beforehand: each about half the next."""
     lengths = [max_length]
     while lengths[0] > 32:
@@ -180,7 +181,7 @@ MOST_LENGTHS = 10
 FINE = 16  # tokens
 
 
-def few_lengths(found: Sequence[int], max_length: int, fine: bool, cost: float = 0.0, most: int = MOST_LENGTHS
+def choose_padded_lengths(found: Sequence[int], max_length: int, fine: bool, cost: float = 0.0, most: int = MOST_LENGTHS
                 ) -> tuple[int, ...]:
     """Return at most `most` lengths, ascending, to pad batches to with the least cost of padding and compiling.
 
@@ -191,7 +192,7 @@ def few_lengths(found: Sequence[int], max_length: int, fine: bool, cost: float =
         cost: Tokens of padding in all of `found` that cost as much as compiling a program.
     """
     found = np.asarray(found)
-    steps = -(-found // FINE) * FINE if fine else np.array([rounded(int(length)) for length in found])
+    steps = -(-found // FINE) * FINE if fine else np.array([round_up(int(length)) for length in found])
     sizes, counts = np.unique(np.maximum(found, np.minimum(steps, max_length)), return_counts=True)
     # Dynamic programming: of all batches up to each size, the padded tokens and the programs if that size is the last
     # one chosen, and the choice. Each round allows one size more.

@@ -54,11 +54,11 @@ def merge(first: Tree, second: Tree) -> Tree:
     for path, leaf in flatten(second).items():
         name, _, places = path[0].partition(AT)
         own = (name, *path[1:])
-        merged[own] = _interleaved(merged[own], leaf, [int(place) for place in places.split(",")]) if places else leaf
+        merged[own] = _interleave(merged[own], leaf, [int(place) for place in places.split(",")]) if places else leaf
     return unflatten(merged)
 
 
-def _interleaved(first: Any, second: Any, places: list[int]) -> Any:
+def _interleave(first: Any, second: Any, places: list[int]) -> Any:
     """Return a stack of layers in which the rows of `second` have these places, and those of `first` the others."""
     total = first.shape[0] + second.shape[0]
     if isinstance(first, jax.ShapeDtypeStruct):

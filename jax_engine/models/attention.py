@@ -10,7 +10,7 @@ from jax import Array
 
 from jax_engine.models.architecture import Architecture, LayerKind
 from jax_engine.models.dropout import Seeds, dropped_weights
-from jax_engine.models.linear import Build, Linear, Norm, capped, divided_by_rms, parameter
+from jax_engine.models.linear import Build, Linear, Norm, divide_by_rms, parameter, soft_cap
 from jax_engine.models.relative import Table, content_to_position, position_to_content
 from jax_engine.models.rope import Angles, rotate
 from lmmods.core.initialization import Normal
@@ -86,7 +86,7 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float 
     # [B, K, G, T, S] float32.
     scores = (scores if more is None else scores + more.reshape(scores.shape)) * scale
     # The smallest finite number, since a row of -inf only would become NaN in the softmax.
-    scores = jnp.where(mask[:, :, None], capped(scores, cap), jnp.finfo(jnp.float32).min)
+    scores = jnp.where(mask[:, :, None], soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
     if sinks is not None:
         # The sink takes part in the softmax as a last key, [..., S + 1]; its weight is dropped, because it has no
         # value.
@@ -221,7 +221,7 @@ class Attention(nnx.Module):
         if arch.qkv_limit is not None:
             q, k, v = (jnp.clip(part, -arch.qkv_limit, arch.qkv_limit) for part in (q, k, v))
         q, k, v = (self._heads(part) for part in (q, k, v))
-        v = divided_by_rms(v, arch.norm_eps) if arch.value_norm else v
+        v = divide_by_rms(v, arch.norm_eps) if arch.value_norm else v
         return (self.q_norm(q), self.k_norm(k), v, gate) if arch.qk_norm == "head" else (q, k, v, gate)
 
     def _heads(self, x: Array) -> Array:
@@ -271,7 +271,7 @@ def _forward(causal, cap, q, k, v, mask, scale, sinks):
         # [B, K, G * t, D] by [B, K, s, D] -> [B, K, G * t, s]: the query heads of a kv head share its keys in one
         # product.
         scores = _product(_flat(queries[..., start:end, :]), keys[:, :, :seen], 3, 3)
-        scores = capped(scores.reshape(*shape, end - start, seen) * scale, cap)
+        scores = soft_cap(scores.reshape(*shape, end - start, seen) * scale, cap)
         scores = jnp.where(mask[:, :, None, start:end, :seen], scores, jnp.finfo(jnp.float32).min)
         # Softmax, with the division left to the product's result, which is smaller than the weights.
         largest = scores.max(-1, keepdims=True)
@@ -306,7 +306,7 @@ def _backward(causal, cap, kept, gradient):
         shape = (batch, groups, end - start, per_group, length - first)
         seen = mask[:, :, first:, start:end].swapaxes(2, 3)[:, :, :, None]
         # Keys by queries: [B, K, s, G, t].
-        scores = capped(_product(own, later, 3, 3).reshape(shape) * scale, cap)
+        scores = soft_cap(_product(own, later, 3, 3).reshape(shape) * scale, cap)
         # A fully masked query has weights of 1 here, because its norm is the mask's value: hence the zero cotangent
         # required.
         weights = jnp.exp(jnp.where(seen, scores, jnp.finfo(jnp.float32).min) - norms[:, :, None, :, first:])

@@ -41,7 +41,7 @@ def parts(leaf_name: str, num_experts: int) -> set[Part]:
     return {(expert, count, place) for expert in range(num_experts) for place in range(count)}
 
 
-def joined(found: dict[Part, LazyArray], shape: tuple[int, ...], dtype: np.dtype) -> LazyArray:
+def stack_experts(found: dict[Part, LazyArray], shape: tuple[int, ...], dtype: np.dtype) -> LazyArray:
     """Assemble a stacked leaf [E, ...] from all its parts, lazily."""
     def read(part: tuple[slice, ...]) -> np.ndarray:
         experts, rows, *rest = part
@@ -57,7 +57,7 @@ def joined(found: dict[Part, LazyArray], shape: tuple[int, ...], dtype: np.dtype
     return LazyArray(shape, dtype, read)
 
 
-def apart(family: Family, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def split_experts(family: Family, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Convert tensors by the network's names to those of a file: the inverse of `whole` and `joined`."""
     if family.expert_files is None:
         return tensors

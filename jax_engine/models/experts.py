@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, on_mesh
 from jax_engine.models.architecture import Architecture, Experts
 from jax_engine.models.dropout import Seeds
-from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm, divided_by_rms, parameter, product
+from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm, divide_by_rms, parameter, product
 from jax_engine.models.quant import FourBit, Quantized
 from lmmods.core.errors import UserError
 from lmmods.core.initialization import Normal, lora_a
@@ -83,7 +83,7 @@ class ScaledRouter(nnx.Module):
 
     def __call__(self, x: Array, seeds: Seeds | None) -> Array:
         """Return float32 logits [..., E] for x [..., D]; `seeds` are for an adapter's dropout."""
-        scaled = divided_by_rms(x, self.eps) * self.scale[...].astype(x.dtype)
+        scaled = divide_by_rms(x, self.eps) * self.scale[...].astype(x.dtype)
         return self.proj(scaled * jnp.float32(x.shape[-1]**-0.5), seeds).astype(jnp.float32)
 
     def factors(self, chosen: Array) -> Array:
@@ -243,7 +243,7 @@ def _mix(inner: Callable[[Array], Array], form: str, transposed: bool, x: Array,
         each = (jax.nn.one_hot(chosen, num) * shares[..., None]).sum(1)
         return jnp.einsum("end,ne->nd", found, each).reshape(x.shape)
     # `ragged_dot` takes rows of any number per expert; blocks must be whole.
-    order = _sorted(chosen, num, 1 if form == "ragged" else _block_size(chosen, num))
+    order = _sort(chosen, num, 1 if form == "ragged" else _block_size(chosen, num))
 
     layer = partial(_layer, form, order, matrices, transposed)
     # Empty rows have the token N, which is out of range and gives zeros. [N, D] -> [M / block, block, D]
@@ -326,7 +326,7 @@ def _block_size(chosen: Array, num: int) -> int:
     return size
 
 
-def _sorted(chosen: Array, num: int, block: int) -> _Order:
+def _sort(chosen: Array, num: int, block: int) -> _Order:
     # Choices out of range get the number `num`: they sort last, and are dropped below.
     flat = jnp.where((chosen >= 0) & (chosen < num), chosen, num).reshape(-1)
     order = jnp.argsort(flat, stable=True)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, num_sequence_parts, on_mesh
+from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, context_parallel_size, on_mesh
 from jax_engine.distributed.target import target
 from jax_engine.models.architecture import Architecture, Head
 from jax_engine.models.attention import attend, attention_mask
@@ -105,7 +105,7 @@ class Fused:
         """
         length, by_mask = batch["input_ids"].shape[1], "segment_ids" in batch or not self.by_length
         # Without a kernel, `ContextParallel` takes these rows: it needs no mask [T, T], and does not divide the heads.
-        if num_sequence_parts() > 1 and (by_mask or self.num_kv_heads % _num_sharers()):
+        if context_parallel_size() > 1 and (by_mask or self.num_kv_heads % _num_sharers()):
             return None
         if self.implementation == SPLASH:
             return self._splash(batch, by_mask)
@@ -126,15 +126,15 @@ class Fused:
         def attend_fused(q: Array, k: Array, v: Array) -> Array:
             # With context parallelism: from parts of rows with all heads to whole rows of some heads; below the way
             # back.
-            q, k, v = (_laid_out(_in_parts(x), self.num_kv_heads) for x in (q, k, v))
-            mixed = _laid_out(jax.nn.dot_product_attention(q, k, v, **options), self.num_kv_heads)
+            q, k, v = (_shard_heads(_in_parts(x), self.num_kv_heads) for x in (q, k, v))
+            mixed = _shard_heads(jax.nn.dot_product_attention(q, k, v, **options), self.num_kv_heads)
             return _in_parts(mixed).reshape(*q.shape[:2], -1)
 
         return attend_fused
 
     def _splash(self, batch: dict[str, Array], by_mask: bool) -> Callable[[Array, Array, Array], Array] | None:
         """`over` for TPUs, where the kernel takes only whole rows, and lengths of whole blocks."""
-        if num_sequence_parts() > 1 or by_mask and not self.by_mask or batch["input_ids"].shape[1] % BLOCKS[-1]:
+        if context_parallel_size() > 1 or by_mask and not self.by_mask or batch["input_ids"].shape[1] % BLOCKS[-1]:
             return None
         # Right padding is a segment of its own (0), which a causal kernel need not know about.
         segments = batch.get("segment_ids", batch.get("attention_mask") if by_mask or not self.causal else None)
@@ -157,7 +157,7 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
     on = target(on)
     if on.platform == "cpu":
         return None
-    reason = unfit(arch, dtype, requested)
+    reason = unsupported_reason(arch, dtype, requested)
     if reason is not None:
         return _report(None, f"Attention: plain, as {reason}.")
     if on.is_simulated:
@@ -171,16 +171,16 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
     fused = replace(fused, by_length=False) if HEADS[head].may_pad_left else fused
     if not on.is_here:
         return _report(fused, f"Attention: {fused.implementation}'s fused kernel, assumed: its check takes the device.")
-    return checked(fused)
+    return keep_working(fused)
 
 
 def stands_in(arch: Architecture, dtype: str, requested: str | None, on: Target | None = None) -> bool:
     """Return True if blocked attention replaces the kernel, so that a simulated program needs no more memory."""
     on = target(on)
-    return on.is_simulated and on.platform != "cpu" and unfit(arch, jnp.dtype(dtype), requested) is None
+    return on.is_simulated and on.platform != "cpu" and unsupported_reason(arch, jnp.dtype(dtype), requested) is None
 
 
-def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | None:
+def unsupported_reason(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | None:
     """Return the reason why this network cannot use the fused kernel; None if it can."""
     if requested == "eager":
         return "the recipe asks for attention: eager"
@@ -205,7 +205,7 @@ def unfit(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | 
     return None
 
 
-def checked(fused: Fused) -> Fused | None:
+def keep_working(fused: Fused) -> Fused | None:
     """Return `fused` with only the uses that pass their check; None if none does."""
     problems = {use: mismatch(fused, use == "by_mask") for use in ("by_length", "by_mask") if getattr(fused, use)}
     # One use may fail without the other, which is then kept.
@@ -276,7 +276,7 @@ def mismatch(fused: Fused, by_mask: bool) -> str | None:
     return None
 
 
-def _laid_out(x: Array, num_kv_heads: int) -> Array:
+def _shard_heads(x: Array, num_kv_heads: int) -> Array:
     """On a mesh, shard rows over ranks, and heads over `tensor` if divisible; positions and features stay unsharded.
 
     With context parallelism, devices along `sequence` exchange their part of every row for some heads of whole rows
@@ -286,15 +286,15 @@ def _laid_out(x: Array, num_kv_heads: int) -> Array:
 
 
 def _layout(num_kv_heads: int) -> PartitionSpec:
-    axes = ("tensor", SEQUENCE) if num_sequence_parts() > 1 else "tensor"
+    axes = ("tensor", SEQUENCE) if context_parallel_size() > 1 else "tensor"
     return PartitionSpec(DATA_AXES, None, axes if num_kv_heads % _num_sharers() == 0 else None)
 
 
 def _in_parts(x: Array) -> Array:
     """Shard as before and after that exchange; without this constraint XLA all-gathers whole rows instead."""
-    return constrain(x, PartitionSpec(DATA_AXES, SEQUENCE, "tensor")) if num_sequence_parts() > 1 else x
+    return constrain(x, PartitionSpec(DATA_AXES, SEQUENCE, "tensor")) if context_parallel_size() > 1 else x
 
 
 def _num_sharers() -> int:
     """Return the number of devices over which heads are sharded."""
-    return jax.sharding.get_abstract_mesh().shape.get("tensor", 1) * num_sequence_parts()
+    return jax.sharding.get_abstract_mesh().shape.get("tensor", 1) * context_parallel_size()

@@ -14,7 +14,7 @@ from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import UNIT, draws
 from lmmods.core.settings import Generation, check_beam_groups
-from lmmods.rollouts.policy import Drawn
+from lmmods.rollouts.policy import SampledAnswer
 
 BUCKET = 32  # prompt lengths are rounded up to a multiple of this, so that few shapes are compiled
 # Ended rows leave a batch once only this share of it goes on, and a batch of fewer rows never shrinks: each size that a
@@ -64,7 +64,7 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
     programs = _compiled(network, width, astuple(settings), tuple(sorted(eos)))
     if settings.num_beams > 1:  # a beam search draws several tokens per step without replacement, which takes a key
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), np.array(rows, np.int32))
-        tokens = np.asarray(programs(params, *_padded(prompts, width, pad), keys))
+        tokens = np.asarray(programs(params, *_pad(prompts, width, pad), keys))
     else:
         prompts = [prompt for prompt in prompts for _ in range(num_answers)]
         numbers = draws(seed, rows, settings.max_new_tokens, num_answers)
@@ -72,8 +72,8 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
     return [_until(row.tolist(), eos) for row in tokens]
 
 
-def draw(network: Network, params: Tree, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None,
-         temperature: float, max_new_tokens: int, ends: Sequence[int], pad: int) -> list[Drawn]:
+def sample_answers(network: Network, params: Tree, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None,
+         temperature: float, max_new_tokens: int, ends: Sequence[int], pad: int) -> list[SampledAnswer]:
     """Answer prompts, and measure the log-probability and the entropy of each token in the same pass.
 
     Sampling is from the whole vocabulary. Widths and numbers of rows are rounded up to powers of two, so that few
@@ -103,11 +103,11 @@ def draw(network: Network, params: Tree, prompts: Sequence[Sequence[int]], numbe
     ended = is_end.any(1)
     lengths = np.where(ended, is_end.argmax(1) + 1, max_new_tokens)
     # Copies, so that an answer does not keep all of them in memory.
-    return [Drawn(*(found[name][row, :length].copy() for name in ("tokens", *SCORES)), bool(ended[row]))
+    return [SampledAnswer(*(found[name][row, :length].copy() for name in ("tokens", *SCORES)), bool(ended[row]))
             for row, length in enumerate(lengths)]
 
 
-def _padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
+def _pad(prompts: Sequence[Sequence[int]], width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ids and mask [B, width] of prompts, left-padded, so that all end in the same column."""
     ids = np.full((len(prompts), width), pad, np.int32)
     mask = np.zeros_like(ids)
@@ -136,7 +136,7 @@ def _single(programs: tuple[Callable, ...], params: Tree, prompts: Sequence[Sequ
     is_distinct = len(distinct) == num
     # Copies are made of a number of prompts that is rounded up, so that few shapes are compiled.
     distinct += distinct[:1] * ((size if is_distinct else min(power_of_two(len(distinct)), size)) - len(distinct))
-    state = begin(params, *_padded(distinct, width, pad), None if is_distinct else copies, None if size == num else num)
+    state = begin(params, *_pad(distinct, width, pad), None if is_distinct else copies, None if size == num else num)
     numbers, rows = np.pad(numbers, ((0, size - num), (0, 0))), np.arange(size)
     found = {name: np.zeros(numbers.shape, state[name].dtype) for name in ("tokens", *SCORES) if name in state}
     while True:
@@ -151,7 +151,7 @@ def _single(programs: tuple[Callable, ...], params: Tree, prompts: Sequence[Sequ
         state, rows = pick(state, chosen), rows[chosen]
 
 
-def drawn(logits: Array, numbers: Array) -> Array:
+def sample_tokens(logits: Array, numbers: Array) -> Array:
     """Sample tokens [B] by inversion: the first at which the cumulative probability exceeds the row's number.
 
     Args:
@@ -177,7 +177,7 @@ def drawn(logits: Array, numbers: Array) -> Array:
 SCORES = ("logps", "entropies")  # of new tokens, in the state of a search that measures them
 
 
-def measured(logits: Array, tokens: Array) -> dict[str, Array]:
+def log_probs_and_entropies(logits: Array, tokens: Array) -> dict[str, Array]:
     """Return `SCORES` of tokens [B] drawn from logits [B, V], each [B] float32."""
     # The maximum and the exponentials are those of `drawn`, which the compiler computes once.
     shifted = logits - logits.max(-1, keepdims=True)
@@ -258,8 +258,8 @@ def token_steps(network: Network, width: int, total: int, settings: Generation, 
     forward = Forward(network, settings.use_cache)
 
     def choose(logits: Array, state: Tree, numbers: Array) -> Array:
-        logits = constrained(settings, logits, state["tokens"], state["real"], state["place"], width, ends)
-        return drawn(narrowed(settings, logits), numbers) if settings.do_sample else logits.argmax(-1)
+        logits = apply_constraints(settings, logits, state["tokens"], state["real"], state["place"], width, ends)
+        return sample_tokens(filter_logits(settings, logits), numbers) if settings.do_sample else logits.argmax(-1)
 
     def begin(params: Tree, ids: Array, mask: Array) -> Tree:
         tokens = jnp.pad(ids, ((0, 0), (0, total - width)))
@@ -283,7 +283,7 @@ def token_steps(network: Network, width: int, total: int, settings: Generation, 
         ended = state["ended"] | jnp.isin(token, ends)
         scores = {} if scored_at is None else {
             name: jax.lax.dynamic_update_slice_in_dim(state[name], new[:, None], place - width, axis=1)
-            for name, new in measured(logits / scored_at, token).items()}
+            for name, new in log_probs_and_entropies(logits / scored_at, token).items()}
         return {"tokens": tokens, "real": real, "place": place + 1, "kept": kept, "hidden": hidden, "latest": token,
                 "ended": ended, **scores}
 
@@ -314,7 +314,7 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
     fields = astuple(replace(settings, max_new_tokens=1))  # part of the cache key, but unused by the programs
     begin, step = _compiled_steps(network, width, width + power_of_two(room, BUCKET), fields, tuple(sorted(eos)))
     # The same draws as in `generate`, so a streamed answer is the same.
-    state, numbers = begin(params, *_padded([prompt], width, pad)), draws(seed, [row], room)
+    state, numbers = begin(params, *_pad([prompt], width, pad)), draws(seed, [row], room)
     for place in range(room):
         state = step(params, state, numbers[:, place])
         token = int(np.asarray(state["latest"])[0])
@@ -402,19 +402,20 @@ def _positions(real: Array) -> Array:
     return jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
 
 
-def constrained(settings: Generation, logits: Array, tokens: Array, real: Array, place: Array, width: int, ends: Array
+def apply_constraints(settings: Generation, logits: Array, tokens: Array, real: Array, place: Array, width: int,
+                      ends: Array
                 ) -> Array:
     """Apply the rules common to search and sampling to the logits [N, V] of the token at `place`."""
     if settings.repetition_penalty != 1.0:
-        logits = repeated(logits, tokens, real, settings.repetition_penalty)
+        logits = penalise_repetition(logits, tokens, real, settings.repetition_penalty)
     if settings.no_repeat_ngram_size:
-        logits = no_repeated_ngrams(logits, tokens, real, place, settings.no_repeat_ngram_size)
+        logits = ban_repeated_ngrams(logits, tokens, real, place, settings.no_repeat_ngram_size)
     if settings.min_new_tokens and len(ends):
         logits = jnp.where(place - width < settings.min_new_tokens, logits.at[:, ends].set(OUT), logits)
     return logits
 
 
-def narrowed(settings: Generation, logits: Array, least: int = 1) -> Array:
+def filter_logits(settings: Generation, logits: Array, least: int = 1) -> Array:
     """Apply temperature, top-k, top-p and typical filtering to logits [N, V]; keep at least `least` tokens per row."""
     logits = logits / settings.temperature
     logits = keep_top_k(logits, max(settings.top_k, least)) if settings.top_k else logits
@@ -422,7 +423,7 @@ def narrowed(settings: Generation, logits: Array, least: int = 1) -> Array:
     return keep_typical(logits, settings.typical_p, least) if settings.typical_p < 1.0 else logits
 
 
-def repeated(logits: Array, tokens: Array, real: Array, penalty: float) -> Array:
+def penalise_repetition(logits: Array, tokens: Array, real: Array, penalty: float) -> Array:
     """Apply the repetition penalty (Keskar et al. 2019). Padding does not count as an occurrence.
 
     Args:
@@ -436,7 +437,7 @@ def repeated(logits: Array, tokens: Array, real: Array, penalty: float) -> Array
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def no_repeated_ngrams(logits: Array, tokens: Array, real: Array, place: Array, size: int) -> Array:
+def ban_repeated_ngrams(logits: Array, tokens: Array, real: Array, place: Array, size: int) -> Array:
     """Forbid tokens that would complete an n-gram already in the text before `place`."""
     # Compare the n - 1 latest tokens with the beginning of the n-gram at every start.
     starts = tokens.shape[1] - size + 1
@@ -621,11 +622,11 @@ class _Group:
         """Return the candidates' sums [B, C] and indices into S * V. C is large enough that S candidates do not end."""
         batch, size, vocabulary = logs.shape
         settings, count = self._settings, size * max(2, 1 + len(self._ends))
-        logs = constrained(settings, logs.reshape(-1, vocabulary), beams["tokens"].reshape(batch * size, -1),
+        logs = apply_constraints(settings, logs.reshape(-1, vocabulary), beams["tokens"].reshape(batch * size, -1),
                            jnp.repeat(real, size, 0), place, self._width, self._ends)
         if settings.do_sample:
             # More tokens than there are end tokens, so that each beam can go on.
-            logs = narrowed(settings, logs, least=1 + max(1, len(self._ends)))
+            logs = filter_logits(settings, logs, least=1 + max(1, len(self._ends)))
         sums = (beams["scores"][..., None] + logs.reshape(batch, size, vocabulary)).reshape(batch, -1)
         ranks = sums
         if settings.do_sample:  # Gumbel top-k: the largest perturbed scores are a sample without replacement

@@ -18,9 +18,9 @@ from jax_engine.models.linear import (
     Build,
     Linear,
     Norm,
-    capped,
     parameter,
     product,
+    soft_cap,
     vocabulary_logits,
 )
 from jax_engine.models.names import TOKEN_ROWS
@@ -89,7 +89,7 @@ class LMHead(OutputHead):
             matrix, rows = self.weight[...], self.trainable_tokens_delta[...] if self.tokens else None
         logits = vocabulary_logits(features, matrix, self.build, self.tokens, rows)
         logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
-        return capped(logits if self.scale == 1.0 else logits * self.scale, self.cap)
+        return soft_cap(logits if self.scale == 1.0 else logits * self.scale, self.cap)
 
 
 class MLMHead(OutputHead):
@@ -129,7 +129,7 @@ class ClassifierHead(OutputHead):
 
     def features(self, hidden: Array, batch: dict[str, Array], seeds: Seeds | None) -> Array:
         own = self.own
-        x = pooled(hidden, real_tokens(batch), own.pooling)
+        x = pool(hidden, real_tokens(batch), own.pooling)
         x = dropout(x, own.dense_dropout, seeds, "head.dense")
         y = x if self.dense is None else self.dense(x, seeds)
         y = y if own.activation is None else ACTIVATIONS[own.activation](y)
@@ -142,7 +142,7 @@ class ClassifierHead(OutputHead):
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
 
 
-def pooled(hidden: Array, real: Array, pooling: str | None) -> Array:
+def pool(hidden: Array, real: Array, pooling: str | None) -> Array:
     """Return one vector [B, D] for each row of hidden states [B, T, D], by a `Classifier.pooling`; None: all of them.
 
     Args:

@@ -29,7 +29,7 @@ from lmmods.core.settings import LoRA
 SHARD_BYTES = 5 * 10**9
 
 
-def supported() -> list[str]:
+def list_supported() -> list[str]:
     """Return the supported architectures, by `model_type`."""
     modules = {module.name for module in pkgutil.iter_modules(families.__path__)}
     return sorted(name for name in CONFIG_MAPPING if _module(name) in modules)
@@ -45,12 +45,12 @@ def _family(model_type: str) -> Family:
 
 def family_of(config: PreTrainedConfig, head: Head) -> Family:
     """Return the family of a configuration; raise UserError if it is unsupported, or has no such head."""
-    if config.model_type not in supported():
+    if config.model_type not in list_supported():
         raise UserError(f"model: the architecture {config.model_type!r} is not supported by the JAX engine. "
-                        f"Supported: {', '.join(supported())}. Use engine: torch.")
+                        f"Supported: {', '.join(list_supported())}. Use engine: torch.")
     family = _family(config.model_type)
     if head not in family.classes:
-        able = [name for name in supported() if head in _family(name).classes]
+        able = [name for name in list_supported() if head in _family(name).classes]
         raise UserError(f"model: the JAX engine has no {head} head for {config.model_type!r}. With this head it "
                         f"supports: {', '.join(able)}.")
     return family
@@ -105,7 +105,7 @@ def save(network: Network, params: Tree, folder: str | Path, dtype: str | None =
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = expert_files.apart(network.family, network.to_torch(params, plain=True))
+    tensors = expert_files.split_experts(network.family, network.to_torch(params, plain=True))
     if dtype is not None:
         tensors = {name: value.astype(jnp.dtype(dtype)) for name, value in tensors.items()}
     write_shards(tensors, folder)

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_engine.distributed.mesh import gathered, look_up
+from jax_engine.distributed.mesh import gather, look_up
 from jax_engine.models.architecture import NormKind
 from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.quant import Quantized
@@ -35,7 +35,7 @@ def exact_gelu(x: Array) -> Array:
     return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
-def capped(x: Array, cap: float | None) -> Array:
+def soft_cap(x: Array, cap: float | None) -> Array:
     """Soft-cap x to (-cap, cap) by tanh (Bello et al. 2016); None leaves x unchanged."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
@@ -140,7 +140,7 @@ class Linear(nnx.Module):
         if isinstance(weight, Quantized):
             return _coded_product(name, self.build, self.conv1d, x, weight)
         # Cast before the all-gather, which then moves half the bytes in 16 bits.
-        return product(x, gathered(name, weight.astype(self.build.dtype)), self.build, self.conv1d)
+        return product(x, gather(name, weight.astype(self.build.dtype)), self.build, self.conv1d)
 
     def _adapter(self, x: Array, y: Array, weight: Any, seeds: Seeds | None) -> Array:
         """Return the adapter's update to y = x W^T."""
@@ -148,7 +148,7 @@ class Linear(nnx.Module):
         scaling = lora.scaling
         dropped = dropout(x, lora.dropout, seeds, f"{self.path}.lora")
         # [rank, in] and [out, rank]; sharded like the weight, and whole only during the product.
-        a, b = (gathered(f"{self.path}.{name}", getattr(self, name)[...].astype(dtype))
+        a, b = (gather(f"{self.path}.{name}", getattr(self, name)[...].astype(dtype))
                 for name in ("lora_A", "lora_B"))
         update = product(product(dropped, a, self.build), b, self.build) * scaling
         if not lora.dora:
@@ -214,7 +214,7 @@ _product_on_cpu.defvjp(_product_forward, _product_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _coded_product(name: str, build: Build, conv1d: bool, x: Array, weight: Quantized) -> Array:
     """Multiply x by a quantised matrix, dequantised again in the backward pass: only (sharded) codes are saved."""
-    return product(x, _matrix(name, build, gathered(name, weight)), build, conv1d)
+    return product(x, _matrix(name, build, gather(name, weight)), build, conv1d)
 
 
 def _coded_forward(name, build, conv1d, x, weight):
@@ -226,7 +226,7 @@ def _coded_backward(name, build, conv1d, kept, gradient):
     weight, like = kept
     # With remat, the recomputed forward pass shares its gathered codes with this. The barrier keeps XLA from sharing
     # the dequantised matrix as well, which would stay in memory.
-    matrix = _matrix(name, build, jax.lax.optimization_barrier(gathered(name, weight)))
+    matrix = _matrix(name, build, jax.lax.optimization_barrier(gather(name, weight)))
     contract = "...o,io->...i" if conv1d else "...o,oi->...i"
     if build.cpu_forms:
         return _in_float32(contract, gradient, matrix, like.dtype), None
@@ -235,7 +235,7 @@ def _coded_backward(name, build, conv1d, kept, gradient):
 
 def _matrix(name: str, build: Build, codes: Quantized) -> Array:
     """Dequantise in the layout of the gathered codes; otherwise XLA might dequantise shards and gather the result."""
-    return gathered(name, codes.astype(build.dtype))
+    return gather(name, codes.astype(build.dtype))
 
 
 _coded_product.defvjp(_coded_forward, _coded_backward)
@@ -326,7 +326,7 @@ def _normed(kind: NormKind, eps: float, x: Array, weight: Array, bias: Array | N
     return (wide if bias is None else wide + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def divided_by_rms(x: Array, eps: float) -> Array:
+def divide_by_rms(x: Array, eps: float) -> Array:
     """Return x over the root mean square of its last axis, computed in float32: an RMSNorm without a weight."""
     return _normed("rms", eps, x, jnp.ones(x.shape[-1]), None)
 

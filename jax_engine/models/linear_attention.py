@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, cut, num_sequence_parts
+from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, context_parallel_size, shard_sequence
 from jax_engine.models.architecture import Architecture, LinearHeads
 from jax_engine.models.dropout import Seeds
 from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm, gated, parameter
@@ -196,7 +196,7 @@ class LinearAttention(nnx.Module):
         decay = _whole_rows(-jnp.exp(speed) * jax.nn.softplus(self.a(x, seeds).astype(jnp.float32) + bias))
         out, state = gated_delta_rule(q, k, v, decay, rate, texts.documents, cached.get("state"))
         z = self.z(x, seeds)
-        out = cut(out.astype(z.dtype)).reshape(*z.shape[:2], -1, heads.value_dim)
+        out = shard_sequence(out.astype(z.dtype)).reshape(*z.shape[:2], -1, heads.value_dim)
         out = gated("silu", z.reshape(out.shape).astype(jnp.float32), self.norm(out)).astype(z.dtype)
         return self.o(out.reshape(z.shape), seeds), None if cache is None else {"conv": conv, "state": state}
 
@@ -213,7 +213,7 @@ def _whole_rows(x: Array) -> Array:
     """With context parallelism, exchange a part of each row of x [B, T, N, ...] for some of its N features or heads of
     whole rows (all-to-all, Jacobs et al. 2023), or for all if their number does not divide.
     """
-    if num_sequence_parts() == 1:
+    if context_parallel_size() == 1:
         return x
     sizes = jax.sharding.get_abstract_mesh().shape
     divides = x.shape[2] % (sizes["tensor"] * sizes[SEQUENCE]) == 0

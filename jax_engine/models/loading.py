@@ -186,7 +186,7 @@ class Leaves:
             return [f"{value.shape}, the configuration says {one}"]
         found[part] = value
         if found.keys() == wanted:
-            self.put(place, expert_files.joined(found, shape, self.dtype))
+            self.put(place, expert_files.stack_experts(found, shape, self.dtype))
         return []
 
     def put_mxfp4(self, place: Slot, blocks: LazyArray, scales: LazyArray) -> list[str]:

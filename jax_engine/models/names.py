@@ -240,7 +240,7 @@ class Names:
                    for layer in self._partly(path) or self.places(_module(path)) if layer not in parts]
         if missing:
             raise UserError(f"Some layers have parameters that others lack: {some(missing)}.")
-        return unflatten({path: _stacked([parts[layer] for layer in sorted(parts)])
+        return unflatten({path: _stack([parts[layer] for layer in sorted(parts)])
                           if path[0] == "layers" else parts[None] for path, parts in pieces.items()})
 
 
@@ -254,7 +254,7 @@ def _rows(leaf: Any, places: Sequence[int]) -> Any:
     return leaf[np.array(places)]
 
 
-def _stacked(layers: list[np.ndarray | LazyArray]) -> np.ndarray | LazyArray:
+def _stack(layers: list[np.ndarray | LazyArray]) -> np.ndarray | LazyArray:
     if all(isinstance(layer, np.ndarray) for layer in layers):
         return np.stack(layers)
     return lazy_array.stack([lazy_array.lazy(layer) for layer in layers])

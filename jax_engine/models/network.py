@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 from transformers import PreTrainedConfig
 
-from jax_engine.distributed.interface import cut, num_sequence_parts, on_mesh
+from jax_engine.distributed.interface import context_parallel_size, on_mesh, shard_sequence
 from jax_engine.distributed.tree import Path, Tree, flatten, merge, unflatten
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head, LayerKind
@@ -121,7 +121,7 @@ class EncoderEmbedding(nnx.Module):
                                   ) if arch.relative and arch.relative.normed else None
         self.types = Embedding(arch.num_types, size, std=arch.init_std) if arch.num_types else None
         self.norm = Norm(size, arch.norm, arch.norm_eps)
-        self.conv = Neighbours(arch, build) if arch.convolution else None
+        self.conv = TokenConvolution(arch, build) if arch.convolution else None
         self.conv_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps) if arch.convolution else None
         self.project = Linear(size, arch.hidden_size, "embed.project", build, std=arch.init_std
                               ) if arch.embedding_size else None
@@ -153,7 +153,7 @@ class EncoderEmbedding(nnx.Module):
         return Table(rows, jnp.asarray(self.arch.relative.buckets(length)))
 
 
-class Neighbours(nnx.Module):
+class TokenConvolution(nnx.Module):
     """Convolution over the tokens of a row, [B, T, D] to [B, T, D]; the weight is [out, in, width], as in torch."""
 
     def __init__(self, arch: Architecture, build: Build):
@@ -330,7 +330,7 @@ class Network(Names):
         position_ids = self._positions(batch)
         seeds = Seeds(token_words(batch), self._sites) if training and self.drops else None
         embedding = self._part("embed", params)
-        x = cut(embedding(batch, position_ids, seeds))
+        x = shard_sequence(embedding(batch, position_ids, seeds))
         angles, key_angles = self._angles(batch, position_ids, cache)
         if self.arch.relative is not None:
             angles = [embedding.places(x.shape[1])]
@@ -343,7 +343,7 @@ class Network(Names):
         kernel = self.fused.over(batch) if self.fused is not None and cache is None else None
         if kernel is not None:
             masks = [kernel]
-        elif num_sequence_parts() > 1 and self.arch.relative is None:
+        elif context_parallel_size() > 1 and self.arch.relative is None:
             masks = [ContextParallel.from_batch(batch, self.arch.causal, window) for window in windows]
         elif cache is None:
             masks = [attention_mask(batch, self.arch.causal, window) for window in windows]
@@ -403,7 +403,7 @@ class Network(Names):
             if after_first is not None:
                 # Inside the scan, so that the first layer needs no program of its own.
                 x = jax.lax.cond(step["is_first"], after_first, lambda x: x, x)
-            return cut(x), tuple(kept)
+            return shard_sequence(x), tuple(kept)
 
         # On a mesh always, so that gathered weights are not saved (see `_KEPT`). Inside a scan XLA cannot undo the
         # recomputation by CSE, so the barriers of `prevent_cse` are not needed.
@@ -433,9 +433,9 @@ class Network(Names):
                           for kind, found in zip(stack.kinds, of_stack[0], strict=True)], of_stack[1]])
         caches, loads = zip(*kept, strict=True)
         names = dict.fromkeys(kind.attention for kind in arch.kinds)
-        by_name = {name: joined([[found and found.get(name) for found in of_stack] for of_stack in caches])
+        by_name = {name: concatenate_layers([[found and found.get(name) for found in of_stack] for of_stack in caches])
                    for name in names}
-        return x, None if cache is None else by_name, joined(list(loads))
+        return x, None if cache is None else by_name, concatenate_layers(list(loads))
 
     def _angles(self, batch: dict[str, Array], position_ids: Array, cache: Tree | None
                 ) -> tuple[list[Angles], list[Angles]]:
@@ -773,7 +773,7 @@ def layer_stacks(arch: Architecture) -> list[LayerStack]:
     return stacks
 
 
-def joined(kept: list[list[Tree | None]]) -> Tree | None:
+def concatenate_layers(kept: list[list[Tree | None]]) -> Tree | None:
     """Concatenate the scans' outputs to one row per layer, in order; layers without an output have none.
 
     Args:

@@ -28,7 +28,7 @@ from jax_engine.models.building import build_network
 from jax_engine.models.heads import HEADS
 from jax_engine.models.network import Network
 from jax_engine.tasks.running import Run, Weights
-from jax_engine.tasks.teacher import TEACHER, Guide, without_teacher
+from jax_engine.tasks.teacher import TEACHER, TeacherNetwork, without_teacher
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
@@ -85,7 +85,7 @@ class Task(TaskFields, ABC):
         check_supported(self)
         super().__post_init__()
         self.network: Network | None = None
-        self.guide: Guide | None = None  # of `model.teacher`
+        self.guide: TeacherNetwork | None = None  # of `model.teacher`
         self.built_for: Target | None = None  # None: the devices that are present
         self._sums: list[dict[str, Array]] = []
 
@@ -107,7 +107,7 @@ class Task(TaskFields, ABC):
             self.metric_names = self.divergence.metric_names
             check_teacher(self.teacher, datamodule.tokenizer)
             if not self.is_taught_beforehand:
-                self.guide, taught = Guide.build(self, self.head, datamodule, precision, seed, abstract, on)
+                self.guide, taught = TeacherNetwork.build(self, self.head, datamodule, precision, seed, abstract, on)
                 frozen |= taught
         return trainable, frozen
 

@@ -24,7 +24,7 @@ from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
 from lmmods.data.base import DataModule
 from lmmods.data.batches.collate import DRAWN, PLACES
-from lmmods.data.teacher import NO_PLACES, LikeliestByNumber, num_columns
+from lmmods.data.teacher import NO_PLACES, TeacherTopKTable, num_columns
 from lmmods.recipe.tasks.base import CausalFields
 
 
@@ -37,7 +37,7 @@ class CausalTask(CausalFields, Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_supported(self.generation)
-        self._likeliest: LikeliestByNumber | None = None  # of a teacher with `top_k`
+        self._likeliest: TeacherTopKTable | None = None  # of a teacher with `top_k`
         self._num_columns = 0
         self.choice_ids = np.zeros(0, np.int64)  # tokens whose logits `predict` returns
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from jax_engine.distributed.loss import LossSums, shift_labels, shift_weights, token_log_probs
-from jax_engine.distributed.prefetch import GlobalBatch, halved_lengths
+from jax_engine.distributed.prefetch import GlobalBatch, halve_lengths
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.models.network import Network
@@ -155,7 +155,7 @@ class JaxPolicy(JaxSampler):
         batches = [self._batch(everything, order[start : start + size], reference)
                    for start in range(0, len(order), size)]
         found = [(batch.host["index"], steps.predict_step(run.weights.trainable, run.weights.frozen, batch.arrays))
-                 for batch in run.batches(batches, size, math.inf, lengths=halved_lengths(longest))]
+                 for batch in run.batches(batches, size, math.inf, lengths=halve_lengths(longest))]
         scored: dict[int, np.ndarray] = {}
         for index, values in found:
             for numbers, by_row in zip(index, steps.fetch_rows(values), strict=True):

@@ -51,12 +51,12 @@ def cache_references(run: Run) -> None:
         if found is None:
             if run.is_first:
                 say(COMPUTING.format(rows=store.shape[0], role=role))
-            found = _computed(run, role, store.shape)
+            found = _compute(run, role, store.shape)
             on_first(lambda store=store, found=found: store.write(found))
         adopt_references(data, role, found)
 
 
-def _computed(run: Run, role: str, shape: tuple[int, int]) -> np.ndarray:
+def _compute(run: Run, role: str, shape: tuple[int, int]) -> np.ndarray:
     """Compute the log-probabilities [rows, answers] of a split."""
     data, steps = run.data, run.steps
     batch_size = data.eval_batch_size

@@ -9,13 +9,13 @@ import numpy as np
 
 from jax_engine.distributed import devices as machines
 from jax_engine.distributed.target import at_hand
-from jax_engine.models.generate import draw
+from jax_engine.models.generate import sample_answers
 from jax_engine.models.network import Network
 from jax_engine.tasks.base import Weights
 from jax_engine.tasks.reference import without_copies
 from jax_engine.tasks.running import Run
 from jax_engine.tasks.teacher import without_teacher
-from lmmods.rollouts.policy import Drawn
+from lmmods.rollouts.policy import SampledAnswer
 
 # Share of a device's memory that the answers being drawn may take: their keys and values, and float32 arrays as large
 # as their logits.
@@ -48,7 +48,7 @@ class JaxSampler:
         self._run, self.rank, self.num_ranks = run, jax.process_index(), jax.process_count()
 
     def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
-             max_new_tokens: int, ends: Sequence[int]) -> list[Drawn]:
+             max_new_tokens: int, ends: Sequence[int]) -> list[SampledAnswer]:
         run, network = self._run, self._run.task.network
         # A collective call, so before anything that depends on the prompts. The replica is freed afterwards.
         own = without_teacher(without_copies(run.weights.frozen))
@@ -57,7 +57,8 @@ class JaxSampler:
         at_once = answers_at_once(network, length, at_hand().memory)
         for start in range(0, len(prompts), at_once):
             part = slice(start, start + at_once)
-            found += draw(network, params, prompts[part], None if numbers is None else numbers[part], temperature,
+            found += sample_answers(network, params, prompts[part], None if numbers is None else numbers[part],
+                                    temperature,
                           max_new_tokens, ends, run.data.tokenizer.pad_token_id)
         return found
 

@@ -24,15 +24,15 @@ from lmmods.core.console import say
 from lmmods.core.hardware import Target
 from lmmods.data.base import DataModule
 from lmmods.data.batches.collate import PLACES
-from lmmods.data.teacher import COMPUTING, LikeliestByNumber, gathered, number_scored, teacher_store
+from lmmods.data.teacher import COMPUTING, TeacherTopKTable, gather_top_k, number_scored, teacher_store
 from lmmods.recipe.tasks.base import TokenLossFields
 from lmmods.runs.model_card import first_weights
 
 TEACHER = "teacher"  # key of its parameters in the tree of frozen ones
-TAUGHT_IDS, TAUGHT_LOGPS = "teacher_ids", "teacher_logps"  # columns of batches, see `LikeliestByNumber`
+TAUGHT_IDS, TAUGHT_LOGPS = "teacher_ids", "teacher_logps"  # columns of batches, see `TeacherTopKTable`
 
 
-class Guide:
+class TeacherNetwork:
     """The network of `model.teacher`."""
 
     def __init__(self, network: Network):
@@ -40,7 +40,7 @@ class Guide:
 
     @classmethod
     def build(cls, fields: TokenLossFields, head: Head, datamodule: DataModule, precision: str, seed: int,
-              abstract: bool, on: Target | None) -> tuple["Guide", Tree]:
+              abstract: bool, on: Target | None) -> tuple["TeacherNetwork", Tree]:
         """Return a task's teacher, and what to add to the frozen parameters, on the host.
 
         Args:
@@ -96,7 +96,7 @@ def without_teacher(frozen: Tree) -> Tree:
 # Likeliest tokens of a teacher in the place of all scored tokens, computed before training and cached.
 
 
-def cached_teacher(run: Run, size: int) -> LikeliestByNumber:
+def cached_teacher(run: Run, size: int) -> TeacherTopKTable:
     """Return the likeliest tokens of a task's teacher, computed unless cached.
 
     All processes must call this.
@@ -118,17 +118,18 @@ def cached_teacher(run: Run, size: int) -> LikeliestByNumber:
             if run.is_first:
                 say(COMPUTING.format(top_k=teacher.top_k, teacher=teacher.pretrained, tokens=count, role=role))
             scores = scores or _scores(run, size)
-            found = gathered(scores(role), begin, count, teacher.top_k)
+            found = gather_top_k(scores(role), begin, count, teacher.top_k)
             on_first(lambda store=store, found=found: store.write(found))
         parts.append(found)
         begin += count
-    return LikeliestByNumber(parts, teacher.top_k)
+    return TeacherTopKTable(parts, teacher.top_k)
 
 
 def _scores(run: Run, size: int) -> Callable[[str], Iterator[tuple[np.ndarray, ...]]]:
     """Build a task's teacher; return a function of numbers, tokens and log-probabilities of the rows of a set."""
     task, data = run.task, run.data
-    guide, params = Guide.build(task, task.head, data, data.trainer.precision, data.run_seed, False, task.built_for)
+    guide, params = TeacherNetwork.build(task, task.head, data, data.trainer.precision, data.run_seed, False,
+                                         task.built_for)
     params, predict = run.parallel.put_state(params[TEACHER]), partial(guide.likeliest, size, task.teacher.top_k)
     steps = Steps(run.parallel, predict, None, predict=predict)
 

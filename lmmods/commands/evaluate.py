@@ -58,7 +58,7 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
     model = HFLM(pretrained=finished.with_adapter(base), tokenizer=tokenizer, batch_size=batch_size, device=device)
     done: dict[str, Any] = {}
     failed: dict[str, Exception] = {}
-    with finished.folder.taken("evaluate"), bounded_rendering():
+    with finished.folder.lock("evaluate"), bounded_rendering():
         for name in dict.fromkeys(names):
             try:
                 found = lm_eval.simple_evaluate(model, tasks=[name], limit=limit, num_fewshot=num_fewshot,

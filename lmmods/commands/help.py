@@ -78,9 +78,9 @@ def _of_options(command: str, options: dict[str, Key], unnamed: list[Key], name:
     words = [key.name.upper() if key.default is REQUIRED else f"[{key.name.upper()}]" for key in unnamed]
     words += [f"--{key.name} {key.name.upper()}" for key in options.values() if key.default is REQUIRED]
     others = " Also takes the options of fit." if COMMANDS[command].takes else ""
-    lines = [_wrapped(" ".join(["usage: python train.py", command, *words, "[--OPTION VALUE …]"])), "",
-             _wrapped(COMMANDS[command].line + others), ""]
-    lines += [_indented(f"{key.name.upper()}\n{key.text}") for key in unnamed]
+    lines = [_wrap(" ".join(["usage: python train.py", command, *words, "[--OPTION VALUE …]"])), "",
+             _wrap(COMMANDS[command].line + others), ""]
+    lines += [_indent(f"{key.name.upper()}\n{key.text}") for key in unnamed]
     return "\n".join([*lines, *_entries(options)])
 
 
@@ -97,7 +97,7 @@ def _of_class(key: str, name: str, reader: Reader) -> str:
         names = ", ".join(names_of(key, reader.engine))
         raise UserError(f"--{key}.help needs the name of a class. Use one of {names}, or an import path.")
     summary = (kind.__doc__ or "").strip().split("\n\n")[0]
-    return "\n".join([_wrapped(f"{key} ({class_name(kind)}): {' '.join(summary.split())}"),
+    return "\n".join([_wrap(f"{key} ({class_name(kind)}): {' '.join(summary.split())}"),
                       *_entries(keys_of(kind, key))])
 
 
@@ -161,8 +161,8 @@ def _all(command: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]
              "key: "
              f"{command} --help KEY."]
     top = [key for key in keys.values() if block_in(key.type) is None and key.text]
-    lines = ["\n\n".join(_wrapped(part) for part in parts), "", "Options:",
-             *map(_indented, (CONFIG, PRINT, TRUST)), *(_entry(key) for key in top)]
+    lines = ["\n\n".join(_wrap(part) for part in parts), "", "Options:",
+             *map(_indent, (CONFIG, PRINT, TRUST)), *(_entry(key) for key in top)]
     for name in ("trainer", "model", "data", "checkpoint", "samples", "mmlu", "publish"):
         kinds = classes.get(name)
         if kinds is None:
@@ -229,20 +229,20 @@ def _entry(key: Key) -> str:
     kind = "" if is_block and "." not in key.name else f" {in_words(key.type, key.name, as_type=True)}"
     has_default = key.default is None or key.default is not REQUIRED and not is_block
     default = f" (default: {_value(key.default)})" if has_default else ""
-    return _indented(f"--{key.name}{kind}{default}\n{key.text}")
+    return _indent(f"--{key.name}{kind}{default}\n{key.text}")
 
 
 def _value(value: Any) -> str:
     return as_yaml([value], default_flow_style=True).strip()[1:-1]
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     head, _, body = text.partition("\n")
     return "\n".join([f"  {head}", *textwrap.wrap(" ".join(body.split()), _width(), initial_indent=" " * 6,
                                                  subsequent_indent=" " * 6, break_on_hyphens=False)])
 
 
-def _wrapped(text: str) -> str:
+def _wrap(text: str) -> str:
     return textwrap.fill(text, _width(), break_on_hyphens=False)
 
 

@@ -15,7 +15,7 @@ from lmmods.commands.gguf_file import GGUFType, check_architecture, require_gguf
 from lmmods.core.adapters import SETTINGS, WEIGHTS, fitting_adapter
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG, saved_end_ids
-from lmmods.core.markdown import code, escaped, fenced
+from lmmods.core.markdown import code, escape, fence
 from lmmods.data.encode.chat_template import ChatTemplate
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.recipe.classes import declared
@@ -113,7 +113,7 @@ def _merge(recipe: FinishedRun, origin: str, out_folder: Path, base: str, dtype:
     reference = _reference(recipe)
     chosen, report = None, []
     for kind in ("dequantized", "original") if recipe.quantize and not saved else (base,):
-        model = _merged(recipe, kind, dtype)
+        model = _merge_adapter(recipe, kind, dtype)
         report.append((kind, _distance(model, reference)))
         if kind == base:
             chosen = model
@@ -201,7 +201,7 @@ def _logits(model, ids):
     return torch.cat([output.logits for output in outputs]).float()
 
 
-def _merged(recipe: FinishedRun, kind: str, dtype: str):
+def _merge_adapter(recipe: FinishedRun, kind: str, dtype: str):
     """Return a plain model with the adapter merged into its weights.
 
     Always loads fresh weights: on some CPUs bitsandbytes repacks 4-bit weights during a forward pass, and merging
@@ -253,8 +253,8 @@ def _card(recipe: FinishedRun, name: str, origin: str, base: str, report: list[t
     in_padding = ends_in_padding(json.loads(recipe.folder.data_report.read_text(encoding="utf-8")))
     load = how_to_load({"data": read_recipe(recipe.folder.config)["data"]}, None, kind.auto_class, is_chat,
                        in_padding=in_padding)
-    return (f"---\n{header}---\n\n# {escaped(name)}, merged\n\n{origin} merged into "
-            f"{code(recipe.pretrained)} ({base} weights).\n\n{fenced(_table(report, base, recipe.writes))}\n\n"
+    return (f"---\n{header}---\n\n# {escape(name)}, merged\n\n{origin} merged into "
+            f"{code(recipe.pretrained)} ({base} weights).\n\n{fence(_table(report, base, recipe.writes))}\n\n"
             + "\n\n".join([load, *([POOLING] if in_padding else [])]) + "\n")
 
 
@@ -408,9 +408,9 @@ def modelfile(folder: Path, tokenizer: Any, system: str | None, template_kwargs:
     else:
         lines.append("# Ollama cannot express the chat template (chat_template.jinja): write TEMPLATE yourself.")
     if system is not None:
-        lines.append(f"SYSTEM {_quoted(system)}" if _can_be_quoted(system) else
+        lines.append(f"SYSTEM {_quote(system)}" if _can_be_quoted(system) else
                      "# The system turn of training has characters that a Modelfile cannot contain.")
-    return "\n".join([*lines, *(f"PARAMETER stop {_quoted(token)}" for token in _end_tokens(folder, tokenizer))]) + "\n"
+    return "\n".join([*lines, *(f"PARAMETER stop {_quote(token)}" for token in _end_tokens(folder, tokenizer))]) + "\n"
 
 
 def _layout(folder: Path, tokenizer: Any, template_kwargs: dict[str, Any]) -> Layout | None:
@@ -448,7 +448,7 @@ def _can_be_quoted(text: str) -> bool:
     return '"""' not in text and not text.endswith('"') and all(char.isprintable() or char in "\n\t" for char in text)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return f'"""{text}"""' if '"' in text or "\n" in text else f'"{text}"'
 
 

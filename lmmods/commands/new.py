@@ -67,7 +67,7 @@ def new(name: str, model: str, data: str, task: Task | None = None, memory: floa
     fixed = {name: value for name, value in (("columns", columns), ("tokenizer", tokenizer),
                                            ("eos_token", eos_token)) if value is not None}
     with _own_names():
-        measured = _measured(fields, chosen, model, config, data, fixed, len(rows) > SAMPLE)
+        measured = _measure(fields, chosen, model, config, data, fixed, len(rows) > SAMPLE)
     shape = planned_shape(load_config(model, {**(fields.overrides or {}), **measured.network_fields}), kind.auto_class)
     machine = gpu_of(memory) if memory is not None else this_machine(shape.widths.hidden)
     measured.rows *= fields.rows_per_prompt
@@ -198,7 +198,7 @@ def _is_encoder(config: Any) -> bool:
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and "CausalLM" not in names and "LMHead" not in names
 
 
-def _measured(fields: TaskFields, task: Task, model: str, config: Any, data: str, fixed: dict[str, Any],
+def _measure(fields: TaskFields, task: Task, model: str, config: Any, data: str, fixed: dict[str, Any],
               has_more: bool) -> Measured:
     """Read and tokenise the first rows, once to measure lengths and once with the recipe's settings.
 
@@ -209,7 +209,7 @@ def _measured(fields: TaskFields, task: Task, model: str, config: Any, data: str
     most = min(position_limit(known_fields(config)) or LONGEST, LONGEST)
     with tempfile.TemporaryDirectory(prefix="lmmods-new-") as cache:
         def read(**options: Any) -> Any:
-            return _opened(fields, task, model, config, cache, data, {**fixed, **options})
+            return _open(fields, task, model, config, cache, data, {**fixed, **options})
 
         kind = _data_class(task)
         measure = {"texts": _texts, "questions": _questions, "conversations": _conversations}[kind.rows_are]
@@ -224,7 +224,7 @@ def _measured(fields: TaskFields, task: Task, model: str, config: Any, data: str
     return Measured(options, notes, report["splits"]["train"]["rows"], sequences, network_fields, is_sample, table)
 
 
-def _opened(task: TaskFields, name: Task, model: str, config: Any, cache: str, data: str, options: dict[str, Any]
+def _open(task: TaskFields, name: Task, model: str, config: Any, cache: str, data: str, options: dict[str, Any]
             ) -> Any:
     """Build the data module of a task on the first rows. Raises UserError as `inspect` does."""
     from lmmods.recipe.source import Source
@@ -243,9 +243,9 @@ def _conversations(read: Any, most: int, kind: Any) -> tuple[dict[str, Any], dic
     whole = read(max_length=most)
     named = {"template": "alpaca"} if kind.has_chats and not whole.tokenizer.chat_template else {}
     length, room = whole.report["splits"]["train"]["length"], whole.codec.model.new_tokens - 1
-    max_length = min(_rounded(length["p95"] + room), most)
-    if _rounded(length["max"] + room) <= 1.25 * max_length:  # too little gain to lose rows
-        max_length = min(_rounded(length["max"] + room), most)
+    max_length = min(_round(length["p95"] + room), most)
+    if _round(length["max"] + room) <= 1.25 * max_length:  # too little gain to lose rows
+        max_length = min(_round(length["max"] + room), most)
     options: dict[str, Any] = {**named, "max_length": max_length}
     module = read(**options, batch_size=8)  # a typical size, to measure the fraction of padding
     [source] = module.report["sources"].values()
@@ -299,7 +299,7 @@ def _questions(read: Any, most: int, _kind: Any) -> tuple[dict[str, Any], dict[s
 
     module = read(**windows(min(WINDOW, most)))
     longest = module.report["splits"]["train"]["length"]["max"]
-    options: dict[str, Any] = windows(min(_rounded(longest), WINDOW, most))
+    options: dict[str, Any] = windows(min(_round(longest), WINDOW, most))
     module = read(**options)
     [source] = module.report["sources"].values()
     notes = {"source": f"{source['rows_read']:,} questions, layout {source['format']}",
@@ -338,7 +338,7 @@ def _rows_of_a_step(rows: int, batch: int, least: int) -> int:
     return batch
 
 
-def _rounded(length: float) -> int:
+def _round(length: float) -> int:
     return -int(-length // MULTIPLE) * MULTIPLE
 
 

@@ -7,7 +7,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
 from lmmods.recipe.files import as_yaml
 from lmmods.recipe.keys import DEFAULT_SEED
-from lmmods.recipe.objects import filled
+from lmmods.recipe.objects import fill
 from lmmods.recipe.reader import Recipe, with_library_classes
 
 FLAGS = ("skip_null", "skip_default")
@@ -27,25 +27,25 @@ def print_config(parsed: Recipe, word: str) -> None:
         raise UserError(f"--print_config is {unknown[0]}, but must be {' or '.join(FLAGS)}.")
     tree = with_library_classes(parsed).whole() | parsed.options
     if "skip_default" in flags:
-        tree = _changed(tree, _defaults(parsed))
+        tree = _list_changes(tree, _defaults(parsed))
     if "skip_null" in flags:
         tree = _set(tree)
     print(redact(f"# lightning.pytorch=={version('lightning')}\n{as_yaml(tree)}"), end="")
 
 
 def _defaults(parsed: Recipe) -> dict[str, Any]:
-    blocks = {name: filled(parsed.kind(name), {}) for name in parsed.given}
+    blocks = {name: fill(parsed.kind(name), {}) for name in parsed.given}
     tasks = {name: {"init_args": blocks[name]} for name in parsed.classes}
     return {"seed_everything": DEFAULT_SEED, **blocks, **tasks, **dict.fromkeys(parsed.options), "overwrite": False}
 
 
-def _changed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def _list_changes(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the values that differ from the defaults."""
     result = {}
     for name, value in values.items():
         default = defaults.get(name)
         if isinstance(value, dict) and isinstance(default, dict):
-            value = _changed(value, default)
+            value = _list_changes(value, default)
             if not value:
                 continue
         elif name in defaults and value == default:

@@ -10,12 +10,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lmmods.core.errors import UserError, is_out_of_memory, what_to_lower
-from lmmods.core.redaction import left_out, redacted
+from lmmods.core.redaction import find_redacted, redacted
 from lmmods.data.base import DataModule
 from lmmods.recipe.classes import FOLDERS, declared, implementation
 from lmmods.recipe.engines import load_engine
 from lmmods.recipe.keys import BLOCKS, keys_of
-from lmmods.recipe.objects import ClassArguments, filled, objects
+from lmmods.recipe.objects import ClassArguments, fill, objects
 from lmmods.recipe.reader import Recipe, with_library_classes
 from lmmods.recipe.tasks.base import Scorer, TaskFields
 from lmmods.recipe.trust import FLAG, PACKAGES, check_recipe, is_trusted
@@ -24,7 +24,7 @@ from lmmods.runs.engine import Engine
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.loggers import support_of
-from lmmods.runs.run_files import way_out
+from lmmods.runs.run_files import find_escape
 
 
 class Setup:
@@ -49,8 +49,8 @@ class Setup:
         self._configure_loggers()
         self.blocks = {name: self.types.blocks[name](**objects(fields, recipe.given[name]))
                        for name, fields in BLOCKS.items()}
-        self.datamodule: DataModule = self._made("data")
-        self.model: TaskFields = self._made("model")
+        self.datamodule: DataModule = self._make("data")
+        self.model: TaskFields = self._make("model")
         self.model.check_data(self.datamodule)
         self.model.drop_unused(recipe.command)
         self.trainer: Engine = self._trainer(trainer)
@@ -91,7 +91,7 @@ class Setup:
             raise UserError("trainer.strategy: use lmmods.strategies.DeepSpeed, whose steps are exact, instead of "
                             "Lightning's DeepSpeedStrategy.")
 
-    def _made(self, block: str) -> Any:
+    def _make(self, block: str) -> Any:
         """Return the object of `model` or `data`."""
         kind = self.recipe.classes[block]
         arguments = objects(kind, self.recipe.given[block])
@@ -138,7 +138,7 @@ class Setup:
 
     def _defaults(self) -> dict[str, Any]:
         """Return the defaults of all keys, in recipe blocks but without `class_path` and `init_args`."""
-        tree = {name: filled(self.recipe.kind(name), {}) for name in ("trainer", *BLOCKS)}
+        tree = {name: fill(self.recipe.kind(name), {}) for name in ("trainer", *BLOCKS)}
         for block, instance in (("model", self.model), ("data", self.datamodule)):
             tree[block] = {name: parameter.default for base in reversed(type(instance).__mro__)
                            for name, parameter in inspect.signature(base.__init__).parameters.items()
@@ -178,7 +178,7 @@ def _as_list(value: Any) -> list[Any]:
 
 def _check_complete(recipe: dict[str, Any]) -> None:
     """Reject values that a run's config.yaml left out. Raises UserError."""
-    if key := next(left_out(recipe), None):
+    if key := next(find_redacted(recipe), None):
         short = key.replace(".init_args.", ".")
         raise UserError(f"{key} has *** where a password or token was, as a run's config.yaml stores none. Set the "
                         f"whole value again, on the command line (--{short} …) or in a later recipe (--config).")
@@ -223,7 +223,7 @@ def _check(key: str, path: str, options: dict[str, Any], folder: RunFolder) -> N
     if places is None:
         raise UserError(f"{key}: it is not known where {name} writes. Name another one (docs/extending.md), {TRUST}")
     for place in filter(None, places):
-        out = place if _is_odd(place) else way_out(folder.root, place)
+        out = place if _is_odd(place) else find_escape(folder.root, place)
         if out is not None:
             raise UserError(f"{key}: {name} would write to {out}, and what a run writes lies in its folder. Name a "
                             f"folder in {folder.root}, {TRUST}")

@@ -34,12 +34,12 @@ def murmur3(seed: int, blocks: list[np.ndarray]) -> np.ndarray:
     # An array rather than a scalar, so that overflow is silent.
     h = np.full((1,), seed, np.uint32)
     for block in blocks:
-        mixed = _rotated(block * np.uint32(BLOCK_1), 15) * np.uint32(BLOCK_2)
-        h = _rotated(h ^ mixed, 13) * np.uint32(5) + np.uint32(0xE6546B64)
+        mixed = _rotate(block * np.uint32(BLOCK_1), 15) * np.uint32(BLOCK_2)
+        h = _rotate(h ^ mixed, 13) * np.uint32(5) + np.uint32(0xE6546B64)
     return finalise(h ^ np.uint32(4 * len(blocks)))  # the length in bytes
 
 
-def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
+def _rotate(x: np.ndarray, bits: int) -> np.ndarray:
     return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
 
 

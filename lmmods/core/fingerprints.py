@@ -18,7 +18,7 @@ SAMPLED_ABOVE = 16 * 2**20  # bytes
 BLOCKS, BLOCK_BYTES = 256, 2**14
 
 
-def joined(parts: Iterable[str]) -> str:
+def combine_fingerprints(parts: Iterable[str]) -> str:
     """Return one fingerprint (32 hex digits) of several parts, in order."""
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -37,7 +37,7 @@ def whole_file(path: str | os.PathLike) -> str:
         raise UserError(f"{path}: cannot be read ({error})") from error
 
 
-def sampled_file(path: str | os.PathLike) -> str:
+def hash_sampled(path: str | os.PathLike) -> str:
     """Hash of the size and of 256 evenly spaced blocks, because weights and streams are too large to read twice.
 
     Files of up to 16 MiB are hashed whole. Raises UserError: it cannot be read.
@@ -59,13 +59,13 @@ def sampled_file(path: str | os.PathLike) -> str:
 # Entries of a manifest: size of a file, and a hash with the name of its method -------------------------------------
 
 
-def described(path: str | os.PathLike, digest: str | None = None, sampled: bool = True) -> dict[str, Any]:
+def describe_file(path: str | os.PathLike, digest: str | None = None, sampled: bool = True) -> dict[str, Any]:
     """`bytes` and `hash` of an input: `blake2b:…` of all bytes, `blocks:…` of 256 blocks, or `sha256:…` of the hub.
 
     Large files in the hub's cache are named by their SHA-256, so the hash of weights is known without reading them.
 
     Args:
-        digest: Result of `whole_file`, or of `sampled_file` if `sampled`; None computes it.
+        digest: Result of `whole_file`, or of `hash_sampled` if `sampled`; None computes it.
 
     Raises:
         UserError: The file cannot be read.
@@ -74,7 +74,7 @@ def described(path: str | os.PathLike, digest: str | None = None, sampled: bool 
     folder, name = os.path.split(target)
     if digest is None and os.path.basename(folder) == "blobs" and re.fullmatch("[0-9a-f]{64}", name):
         return {"bytes": os.path.getsize(target), "hash": f"sha256:{name}"}
-    digest = digest or (sampled_file(path) if sampled else whole_file(path))
+    digest = digest or (hash_sampled(path) if sampled else whole_file(path))
     size = os.path.getsize(path)
     return {"bytes": size, "hash": f"{'blocks' if sampled and size > SAMPLED_ABOVE else 'blake2b'}:{digest}"}
 
@@ -94,7 +94,7 @@ def is_as_described(path: str | os.PathLike, described: dict[str, Any]) -> bool:
     if os.path.getsize(path) != described["bytes"]:
         return False
     hashed = {"sha256": lambda: sha256(path)["hash"], "blake2b": lambda: f"blake2b:{whole_file(path)}",
-              "blocks": lambda: f"blocks:{sampled_file(path)}"}[kind]
+              "blocks": lambda: f"blocks:{hash_sampled(path)}"}[kind]
     return hashed() == described["hash"]
 
 

@@ -30,14 +30,14 @@ def chosen(names: Mapping[str, Collection[str]], trainable: Sequence[str] | None
     Raises:
         UserError: A pattern matches nothing, or nothing trains.
     """
-    found = set(names) if trainable is None else _matched("model.trainable_parameters", names, trainable)
-    found -= _matched("model.frozen_parameters", names, frozen or [])
+    found = set(names) if trainable is None else _match("model.trainable_parameters", names, trainable)
+    found -= _match("model.frozen_parameters", names, frozen or [])
     if not found:
         raise UserError("model.frozen_parameters matches all parameters that would train. Remove patterns from it.")
     return found
 
 
-def _matched(key: str, names: Mapping[str, Collection[str]], patterns: Sequence[str]) -> set[str]:
+def _match(key: str, names: Mapping[str, Collection[str]], patterns: Sequence[str]) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
         hits = {name for name, own in names.items() if any(re.search(pattern, each) for each in own)}

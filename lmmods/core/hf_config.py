@@ -346,12 +346,12 @@ def rope_with(config: "PreTrainedConfig", field: str, value: object) -> dict[str
     before = config.rope_parameters or {}
     # One set of parameters for all layers.
     if not any(isinstance(part, dict) for part in before.values()):
-        return _merged(before, field, value)
+        return _merge(before, field, value)
     parts = value if isinstance(value, dict) and value.keys() <= before.keys() else {"full_attention": value}
-    return {**before, **{kind: _merged(before.get(kind) or {}, field, part) for kind, part in parts.items()}}
+    return {**before, **{kind: _merge(before.get(kind) or {}, field, part) for kind, part in parts.items()}}
 
 
-def _merged(before: dict[str, Any], field: str, value: object) -> dict[str, Any]:
+def _merge(before: dict[str, Any], field: str, value: object) -> dict[str, Any]:
     if field in KEPT:
         return {**before, field: value}
     if not isinstance(value, dict):

@@ -168,7 +168,7 @@ def _out_of_reach(key: str, name: str, kind: Kind, revision: str | None, quiet: 
     """Build the error for a name that neither the hub nor its cache provides."""
     from huggingface_hub import constants
 
-    root, cached = _cached(name, kind, revision)
+    root, cached = _find_cached(name, kind, revision)
     says_more = not any(type(each).__module__.startswith("huggingface_hub") for each in _chain(error))
     cached = f"{cached}, which is not enough" if cached else "nothing"
     cached += f" ({redact(first_line(error))})" if cached != "nothing" and says_more else ""
@@ -180,22 +180,22 @@ def _out_of_reach(key: str, name: str, kind: Kind, revision: str | None, quiet: 
         "and set HF_HUB_OFFLINE=1 to skip the hub.")
 
 
-def _cached(name: str, kind: Kind, revision: str | None) -> tuple[Path, str]:
+def _find_cached(name: str, kind: Kind, revision: str | None) -> tuple[Path, str]:
     """Return the cache that a library looks into, and a description of a repository's files there."""
     from huggingface_hub import constants
 
     if kind == "dataset":
         root, folder = compat.cached_as(name)
-        return root, _listed(path.name for path in (root / folder).glob("*"))
+        return root, _list(path.name for path in (root / folder).glob("*"))
     root = Path(constants.HF_HUB_CACHE)
     place = root / f"models--{name.replace('/', '--')}"
     reference = place / "refs" / (revision or "main")
     commit = place / "snapshots" / (reference.read_text().strip() if reference.is_file() else revision or "main")
-    files = _listed(str(path.relative_to(commit)) for path in commit.rglob("*") if path.is_file())
-    others = _listed(path.name for path in place.glob("snapshots/*"))
+    files = _list(str(path.relative_to(commit)) for path in commit.rglob("*") if path.is_file())
+    others = _list(path.name for path in place.glob("snapshots/*"))
     return root, files or others and f"other revisions ({others})"
 
 
-def _listed(names: Iterator[str], limit: int = 8) -> str:
+def _list(names: Iterator[str], limit: int = 8) -> str:
     found = sorted(names)
     return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")

@@ -99,7 +99,7 @@ def zeros(shape: Sequence[int], dtype: Any = np.float32) -> LazyArray:
     return LazyArray(shape, dtype, lambda part: np.zeros(size_of(part), dtype))
 
 
-def joined(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray]]) -> LazyArray:
+def assemble_shards(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray]]) -> LazyArray:
     """Assemble an array from shards, each with its offset."""
     first = pieces[0][1]
 

@@ -7,13 +7,13 @@ _LINE_END = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+.!|~&-])")
 
 
-def fenced(text: str, language: str = "") -> str:
+def fence(text: str, language: str = "") -> str:
     """Return a code block with fences longer than any run of backticks in it (CommonMark 0.31, section 4.5)."""
     fence = "`" * max(3, _longest_run(text) + 1)
     return f"{fence}{language}\n" + "\n".join(_LINE_END.split(text)) + f"\n{fence}"
 
 
-def indented(text: str) -> str:
+def indent(text: str) -> str:
     """Return a code block by indentation, for readers without support for fences, such as TensorBoard's."""
     return "\n".join(f"    {line}" for line in _LINE_END.split(text))
 
@@ -24,7 +24,7 @@ def code(text: str) -> str:
     return f"{ticks} {text} {ticks}" if "`" in text else f"{ticks}{text}{ticks}"
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Return inline text with all characters escaped that Markdown or HTML would interpret (section 2.4)."""
     plain = " ".join(_LINE_END.split(text))
     return _MARKUP.sub(r"\\\1", plain) if re.search(r"[\\`*{}\[\]<>()#!|~&]", plain) else plain

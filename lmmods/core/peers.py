@@ -47,7 +47,7 @@ LAUNCHER = "LMMODS_LAUNCHER"  # environment variable: PID of the process that st
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
+class Rendezvous:
     """Address of the first process, before any library has connected the processes of a run.
 
     Args:
@@ -65,7 +65,7 @@ class MeetingPoint:
     launcher: int | None
 
     @classmethod
-    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "MeetingPoint | None":
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Rendezvous | None":
         """Read the variables set by torchrun, srun, Lightning or the user for each process; None for a single process.
 
         Processes of other launchers, such as MPI's, connect after their library has connected them.
@@ -198,7 +198,7 @@ class Peers:
             UserError: The environment is inconsistent.
         """
         check_environment()
-        point = MeetingPoint.of_environment()
+        point = Rendezvous.of_environment()
         if point is None or self._thread.is_alive():
             return
         check_address(point.host, point.port - PORT_DISTANCE)
@@ -218,7 +218,7 @@ class Peers:
         if not self._thread.is_alive():
             self._thread.start()
 
-    def meet(self, rank: int, size: int, share: Callable[[Any], Any], timeout: int | None) -> None:
+    def connect_all(self, rank: int, size: int, share: Callable[[Any], Any], timeout: int | None) -> None:
         """Connect the processes that have not found each other yet, and expect heartbeats from now on.
 
         All of them must call this at the same place.
@@ -356,7 +356,7 @@ class Peers:
                     assert self._listener is not None
                     self._add(Connection(self._listener.accept()[0], self._timeout or KEEP_ALIVE))
                 else:
-                    self._hear(key.data)
+                    self._receive_from(key.data)
             if self._timeout is not None and time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._timeout / BEATS
                 self._beat()
@@ -412,7 +412,7 @@ class Peers:
                 "stopped or hangs. The other processes exit. Kill it if it still exists; --ckpt_path auto resumes from "
                 "the last checkpoint."))
 
-    def _hear(self, connection: Connection) -> None:
+    def _receive_from(self, connection: Connection) -> None:
         words = connection.receive()
         for word in words or ():
             # The first word introduces the other end; whoever lacks the token does not belong to this run.

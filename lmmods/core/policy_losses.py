@@ -66,7 +66,7 @@ class PolicyLoss:
         require(self.max_new_tokens >= 1, "model.max_new_tokens", self.max_new_tokens, "1 or more")
 
     @property
-    def greatest(self) -> float:
+    def max_ratio(self) -> float:
         """Ratio above which it does not count."""
         if self.loss == "cispo":
             return GREATEST_RATIO if self.epsilon_high is None else self.epsilon_high
@@ -106,15 +106,15 @@ class PolicyLoss:
         if self.ratio == "sequence":  # one ratio per row: geometric mean over its tokens (GSPO, Zheng et al. 2025)
             log_ratio = (row_sums(log_ratio * mask) / row_tokens)[:, None]
         ratio = ops.exp(log_ratio)
-        is_high = (ratio > self.greatest) & (advantages > 0)
+        is_high = (ratio > self.max_ratio) & (advantages > 0)
         if self.loss == "cispo":
             is_low = None
-            losses = -ops.stop_gradient(ops.where(ratio > self.greatest, self.greatest, ratio)) * advantages * logps
+            losses = -ops.stop_gradient(ops.where(ratio > self.max_ratio, self.max_ratio, ratio)) * advantages * logps
         else:
             is_low = (ratio < 1 - self.epsilon) & (advantages < 0)
             # This is the minimum of the clipped and the unclipped objective, without its ties, whose gradients differ
             # between engines.
-            clipped = ops.where(is_high, self.greatest, ops.where(is_low, 1 - self.epsilon, ratio))
+            clipped = ops.where(is_high, self.max_ratio, ops.where(is_low, 1 - self.epsilon, ratio))
             losses = -clipped * advantages
         if sampler_weights is not None:
             losses = losses * at_tokens(sampler_weights)

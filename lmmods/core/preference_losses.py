@@ -60,13 +60,13 @@ class Method:
         return self.formula is not None
 
 
-def _smoothed(ops: Operations, s: "PreferenceLoss", logits: Array) -> Array:
+def _smooth(ops: Operations, s: "PreferenceLoss", logits: Array) -> Array:
     """Cross-entropy if the labels are wrong with probability `label_smoothing`."""
     return -(1 - s.label_smoothing) * ops.log_sigmoid(logits) - s.label_smoothing * ops.log_sigmoid(-logits)
 
 
 def _sigmoid(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
-    return _smoothed(ops, s, s.beta * (chosen - rejected))
+    return _smooth(ops, s, s.beta * (chosen - rejected))
 
 
 def _robust(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
@@ -120,7 +120,7 @@ def _exo_pair(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Arr
 
 
 def _simpo(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
-    return _smoothed(ops, s, s.beta * (chosen - rejected) - s.gamma)
+    return _smooth(ops, s, s.beta * (chosen - rejected) - s.gamma)
 
 
 def _orpo(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:

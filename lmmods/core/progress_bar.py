@@ -91,9 +91,9 @@ class Bar:
         """Call when a validation starts."""
         self._pace.pause()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Call when the validation is over."""
-        self._pace.go_on()
+        self._pace.resume()
 
     def say(self, text: str) -> None:
         if self._enabled:

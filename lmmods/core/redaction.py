@@ -64,14 +64,14 @@ def _is_secret(key: object, value: object) -> bool:
     return isinstance(key, str) and isinstance(value, str) and bool(value) and bool(_SECRET_KEY.fullmatch(key))
 
 
-def left_out(value: object, key: str = "") -> Iterator[str]:
+def find_redacted(value: object, key: str = "") -> Iterator[str]:
     """Yield dotted keys of a recipe whose value contains a redacted password or token."""
     if isinstance(value, str) and (value == HIDDEN and _SECRET_KEY.fullmatch(key.rsplit(".", 1)[-1])
                                    or _LEFT_OUT.search(value)):
         yield key
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from left_out(item, key)
+            yield from find_redacted(item, key)
     elif isinstance(value, dict):
         for name, item in value.items():
-            yield from left_out(item, f"{key}.{name}" if key else str(name))
+            yield from find_redacted(item, f"{key}.{name}" if key else str(name))

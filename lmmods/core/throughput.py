@@ -91,7 +91,7 @@ class Pace:
         """Call when a validation starts."""
         self._since = self._clock()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Call when the validation is over."""
         self._pauses.append(self._clock() - self._since)
         self._paused += self._pauses[-1]

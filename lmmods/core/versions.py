@@ -120,7 +120,8 @@ def code_version(root: Path = ROOT) -> dict[str, Any]:
 
 def _content(root: Path) -> str:
     files = [path for name in SOURCES for path in sorted((root / name).rglob("*.py")) or [root / name] if path.exists()]
-    return fingerprints.joined(f"{path.relative_to(root)} {fingerprints.whole_file(path)}" for path in files)
+    return fingerprints.combine_fingerprints(f"{path.relative_to(root)} {fingerprints.whole_file(path)}"
+                                             for path in files)
 
 
 def _git_state(root: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from lmmods.data.sources.readers import Row
 from lmmods.data.splits import Splits
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.base import DataFields
-from lmmods.recipe.trainer_fields import limited
+from lmmods.recipe.trainer_fields import limit_batches
 
 DEFAULT_MAX_LENGTH = 1024
 NEW_PADDING = "new_padding"  # in a checkpoint: true if a missing padding token was added
@@ -234,7 +234,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
             if role != "train" and stage != "fit" and role in STAGE_ROLES[stage]:
                 problems += [line for store in stores for line in describe_lost(role, store.info)]
             items = self.items(role) if role != "predict" else ()
-            if items and not any(self.codec.is_scored(items[number], role) for number in range(len(items))):
+            if items and not any(self.codec.is_scored(items[index], role) for index in range(len(items))):
                 raise UserError(f"{self.sources.key(role)}: none of its {len(items)} rows has a target token, so "
                                 f"{role}/loss is undefined. "
                                 + (problems[0] if problems else "Add longer rows: one token, special tokens alone or, "
@@ -261,7 +261,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
             UserError: There is nothing to train on.
         """
         batches, shard, trainer = self.train_batches(), self.shard(), self.trainer
-        num_batches = limited(len(batches), getattr(trainer, "train_limit", None), "train")
+        num_batches = limit_batches(len(batches), getattr(trainer, "train_limit", None), "train")
         # Lightning knows how far a resumed run is in its epoch, which may be a part of the loader's.
         steps_done = (lambda: trainer.fit_loop.batch_idx + 1) if hasattr(trainer, "fit_loop") else lambda: 0
         return StepLoader(batches, shard.batches_per_step // shard.world_size, num_batches, steps_done)
@@ -426,7 +426,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
             UserError: A source or the tokenizer cannot be read.
         """
         state = json.dumps(encoding_state(self.tokenizer), sort_keys=True, default=str)
-        return {**self.sources.identity(), "tokenizer": fingerprints.joined([state]),
+        return {**self.sources.identity(), "tokenizer": fingerprints.combine_fingerprints([state]),
                 "max_length": self.max_length or DEFAULT_MAX_LENGTH}
 
     def rows_for_inspection(self, num_rows: int, which: Which | list[int] = "first") -> list[dict[str, Any]]:

@@ -24,10 +24,10 @@ class Candidates(NamedTuple):
     @property
     def best(self) -> int:
         """Index of the answer with the highest score, the first of equal ones; answers without a score come last."""
-        return max(range(len(self.texts)), key=lambda place: -float("inf") if self.scores[place] is None
-                   else self.scores[place])
+        return max(range(len(self.texts)), key=lambda index: -float("inf") if self.scores[index] is None
+                   else self.scores[index])
 
-    def listed(self) -> list[dict[str, Any]]:
+    def to_records(self) -> list[dict[str, Any]]:
         """Return the answers as records for `predictions.jsonl`."""
         return [{"text": text.strip(), "score": score} for text, score in zip(self.texts, self.scores, strict=True)]
 
@@ -51,8 +51,8 @@ class BestOf:
         """
         prompts, texts = self._codec.decode_prompts(batch["input_ids"]), self._codec.decode_answers(outputs)
         size = len(texts) // max(len(prompts), 1)
-        return {index: (prompt, texts[place * size : (place + 1) * size])
-                for place, (index, prompt) in enumerate(zip(batch["index"].tolist(), prompts, strict=True))
+        return {index: (prompt, texts[position * size : (position + 1) * size])
+                for position, (index, prompt) in enumerate(zip(batch["index"].tolist(), prompts, strict=True))
                 if index >= 0}
 
     def complete(self, rows: RowSet, outputs: dict[int, tuple[str, list[str]]]) -> dict[int, Candidates]:
@@ -66,12 +66,13 @@ class BestOf:
 
     def predict(self, rows: RowSet, outputs: dict[int, Candidates]) -> Predictions:
         """Return records, scores and files of the best answers."""
-        if outputs and all(score is None for each in outputs.values() for score in each.scores):
+        if outputs and all(score is None for candidates in outputs.values() for score in candidates.scores):
             warn("model.best_of: the reward model scores none of the answers, so the first answer to each prompt is "
                  "used. Use a reward model that accepts these answers, or lower model.generation.max_new_tokens.")
-        texts = {index: each.texts[each.best] for index, each in sorted(outputs.items())}
+        texts = {index: candidates.texts[candidates.best] for index, candidates in sorted(outputs.items())}
         written = [{**self._codec.example(rows, index), "prediction_with_input": outputs[index].prompt + text,
-                    "prediction": text.strip(), "answers": outputs[index].listed()} for index, text in texts.items()]
+                    "prediction": text.strip(), "answers": outputs[index].to_records()} for index,
+                    text in texts.items()]
         scores, warnings = self._codec.score(rows, texts)
         return Predictions(written, {**scores, **reward_metrics(outputs.values())}, {}, warnings)
 
@@ -80,7 +81,7 @@ def reward_metrics(candidates: Iterable[Candidates]) -> dict[str, float]:
     """Return the mean score of the best answers (`reward_best`) and of all (`reward_mean`), and how many answers have
     no score (`answers_without_score`), if any.
     """
-    groups = [each.scores for each in candidates]
+    groups = [candidate.scores for candidate in candidates]
     known = [[score for score in scores if score is not None] for scores in groups]
     best, everything = [max(scores) for scores in known if scores], [score for scores in known for score in scores]
     metrics = {"reward_best": float(np.mean(best)), "reward_mean": float(np.mean(everything))} if best else {}

@@ -118,13 +118,13 @@ class PromptCodec(ConversationCodec):
         """Return the turns to answer and the response in the data, each None if missing."""
         if find_format(layout).template is not None:
             return None, None
-        given = self.read(record, {"format": layout})
+        conversation = self.read(record, {"format": layout})
         if layout not in self._encoders:
             self._encoders[layout] = self.prompt_encoder(layout)
-        asked, last = self._encoders[layout].normalise(given), given.messages[-1]
+        prompt, last = self._encoders[layout].normalise(conversation), conversation.messages[-1]
         if last["role"] != "assistant":
-            return asked, None
-        return replace(asked, messages=asked.messages[:-1]), last["content"]
+            return prompt, None
+        return replace(prompt, messages=prompt.messages[:-1]), last["content"]
 
     def prompt_with(self, prompt: Prompt, text: str) -> Prompt:
         """Return a prompt with a text after its last message.
@@ -137,7 +137,8 @@ class PromptCodec(ConversationCodec):
         check_unicode(text)
         *before, last = prompt.conversation.messages
         conversation = replace(prompt.conversation,
-                               messages=[*before, {**last, "content": last["content"] + text}])  # type: ignore[typeddict-item]
+                               messages=[*before,
+                                         {**last, "content": last["content"] + text}])  # type: ignore[typeddict-item]
         [ids] = self.prompt_encoder("messages").prompts_of([conversation])
         if len(ids) + self.model.new_tokens > self.settings.max_length:
             raise RowProblem(f"the prompt has {len(ids)} tokens with the added text, which leaves no space for an "
@@ -216,7 +217,7 @@ class PromptData(PromptDataFields, ConversationData):
 
     def identity(self) -> dict[str, Any]:
         tools = self._model.tools
-        facts = {"environment": fingerprints.joined([json.dumps(tools, sort_keys=True)])} if tools else {}
+        facts = {"environment": fingerprints.combine_fingerprints([json.dumps(tools, sort_keys=True)])} if tools else {}
         return {**super().identity(), **facts}
 
     def prompt(self, role: Role, place: int) -> Prompt:
@@ -346,9 +347,9 @@ class RolloutCollator:
             batch[name] = torch.tensor([0.0 if item is None else item[name] for item in items], dtype=torch.float32)
         for name in self._columns:
             batch[name] = torch.zeros(batch["input_ids"].shape)
-            for place, item in enumerate(items):
+            for index, item in enumerate(items):
                 if item is not None:
-                    batch[name][place, : len(item[name])] = torch.from_numpy(item[name])
+                    batch[name][index, : len(item[name])] = torch.from_numpy(item[name])
         return batch
 
 

@@ -114,9 +114,9 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 
 def _ranks(values: np.ndarray) -> np.ndarray:
     """Return ranks from 1, equal values share the mean of theirs."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
-    return (ends - (counts - 1) / 2)[place]
+    return (ends - (counts - 1) / 2)[group]
 
 
 def _roc_auc(scores: np.ndarray, is_positive: np.ndarray) -> float | None:
@@ -146,8 +146,8 @@ def class_report(predicted: np.ndarray, labels: np.ndarray, names: list[str]) ->
         names: Names of the K classes.
     """
     if predicted.ndim == 2:
-        hits, given, wanted = ((predicted & labels).sum(0), predicted.sum(0), labels.sum(0))
-        return {"names": names, "classes": _table(names, hits, given, wanted)}
+        hits, guesses, wanted = ((predicted & labels).sum(0), predicted.sum(0), labels.sum(0))
+        return {"names": names, "classes": _table(names, hits, guesses, wanted)}
     size = len(names)
     table = {"names": names, "classes": _table(names, *_class_counts(predicted, labels, size))}
     if size > MOST_PAIRS:
@@ -163,15 +163,15 @@ def _class_counts(predicted: np.ndarray, labels: np.ndarray, size: int) -> list[
             for numbers in (labels[predicted == labels], predicted[predicted >= 0], labels)]
 
 
-def _table(names: list[str], hits: Any, given: Any, wanted: Any) -> dict[str, dict[str, float]]:
+def _table(names: list[str], hits: Any, guesses: Any, wanted: Any) -> dict[str, dict[str, float]]:
     """Return precision, recall, F1 and support of classes, from counts of each; 0 where a share is of nothing."""
     return {name: {**_shares(int(hit), int(guess), int(want)), "support": int(want)}
-            for name, hit, guess, want in zip(names, hits, given, wanted, strict=True)}
+            for name, hit, guess, want in zip(names, hits, guesses, wanted, strict=True)}
 
 
-def _shares(hits: int, given: int, wanted: int) -> dict[str, float]:
-    return {"precision": hits / given if given else 0.0, "recall": hits / wanted if wanted else 0.0,
-            "f1": 2 * hits / (given + wanted) if given + wanted else 0.0}
+def _shares(hits: int, guessed: int, wanted: int) -> dict[str, float]:
+    return {"precision": hits / guessed if guessed else 0.0, "recall": hits / wanted if wanted else 0.0,
+            "f1": 2 * hits / (guessed + wanted) if guessed + wanted else 0.0}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,14 +205,14 @@ def entity_spans(tags: list[str]) -> list[Entity]:
     """
     spans: list[Entity] = []
     start, before, kind_before = 0, "O", ""
-    for place, tag in enumerate([*tags, "O"]):
-        found = TAG.fullmatch(tag)
-        part, kind = (found[1], found[2] or "") if found else ("O", "")
+    for index, tag in enumerate([*tags, "O"]):
+        match = TAG.fullmatch(tag)
+        part, kind = (match[1], match[2] or "") if match else ("O", "")
         continues = part not in {"O", *BEGINS_ALONE} and before not in {"O", *ENDS_ALONE} and kind == kind_before
         if not continues:
             if before != "O":
-                spans.append(Entity(kind_before, start, place))
-            start = place
+                spans.append(Entity(kind_before, start, index))
+            start = index
         before, kind_before = part, kind
     return spans
 

@@ -105,15 +105,15 @@ class LabelData(LabelDataFields, DataModule):
         if self._are_found:
             return
         readers = self.sources.training_readers()
-        found = self._facts(readers) if self.streaming else self._cached_facts(readers)
+        facts = self._facts(readers) if self.streaming else self._cached_facts(readers)
         if self._given["labels"] is None and self._model.label_names is not None:
-            found["labels"] = in_order_of(self._model.label_names, found["labels"])
-        self._adopt(found)
+            facts["labels"] = in_order_of(self._model.label_names, facts["labels"])
+        self._adopt(facts)
 
-    def _adopt(self, found: dict[str, Any]) -> None:
+    def _adopt(self, facts: dict[str, Any]) -> None:
         for name in self.found_fields:
-            if name in found:  # checkpoints of earlier versions lack some
-                setattr(self, name, found[name])
+            if name in facts:  # checkpoints of earlier versions lack some
+                setattr(self, name, facts[name])
         self._are_found = True
 
     def _cached_facts(self, readers: list[SourceReader]) -> dict[str, Any]:
@@ -121,11 +121,11 @@ class LabelData(LabelDataFields, DataModule):
         key = fingerprint({"task": type(self).__name__, "given": self._given,
                            "sources": [reader.fingerprint() for reader in readers]})
         path = cache_folder(self.cache_dir) / f"{LABELS}-{key}.json"
-        if not self.rebuild_cache and (found := _read_facts(path, self.found_fields)) is not None:
-            return found
-        found = self._facts(readers)
-        _write_facts(path, found)
-        return found
+        if not self.rebuild_cache and (facts := _read_facts(path, self.found_fields)) is not None:
+            return facts
+        facts = self._facts(readers)
+        _write_facts(path, facts)
+        return facts
 
     @abstractmethod
     def _facts(self, readers: list[SourceReader]) -> dict[str, Any]:
@@ -158,22 +158,22 @@ class LabelData(LabelDataFields, DataModule):
             raise UserError("data.streaming reads rows during training, but their labels must be known before. List "
                             "them in data.labels, in the order of the model's outputs")
         first = class_names[0]
-        found = first if first and all(names == first for names in class_names) else in_order(set(names))
-        if not found:
+        labels = first if first and all(names == first for names in class_names) else in_order(set(names))
+        if not labels:
             summary = row_counts.summary()
             why = f", {describe_dropped(summary)}" if summary["dropped"] else ""
             raise UserError(f"data.source: no row has a label in the column {column!r}{why}")
-        if len(found) > MOST_LABELS:
+        if len(labels) > MOST_LABELS:
             raise UserError(f"data.source: the column {column!r} has more than {MOST_LABELS:,} different values, which "
                             "are not labels. Name the label column, or list the labels in data.labels")
-        return list(found)
+        return list(labels)
 
     @property
     def network_fields(self) -> dict[str, Any]:
         """`id2label` and `label2id` of transformers' configuration. Raises UserError as `find_labels` does."""
         self.find_labels()
         names = self.labels or ["LABEL_0"]  # as transformers calls a number
-        return {"id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)}}
+        return {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
 
     def class_weights(self, setting: dict[str, float] | str | None) -> np.ndarray | None:
         """Weight of each label in the loss, float32 [K]; None if all weigh the same.
@@ -213,9 +213,9 @@ class LabelData(LabelDataFields, DataModule):
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """As in `DataModule`; the labels are those of the checkpoint."""
         super().resume_from(checkpoint)
-        found = checkpoint.get(type(self).__qualname__, {}).get(LABELS)
-        if found is not None:
-            self._adopt(found)
+        facts = checkpoint.get(type(self).__qualname__, {}).get(LABELS)
+        if facts is not None:
+            self._adopt(facts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,13 +251,13 @@ def find_column(first: Row, asked: str | None, usual: tuple[str, ...], key: str)
         UserError: There is none.
     """
     columns = list(first.values)
-    found = asked if asked in columns else None if asked else next((name for name in usual if name in columns), None)
-    if found is None:
+    column = asked if asked in columns else None if asked else next((name for name in usual if name in columns), None)
+    if column is None:
         wanted = f"no column {asked!r}" if asked else f"none of the usual columns ({', '.join(usual)})"
         near = did_you_mean(asked, columns) if asked else ""
         raise UserError(f"{first.file}:{first.line}: {wanted}; the columns are {', '.join(columns)}{near}. Set {key} "
                         "to one of them")
-    return found
+    return column
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,17 +267,17 @@ def find_column(first: Row, asked: str | None, usual: tuple[str, ...], key: str)
 def _read_facts(path: Path, names: tuple[str, ...]) -> dict[str, Any] | None:
     """Return the content of a file of the cache; None if it is missing or damaged."""
     try:
-        found = json.loads(read_text(path))
+        facts = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found.keys() == set(names) else None
+    return facts if isinstance(facts, dict) and facts.keys() == set(names) else None
 
 
-def _write_facts(path: Path, found: dict[str, Any]) -> None:
+def _write_facts(path: Path, facts: dict[str, Any]) -> None:
     """Write a file of the cache, so that no process sees half of it. Raises UserError: it cannot be written."""
     with reporting_writes(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.tmp-", dir=path.parent)
         with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump(found, file)
+            json.dump(facts, file)
         os.replace(temporary, path)

@@ -246,9 +246,9 @@ def _source_sizes(items: Any, rows: RowSet) -> np.ndarray:
 class Selected:
     """Lengths and tokens of selected items, which may come several times."""
 
-    def __init__(self, items: Any, places: np.ndarray) -> None:
-        self.lengths = items.lengths[places]
-        self.tokens = getattr(items, "tokens", items.lengths)[places]
+    def __init__(self, items: Any, indices: np.ndarray) -> None:
+        self.lengths = items.lengths[indices]
+        self.tokens = getattr(items, "tokens", items.lengths)[indices]
         self.num_answers = getattr(items, "num_answers", 1)
 
     def __len__(self) -> int:

@@ -102,13 +102,13 @@ class MaskedSet(Dataset):
         """Tokens truncated from each row."""
         return self.blocks.truncated
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        if number < 0:
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        if index < 0:
             return None
-        draw, place = divmod(number, len(self))
-        block = self.blocks[place]
+        draw, row = divmod(index, len(self))
+        block = self.blocks[row]
         ids = np.concatenate([self.around[0], block["input_ids"], self.around[1]]).astype(np.int64)
-        masked, labels = self.masker(ids, np.random.default_rng([self.seed, draw, place]))
+        masked, labels = self.masker(ids, np.random.default_rng([self.seed, draw, row]))
         return {"input_ids": masked, "labels": labels, "index": block["index"]}
 
 
@@ -122,7 +122,7 @@ def vocabulary_flags(tokenizer) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN00
     tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
     special = np.zeros(size, bool)
     # Tokens that are marked special, and those with a role such as unk_token, which may not be marked.
-    special[[number for number, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
+    special[[token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
     special[tokenizer.all_special_ids] = True
     # The numbers of a vocabulary may have gaps, whose tokens are None.
     if any(token is not None and token.startswith("##") for token in tokens):
@@ -213,9 +213,9 @@ class MLMCodec(TextCodec):
         for row in ids:
             fills.append([])
             # The candidates of all gaps come in one list, row by row; `gap` is the next.
-            for place in [place for place, token in enumerate(row) if token == self.tokenizer.mask_token_id]:
+            for position in [position for position, token in enumerate(row) if token == self.tokenizer.mask_token_id]:
                 # Filled in place, so that the text is decoded with all gaps closed.
-                row[place] = tokens[gap][0]
+                row[position] = tokens[gap][0]
                 fills[-1].append([{"token": self.tokenizer.decode([token]), "probability": probability}
                                   for token, probability in zip(tokens[gap], probabilities[gap])])
                 gap += 1

@@ -92,8 +92,8 @@ class MultipleChoiceCodec(NumbersCodec):
             right.
         """
         written, right = [], []  # is each choice right; None if the record does not say it
-        for number, logits in sorted(outputs.items()):
-            row = rows[number]
+        for index, logits in sorted(outputs.items()):
+            row = rows[index]
             assert row is not None
             record = rows.source_row(row["index"])
             logits = logits[: row["choices"]].astype(np.float64)
@@ -102,7 +102,7 @@ class MultipleChoiceCodec(NumbersCodec):
             written.append({**record, "prediction": read_question(record, with_answer=False).choices[choice],
                             "choice": choice, "probabilities": (powers / powers.sum()).tolist()})
             right.append(None if row["answer"] == IGNORED else choice == row["answer"])
-        is_scored, warnings = can_score(role, [each is not None for each in right])
+        is_scored, warnings = can_score(role, [is_right is not None for is_right in right])
         return Predictions(written, {"accuracy": float(np.mean(right))} if is_scored else {}, {}, warnings)
 
     def example(self, rows: RowSet, index: int) -> dict[str, Any]:
@@ -122,6 +122,6 @@ class MultipleChoiceData(MultipleChoiceDataFields, DataModule):
         return "the rows are questions with choices" if holds_choices(row.values) else None
 
 
-def _name_of(row: dict[str, Any], place: int) -> str:
+def _name_of(row: dict[str, Any], index: int) -> str:
     """Return a choice by its number, and whether it is the right one."""
-    return f"choice {place}, right" if place == row["answer"] else f"choice {place}"
+    return f"choice {index}, right" if index == row["answer"] else f"choice {index}"

@@ -78,8 +78,8 @@ class DrawnSet(Dataset):
     def __len__(self) -> int:
         return len(self._items)
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        item = self._answered.get(number) or self._items[number]
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        item = self._answered.get(index) or self._items[index]
         return item and {DRAWN: 0, **item}
 
     def draw(self, numbers: Iterable[int]) -> None:
@@ -89,22 +89,22 @@ class DrawnSet(Dataset):
             numbers: Of all its items, as of a `NumberedSet`.
         """
         ours, chosen, uniforms = self._on_policy, [], []
-        for number in numbers:
-            epoch, place = divmod(number, len(self))
+        for index in numbers:
+            epoch, row = divmod(index, len(self))
             # A row's first random number decides whether its answer is sampled, the others which tokens.
-            [first, *rest] = draws(ours.seed, [place], 1 + ours.max_new_tokens, step=epoch)[0]
-            if first < ours.share and ours.has_room(int((item := self._items[number])["prompt_length"])):
-                chosen.append((number, item))
-                uniforms.append(rest)
+            [first, *others] = draws(ours.seed, [row], 1 + ours.max_new_tokens, step=epoch)[0]
+            if first < ours.share and ours.has_room(int((item := self._items[index])["prompt_length"])):
+                chosen.append((index, item))
+                uniforms.append(others)
         prompts = [item["input_ids"][: item["prompt_length"]] for _, item in chosen]
         numbers = np.array(uniforms, np.float32).reshape(-1, ours.max_new_tokens)
         # Every process comes to the same rows.
         answers = ours.draw(prompts, numbers) if chosen else []
-        self._answered = {number: _answered(item, prompt, answer)
-                          for (number, item), prompt, answer in zip(chosen, prompts, answers, strict=True)}
+        self._answered = {index: _replace_answer(item, prompt, answer)
+                          for (index, item), prompt, answer in zip(chosen, prompts, answers, strict=True)}
 
 
-def _answered(item: dict[str, Any], prompt: np.ndarray, answer: np.ndarray) -> dict[str, Any]:
+def _replace_answer(item: dict[str, Any], prompt: np.ndarray, answer: np.ndarray) -> dict[str, Any]:
     """Return an item with another answer."""
     return {**item, DRAWN: 1, "input_ids": np.concatenate([prompt, answer]).astype(np.int32),
             "labels": np.concatenate([np.full(len(prompt), IGNORED), answer]).astype(np.int32)}
@@ -128,11 +128,11 @@ class OnPolicyLoader(SegmentLoader):
     def begin_segment(self) -> int:
         self._begin_epoch()
         size = self._shard.batches_per_step
-        number = self._handed_out // size
-        stop = min((number + 1) * size, self._num_batches)
-        if self._step != (self._epoch, number):
+        step = self._handed_out // size
+        stop = min((step + 1) * size, self._num_batches)
+        if self._step != (self._epoch, step):
             # All rows of the step, also where a resumed run has trained on some: the same calls give the same bits.
             order = self._order_of(self._epoch, self._rule)
-            self._drawn.draw(row for batch in range(number * size, stop) for row in order[batch] if row >= 0)
-            self._step = self._epoch, number
+            self._drawn.draw(row for batch in range(step * size, stop) for row in order[batch] if row >= 0)
+            self._step = self._epoch, step
         return batches_per_rank(stop - self._handed_out, self._shard.world_size)

@@ -14,9 +14,9 @@ from lmmods.data.sft import ConversationCodec, ConversationData
 from lmmods.data.sources.conversation import RowProblem
 from lmmods.data.sources.preferences import (
     Judged,
-    as_asked,
     conversation_layout,
     holds_preference,
+    keep_chosen,
     label_of,
     read_answers,
 )
@@ -88,7 +88,7 @@ class PreferenceCodec(AnswersCodec):
         return None
 
     def asked(self, record: dict[str, Any]) -> dict[str, Any]:
-        return as_asked(record)
+        return keep_chosen(record)
 
 
 class PreferenceData(PreferenceDataFields, ConversationData):

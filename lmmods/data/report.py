@@ -58,9 +58,9 @@ def describe_source(info: dict[str, Any], left_over: str) -> dict[str, Any]:
     Args:
         left_over: Key of the counts of what is in no token.
     """
-    counts = {name: number for name, number in info["counts"].items() if not name.startswith((UNUSED, SPELLED))}
-    unused = {_key_name(name): number for name, number in info["counts"].items() if name.startswith(UNUSED)}
-    spelled = {name.removeprefix(SPELLED): number for name, number in info["counts"].items()
+    counts = {name: count for name, count in info["counts"].items() if not name.startswith((UNUSED, SPELLED))}
+    unused = {_key_name(name): count for name, count in info["counts"].items() if name.startswith(UNUSED)}
+    spelled = {name.removeprefix(SPELLED): count for name, count in info["counts"].items()
                if name.startswith(SPELLED)}
     notes = [*info.get("notes", []), *(f"column {name!r} of {rows} rows was replaced by the one that data.columns "
                                        "renames to it" for name, rows in info.get("replaced", {}).items())]
@@ -235,9 +235,9 @@ def _mixing_lines(mixing: dict[str, Any]) -> list[str]:
 def _label_list(counts: dict[str, int]) -> str:
     """Return how many rows have each label, the most frequent first, and which labels none has."""
     total = max(sum(counts.values()), 1)
-    found = sorted(((name, count) for name, count in counts.items() if count), key=lambda pair: -pair[1])
+    pairs = sorted(((name, count) for name, count in counts.items() if count), key=lambda pair: -pair[1])
     absent = [name for name, count in counts.items() if not count]
-    shown = [f"{name} {count} ({count / total:.1%})" for name, count in found[:MOST_LABELS]]
-    more = [f"{len(found) - MOST_LABELS} more"] if len(found) > MOST_LABELS else []
+    shown = [f"{name} {count} ({count / total:.1%})" for name, count in pairs[:MOST_LABELS]]
+    more = [f"{len(pairs) - MOST_LABELS} more"] if len(pairs) > MOST_LABELS else []
     return ", ".join([*shown, *more]) + (f"; none of {', '.join(absent[:MOST_LABELS])}"
                                          + (" ..." if len(absent) > MOST_LABELS else "") if absent else "")

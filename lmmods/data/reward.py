@@ -67,18 +67,18 @@ class RewardCodec(NumbersCodec, AnswersCodec):
         """
         ids_of: list[np.ndarray | None] = [None] * len(answers)
         for layout, kind in (("text", str), ("messages", Conversation)):
-            places = [place for place, answer in enumerate(answers) if isinstance(answer, kind)]
-            if not places:
+            indices = [index for index, answer in enumerate(answers) if isinstance(answer, kind)]
+            if not indices:
                 continue
             encoder = PreferenceEncoder(self.conversation_encoder(layout, prompts_only=False), "single")
             try:
-                encoded = encoder.encode([answers[place] for place in places], _as_judged)
+                encoded = encoder.encode([answers[index] for index in indices], _as_judged)
             except RowError as error:
                 raise UserError(f"an answer cannot be encoded for scoring: {error.args[1]}") from error
             ids = encoded.columns["input_ids"]
             rows = np.split(ids.values, np.cumsum(ids.lengths)[:-1])
-            for place, row in zip(encoded.positions, rows, strict=False):  # `split` makes one row of none
-                ids_of[places[place]] = row
+            for index, row in zip(encoded.positions, rows, strict=False):  # `split` makes one row of none
+                ids_of[indices[index]] = row
         return ids_of
 
     # From rows to batches
@@ -178,20 +178,20 @@ def _as_judged(answer: str | Conversation) -> list[Judged]:
     return [Judged(read_conversation("text", {"text": answer}, {}) if isinstance(answer, str) else answer, True)]
 
 
-def _name_of(row: dict[str, Any], place: int) -> str:
+def _name_of(row: dict[str, Any], index: int) -> str:
     """Return which answer of a pair a sequence is; a single answer counts as chosen."""
-    return CHOSEN if row["wanted"] and place == 0 else REJECTED
+    return CHOSEN if row["wanted"] and index == 0 else REJECTED
 
 
-def _metrics(found: dict[int, dict[int, float]], pairs: list[list[float | None]]) -> dict[str, float]:
+def _metrics(scores_of: dict[int, dict[int, float]], pairs: list[list[float | None]]) -> dict[str, float]:
     """Return the metrics of scores by row, and of the pairs among these, (chosen, rejected)."""
-    if not found:
+    if not scores_of:
         return {}
-    scores = np.array([score for judged in found.values() for score in judged.values()])
+    scores = np.array([score for judged in scores_of.values() for score in judged.values()])
     metrics = {"reward_min": float(scores.min()), "reward_mean": float(scores.mean()),
                "reward_max": float(scores.max())}
     # Metrics over some of the rows would be mistaken for metrics over all.
-    if len(pairs) < len(found) or any(None in pair for pair in pairs):
+    if len(pairs) < len(scores_of) or any(None in pair for pair in pairs):
         return metrics
     differences = np.array([chosen - rejected for chosen, rejected in pairs])
     return {"accuracy": float((differences > 0).mean()), "margin": float(differences.mean()), **metrics}

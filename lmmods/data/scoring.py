@@ -77,7 +77,7 @@ def choose_answer(context: str, windows: list[WindowLogits], settings: SpanSetti
     for entry, share in zip(nbest, shares / shares.sum(), strict=True):
         entry["probability"] = float(share)
     # The best non-empty answer: thresholds on the odds choose between it and the empty one.
-    best = next((place for place, entry in enumerate(nbest) if entry["text"]), None)
+    best = next((index for index, entry in enumerate(nbest) if entry["text"]), None)
     best_text = nbest[best]["text"] if best is not None else ""
     odds = null_score - (float(scores[best]) if best is not None else 0.0)
     if settings.version_2_with_negative and odds > settings.null_score_diff_threshold:
@@ -92,8 +92,8 @@ def _candidates(window: WindowLogits, settings: SpanSettings) -> list[tuple[floa
     length = ends[None, :] - starts[:, None] + 1  # [N, N] tokens of each span
     # Spans must start and end in the context.
     inside = (window.offsets[starts, 0] >= 0)[:, None] & (window.offsets[ends, 0] >= 0)[None, :]
-    found = []
+    candidates = []
     for i, j in zip(*np.nonzero(inside & (length >= 1) & (length <= settings.max_answer_length)), strict=True):
         start, end = window.start[starts[i]], window.end[ends[j]]
-        found.append((start + end, start, end, int(window.offsets[starts[i], 0]), int(window.offsets[ends[j], 1])))
-    return found
+        candidates.append((start + end, start, end, int(window.offsets[starts[i], 0]), int(window.offsets[ends[j], 1])))
+    return candidates

@@ -263,8 +263,8 @@ class SequenceClassificationCodec(LabelCodec):
             report = class_report(logits.argmax(1), numbers, self.labels)
             return single_label_scores(logits, numbers), {"classes.json": report}
         present = np.zeros(logits.shape, bool)
-        for place, row in enumerate(labels):
-            present[place, row] = True
+        for index, row in enumerate(labels):
+            present[index, row] = True
         return multi_label_scores(logits, present), {"classes.json": class_report(logits > 0, present, self.labels)}
 
 

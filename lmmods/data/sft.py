@@ -164,18 +164,18 @@ class ConversationCodec(Codec):
         if find_format(layout).template:
             return []
         conversation = self.conversation_encoder(layout, prompts_only=False).conversation(rows.source_row(index))
-        given = {**(self.settings.chat_template_kwargs or {}), **conversation.template_kwargs,
+        variables = {**(self.settings.chat_template_kwargs or {}), **conversation.template_kwargs,
                  "tools": conversation.tools or None, "documents": conversation.documents or None}
         messages = [as_given(message) for message in conversation.messages]
         template = self.chat_template(rows)
         prompts = []
-        for place, message in enumerate(messages):
+        for position, message in enumerate(messages):
             # Templates may reject a conversation up to some turn; its prompt is then omitted.
-            if place and message["role"] == "assistant":
+            if position and message["role"] == "assistant":
                 with suppress(*REFUSALS), bounded_rendering():
                     prompts.append(list(self.tokenizer.apply_chat_template(
-                        messages[:place], chat_template=template, add_generation_prompt=True, tokenize=True,
-                        return_dict=False, **given)))
+                        messages[:position], chat_template=template, add_generation_prompt=True, tokenize=True,
+                        return_dict=False, **variables)))
         return prompts
 
     # From outputs to predictions
@@ -196,10 +196,10 @@ class ConversationCodec(Codec):
         layout = rows.info(index)["format"]
         if find_format(layout).template is not None:
             return super().answered(rows, index, prompt, text)
-        asked = self.prompt_encoder(layout).conversation(self.asked(self.example(rows, index)))
-        messages = asked.messages
+        conversation = self.prompt_encoder(layout).conversation(self.asked(self.example(rows, index)))
+        messages = conversation.messages
         messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-        return replace(asked, messages=[*messages, {"role": "assistant", "content": text.strip()}])
+        return replace(conversation, messages=[*messages, {"role": "assistant", "content": text.strip()}])
 
     def asked(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a conversation to be answered. Default: the record."""

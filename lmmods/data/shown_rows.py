@@ -28,7 +28,7 @@ def show_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int],
     Raises:
         UserError: A row number does not exist.
     """
-    shown = [items[place] for place in _places(items, num_rows, which, unknown_id)]
+    shown = [items[index] for index in _places(items, num_rows, which, unknown_id)]
     return [_show(row, rows, codec) for item in shown for row in _answers(item)]
 
 
@@ -39,14 +39,14 @@ def _answers(item: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int | None) -> list[int]:
     if isinstance(which, list):
-        wrong = [place for place in which if not 0 <= place < len(items)]
+        wrong = [index for index in which if not 0 <= index < len(items)]
         if wrong:
             raise UserError(f"row {wrong[0]} does not exist; the training set has rows 0 to {len(items) - 1}")
         return which
     if which == "first":
         return list(range(min(num_rows, len(items))))
     if which == "most_unknown":
-        measure = np.array([(items[place]["input_ids"] == unknown_id).sum() for place in range(len(items))])
+        measure = np.array([(items[index]["input_ids"] == unknown_id).sum() for index in range(len(items))])
     else:
         measure = items.lengths if which == "longest" else items.truncated
     return np.argsort(-measure, kind="stable")[:num_rows].tolist()

@@ -16,7 +16,7 @@ from lmmods.data.encoded import EncodedSources
 from lmmods.data.sources.by_role import STAGE_ROLES, Role, Sources
 from lmmods.data.store.cache import fingerprint
 from lmmods.data.store.duplicates import Duplicates, find_duplicates, read_duplicates, write_duplicates
-from lmmods.data.store.rows import RowSet, split, weighted
+from lmmods.data.store.rows import RowSet, repeat_by_weight, split
 from lmmods.recipe.tasks.base import DataFields
 
 FIRST_BUFFER = 1000  # rows of a stream that the report covers
@@ -85,7 +85,7 @@ class Splits:
             self.sets["val"] = held_out
         weights = [source.times for source in self._sources.by_role["train"]]
         # With mixing, weights make shares of batches, and each row is there once.
-        self.sets["train"] = rows if settings.mixes else weighted(rows, weights, settings.seed)
+        self.sets["train"] = rows if settings.mixes else repeat_by_weight(rows, weights, settings.seed)
 
     def _find_duplicates(self, rows: RowSet, is_first: bool) -> Duplicates:
         """Return which of the training rows as read repeat an earlier one, from the cache if it knows."""
@@ -100,9 +100,9 @@ class Splits:
         duplicates = None if settings.rebuild_cache and is_first else read_duplicates(path)
         if duplicates is None:
             # Windows of one row as read are one text.
-            read = lru_cache(1)(lambda number: (rows.source_row(number), rows.info(number)))
-            duplicates = find_duplicates(np.unique(rows.index).tolist(), lambda number: codec.list_texts(*read(number)),
-                                         threshold, _encoded_of(rows), lambda number: codec.context_of(*read(number)))
+            read = lru_cache(1)(lambda index: (rows.source_row(index), rows.info(index)))
+            duplicates = find_duplicates(np.unique(rows.index).tolist(), lambda index: codec.list_texts(*read(index)),
+                                         threshold, _encoded_of(rows), lambda index: codec.context_of(*read(index)))
             write_duplicates(path, duplicates)
         self._duplicates = duplicates
         return duplicates
@@ -110,13 +110,13 @@ class Splits:
     def _drop_duplicates(self, rows: RowSet, is_first: bool) -> RowSet:
         """Return the training rows that repeat no other one, and note the others in `left_out`."""
         repeated = self._find_duplicates(rows, is_first)
-        for number, of, near in zip(repeated.rows.tolist(), repeated.of.tolist(), repeated.near.tolist(), strict=True):
-            noted = self.left_out.setdefault(rows.store_of(number).name, {"dropped": {}})
+        for index, of, near in zip(repeated.rows.tolist(), repeated.of.tolist(), repeated.near.tolist(), strict=True):
+            noted = self.left_out.setdefault(rows.store_of(index).name, {"dropped": {}})
             reason = f"{'nearly ' if near else ''}the same as an earlier row"
             entry = noted["dropped"].setdefault(reason, {"rows": 0, "first": []})
             entry["rows"] += 1
             if len(entry["first"]) < EXAMPLES_PER_REASON:
-                entry["first"].append(f"{rows.location(number)}, like {rows.location(of)}")
+                entry["first"].append(f"{rows.location(index)}, like {rows.location(of)}")
         kept = rows.subset(np.flatnonzero(~np.isin(rows.index, repeated.rows)))
         for store, size in zip(rows.stores, kept.source_sizes.tolist(), strict=True):
             if noted := self.left_out.get(store.name):
@@ -145,10 +145,10 @@ def _encoded_of(rows: RowSet) -> Callable[[int], bytes]:
     """Return a function of the tokens and labels of a row as read, by its number: of all its windows."""
     index = rows.index  # ascending
 
-    def encoded(number: int) -> bytes:
-        start, stop = np.searchsorted(index, [number, number + 1])
+    def encoded(source_index: int) -> bytes:
+        start, stop = np.searchsorted(index, [source_index, source_index + 1])
         return b"".join(f"{name} {np.size(value)} ".encode() + np.asarray(value).tobytes()
-                        for place in range(start, stop) for name, value in rows[place].items()
+                        for position in range(start, stop) for name, value in rows[position].items()
                         if name not in ("index", "weight", "truncated"))
 
     return encoded

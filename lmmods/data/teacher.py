@@ -99,7 +99,7 @@ def number_scored(data: DataModule, stage: str) -> dict[Role, int]:
     for role in STAGE_ROLES[stage]:
         if role in data.sets and role != "predict":
             items = data.unpacked_items(role)
-            sizes = np.fromiter((is_scored(items[place]["labels"]).sum() for place in range(len(items))), np.int64,
+            sizes = np.fromiter((is_scored(items[index]["labels"]).sum() for index in range(len(items))), np.int64,
                                 len(items))
             data.fill_column(role, PLACES, _Numbers(sum(counts.values()) + np.cumsum(sizes) - sizes))
             counts[role] = int(sizes.sum())
@@ -144,7 +144,7 @@ def teacher_store(data: DataModule, role: Role, network: dict[str, Any], count: 
                       {"ids": (count, top_k), "logps": (count, top_k + 1)}, "tokens of a teacher")
 
 
-class LikeliestByNumber:
+class TeacherTopKTable:
     """A teacher's likeliest tokens in the place of each scored token.
 
     Args:
@@ -155,18 +155,18 @@ class LikeliestByNumber:
         self._parts, self._top_k = parts, top_k
         self._ends = np.cumsum([0, *(len(part["ids"]) for part in parts)])
 
-    def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return ids [..., k] int32 and log-probabilities [..., k + 1] float32 by number; 0 where that is 0."""
-        flat = places.ravel() - 1
+        flat = numbers.ravel() - 1
         ids = np.zeros((len(flat), self._top_k), np.int32)
         logps = np.zeros((len(flat), self._top_k + 1), np.float32)
         for part, begin, end in zip(self._parts, self._ends, self._ends[1:], strict=False):
-            own = np.flatnonzero((flat >= begin) & (flat < end))
-            ids[own], logps[own] = part["ids"][flat[own] - begin], part["logps"][flat[own] - begin]
-        return ids.reshape(*places.shape, -1), logps.reshape(*places.shape, -1)
+            is_own = np.flatnonzero((flat >= begin) & (flat < end))
+            ids[is_own], logps[is_own] = part["ids"][flat[is_own] - begin], part["logps"][flat[is_own] - begin]
+        return ids.reshape(*numbers.shape, -1), logps.reshape(*numbers.shape, -1)
 
 
-def gathered(parts: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], begin: int, count: int, top_k: int
+def gather_top_k(parts: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], begin: int, count: int, top_k: int
              ) -> dict[str, np.ndarray]:
     """Return `ids` and `logps` of a set from parts of it: numbers [N], 0 for none, ids [N, k], log-probabilities.
 
@@ -174,9 +174,9 @@ def gathered(parts: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], begin: 
         begin: Scored tokens of the sets before it.
         count: Those of this one.
     """
-    found = {"ids": np.zeros((count, top_k), np.int32), "logps": np.zeros((count, top_k + 1), np.float32)}
-    for places, ids, logps in parts:
-        known = places > 0
-        found["ids"][places[known] - 1 - begin] = ids[known]
-        found["logps"][places[known] - 1 - begin] = logps[known]
-    return found
+    top = {"ids": np.zeros((count, top_k), np.int32), "logps": np.zeros((count, top_k + 1), np.float32)}
+    for numbers, ids, logps in parts:
+        known = numbers > 0
+        top["ids"][numbers[known] - 1 - begin] = ids[known]
+        top["logps"][numbers[known] - 1 - begin] = logps[known]
+    return top

@@ -57,7 +57,7 @@ class TagSurvey:
             words = list(map(str, cell_list(row.values.get(self._tokens_column), self._tokens_column)))
             if len(self.words) <= MOST_LABELS:
                 self.words.update(words)
-            self._numbers_words &= words == [str(number) for number in range(1, len(words) + 1)]
+            self._numbers_words &= words == [str(index) for index in range(1, len(words) + 1)]
 
     def check(self) -> None:
         """Raise UserError if the columns seem to contain something else than words and their tags."""
@@ -180,7 +180,7 @@ class TokenClassificationCodec(LabelCodec):
         report = class_report(*flat, self.labels)
         if not marks_entities:
             return tag_scores(*flat, len(self.labels)), {"classes.json": report}
-        named = [[[OUTSIDE if number == NO_TAG else self.labels[number] for number in row] for row in rows]
+        named = [[[OUTSIDE if index == NO_TAG else self.labels[index] for index in row] for row in rows]
                  for rows in (predicted, gold)]
         entities, by_type = entity_scores(*named)
         scores = {"accuracy": float((flat[0] == flat[1]).mean()), **entities}

@@ -5,12 +5,12 @@ from typing import Any
 
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
-from lmmods.core.markdown import indented
+from lmmods.core.markdown import indent
 from lmmods.core.settings import Generation
 from lmmods.data.base import DataModule
 from lmmods.recipe.block_fields import SampleFields
 from lmmods.runs.folder import RunFolder, write_text
-from lmmods.runs.repair import mended_samples
+from lmmods.runs.repair import repair_samples
 
 PROMPT_WIDTH, OUTPUT_WIDTH = 40, 70  # characters shown on the console
 
@@ -49,7 +49,7 @@ class SampleWriter(SampleFields):
         if resumed_step is None:
             return
         # A killed run may have left a half-written line.
-        rows = [row for row in mended_samples(self._path) if row["step"] <= resumed_step]
+        rows = [row for row in repair_samples(self._path) if row["step"] <= resumed_step]
         if self._path.exists():
             self._rewrite(rows)
         # The untrained model no longer exists, so its answers come from the file.
@@ -75,7 +75,7 @@ class SampleWriter(SampleFields):
         rows = [{"step": step, "prompt": prompt, "base": base.get(prompt), "output": output}
                 for prompt, output in zip(self.prompts, outputs, strict=True)]
         # Replaced as a whole rather than appended, so that a repeated step does not come twice.
-        self._rewrite([row for row in mended_samples(self._path) if row["step"] < step] + rows)
+        self._rewrite([row for row in repair_samples(self._path) if row["step"] < step] + rows)
         for row in rows:
             prompt, output = _short(row["prompt"], PROMPT_WIDTH), _short(row["output"], OUTPUT_WIDTH)
             say(f"sample at step {step}: {prompt} -> {output}")
@@ -96,7 +96,7 @@ def _log(logger: Any, rows: list[dict[str, Any]], step: int) -> None:
 
 def _markdown(row: dict[str, Any]) -> str:
     """Format a row with its texts as code blocks, so that no markup is interpreted."""
-    return "\n\n".join(f"{name}:\n\n{indented(row[name])}" for name in ("prompt", "base", "output")
+    return "\n\n".join(f"{name}:\n\n{indent(row[name])}" for name in ("prompt", "base", "output")
                        if row[name] is not None)
 
 

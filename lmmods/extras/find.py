@@ -221,7 +221,7 @@ def find_rate(parsed: Recipe, test: RangeTest, plot: str, result: str | None) ->
         try:
             suggestion = test.suggestion()
         finally:
-            draw(test, Path(plot))
+            plot_range_test(test, Path(plot))
     say(f"Learning rate {suggestion:g}: there the loss falls fastest over {len(test.rates)} steps from "
         f"{test.rates[0]:.2g} to {test.rates[-1]:.2g}. It is the peak rate of a schedule. Plot: {plot}")
     tell_changes({"model.init_args.optimizer.lr": suggestion})
@@ -243,7 +243,7 @@ def check_replaceable(path: Path) -> None:
             raise UserError(f"--plot {path} exists and is not the plot of a range test. Choose another file.")
 
 
-def draw(test: RangeTest, path: Path) -> None:
+def plot_range_test(test: RangeTest, path: Path) -> None:
     """Plot the losses over the learning rates, with the suggestion if there is one."""
     from matplotlib.figure import Figure
 
@@ -406,7 +406,7 @@ def _measure(sizes: Sizes, size: int, arguments: list[str], memory: float | None
     changes = sizes.changes(size) | {"trainer.accumulate_grad_batches": min(2, sizes.accumulated(size))}
     with tempfile.TemporaryDirectory() as folder:
         log, path = Path(folder) / "log", Path(folder) / "step.json"
-        status, peak = _watched([*arguments, *_words(changes), "--what", "step", "--result", str(path)], log, limit)
+        status, peak = _run_watched([*arguments, *_words(changes), "--what", "step", "--result", str(path)], log, limit)
         measured, needs = Measured(size, problem=f"needs more than {limit:.1f} GiB"), ""
         if status == 0:
             step = json.loads(path.read_text())
@@ -423,7 +423,7 @@ def _measure(sizes: Sizes, size: int, arguments: list[str], memory: float | None
     return measured
 
 
-def _watched(arguments: list[str], log: Path, limit: float) -> tuple[int, float]:
+def _run_watched(arguments: list[str], log: Path, limit: float) -> tuple[int, float]:
     """Run a command, killing it above `limit`, and return its exit status and the peak GiB of it and its children."""
     peak = 0.0
     with started(arguments, log) as process:

@@ -37,7 +37,7 @@ def verify(run: str) -> None:
     for key, entries in manifest.starts[-1]["inputs"].items():
         for entry in entries:
             _check_input(key, entry, findings)
-    differences = list(changed(manifest.starts[-1], surroundings()))
+    differences = list(describe_changes(manifest.starts[-1], surroundings()))
     for text in differences:
         findings.add("note", text)
     if not differences:
@@ -48,7 +48,7 @@ def verify(run: str) -> None:
                         f"{'it' if count == 1 else 'them'}, see above.")
 
 
-def changed(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+def describe_changes(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Describe the differences between the environments of two starts."""
     if was["code"]["content"] != now["code"]["content"]:
         def shown(code: dict[str, Any]) -> str:
@@ -118,7 +118,7 @@ def _check_input(key: str, entry: dict[str, Any], findings: Findings) -> None:
         return
     places = {name: _place(key, entry, name) for name in files}
     wrong = _compare(places, files)
-    wrong |= {name: "was added" for name in _found(key, entry["path"]) if name not in entry["files"]}
+    wrong |= {name: "was added" for name in _find_files(key, entry["path"]) if name not in entry["files"]}
     _tell(wrong, f"{what}: ", findings)
     if not wrong:
         sampled = any(told["hash"].startswith("blocks:") for told in files.values())
@@ -133,7 +133,7 @@ def _place(key: str, entry: dict[str, Any], name: str) -> Path | None:
     return path if path.is_file() else find_file(entry["path"], name, entry.get("commit"))
 
 
-def _found(key: str, path: str) -> list[str]:
+def _find_files(key: str, path: str) -> list[str]:
     """Return the files that a data source matches now."""
     from lmmods.data.sources.source_reader import find_files
 

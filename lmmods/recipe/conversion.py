@@ -4,14 +4,14 @@ import re
 from datetime import timedelta
 from typing import Any, Literal, get_args, get_origin
 
-from lmmods.recipe.files import Scalar, as_yaml, plain, read_value, shortened
+from lmmods.recipe.files import Scalar, as_yaml, plain, read_value, shorten
 from lmmods.recipe.keys import block_in, members
 
 WRONG = object()  # placeholder for a rejected value
 DURATION = re.compile(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d)")  # as Python writes it
 
 
-def converted(value: Any, hint: Any) -> Any:
+def convert(value: Any, hint: Any) -> Any:
     """Convert a value to a type; `WRONG` if it does not match.
 
     If the type includes text, a value that matches none of its other types is kept as written: `1234567`, `no`,
@@ -26,7 +26,7 @@ def converted(value: Any, hint: Any) -> Any:
             if each is Any or each is dict:
                 return plain(value)
             if get_origin(each) is dict:
-                inner = {converted(name, get_args(each)[0]): converted(item, get_args(each)[1])
+                inner = {convert(name, get_args(each)[0]): convert(item, get_args(each)[1])
                          for name, item in value.items()}
                 return WRONG if WRONG in inner or WRONG in inner.values() else inner
         return WRONG
@@ -35,7 +35,7 @@ def converted(value: Any, hint: Any) -> Any:
             if each is Any:
                 return plain(value)
             if get_origin(each) is list:
-                items = [converted(item, get_args(each)[0]) for item in value]
+                items = [convert(item, get_args(each)[0]) for item in value]
                 return WRONG if any(item is WRONG for item in items) else items
         return WRONG
     return _scalar(value, kinds)
@@ -48,7 +48,7 @@ def _scalar(value: Any, kinds: tuple[Any, ...]) -> Any:
         return value if is_listed or _fits(value, kinds) or type(value) is str and str in kinds else WRONG
     # `"3"` in quotes is a number, too, where no text is possible.
     is_quoted = value.yaml_value == value and str not in kinds
-    for read in (value.yaml_value, *([_unquoted(value)] if is_quoted else [])):
+    for read in (value.yaml_value, *([_unquote(value)] if is_quoted else [])):
         if _fits(read, kinds):
             return read
     for each in (listed for kind in kinds if get_origin(kind) is Literal for listed in get_args(kind)):
@@ -85,15 +85,15 @@ def init_args_of(value: dict[Any, Any], kind: type) -> Any:
     return settings if name == kind.__name__ and package.partition(".")[0] in ("", "lmmods") else WRONG
 
 
-def _unquoted(value: Scalar) -> Any:
+def _unquote(value: Scalar) -> Any:
     """Parse a quoted text as if it had no quotes."""
     read = read_value(str(value))
     return read.yaml_value if isinstance(read, Scalar) else value
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value as in a recipe, on one line."""
     if isinstance(value, Scalar):
-        return shortened(str(value)) if value else "null" if value.yaml_value is None else "empty"
+        return shorten(str(value)) if value else "null" if value.yaml_value is None else "empty"
     text = as_yaml(plain(value), default_flow_style=True, width=10**6).strip().removesuffix("\n...")
-    return shortened(text)
+    return shorten(text)

@@ -138,7 +138,7 @@ def _check_given(value: str) -> None:
 def read_value(text: str) -> Any:
     """Parse the text of a value to `Scalar`; a text that is not YAML is a string."""
     try:
-        value = guarded(lambda checked: yaml.load(checked, Loader=ScalarLoader))(str(text))
+        value = guard(lambda checked: yaml.load(checked, Loader=ScalarLoader))(str(text))
     except yaml.YAMLError:
         return Scalar.of(text, text)
     # The text as typed, since YAML would drop quotes, comments and spaces around it.
@@ -184,7 +184,7 @@ def read_text(path: str | Path) -> str:
     Raises:
         UserError: It is missing; it is a folder, a pipe or a device; it is too large; or it is not UTF-8.
     """
-    shown = repr(str(path)) if "\0" in str(path) else shortened(str(path))
+    shown = repr(str(path)) if "\0" in str(path) else shorten(str(path))
     try:
         content = files.read_bytes(path, MAX_BYTES)
     except files.NotRegular as error:
@@ -209,12 +209,12 @@ def read_text(path: str | Path) -> str:
                         "example with iconv -f LATIN1 -t UTF-8.") from error
 
 
-def shortened(text: str, limit: int = 100) -> str:
+def shorten(text: str, limit: int = 100) -> str:
     """Shorten a value for messages."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
-def guarded(load: Callable[[str], Any]) -> Callable[[str], Any]:
+def guard(load: Callable[[str], Any]) -> Callable[[str], Any]:
     """Wrap a YAML loader so that a text is checked before it is loaded."""
 
     def load_checked(text: str) -> Any:
@@ -230,7 +230,7 @@ def guarded(load: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _mapping(text: str, name: str, loader: type = RecipeLoader) -> dict[str, Any]:
     try:
-        content = guarded(lambda checked: yaml.load(checked, Loader=loader))(text)
+        content = guard(lambda checked: yaml.load(checked, Loader=loader))(text)
     except BrokenRecipe as error:
         raise UserError(f"{name}: {error}") from error
     except yaml.YAMLError as error:
@@ -251,7 +251,7 @@ def _exists(value: str) -> bool:
 def _reason(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     text = getattr(error, "problem", None) or " ".join(str(error).split())
-    return f"line {mark.line + 1}: {text}" if mark else shortened(text, 200)
+    return f"line {mark.line + 1}: {text}" if mark else shorten(text, 200)
 
 
 # The check before loading --------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def _check_events(events: Iterable[yaml.Event]) -> None:
         where = f"line {event.start_mark.line + 1}"
         # "!" is the non-specific tag, which constructs nothing of its own.
         if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent) and event.tag not in (None, "!"):
-            raise BrokenRecipe(f"{where}: the tag {shortened(event.tag)} is not allowed in a recipe. Write the "
+            raise BrokenRecipe(f"{where}: the tag {shorten(event.tag)} is not allowed in a recipe. Write the "
                                "value without it.")
         if isinstance(event, yaml.CollectionStartEvent):
             open_ones.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
@@ -333,7 +333,7 @@ def _check_scalar(event: yaml.ScalarEvent, open_ones: list[_Collection], where: 
     if parent is None or not parent.is_mapping or parent.children % 2:
         return
     if event.value in parent.keys:
-        raise BrokenRecipe(f"{where}: the key {shortened(event.value)} occurs twice in one mapping; keep one.")
+        raise BrokenRecipe(f"{where}: the key {shorten(event.value)} occurs twice in one mapping; keep one.")
     if event.value == TRUST_KEY:
         raise BrokenRecipe(f"{where}: trust_recipe_code is allowed on the command line only. Remove it from the file.")
     parent.keys.add(event.value)

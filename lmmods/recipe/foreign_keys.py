@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.files import CONFIG_OPTIONS, RecipeLoader, config_argument, guarded, option_values
+from lmmods.recipe.files import CONFIG_OPTIONS, RecipeLoader, config_argument, guard, option_values
 
 TABLES = Path(__file__).with_name("foreign_keys.txt")
 NOT_NEEDED = "not needed"
@@ -114,7 +114,7 @@ PRECISIONS = {"bfloat16": "bf16-mixed", "bf16": "bf16-mixed", "float16": "16-mix
 Settings = dict[str, Any]
 
 
-def _named(key: str, names: dict[str, Any]) -> Callable[[Any], Settings]:
+def _translate_by(key: str, names: dict[str, Any]) -> Callable[[Any], Settings]:
     """Return a function that translates a value by `names`; unknown values give no settings."""
     return lambda value: {key: names[name]} if (name := str(value).lower()) in names else {}
 
@@ -153,16 +153,18 @@ def _first_values(value: object) -> Settings:
 
 # Foreign key -> function from its value to settings here; empty if the value has no counterpart.
 VALUES: dict[str, Callable[[Any], Settings]] = {
-    "optim": _named("model.optimizer.name", OPTIMIZERS), "optimizer": _named("model.optimizer.name", OPTIMIZERS),
+    "optim": _translate_by("model.optimizer.name", OPTIMIZERS),
+    "optimizer": _translate_by("model.optimizer.name", OPTIMIZERS),
     "adafactor": _if_true("model.optimizer.name", "adafactor"),
     "use_muon": _if_true("model.optimizer.name", "muon"),
-    "lr_scheduler_type": _named("model.optimizer.schedule", SCHEDULES),
-    "lr_scheduler": _named("model.optimizer.schedule", SCHEDULES),
-    "scheduler": _named("model.optimizer.schedule", SCHEDULES),
+    "lr_scheduler_type": _translate_by("model.optimizer.schedule", SCHEDULES),
+    "lr_scheduler": _translate_by("model.optimizer.schedule", SCHEDULES),
+    "scheduler": _translate_by("model.optimizer.schedule", SCHEDULES),
     "bf16": _if_true("trainer.precision", "bf16-mixed"), "bfloat16": _if_true("trainer.precision", "bf16-mixed"),
     "fp16": _if_true("trainer.precision", "16-mixed"), "float16": _if_true("trainer.precision", "16-mixed"),
     "pure_bf16": _if_true("trainer.precision", "bf16-true"),
-    "dtype": _named("trainer.precision", PRECISIONS), "torch_dtype": _named("trainer.precision", PRECISIONS),
+    "dtype": _translate_by("trainer.precision", PRECISIONS),
+    "torch_dtype": _translate_by("trainer.precision", PRECISIONS),
     "load_in_4bit": _if_true("model.quantize", "nf4"), "load_in_8bit": _if_true("model.quantize", "int8"),
     "bits": _bits, "quantization_bit": _bits,
     "bnb_4bit_quant_type": lambda value: {"model.quantize": value} if value in ("nf4", "fp4") else {},
@@ -230,7 +232,7 @@ def keys_given(arguments: list[str]) -> list[str]:
     names: list[str] = []
     for name, value in _options(arguments):
         if name not in ("config", "c"):
-            names += [name, *_walk(_loaded(value), f"{name}.")]
+            names += [name, *_walk(_load(value), f"{name}.")]
     for _, recipe in _recipes(arguments):
         names += _walk(recipe, "")
     return [name.replace(".init_args.", ".") for name in names]
@@ -261,9 +263,9 @@ def _walk(value: object, prefix: str) -> Iterator[str]:
             yield from _walk(each, f"{prefix}{name}.")
 
 
-def _loaded(text: str) -> Any:
+def _load(text: str) -> Any:
     try:
-        return guarded(lambda checked: yaml.load(checked, Loader=RecipeLoader))(text)
+        return guard(lambda checked: yaml.load(checked, Loader=RecipeLoader))(text)
     except (yaml.YAMLError, ValueError):
         return text
 
@@ -287,7 +289,7 @@ MARKS = {
 }
 
 
-def written_for(content: dict[str, Any]) -> str | None:
+def find_program(content: dict[str, Any]) -> str | None:
     """Return the program in `PROGRAMS` that most keys of a mapping belong to; None for a recipe or if unclear."""
     if any(isinstance(content.get(block), dict) for block in BLOCKS):
         return None

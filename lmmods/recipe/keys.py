@@ -258,8 +258,8 @@ def in_words(hint: Any, name: str = "", as_type: bool = False) -> str:
         return f"one of {', '.join(listed)}" + (", or null" if has_null else "")
     # A comma before the last `or`, where a part has one of its own.
     if has_null and any(" or " in each for each in parts):
-        return f"{_joined([*listed, *parts])}, or null"
-    return _joined([*listed, *parts, *(["null"] if has_null else [])])
+        return f"{_join([*listed, *parts])}, or null"
+    return _join([*listed, *parts, *(["null"] if has_null else [])])
 
 
 def listed_in(hint: Any) -> list[str]:
@@ -267,7 +267,7 @@ def listed_in(hint: Any) -> list[str]:
     return [str(value) for each in members(hint) if get_origin(each) is Literal for value in get_args(each)]
 
 
-def _joined(parts: list[str]) -> str:
+def _join(parts: list[str]) -> str:
     return f"{', '.join(parts[:-1])} or {parts[-1]}" if len(parts) > 1 else parts[0]
 
 
@@ -288,5 +288,5 @@ def _plural(hint: Any) -> str:
     if len(members(hint)) > 1:
         parts = [_plural(each) for each in members(hint)
                  if each is not type(None) and (each is not int or float not in members(hint))]
-        return _joined(list(dict.fromkeys(parts)))
+        return _join(list(dict.fromkeys(parts)))
     return WORDS[hint][1] if hint in WORDS else "mappings" if block_in(hint) else "classes"

@@ -11,24 +11,24 @@ from lmmods.recipe.classes import import_path
 from lmmods.recipe.keys import REQUIRED, block_in, keys_of, members
 
 
-def filled(kind: type, given: dict[str, Any]) -> dict[str, Any]:
+def fill(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     """Return plain values of all fields of a class: the given ones, else defaults; nested settings as mappings."""
     values = {}
     for name, key in keys_of(kind).items():
         if name in given or key.default is not REQUIRED:
-            values[name] = filled_value(given.get(name, key.default), key.type)
+            values[name] = fill_value(given.get(name, key.default), key.type)
     return values
 
 
-def filled_value(value: Any, hint: Any) -> Any:
+def fill_value(value: Any, hint: Any) -> Any:
     if isinstance(value, ClassArguments):
         return value
     if dataclasses.is_dataclass(value):
         return dict(vars(value))
     if isinstance(value, dict) and (kind := block_in(hint)):
-        return filled(kind, value)
+        return fill(kind, value)
     if isinstance(value, list):
-        return [filled_value(each, items_of(hint)) for each in value]
+        return [fill_value(each, items_of(hint)) for each in value]
     # An integer may be given where the type is a number.
     return float(value) if type(value) is int and float in members(hint) and int not in members(hint) else value
 
@@ -100,4 +100,4 @@ def objects(kind: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
         return inner(**objects(inner, value)) if inner else value
 
     hints = {name: keys[name].type if name in keys else Any for name in given}
-    return {name: made(filled_value(value, hints[name]), hints[name]) for name, value in given.items()}
+    return {name: made(fill_value(value, hints[name]), hints[name]) for name, value in given.items()}

@@ -28,7 +28,7 @@ from lmmods.recipe.classes import (
     import_path,
     known_class,
 )
-from lmmods.recipe.conversion import WRONG, converted, converted_word, init_args_of, shown
+from lmmods.recipe.conversion import WRONG, convert, converted_word, format_value, init_args_of
 from lmmods.recipe.engines import ENGINES, load_engine
 from lmmods.recipe.files import (
     CONFIG_OPTIONS,
@@ -38,9 +38,9 @@ from lmmods.recipe.files import (
     plain,
     read_value,
     read_with_lines,
-    shortened,
+    shorten,
 )
-from lmmods.recipe.foreign_keys import PROGRAMS, foreign_value, hint_for, written_for
+from lmmods.recipe.foreign_keys import PROGRAMS, find_program, foreign_value, hint_for
 from lmmods.recipe.keys import (
     BLOCKS,
     REQUIRED,
@@ -58,7 +58,7 @@ from lmmods.recipe.keys import (
     task_classes,
     walk,
 )
-from lmmods.recipe.objects import ClassArguments, filled, filled_value, items_of, objects, without_objects
+from lmmods.recipe.objects import ClassArguments, fill, fill_value, items_of, objects, without_objects
 from lmmods.recipe.values import check_values
 
 PLAIN = bool | int | float | str | list | dict | timedelta | None
@@ -120,7 +120,7 @@ class Recipe:
 
     def values(self, block: str) -> dict[str, Any]:
         """Return the plain values of a block with defaults filled in."""
-        return filled(self.kind(block), self.given.get(block, {}))
+        return fill(self.kind(block), self.given.get(block, {}))
 
     def kind(self, block: str) -> type:
         """Return the fields of a block's class."""
@@ -398,14 +398,14 @@ class Reader:
         for word in words[len(unnamed):]:
             if self.takes_recipe and _is_file(word):
                 raise UserError(f"Unexpected argument {word}. To pass a recipe, use --config {word}.")
-            self.report("", f"Unexpected argument {shortened(word)}. Options start with --, for example {example}.")
+            self.report("", f"Unexpected argument {shorten(word)}. Options start with --, for example {example}.")
         self.dropped |= {key.name for key in unnamed}  # a missing one has been reported
         return layers
 
     def _config(self, value: str) -> Layer:
         tree = self.files[value] if value in self.files else read_with_lines(value)
         is_file = not is_inline(value)
-        if is_file and (program := written_for(plain(tree))):
+        if is_file and (program := find_program(plain(tree))):
             raise UserError(f"{value} is a configuration of {PROGRAMS[program]}, not a recipe. Convert it: "
                             f"python train.py migrate {value} --out recipe.yaml")
         return Layer(value if is_file else "", is_file, tree)
@@ -441,7 +441,8 @@ class Reader:
                 elif word == block and isinstance(value, dict) and "class_path" in value:
                     self.named.add(block)
                     line = next((getattr(key, "line", None) for key in value if key == "class_path"), None)
-                    self.report(each.at(block, line), f"{block}.class_path is {shown(value['class_path'])}, but must "
+                    self.report(each.at(block, line),
+                                f"{block}.class_path is {format_value(value['class_path'])}, but must "
                                                       "be the name of a class.")
         if name is None:
             return None
@@ -453,7 +454,7 @@ class Reader:
                 kind = find_class(name, (self.libraries[BASES[block]],), block)
                 if kind is None:
                     self.report(layer.at(block, name.line),
-                                f"{block} is {shortened(name)}, but must be a class_path and its init_args.", block)
+                                f"{block} is {shorten(name)}, but must be a class_path and its init_args.", block)
                 return kind
             # A short name: report at once if the class does not exist. Import paths are left to the engine.
             if re.fullmatch(r"[A-Z]\w+", name) and name.yaml_value == name:
@@ -562,9 +563,9 @@ class Reader:
             if key.name.startswith("trainer."):
                 return None  # Lightning sets its own defaults for these
             if key.default is not REQUIRED and "." in key.name and block_in(hint) is None:
-                wanted = f"set. Remove the key for its default, {shown(key.default)}"
+                wanted = f"set. Remove the key for its default, {format_value(key.default)}"
                 return self._refuse(value, key, layer, line, wanted)
-        read = converted(value, hint)
+        read = convert(value, hint)
         return self._refuse(value, key, layer, line) if read is WRONG else self._inner(value, read, hint, key, layer)
 
     def _class_value(self, value: Any, hint: Any, key: Key, layer: Layer, line: int | None) -> Any:
@@ -596,7 +597,7 @@ class Reader:
                 self.dropped.add(key.name)
                 return WRONG
         if kind is None:
-            text = converted(value, hint) if isinstance(value, Scalar) and str in members(hint) else WRONG
+            text = convert(value, hint) if isinstance(value, Scalar) and str in members(hint) else WRONG
             return self._refuse(value, key, layer, line) if text is WRONG else text
         arguments = dict(last.init_args) if isinstance(last, ClassArguments) and last.kind is kind else {}
         if isinstance(value, dict):
@@ -614,7 +615,7 @@ class Reader:
             elif isinstance(value, dict) and block_in(key.type):
                 self.complete(block_in(key.type), value, key.name)
             elif each in arguments:
-                arguments[each] = filled_value(value, key.type)
+                arguments[each] = fill_value(value, key.type)
             elif key.default is REQUIRED:
                 self.report_missing(key, place if not (place := self.places.get(name, "")).startswith("--") else "")
             # Other defaults, such as functions, cannot be written in a recipe.
@@ -626,7 +627,7 @@ class Reader:
         for name, value in tree.items() if isinstance(tree, dict) else ():
             # Called for its side effect: it marks texts as such (`Scalar.is_text`), so that `plain` keeps them.
             if name in keys and not isinstance(value, dict):
-                converted(value, keys[name].type)
+                convert(value, keys[name].type)
             self._keep_texts(value, keys if name == "init_args" else {})
 
     def _inner(self, value: Any, read: Any, hint: Any, key: Key, layer: Layer) -> Any:
@@ -664,7 +665,7 @@ class Reader:
         names = [*listed_in(key.type), *CLASSES[self.engine].get(key.name, ())]
         near = difflib.get_close_matches(value, names, 1, 0.7) if isinstance(value, str) else []
         other = other or (f" Did you mean {near[0]}?" if near else "")
-        self.report(at, f"{key.name} is {shown(value)}, but must be {wanted}.{other}", key.name)
+        self.report(at, f"{key.name} is {format_value(value)}, but must be {wanted}.{other}", key.name)
         self.dropped.add(key.name)
         return WRONG
 
@@ -737,7 +738,7 @@ class Reader:
             elif key.default is REQUIRED and block_in(key.type) is None and key.name not in self.given:
                 self.report_missing(key)
         # Neither `trainer`, which the engine builds, nor the user's own classes.
-        made = {name: self._made(name, kind) for name, kind in
+        made = {name: self._make(name, kind) for name, kind in
                 ((key.name, self.classes.get(key.name) or block_in(key.type)) for key in self.keys.values())
                 if kind is not None and name != "trainer" and (name in self.given or name not in self.classes)
                 and not (name in self.classes and self.classes[name] is None)}
@@ -753,7 +754,7 @@ class Reader:
             option = "" if "." in key.name else "--"
             self.report(place, f"{option}{key.name} is missing. It must be {in_words(key.type, key.name)}.", key.name)
 
-    def _made(self, name: str, kind: type) -> Any:
+    def _make(self, name: str, kind: type) -> Any:
         """Instantiate a block's class; None if that fails."""
         values = self.given.get(name, {})
         return self._object(kind, name, values) if isinstance(values, dict) else None

@@ -183,7 +183,7 @@ def num_steps(batches_per_epoch: int, batches_per_step: int, max_epochs: int | f
     return int(length)
 
 
-def limited(num_batches: int, limit: int | float | None, role: str) -> int:
+def limit_batches(num_batches: int, limit: int | float | None, role: str) -> int:
     """Global micro-batches of a pass over a set, limited by `trainer.limit_<role>_batches`: a number or a share.
 
     Raises:

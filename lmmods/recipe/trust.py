@@ -24,7 +24,7 @@ ANSWERS = {"true": True, "false": False}
 _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 
-def taken_flag(arguments: list[str]) -> tuple[list[str], bool]:
+def pop_trust_flag(arguments: list[str]) -> tuple[list[str], bool]:
     """Return the arguments without `--trust_recipe_code`, and whether it was true.
 
     Raises:

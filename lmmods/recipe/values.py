@@ -8,7 +8,7 @@ from typing import Any
 
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.settings import as_yaml_word
-from lmmods.recipe.files import DEMO, shortened
+from lmmods.recipe.files import DEMO, shorten
 from lmmods.recipe.trainer_fields import check_length
 
 MAX_SEED = 2**32 - 1
@@ -101,7 +101,7 @@ def check_texts(value: object, key: str) -> None:
             _refuse(key, value, "a path or a name. Remove the key if there is none")
         longest = max(len(part.encode(errors="replace")) for part in value.split("/"))
         if key.rsplit(".", 1)[-1] in PATHS and "://" not in value and (longest > 255 or len(value) > 4095):
-            raise UserError(f"{key} is {shortened(value)}: too long for a path.", key)
+            raise UserError(f"{key} is {shorten(value)}: too long for a path.", key)
         if DEMO.match(value) and not Path("demo").is_dir():
             raise UserError(f"{key} is {value}, but {Path.cwd()} has no demo files. Run the command in a clone of the "
                             "project, or set the key to a path of your own.", key)
@@ -140,5 +140,5 @@ def check_share(key: str, value: int | float | None) -> None:
 
 def _refuse(key: str, value: object, wanted: str) -> None:
     is_word = value is None or isinstance(value, bool)
-    refuse_value(f"{key} is {as_yaml_word(value) if is_word else shortened(repr(value))}, but must be {wanted}.",
+    refuse_value(f"{key} is {as_yaml_word(value) if is_word else shorten(repr(value))}, but must be {wanted}.",
                  key)

@@ -105,12 +105,12 @@ class _Asserts(ast.NodeTransformer):
         is_and = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
         statements = []
         for part in node.test.values if is_and else [node.test]:
-            value = self._compared(part, is_required)
+            value = self._compare(part, is_required)
             statements.append(ast.Assert(part, node.msg) if value is None else ast.Expr(ast.Call(
                 ast.Name(REPORT, ast.Load()), [ast.Constant(len(self.comparisons) - 1), value], [])))
         return [ast.fix_missing_locations(ast.copy_location(each, node)) for each in statements]
 
-    def _compared(self, node: ast.expr, is_required: bool) -> ast.expr | None:
+    def _compare(self, node: ast.expr, is_required: bool) -> ast.expr | None:
         """Add the comparison of an expression; return what is compared with a literal. None if there is no such."""
         if not isinstance(node, ast.Compare) or len(node.ops) != 1:
             return None

@@ -120,7 +120,7 @@ def is_passed(program: str, test: ProgramTest, seconds: float) -> bool:
         if test.code is not None:
             process = start(folder, "test", seconds)
             try:
-                return _judged(process.channel, test.code, test.comparisons, deadline)
+                return _judge(process.channel, test.code, test.comparisons, deadline)
             finally:
                 process.end()
         # A program that fails after its last line has still failed.
@@ -133,7 +133,7 @@ def is_passed(program: str, test: ProgramTest, seconds: float) -> bool:
             subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
 
 
-def _judged(channel: socket.socket, code: bytes, comparisons: Sequence[Comparison], deadline: float) -> bool:
+def _judge(channel: socket.socket, code: bytes, comparisons: Sequence[Comparison], deadline: float) -> bool:
     """True if a process of `program_child` passes a test: all values are right, and the test has run to its end.
 
     The process is the program's, so nothing that it sends is trusted.
@@ -141,12 +141,12 @@ def _judged(channel: socket.socket, code: bytes, comparisons: Sequence[Compariso
     key, token = secrets.token_bytes(32), secrets.token_bytes(32)
     right = set[int]()
     try:
-        _send(channel, _framed(key), deadline)
-        if _received(channel, deadline) != key:
+        _send(channel, _frame(key), deadline)
+        if _receive(channel, deadline) != key:
             return False
-        _send(channel, _framed(token) + code, deadline)
+        _send(channel, _frame(token) + code, deadline)
         channel.shutdown(socket.SHUT_WR)
-        while (message := _received(channel, deadline)) != token:
+        while (message := _receive(channel, deadline)) != token:
             number, value = _Values(io.BytesIO(message)).load()
             if not comparisons[number].holds(value):
                 return False
@@ -156,7 +156,7 @@ def _judged(channel: socket.socket, code: bytes, comparisons: Sequence[Compariso
     return all(number in right for number, each in enumerate(comparisons) if each.is_required)
 
 
-def _framed(message: bytes) -> bytes:
+def _frame(message: bytes) -> bytes:
     return len(message).to_bytes(program_child.HEADER, "big") + message
 
 
@@ -172,7 +172,7 @@ def _left(deadline: float) -> float:
     return seconds
 
 
-def _received(channel: socket.socket, deadline: float) -> bytes:
+def _receive(channel: socket.socket, deadline: float) -> bytes:
     """Return the next message. Raises OSError or EOFError: there is none in time, or it is too long."""
 
     def read(size: int) -> bytes:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from lmmods.core.errors import UserError
 from lmmods.recipe.trust import refuse_function
 from lmmods.rollouts.own_functions import import_name, wait_for
-from lmmods.rollouts.reward_processes import LOADING, Outcome, Server, attempt, outcome, received, send
+from lmmods.rollouts.reward_processes import LOADING, Outcome, Server, attempt, outcome, receive, send
 from lmmods.rollouts.sandbox import ENDING, begin, ends_within, how_it_ended, kill_group, process_variables
 
 KEY = "model.environment"
@@ -86,11 +86,11 @@ def serve(connection: int, lifeline: int) -> None:
     begin(lifeline)
     trainer = Connection(connection)
     os.set_inheritable(connection, False)
-    make = attempt(partial(_imported, received(trainer)))
+    make = attempt(partial(_import, receive(trainer)))
     if isinstance(make, Outcome):
         return send(trainer, make.reason)
     send(trainer, None)
-    while (message := received(trainer)) is not None:
+    while (message := receive(trainer)) is not None:
         pid, seconds = message
         if pid is not None:
             send(trainer, _end(pid, seconds))
@@ -119,7 +119,7 @@ def _end(pid: int, seconds: float) -> str:
     return how_it_ended(status if by_itself else None)
 
 
-def _imported(path: str) -> Callable[[], Any]:
+def _import(path: str) -> Callable[[], Any]:
     made = import_name(path)
     if not callable(made):
         raise TypeError(f"it is no class or function, but {type(made).__name__}")
@@ -133,7 +133,7 @@ def _serve(trainer: Connection, make: Callable[[], Any]) -> None:
     random.seed(0)  # a fork has another state otherwise
     environment: Any = None
     with asyncio.Runner() as runner:
-        while (request := received(trainer)) is not None:
+        while (request := receive(trainer)) is not None:
             if environment is None:
                 environment = attempt(make)
             if isinstance(environment, Outcome):
@@ -230,7 +230,7 @@ class Environments:
         try:
             self._first.connection.send(path)
             is_late = not self._first.connection.poll(LOADING)
-            reason = f"it took longer than {LOADING:g} s" if is_late else self._told()
+            reason = f"it took longer than {LOADING:g} s" if is_late else self._request()
             if reason is not None:
                 raise UserError(f"{KEY}: {path} cannot be imported: {reason}")
         except BaseException:
@@ -294,7 +294,7 @@ class Environments:
               deadlines: dict[int, float], limit: float) -> None:
         """Send the next request to an environment, which is forked if there is none."""
         if number not in self._open:
-            self._open[number] = self._forked()
+            self._open[number] = self._fork()
         try:
             self._open[number].connection.send(requests[number][len(replies[number])])
             deadlines[number] = time.monotonic() + limit
@@ -318,7 +318,7 @@ class Environments:
             return ""
         environment = self._open.pop(number)
         environment.connection.close()
-        return self._told((environment.pid, seconds))
+        return self._request((environment.pid, seconds))
 
     def close(self, seconds: float = 0.0) -> str:
         """End all processes and what they have started, at once or after the first had some seconds to end by itself.
@@ -336,12 +336,12 @@ class Environments:
         self._folder.cleanup()
         return how
 
-    def _forked(self) -> _Environment:
+    def _fork(self) -> _Environment:
         ours, theirs = Pipe()
         with theirs:
-            return _Environment(ours, self._told((None, 0.0), theirs.fileno()))
+            return _Environment(ours, self._request((None, 0.0), theirs.fileno()))
 
-    def _told(self, message: Any = None, handle: int | None = None) -> Any:
+    def _request(self, message: Any = None, handle: int | None = None) -> Any:
         """Send a message, if any, to the first process, and return its next one. Raises UserError if it has ended."""
         try:
             if message is not None:

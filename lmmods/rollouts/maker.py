@@ -19,8 +19,8 @@ from lmmods.recipe.tasks.base import ReadScorer
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.advantages import advantages, spread
 from lmmods.rollouts.environments import ENVIRONMENT
-from lmmods.rollouts.policy import Drawn, Policy
-from lmmods.rollouts.rewards import KEY, Answered, Rewards, check_prompts, score_answers, total
+from lmmods.rollouts.policy import Policy, SampledAnswer
+from lmmods.rollouts.rewards import KEY, RewardInput, Rewards, check_prompts, score_answers, total
 from lmmods.rollouts.rollout import Answer, Group, Rollout, read_rollout, rollout_name, step_of
 from lmmods.rollouts.server import ServedPolicy, read_server, sampler_weights
 from lmmods.rollouts.turns import Turns, environment_facts
@@ -90,14 +90,14 @@ class RolloutMaker:
             UserError: The rollout of the checkpoint cannot be read, or is of other prompts.
         """
         if name is None:
-            rollout = self._made(place)
+            rollout = self._make(place)
         else:
             rollout = read_rollout(self._folder.rollouts, name)
             if not rollout.replaced and [group.prompt for group in rollout.groups] != place.prompts.tolist():
                 raise UserError(f"{self._folder.rollouts / name} is of other prompts than the checkpoint's position.")
         return rollout.name, rollout.items(self._task)
 
-    def _made(self, place: Place) -> Rollout:
+    def _make(self, place: Place) -> Rollout:
         task, seconds, began = self._task, {"drawing": 0.0, "rewards": 0.0, "scoring": 0.0}, time.perf_counter()
         groups = self._groups(place.prompts.tolist(), seconds)
         replaced = self._replace(groups, place, seconds)
@@ -129,7 +129,7 @@ class RolloutMaker:
         policy, task = self._policy, self._task
         # In turn, so that no process has all of the long prompts of a sorted source.
         own = [self._data.prompt("train", number) for number in numbers[policy.rank :: policy.num_ranks]]
-        found = self._answered(own, task.num_generations, self._step(), seconds)
+        found = self._answer(own, task.num_generations, self._step(), seconds)
         parts = policy.gather({prompt.number: group for prompt, group in zip(own, found, strict=True)})
         return [parts[number] for number in numbers]
 
@@ -153,7 +153,7 @@ class RolloutMaker:
                 groups[where] = group
         return replaced
 
-    def _answered(self, prompts: list[Prompt], size: int, step: int | None, seconds: dict[str, float],
+    def _answer(self, prompts: list[Prompt], size: int, step: int | None, seconds: dict[str, float],
                   greedy: bool = False) -> list[Group]:
         """Draw `size` answers to each prompt and score them."""
         task, data, began = self._task, self._data, time.perf_counter()
@@ -226,16 +226,16 @@ class RolloutMaker:
         """
         task, size, seconds = self._task, self._task.eval_samples, {"drawing": 0.0, "rewards": 0.0}
         prompts = [self._data.prompt(role, number) for number in sorted(set(numbers))]
-        greedy = self._answered(prompts, 1, None, seconds, greedy=True)
-        drawn = self._answered(prompts, size, None, seconds) if size else [None] * len(prompts)
+        greedy = self._answer(prompts, 1, None, seconds, greedy=True)
+        drawn = self._answer(prompts, size, None, seconds) if size else [None] * len(prompts)
         parts = self._policy.gather({prompt.number: pair for prompt, *pair in zip(prompts, greedy, drawn, strict=True)})
         groups = [parts[number] for number in sorted(parts)]
         if self._is_first and (reason := missing_reason([group for group, _ in groups])) is not None:
             warn(f"None of the {len(groups)} answers to the prompts of {role} has a reward: {reason}.")
         found = _rewards_of([group for group, _ in groups])
-        found["pass@1"] = _passed([group for group, _ in groups], task.pass_reward)
+        found["pass@1"] = _passed_fraction([group for group, _ in groups], task.pass_reward)
         if size:
-            found[f"pass@{size}"] = _passed([group for _, group in groups], task.pass_reward)
+            found[f"pass@{size}"] = _passed_fraction([group for _, group in groups], task.pass_reward)
         return {name: value for name, value in found.items() if value == value}, {}
 
 
@@ -245,7 +245,7 @@ def set_rewards(rewards: Rewards, prompts: list[Prompt], groups: list[Group], by
     Args:
         by_environment: Their environment has given them a reward, which is added.
     """
-    scored = [Answered(group.text if prompt.conversation is None else prompt.conversation.messages, answer.text,
+    scored = [RewardInput(group.text if prompt.conversation is None else prompt.conversation.messages, answer.text,
                        answer.tokens.tolist(), prompt.row, prompt.reference, answer.ended)
               for prompt, group in zip(prompts, groups, strict=True) for answer in group.answers]
     answers = [answer for group in groups for answer in group.answers]
@@ -305,7 +305,7 @@ def plan_of(task: GRPOFields, shuffle: bool, seed: int) -> Callable[[int, int], 
     return plan
 
 
-def _answer(drawn: Drawn, text: str) -> Answer:
+def _answer(drawn: SampledAnswer, text: str) -> Answer:
     return Answer(drawn.tokens.astype(np.int32), drawn.logps.astype(np.float32), drawn.entropies.astype(np.float32),
                   np.ones(len(drawn.tokens), bool), drawn.ended, text)
 
@@ -350,7 +350,7 @@ def _rewards_of(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def _passed(groups: list[Group], least: float) -> float:
+def _passed_fraction(groups: list[Group], least: float) -> float:
     """Share of the prompts with an answer whose reward is at least `least`; those without any reward are left out."""
     best = [np.nanmax(group.rewards) for group in groups if not np.isnan(group.rewards).all()]
     return float(np.mean([value >= least for value in best])) if best else np.nan

@@ -83,7 +83,7 @@ def exact_match(settings: ExactMatch, answer: Text) -> float:
     """1 if the answer equals one of the right ones."""
     text = answer.text
     if settings.extract is not None:
-        text = _extracted(settings.extract, text)
+        text = _extract(settings.extract, text)
         if text is None:
             return 0.0
 
@@ -92,13 +92,13 @@ def exact_match(settings: ExactMatch, answer: Text) -> float:
         return text.casefold() if settings.ignore_case else text
 
     def right(text: str) -> str:
-        found = _extracted(settings.extract, text) if settings.extract is not None else None
+        found = _extract(settings.extract, text) if settings.extract is not None else None
         return text if found is None else found
 
     return float(normalised(text) in {normalised(right(each)) for each in answer.wanted})
 
 
-def _extracted(pattern: str, text: str) -> str | None:
+def _extract(pattern: str, text: str) -> str | None:
     """Return the first group of the last match; None if there is no match. A group that took no part is empty."""
     found = list(re.finditer(pattern, text))
     return found[-1][1] or "" if found else None

@@ -47,7 +47,7 @@ class FunctionScorer:
         function = import_name(self.path)
         if not callable(function):
             raise TypeError(f"{self.path} is no function, but {type(function).__name__}")
-        return lambda answers: _scored(function, answers)
+        return lambda answers: _score(function, answers)
 
 
 def import_name(path: str) -> Any:
@@ -59,7 +59,7 @@ def import_name(path: str) -> Any:
     return getattr(imported, name)
 
 
-def _scored(function: Callable[..., Any], answers: list[Completion]) -> list[Any]:
+def _score(function: Callable[..., Any], answers: list[Completion]) -> list[Any]:
     result = function(**_arguments(function, answers))
     if inspect.isawaitable(result):
         result = asyncio.run(wait_for(result))

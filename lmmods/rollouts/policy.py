@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 
-class Drawn(NamedTuple):
+class SampledAnswer(NamedTuple):
     """An answer as drawn.
 
     Args:
@@ -47,7 +47,7 @@ class Sampler(Protocol):
     num_ranks: int
 
     def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
-             max_new_tokens: int, ends: Sequence[int]) -> list[Drawn]:
+             max_new_tokens: int, ends: Sequence[int]) -> list[SampledAnswer]:
         """Answer prompts, equal ones of which are computed once. This process's own; other processes have others.
 
         Args:

@@ -94,7 +94,7 @@ def work(connection: int, lifeline: int) -> None:
     # What a function starts must not hold the connection open when this process ends.
     os.set_inheritable(connection, False)
     os.register_at_fork(after_in_child=trainer.close)
-    while (message := received(trainer)) is not None:
+    while (message := receive(trainer)) is not None:
         scorer, inputs, whole = message
         os.chdir(home)
         key, failure = repr(scorer), None
@@ -112,7 +112,7 @@ def work(connection: int, lifeline: int) -> None:
             send(trainer, values.reason if isinstance(values, Outcome) else [outcome(value) for value in values])
 
 
-def received(trainer: Connection) -> Any:
+def receive(trainer: Connection) -> Any:
     """Return the next message, which is never None; None if the connection is closed."""
     try:
         return trainer.recv()

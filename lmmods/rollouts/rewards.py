@@ -23,7 +23,7 @@ KEY = "model.rewards"
 LOOKED_AT = 10_000  # rows of a set that are looked through for what rewards need
 
 
-class Answered(NamedTuple):
+class RewardInput(NamedTuple):
     """An answer to a prompt.
 
     Args:
@@ -44,7 +44,7 @@ class Answered(NamedTuple):
 
 
 # Scores of a reward model; None or NaN for an answer that it cannot read.
-ModelScorer = Callable[[list[Answered]], Sequence[float | None]]
+ModelScorer = Callable[[list[RewardInput]], Sequence[float | None]]
 
 
 class Scores(NamedTuple):
@@ -103,7 +103,7 @@ class Rewards:
         """Ids of the processes that have started."""
         return self._processes.pids
 
-    def score(self, answers: Sequence[Answered]) -> Scores:
+    def score(self, answers: Sequence[RewardInput]) -> Scores:
         """Score answers. The order is that of the answers, whatever takes how long."""
         values = np.full((len(answers), len(self._settings)), np.nan, np.float32)
         reasons: list[dict[str, str]] = [{} for _ in answers]
@@ -131,7 +131,7 @@ class Rewards:
             self._score_by_model(name, scorer, answers, values, reasons)
         return Scores(values, reasons)
 
-    def _inputs(self, settings: RewardSettings, answers: Sequence[Answered],
+    def _inputs(self, settings: RewardSettings, answers: Sequence[RewardInput],
                 reasons: list[dict[str, str]]) -> tuple[list[int], list[Any]]:
         """Return the rows that a reward can score, and what it needs of each; note why others cannot be."""
         if isinstance(settings, Function):
@@ -148,7 +148,7 @@ class Rewards:
                 inputs.append(Text(each.text, len(each.ids), wanted))
         return rows, inputs
 
-    def _score_by_model(self, name: str, scorer: ModelScorer, answers: Sequence[Answered], values: np.ndarray,
+    def _score_by_model(self, name: str, scorer: ModelScorer, answers: Sequence[RewardInput], values: np.ndarray,
                         reasons: list[dict[str, str]]) -> None:
         scores = np.array([np.nan if score is None else score for score in scorer(list(answers))], np.float32)
         values[:, self.names.index(name)] = np.where(np.isfinite(scores), scores, np.nan)

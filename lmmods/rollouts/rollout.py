@@ -142,15 +142,15 @@ class Rollout:
             "prompt_lengths": np.array([len(group.ids) for group in self.groups], np.int64),
             "prompt_ids": np.array([token for group in self.groups for token in group.ids], np.int32),
             "lengths": np.array([len(answer.tokens) for answer in answers], np.int64),
-            "tokens": _joined([answer.tokens for answer in answers], np.int32),
-            "logps": _joined([answer.logps for answer in answers], np.float32),
-            "entropies": _joined([answer.entropies for answer in answers], np.float32),
-            "drawn": _joined([answer.drawn for answer in answers], np.uint8),
+            "tokens": _join([answer.tokens for answer in answers], np.int32),
+            "logps": _join([answer.logps for answer in answers], np.float32),
+            "entropies": _join([answer.entropies for answer in answers], np.float32),
+            "drawn": _join([answer.drawn for answer in answers], np.uint8),
             "ended": np.array([answer.ended for answer in answers], np.uint8),
             # float64, as advantages are computed from them
             "rewards": np.array([np.nan if each.reward is None else each.reward for each in answers], np.float64),
-            "advantages": _joined([group.advantages for group in self.groups], np.float32),
-            **{name: _joined([answer.columns[name] for answer in answers], np.float32)
+            "advantages": _join([group.advantages for group in self.groups], np.float32),
+            **{name: _join([answer.columns[name] for answer in answers], np.float32)
                for name in COLUMNS if answers and name in answers[0].columns},
         }
         # Without the seconds: a rollout that is made again is the same file.
@@ -220,5 +220,5 @@ def _nothing(ids: np.ndarray, columns: dict[str, np.ndarray]
     return ids[:1], np.full(1, IGNORED, np.int32), {name: values[:1] for name, values in columns.items()}
 
 
-def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+def _join(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.ascontiguousarray(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype))

@@ -11,7 +11,7 @@ from lmmods.core.errors import UserError
 from lmmods.recipe.reader import read_object
 from lmmods.recipe.rewards import did_you_mean
 from lmmods.recipe.trust import import_class
-from lmmods.rollouts.policy import Drawn, Policy
+from lmmods.rollouts.policy import Policy, SampledAnswer
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.run_files import delete, fresh_folder
 
@@ -45,7 +45,7 @@ class RolloutServer(ABC):
 
     @abstractmethod
     def draw(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, max_new_tokens: int,
-             ends: Sequence[int]) -> list[Drawn]:
+             ends: Sequence[int]) -> list[SampledAnswer]:
         """Answer prompts, with entropies that are NaN.
 
         Args:
@@ -82,7 +82,7 @@ class ServedPolicy:
         self._handed_over: int | None = None
 
     def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
-             max_new_tokens: int, ends: Sequence[int]) -> list[Drawn]:
+             max_new_tokens: int, ends: Sequence[int]) -> list[SampledAnswer]:
         """As of `Policy`, but the numbers only seed the server's own draws."""
         self._hand_over()
         seeds = [0] * len(prompts) if numbers is None else _seeds(numbers)

@@ -19,7 +19,7 @@ from lmmods.data.sources.conversation import Message, RowProblem
 from lmmods.recipe.rewards import read_rewards
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.environments import ENVIRONMENT, KEY, RESET, SCORE, Environments, Reply, Request
-from lmmods.rollouts.policy import Drawn, Policy
+from lmmods.rollouts.policy import Policy, SampledAnswer
 from lmmods.rollouts.rollout import Answer
 
 AT_ONCE = 256  # answers that have an environment at the same time, each of which is a process
@@ -99,7 +99,7 @@ def _call(value: Any) -> Call:
 
 
 @dataclass(eq=False)
-class _Talk:
+class _Episode:
     """An answer as it grows.
 
     Args:
@@ -209,11 +209,11 @@ class Turns:
         asked, answers = [], []
         for start in range(0, most, at_once):
             part = prompts[start : start + at_once]
-            talks = [_Talk(number, prompt, None if numbers is None else numbers[start * size + number])
+            talks = [_Episode(number, prompt, None if numbers is None else numbers[start * size + number])
                      for number, prompt in enumerate(each for each in part for _ in range(size))]
             try:
                 asked += self._reset(talks, size, seconds)
-                while (room := self._room(talks)) is not None:
+                while (room := self._token_budget(talks)) is not None:
                     self._draw([talk for talk in talks if talk.is_open], room, numbers is None, seconds)
                     self._call([talk for talk in talks if talk.calls], seconds)
                 self._score(talks, seconds)
@@ -233,7 +233,7 @@ class Turns:
         shared = self._policy.gather({number * num_ranks + rank: found for number, found in replies.items()})
         return {number: shared[number * num_ranks + rank] for number in requests}
 
-    def _reset(self, talks: list[_Talk], size: int, seconds: dict[str, float]) -> list[Prompt]:
+    def _reset(self, talks: list[_Episode], size: int, seconds: dict[str, float]) -> list[Prompt]:
         """Begin, and return the prompts with what `reset` says, which must be the same for all answers to one."""
         replies = self._ask({talk.number: [Request(RESET, talk.prompt.row)] for talk in talks}, seconds)
         found = []
@@ -262,7 +262,7 @@ class Turns:
             raise RowProblem(f"it returned {len(said) + left_out} characters")
         return prompt if said is None else self._data.codec.prompt_with(prompt, said)
 
-    def _call(self, talks: list[_Talk], seconds: dict[str, float]) -> None:
+    def _call(self, talks: list[_Episode], seconds: dict[str, float]) -> None:
         """Make the calls of the last turns, and add what the tools say."""
         requests = {talk.number: [Request(call.name, call.arguments) for call in talk.calls if call.problem is None]
                     for talk in talks}
@@ -283,13 +283,13 @@ class Turns:
             if talk.is_open:
                 self._add(talk, said)
 
-    def _add(self, talk: _Talk, said: list[tuple[str, str, int]]) -> None:
+    def _add(self, talk: _Episode, said: list[tuple[str, str, int]]) -> None:
         """Add the turns of tools: name, text, and how much of it was left out already. At most half of the room is
         theirs.
         """
 
         def turns(longest: int) -> list[int]:
-            messages: list[Message] = [{"role": "tool", "name": name, "content": _cut(text, left_out, longest)}
+            messages: list[Message] = [{"role": "tool", "name": name, "content": _truncate(text, left_out, longest)}
                                        for name, text, left_out in said]
             return self._encoder.tool_turns(messages)
 
@@ -305,7 +305,7 @@ class Turns:
         talk.begun, talk.calls = len(talk.tokens), []
         return None
 
-    def _score(self, talks: list[_Talk], seconds: dict[str, float]) -> None:
+    def _score(self, talks: list[_Episode], seconds: dict[str, float]) -> None:
         """Set the rewards of environments."""
         scored = [talk for talk in talks if self._data.is_scored_by_environment and talk.reason is None]
         replies = self._ask({talk.number: [Request(SCORE, {})] for talk in scored}, seconds)
@@ -315,7 +315,7 @@ class Turns:
 
     # Drawing ---------------------------------------------------------------------------------------------------------
 
-    def _room(self, talks: list[_Talk]) -> int | None:
+    def _token_budget(self, talks: list[_Episode]) -> int | None:
         """Return how many tokens to draw next, the same in all processes; None if no answer in any of them is open."""
         left = [self._limit - len(talk.tokens) for talk in talks if talk.is_open]
         # Where rows of a batch are of different lengths, the longest must not outgrow `max_length`.
@@ -329,7 +329,7 @@ class Turns:
             room //= 2
         return min(room, *(each for _, each in found))
 
-    def _draw(self, talks: list[_Talk], room: int, is_greedy: bool, seconds: dict[str, float]) -> None:
+    def _draw(self, talks: list[_Episode], room: int, is_greedy: bool, seconds: dict[str, float]) -> None:
         """Draw up to `room` tokens of each, and read the calls of turns that have ended."""
         began, numbers = time.perf_counter(), None
         if not is_greedy:
@@ -343,7 +343,7 @@ class Turns:
             self._take(talk, each)
         seconds["drawing"] += time.perf_counter() - began
 
-    def _take(self, talk: _Talk, drawn: Drawn) -> None:
+    def _take(self, talk: _Episode, drawn: SampledAnswer) -> None:
         left = self._limit - len(talk.tokens)
         talk.add(drawn.tokens[:left].tolist(), drawn.logps[:left].tolist(), drawn.entropies[:left].tolist(), True)
         if not (drawn.ended and len(drawn.tokens) <= left):
@@ -364,7 +364,7 @@ class Turns:
                 call._replace(problem=f"there is no tool {call.name}, only {known}")
                 for call in read_calls(text)]
 
-    def _answer(self, talk: _Talk) -> Answer:
+    def _answer(self, talk: _Episode) -> Answer:
         is_scored = self._data.is_scored_by_environment
         [text] = self._data.codec.decode_answers([talk.tokens[talk.begun :]])
         return Answer(
@@ -374,7 +374,7 @@ class Turns:
             whole=self._data.tokenizer.decode(talk.tokens))
 
 
-def _cut(text: str, left_out: int, longest: int) -> str:
+def _truncate(text: str, left_out: int, longest: int) -> str:
     """Return the beginning of a text, with a note of what is left out."""
     kept = text[:longest]
     left_out += len(text) - len(kept)

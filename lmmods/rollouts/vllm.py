@@ -23,7 +23,7 @@ import numpy as np
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError, one_line
 from lmmods.core.settings import require
-from lmmods.rollouts.policy import Drawn
+from lmmods.rollouts.policy import SampledAnswer
 from lmmods.rollouts.server import ARGS, RolloutServer
 
 PAUSE = 1.0  # seconds before the first retry; doubled for each further one
@@ -111,8 +111,8 @@ class VLLMServer(RolloutServer):
             self._post(UNLOAD_ADAPTER, {"lora_name": old})
 
     def draw(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, max_new_tokens: int,
-             ends: Sequence[int]) -> list[Drawn]:
-        def answer(prompt: Sequence[int], seed: int) -> Drawn:
+             ends: Sequence[int]) -> list[SampledAnswer]:
+        def answer(prompt: Sequence[int], seed: int) -> SampledAnswer:
             ids = [int(token) for token in prompt]
             # A request has one seed, so it is for one answer.
             choice = self._choice({"model": self._adapter or self.model, "prompt": ids, "logprobs": 0,
@@ -120,7 +120,8 @@ class VLLMServer(RolloutServer):
             if choice.get("prompt_token_ids", ids) != ids:
                 raise UserError(f"{self.url} answered another prompt than it was given.")
             logps = (choice.get("logprobs") or {}).get("token_logprobs")
-            return _drawn(self.url, choice.get("token_ids"), logps, choice.get("finish_reason"), max_new_tokens, ends)
+            return _read_answer(self.url, choice.get("token_ids"), logps, choice.get("finish_reason"), max_new_tokens,
+                                ends)
 
         pool = ThreadPoolExecutor(self.concurrency)
         try:
@@ -195,8 +196,8 @@ def _sampling(seed: int, temperature: float, max_new_tokens: int, ends: Sequence
             "repetition_penalty": 1.0}
 
 
-def _drawn(source: str, tokens: Sequence[int] | None, logps: Sequence[float | None] | None, reason: str | None,
-           max_new_tokens: int, ends: Sequence[int]) -> Drawn:
+def _read_answer(source: str, tokens: Sequence[int] | None, logps: Sequence[float | None] | None, reason: str | None,
+           max_new_tokens: int, ends: Sequence[int]) -> SampledAnswer:
     """Return an answer as it came. Raises UserError if anything is missing from it."""
     if not tokens:
         raise UserError(f"{source} returned no token ids of an answer. It must be vLLM 0.11 or later.")
@@ -208,7 +209,7 @@ def _drawn(source: str, tokens: Sequence[int] | None, logps: Sequence[float | No
         raise UserError(f"{source} broke off an answer after {len(tokens)} of up to {max_new_tokens} tokens, with "
                         f"reason {reason}. Its --max-model-len must hold prompt and answer.")
     entropies = np.full(len(tokens), np.nan, np.float32)
-    return Drawn(np.array(tokens, np.int32), np.array(logps, np.float32), entropies, ended)
+    return SampledAnswer(np.array(tokens, np.int32), np.array(logps, np.float32), entropies, ended)
 
 
 def _message(error: urllib.error.HTTPError) -> str:

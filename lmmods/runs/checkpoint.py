@@ -465,14 +465,14 @@ def open_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointCo
     """
     arrays: dict[str, Any] = {}
     for top, file in (*SHARDED.items(), ("", REST)):
-        for name, array in _opened(folder, sorted(folder.glob(f"{file}*.safetensors")), library).items():
+        for name, array in _open_arrays(folder, sorted(folder.glob(f"{file}*.safetensors")), library).items():
             path = f"{top}/{name}".lstrip("/")
             # Only parameters, optimiser state and gradients stay lazy.
             arrays[path] = array if array.ndim and path.startswith(LARGE) else library.read(array)
     return cast(CheckpointContent, read_tree(folder, arrays))
 
 
-def _opened(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str, LazyArray]:
+def _open_arrays(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str, LazyArray]:
     """Return the arrays whose shards are in `files`, placed by their offsets or else along the first dimension."""
     shapes: dict[str, tuple[int, ...]] = {}
     shards: dict[str, list[tuple[tuple[int, ...], LazyArray]]] = {}
@@ -492,7 +492,7 @@ def _opened(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str,
     # With offsets, missing shards leave a gap.
     for name, parts in shards.items():
         check_filled(folder, name, sum(array.size for _, array in parts), shapes[name])
-    return {name: lazy_array.joined(shapes[name], parts) for name, parts in shards.items()}
+    return {name: lazy_array.assemble_shards(shapes[name], parts) for name, parts in shards.items()}
 
 
 def read_arrays(folder: Path, library: ArrayLibrary = NUMPY) -> dict[str, Any]:

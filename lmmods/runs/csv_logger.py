@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lmmods.runs.loggers import VersionedFolder
-from lmmods.runs.repair import mended_table
+from lmmods.runs.repair import repair_table
 from lmmods.runs.run_files import open_to_append, write_text
 
 
@@ -34,7 +34,7 @@ class MetricsCSV(Logger):
     def rewind(self, step: int) -> None:
         """Read the file back and drop the rows after `step`, which the resumed run will log again."""
         if self.path.exists():
-            table = mended_table(self.path)
+            table = repair_table(self.path)
             self._columns = table.columns
             self._rows = [row for row in table.rows if int(row["step"]) <= step]
             self._rewrite()

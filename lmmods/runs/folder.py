@@ -21,7 +21,7 @@ from lmmods.runs.eval_results import eval_results, write_eval_results
 from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.lock import FolderLock
 from lmmods.runs.loggers import logger_paths
-from lmmods.runs.repair import mended_numbers
+from lmmods.runs.repair import repair_numbers
 from lmmods.runs.run_files import (
     FILES,
     LIST,
@@ -77,7 +77,7 @@ class RunFolder:
     # Ownership -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def taken(self, command: str, check: Callable[[], None] = lambda: None, is_first: bool = True,
+    def lock(self, command: str, check: Callable[[], None] = lambda: None, is_first: bool = True,
               tells_later: bool = False) -> Iterator[None]:
         """Hold the folder for one command; the command's first process takes the lock.
 
@@ -110,7 +110,7 @@ class RunFolder:
                   ) -> None:
         """Raise UserError if training would overwrite another run or files of others, or end before it begins."""
         check_inputs(self.root, NAMES, recipe)
-        checkpoint = continued(self, ckpt_path)
+        checkpoint = find_resumed(self, ckpt_path)
         if stop_at is not None:
             name = checkpoint.name if checkpoint is not None else ""
             step = checkpoint_position(name)[0] if CHECKPOINT_NAME.fullmatch(name) else 0
@@ -310,7 +310,7 @@ class RunFolder:
     def merge_metrics(self, metrics: dict[str, float]) -> None:
         """Merge final numbers into metrics.json, and after the end of the run into the scores beside its model."""
         self.files.claim("metrics.json")
-        merged = {**mended_numbers(self.metrics_json), **metrics}
+        merged = {**repair_numbers(self.metrics_json), **metrics}
         write_json(self.metrics_json, merged)
         if self.completed.exists() and self.config.is_file():
             files = eval_results(read_recipe(self.config), merged, {name.partition("/")[0] for name in metrics})
@@ -329,7 +329,7 @@ class RunFolder:
                 + "  ".join(f"{name} {value:.4g}" for name, value in scores.items()))
 
 
-def continued(folder: RunFolder, ckpt_path: str | None) -> Path | None:
+def find_resumed(folder: RunFolder, ckpt_path: str | None) -> Path | None:
     """Return the checkpoint that fit resumes from, None if it starts a run. `auto` is the last one if there is any.
 
     Raises:

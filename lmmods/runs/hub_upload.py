@@ -39,7 +39,7 @@ class Publisher(PublishFields):
             HfApi().create_repo(self.repo, private=self.private, exist_ok=True)
             is_private = HfApi().repo_info(self.repo).private
         except Exception as error:  # of many kinds: network, rights, name
-            return (f"publish.repo: {self.repo} cannot be made or written ({_shown(error)}). Check name, token and "
+            return (f"publish.repo: {self.repo} cannot be made or written ({_format(error)}). Check name, token and "
                     "network, or set publish.repo to null and upload later.")
         if is_private != self.private:
             return (f"publish.private is {self.private}, but {self.repo} exists and is "
@@ -62,7 +62,7 @@ class Publisher(PublishFields):
             self._send(folder, f"Step {step}")
         except Exception as error:  # training goes on, whatever it was
             if not self._has_warned:
-                warn(f"The upload of step {step} to {self.repo} failed ({_shown(error)}). Training goes on; uploads "
+                warn(f"The upload of step {step} to {self.repo} failed ({_format(error)}). Training goes on; uploads "
                      "of later checkpoints are attempted too, without another warning if they fail.")
             self._has_warned = True
         shutil.rmtree(folder)
@@ -74,7 +74,7 @@ class Publisher(PublishFields):
         try:
             self._send(folder, f"Finished at step {step}")
         except Exception as error:
-            raise UserError(f"The run is finished and saved, but its upload to {self.repo} failed ({_shown(error)}). "
+            raise UserError(f"The run is finished and saved, but its upload to {self.repo} failed ({_format(error)}). "
                             f"Upload it by hand: hf upload {self.repo} {folder}") from error
         say(f"Uploaded {folder} to {self.repo}.")
 
@@ -121,7 +121,7 @@ def _link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def _shown(error: Exception) -> str:
+def _format(error: Exception) -> str:
     """Kind and first line of an error, without the token that some of them quote."""
     from huggingface_hub import get_token
 

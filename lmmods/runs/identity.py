@@ -16,11 +16,11 @@ from lmmods.data.base import DataModule
 from lmmods.data.batches.stream import ENDLESS
 from lmmods.recipe.classes import BASES, list_all, named_models
 from lmmods.recipe.files import read_recipe
-from lmmods.recipe.trainer_fields import limited
+from lmmods.recipe.trainer_fields import limit_batches
 from lmmods.runs.checkpoint import read_plain
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.model_card import model_facts
-from lmmods.runs.progress import Cut
+from lmmods.runs.progress import BatchSplit
 from lmmods.runs.run_files import append_json
 
 FACTS = ("content", "weights", "commit")  # fingerprints of the content behind a path
@@ -93,7 +93,7 @@ class RunIdentity:
         self._reported: list[Change] = []
         self.tree: dict[str, Any] = {}
 
-    def resolve(self, data: DataModule | None, checkpoint: Path | None, cut: Cut) -> list[str]:
+    def resolve(self, data: DataModule | None, checkpoint: Path | None, cut: BatchSplit) -> list[str]:
         """Compute this run's identity, and check that it continues the run that wrote `checkpoint`.
 
         Args:
@@ -119,7 +119,7 @@ class RunIdentity:
         else:
             # Without data this process has no facts; the first process compares them.
             found = Comparison(was, self.tree, self._defaults, trust_places=data is None)
-            problem = _check_cut(found, Cuts(state, was, self.tree, self._defaults, cut))
+            problem = _check_cut(found, BatchSplitChange(state, was, self.tree, self._defaults, cut))
             self._reported = found.reported
             lines.append(self._report(checkpoint, found.refused, found.reported, problem))
             lines.append(_uncompared(found.unknown if data else []))
@@ -252,7 +252,7 @@ def saved_identity(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | N
                         "or move it away to resume without a comparison.") from error
 
 
-class Cuts:
+class BatchSplitChange:
     """Batch splits of the run that wrote a checkpoint and of this one.
 
     Args:
@@ -264,11 +264,12 @@ class Cuts:
     """
 
     def __init__(self, state: dict[str, Any], was: dict[str, Any], tree: dict[str, Any], defaults: dict[str, Any],
-                 now: Cut):
+                 now: BatchSplit):
         self._trainers = tuple({**defaults.get("trainer", {}), **side["trainer"]} for side in (was, tree))
         data = {**defaults.get("data", {}), **was["data"]}
         # Identities hold keys as in recipes, so missing ones have the defaults of this version.
-        self.was = Cut(int(data.get("batch_size") or 1), int(self._trainers[0].get("accumulate_grad_batches") or 1),
+        self.was = BatchSplit(int(data.get("batch_size") or 1),
+                              int(self._trainers[0].get("accumulate_grad_batches") or 1),
                        state.get("world_size", 1))
         self.now = now
         self._num_rows = state.get(data["class_path"].rpartition(".")[2], {}).get("num_rows")  # None of a stream
@@ -293,7 +294,7 @@ class Cuts:
                     + f" data.batch_size {was.rows} with {was.devices}.")
         return ""
 
-    def _epoch(self, trainer: dict[str, Any], cut: Cut) -> int:
+    def _epoch(self, trainer: dict[str, Any], cut: BatchSplit) -> int:
         """Rows of an epoch after limits."""
         rows, overfit = self._num_rows, trainer.get("overfit_batches") or 0
         # A share is taken of micro-batches of `cut.rows` rows, and leaves at least one of them.
@@ -303,11 +304,11 @@ class Cuts:
         limit = overfit or trainer.get("limit_train_batches")
         if limit is None or isinstance(limit, float) and rows is None:
             return ENDLESS if rows is None else rows
-        found = limited(whole, limit, "train") * cut.at_once
+        found = limit_batches(whole, limit, "train") * cut.at_once
         return found if rows is None else min(found, rows)
 
 
-def fitting(rows: int, now: Cut) -> str:
+def fitting(rows: int, now: BatchSplit) -> str:
     """Return settings for steps of `rows` rows, on as many devices as now or the next smaller divisor."""
     def largest(least: int, of: int) -> int:
         return next(size for size in range(min(least, of), 0, -1) if of % size == 0)
@@ -315,12 +316,12 @@ def fitting(rows: int, now: Cut) -> str:
     # The largest number of ranks, then the largest micro-batch, that divide the step without a rest.
     ranks = largest(now.ranks, rows)
     size = largest(now.rows, rows // ranks)
-    cut = Cut(size, rows // ranks // size, ranks)
+    cut = BatchSplit(size, rows // ranks // size, ranks)
     return (f"with {cut.devices}, data.batch_size {cut.rows} and trainer.accumulate_grad_batches {cut.accumulated} "
             f"make {rows}")
 
 
-def _check_cut(found: Comparison, cuts: Cuts) -> str:
+def _check_cut(found: Comparison, cuts: BatchSplitChange) -> str:
     """Sort changes of the batch split into reported or refused ones. Returns `Cuts.problem`."""
     problem = cuts.problem()
     # Other micro-batches of the same step are harmless, so they are reported only.
@@ -391,7 +392,7 @@ def _uncompared(keys: list[str]) -> str:
 def _table(changes: list[Change]) -> str:
     """Format key, old and new value of each change in columns."""
     rows = [("key", "was", "now")]
-    rows += [(_spelt(change.key), _shown(change.was), _shown(change.now)) for change in changes]
+    rows += [(_spelt(change.key), _format(change.was), _format(change.now)) for change in changes]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"  {key:<{widths[0]}}  {was:<{widths[1]}}  {now}" for key, was, now in rows)
 
@@ -403,7 +404,7 @@ def _spelt(key: str) -> str:
     return key if "source" in key else key.removesuffix(".path")
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     if isinstance(value, dict) and "path" in value:
         value = value["path"]
     elif _are_blocks(value):

@@ -14,7 +14,7 @@ from lmmods.core.errors import UserError, one_line
 from lmmods.core.files import read_text
 from lmmods.core.generation_config import GENERATION_CONFIG, exported_generation
 from lmmods.core.hf_config import TEXT_NAMES, parts_left_out
-from lmmods.core.markdown import code, escaped, fenced
+from lmmods.core.markdown import code, escape, fence
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.base import DataModule
 from lmmods.data.report import render_table
@@ -24,7 +24,7 @@ from lmmods.recipe.files import Loader, as_yaml
 from lmmods.recipe.tasks.base import CausalFields, TaskFields
 from lmmods.runs.eval_results import eval_results, write_eval_results
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.published_paths import hub_id, shown_path, shown_paths
+from lmmods.runs.published_paths import hub_id, show_path, show_paths
 from lmmods.runs.repair import read_table
 from lmmods.runs.run_files import write_json
 
@@ -59,11 +59,11 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
     """
     recipe, metrics = _recipe(folder), _metrics(folder)
     report = json.loads(folder.data_report.read_text(encoding="utf-8"))
-    shown_base = base and shown_path(base, folder.root)
+    shown_base = base and show_path(base, folder.root)
     in_padding = ends_in_padding(report)
     parts = [
         f"---\n{_front_matter(folder.root.name, recipe, metrics, base, is_adapter, auto_class)}---",
-        f"# {escaped(folder.root.name)}",
+        f"# {escape(folder.root.name)}",
         " ".join(filter(None, [_origin(shown_base, is_adapter), _method(recipe)[1]])),
         how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat, labels, has_parts, in_padding),
     ]
@@ -73,9 +73,9 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
         parts.append("## Metrics\n\n" + _table(metrics))
     if folder.metrics_csv.exists():
         parts.append("![Training and validation loss](loss.png)")
-    parts.append("## Data\n\n" + fenced(render_table(shown_paths(report, folder.root)), "text"))
+    parts.append("## Data\n\n" + fence(render_table(show_paths(report, folder.root)), "text"))
     if recipe:
-        parts.append("## Recipe\n\n" + fenced(as_yaml(shown_paths(redacted(recipe), folder.root)).strip(), "yaml"))
+        parts.append("## Recipe\n\n" + fence(as_yaml(show_paths(redacted(recipe), folder.root)).strip(), "yaml"))
     return redact("\n\n".join(parts) + "\n")
 
 
@@ -201,7 +201,7 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, 
                  "model = PeftModel.from_pretrained(base, name)"]
     if in_padding:
         lines.append("model.config.pad_token_id = None")
-    block = fenced("\n".join([*lines, *(_how_to_ask(recipe, generates) if is_chat else [])]), "python")
+    block = fence("\n".join([*lines, *(_how_to_ask(recipe, generates) if is_chat else [])]), "python")
     return "\n\n".join(["## Load", *([OF_TEXT] if base is not None and has_parts else []), block])
 
 
@@ -229,8 +229,8 @@ def _how_to_ask(recipe: dict, generates: bool) -> list[str]:
 
 
 def _table(values: dict) -> str:
-    rows = [f"| {escaped(name)} | {value:.6g} |" if isinstance(value, float) else
-            f"| {escaped(name)} | {escaped(str(value))} |"
+    rows = [f"| {escape(name)} | {value:.6g} |" if isinstance(value, float) else
+            f"| {escape(name)} | {escape(str(value))} |"
             for name, value in values.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 
@@ -267,7 +267,7 @@ def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -
         # regular files only: reading a pipe would block (the loader refuses it later)
         files = [path for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
                  if path.is_file()]
-        facts["weights"] = fingerprints.joined(fingerprints.sampled_file(path) for path in files)
+        facts["weights"] = fingerprints.combine_fingerprints(fingerprints.hash_sampled(path) for path in files)
     if (folder / file).is_file():
         facts["config"] = _configuration(folder / file)
     return facts
@@ -318,7 +318,7 @@ def described_model(name: str, revision: str | None, file: str) -> dict[str, Any
     place = Path(name).expanduser()
     told: dict[str, Any] = {"path": name}
     if place.is_file():
-        return {**told, "files": {place.name: fingerprints.described(place)}}
+        return {**told, "files": {place.name: fingerprints.describe_file(place)}}
     if not place.is_dir():
         found = _from_hub_cache(name, file, revision)
         if found is None:
@@ -326,7 +326,7 @@ def described_model(name: str, revision: str | None, file: str) -> dict[str, Any
         place = found.parent
         told |= {"revision": revision, "commit": place.name}
     paths = sorted(path for path in place.iterdir() if path.suffix in READ and path.is_file())
-    return {**told, "files": {path.name: fingerprints.described(path) for path in paths}}
+    return {**told, "files": {path.name: fingerprints.describe_file(path) for path in paths}}
 
 
 def _configuration(path: Path) -> dict[str, Any]:

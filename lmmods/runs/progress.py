@@ -8,7 +8,7 @@ from lmmods.runs.checkpoint import CheckpointContent
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchSplit:
     """Batch split: how the rows of an optimiser step are divided into micro-batches.
 
     Args:

@@ -23,31 +23,31 @@ def hub_id(name: str | None) -> str | None:
     return name if HUB_ID.fullmatch(name) else None
 
 
-def shown_path(text: str, root: Path) -> str:
+def show_path(text: str, root: Path) -> str:
     """Shorten a path for publication; other texts are returned unchanged."""
     if not is_local_path(text):
         return text
-    return "::".join(_shown(part, root) if _ABSOLUTE.match(part) else part for part in text.split("::"))
+    return "::".join(_show(part, root) if _ABSOLUTE.match(part) else part for part in text.split("::"))
 
 
-def shown_paths(value: Any, root: Path) -> Any:
-    """Return a copy of nested mappings and lists with `shown_path` of each text; equal keys are numbered."""
+def show_paths(value: Any, root: Path) -> Any:
+    """Return a copy of nested mappings and lists with `show_path` of each text; equal keys are numbered."""
     if isinstance(value, str):
-        return shown_path(value, root)
+        return show_path(value, root)
     if isinstance(value, list):
-        return [shown_paths(item, root) for item in value]
+        return [show_paths(item, root) for item in value]
     if not isinstance(value, dict):
         return value
     shown: dict[Any, Any] = {}
     for key, item in value.items():
-        name, number = shown_paths(key, root), 2
+        name, number = show_paths(key, root), 2
         while name in shown:
-            name, number = f"{shown_paths(key, root)} ({number})", number + 1
-        shown[name] = item if key == "prompts" else shown_paths(item, root)  # of `samples`: the user's own words
+            name, number = f"{show_paths(key, root)} ({number})", number + 1
+        shown[name] = item if key == "prompts" else show_paths(item, root)  # of `samples`: the user's own words
     return shown
 
 
-def _shown(path: str, root: Path) -> str:
+def _show(path: str, root: Path) -> str:
     path = os.path.expanduser(re.sub(r"^(?:file|local)://", "", path))
     inside = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
     if inside.split(os.sep)[0] != "..":

@@ -39,14 +39,14 @@ def read_table(path: Path) -> Table:
     return table
 
 
-def mended_table(path: Path) -> Table:
+def repair_table(path: Path) -> Table:
     """Like `read_table`, with a warning about unreadable lines and a copy of the damaged file."""
     table = read_table(path)
     _tell(path, table.damaged)
     return table
 
 
-def mended_samples(path: Path) -> list[dict[str, Any]]:
+def repair_samples(path: Path) -> list[dict[str, Any]]:
     """Return the rows of samples.jsonl, with a warning about unreadable lines and a copy of the damaged file."""
     lines, damaged = _lines(path)
     rows = []
@@ -61,7 +61,7 @@ def mended_samples(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def mended_numbers(path: Path) -> dict[str, Any]:
+def repair_numbers(path: Path) -> dict[str, Any]:
     """Return metrics.json; if it is no JSON object, {} with a warning and a copy of the damaged file."""
     if not path.is_file():
         return {}

@@ -78,7 +78,7 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def way_out(root: Path, place: str | os.PathLike) -> Path | None:
+def find_escape(root: Path, place: str | os.PathLike) -> Path | None:
     """Return a path that leads out of the run folder below `place`, where a library will write; None if there is none.
 
     The path is `place` itself or a link in it. Links that `check_links` has checked are skipped, and so are W&B's files
@@ -300,7 +300,7 @@ EXPORTED = re.compile(
     r"|(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model|chat_template\.(jinja|json)|README\.md|loss\.png")
 
 
-def recognised(root: Path) -> set[str]:
+def recognise_files(root: Path) -> set[str]:
     """Return the paths of a run without that list, recognised by its recipe and checkpoints; none without a run."""
     recipe = _recipe(root)
     has_checkpoint = any(own_files(path) for path in (root / "checkpoints").glob("step=*"))
@@ -312,7 +312,7 @@ def recognised(root: Path) -> set[str]:
         found.add("checkpoints")
     found |= {name for name in (".model", ".publish") if (root / name).is_dir()}  # incomplete exports
     found |= {"manifest.json"} if _is_manifest(root / "manifest.json") else set()
-    return found | _exported(root) | logger_paths(recipe, root)
+    return found | _find_exported(root) | logger_paths(recipe, root)
 
 
 def _is_manifest(path: Path) -> bool:
@@ -333,7 +333,7 @@ def _recipe(root: Path) -> dict[str, Any]:
     return recipe if has_parts and isinstance(recipe.get("trainer"), dict) else {}
 
 
-def _exported(root: Path) -> set[str]:
+def _find_exported(root: Path) -> set[str]:
     """Return model/ and its exported files if its card is one of this program."""
     card = root / "model" / "README.md"
     try:
@@ -371,7 +371,7 @@ class RunFiles:
     def entries(self) -> set[str]:
         """Return all paths that runs wrote. Raises UserError if the list is damaged."""
         if not self.path.exists():
-            return recognised(self.root)
+            return recognise_files(self.root)
         try:
             paths = {str(path) for path in json.loads(read_text(self.path))["paths"]}
             if foreign := sorted(path for path in paths if not _is_a_runs(path)):

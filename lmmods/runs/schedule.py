@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from lmmods.data.batches.stream import ENDLESS
-from lmmods.recipe.trainer_fields import limited, num_steps, steps_per_epoch
+from lmmods.recipe.trainer_fields import limit_batches, num_steps, steps_per_epoch
 from lmmods.runs.progress import Progress
 
 
@@ -127,5 +127,5 @@ class RunLength:
             batch: Rows of a global micro-batch.
             batches_per_step: Global micro-batches of an optimiser step.
         """
-        batches = limited(-(-self.rows // batch), self.limit, "train")
+        batches = limit_batches(-(-self.rows // batch), self.limit, "train")
         return num_steps(batches, batches_per_step, self.max_epochs, self.max_steps)

@@ -22,7 +22,7 @@ def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
     """
     network = module.model
     with torch.no_grad():
-        for name, param in _named(module).items():
+        for name, param in _by_name(module).items():
             # B starts at 0, which would hide any error in A.
             if ".lora_B." in name:
                 param.copy_(torch.from_numpy(moved_adapter(name, param.cpu().numpy())))
@@ -41,12 +41,12 @@ def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
             else:
                 logits.append(module(_logits, module, row, places).cpu().numpy())
     gradients = {name: torch.zeros_like(param) if param.grad is None else param.grad.div_(weight or 1)
-                 for name, param in _named(module).items()}
+                 for name, param in _by_name(module).items()}
     write(folder, total / (weight or 1), weight, np.concatenate(logits),
           {name: gradient.cpu().numpy() for name, gradient in gradients.items()})
 
 
-def _named(module: TaskModule) -> dict[str, nn.Parameter]:
+def _by_name(module: TaskModule) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by their names in the network."""
     return {name.removeprefix("model."): param for name, param in module.trainable().items()}
 

@@ -39,11 +39,11 @@ from lmmods.torch_engine.compat.torch import (
     READING,
     DispatchMode,
     arithmetic,
+    group,
     group_of,
-    grouped,
     has_values,
-    imagined_processes,
     resizing,
+    simulate_processes,
     tensors_in,
     without_values,
 )
@@ -149,7 +149,7 @@ class Ledger(DispatchMode):
         if func in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1]):
             args = (args[0], _all_places(args[1]), *args[2:])
         before = self._num_seen
-        result = (grouped if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
+        result = (group if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
         # DTensor infers global shapes on the meta device; the ranks of a device mesh have values.
         made = [x for x in tensors_in(result) if not (x.is_meta or has_values(x))]
         for tensor in made:
@@ -318,7 +318,7 @@ class Planner:
             sharers = strategy.tensor_parallel_size, strategy.context_parallel_size
         as_trained = task.fast_kernels and self.on.platform == "cpu"
         products = fast_products(torch.device("cpu")) if as_trained else nullcontext()
-        with products, imagined_processes(ranks) if is_sharded else nullcontext():
+        with products, simulate_processes(ranks) if is_sharded else nullcontext():
             if is_sharded:
                 names, shape = ("data_parallel", "tensor_parallel"), (ranks // sharers[0], sharers[0])
                 give_mesh(task, init_device_mesh("cpu", shape, mesh_dim_names=names))
@@ -358,12 +358,12 @@ class Planner:
             ledger.name("rows", list(batch.values()))
             # The first sharded step also allocates full tensors, as DTensor infers the sharding of each operation.
             for _ in range(2 if is_sharded else 1):
-                # From the third on, micro-batches cost what the second does, see `_counted`.
+                # From the third on, micro-batches cost what the second does, see `_count`.
                 counts = self._step(task, optimizer, [batch] * min(num_batches, 2), ledger)
             gradients = [sharding.local(param.grad) for param in params if param.grad is not None]
             ledger.name("gradients", gradients)  # gradients of the last pass, which replace those above
             memory = ledger.peak()
-        flops, traffic = _counted(counts, num_batches)
+        flops, traffic = _count(counts, num_batches)
         data_ranks = ranks // math.prod(sharers)
         if optimizer is None:
             memory["optimiser state"] = int(sum(grad.numel() for grad in gradients) * task.optimizer.spec.state_bytes)
@@ -379,7 +379,7 @@ class Planner:
 
     def _drawing(self, task: TaskModule, variant: Variant, is_sharded: bool) -> Drawing | None:
         """Return the drawing of a rank's answers, which processes that share micro-batches draw alike."""
-        drawn = task.drawn_answers(variant.rows * variant.accumulated, self.data.eval_batch_size)
+        drawn = task.sampling_load(variant.rows * variant.accumulated, self.data.eval_batch_size)
         if drawn is None:
             return None
         model, itemsize = task.model, COMPUTE_DTYPES[self.precision].itemsize
@@ -482,7 +482,7 @@ def _is_known(strategy: str) -> bool:
     return strategy in ("auto", "fsdp") or strategy.startswith("ddp")
 
 
-def _counted(counts: Counts, num_batches: int) -> tuple[float, dict[str, Traffic]]:
+def _count(counts: Counts, num_batches: int) -> tuple[float, dict[str, Traffic]]:
     """Return FLOPs and collectives of a step of `num_batches` micro-batches; from the third on as the second."""
     [(flops, traffic)] = counts["step"]
     more = num_batches - 2

@@ -27,10 +27,10 @@ from lmmods.data.base import DataModule
 from lmmods.recipe.trainer_fields import check_length
 from lmmods.runs.checkpoint import read_plain
 from lmmods.runs.csv_logger import MetricsCSV
-from lmmods.runs.folder import RunFolder, continued
+from lmmods.runs.folder import RunFolder, find_resumed
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
-from lmmods.runs.progress import Cut
+from lmmods.runs.progress import BatchSplit
 from lmmods.runs.progress import Progress as RunProgress
 from lmmods.runs.schedule import Schedule
 from lmmods.runs.start import RunSummary, say_engine
@@ -44,7 +44,7 @@ from lmmods.torch_engine.callbacks.run_events import RunEvents, StartReport
 from lmmods.torch_engine.compat.lightning import watch_launched
 from lmmods.torch_engine.nn.cpu_kernels import fast_products
 from lmmods.torch_engine.nn.micro_batches import sum_over_processes
-from lmmods.torch_engine.nn.sharding import num_sharers
+from lmmods.torch_engine.nn.sharding import model_parallel_size
 from lmmods.torch_engine.parity import measure
 from lmmods.torch_engine.precision import choose_precision
 from lmmods.torch_engine.strategies.deepspeed import DeepSpeed
@@ -145,12 +145,12 @@ class Trainer(L.Trainer):
         self.interruption.stop_at = stop_at
         check = functools.partial(self.run_folder.check_fit, ckpt_path, overwrite, self.recipe, stop_at)
         with self._run_folder("fit", check), self.fast_products(model):
-            self.resumed_from = checkpoint = continued(self.run_folder, ckpt_path)
+            self.resumed_from = checkpoint = find_resumed(self.run_folder, ckpt_path)
             if checkpoint:
                 datamodule.resume_from(read_plain(checkpoint))
             # Before the process group exists and before anything is restored; only rank 0 reads the data.
             for line in self.identity.resolve(None if rank_zero_only.rank else datamodule, checkpoint,
-                                             self.cut(datamodule)):
+                                             self.batch_split(datamodule)):
                 say(line)
             with suppress(CompleteRun):
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
@@ -221,7 +221,7 @@ class Trainer(L.Trainer):
         self._say_engine()
         launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
         try:
-            with Peers.current().end_together(), self.run_folder.taken(command, check, self.is_global_zero,
+            with Peers.current().end_together(), self.run_folder.lock(command, check, self.is_global_zero,
                                                                        tells_later=launched):
                 yield
         except torch.distributed.DistError as error:
@@ -259,21 +259,21 @@ class Trainer(L.Trainer):
     @property
     def num_data_ranks(self) -> int:
         """Micro-batches computed in parallel: one per process, or per group of processes that share a micro-batch."""
-        return self.world_size // num_sharers(self.strategy)
+        return self.world_size // model_parallel_size(self.strategy)
 
     @property
     def batches_per_step(self) -> int:
         """Micro-batches of an optimiser step, over all processes."""
         return self.accumulate * self.num_data_ranks
 
-    def cut(self, data: DataModule) -> Cut:
+    def batch_split(self, data: DataModule) -> BatchSplit:
         """Return how optimiser steps are divided into micro-batches; `data` is the DataModule."""
-        return Cut(data.batch_size, self.accumulate, self.num_data_ranks)
+        return BatchSplit(data.batch_size, self.accumulate, self.num_data_ranks)
 
     @property
     def data_rank(self) -> int:
         """Index of this process's micro-batch among the parallel ones, from 0 to `num_data_ranks` - 1."""
-        return self.global_rank // num_sharers(self.strategy)
+        return self.global_rank // model_parallel_size(self.strategy)
 
     # Interruption ----------------------------------------------------------------------------------------------------
 

@@ -161,11 +161,11 @@ def test_merge_equals_the_adapter(recipe, folder, tmp_path, capsys, changes):
 def test_merge_does_not_suffer_from_repacked_weights(finished):
     """Merging after an eval forward of bitsandbytes' 4-bit layers gives garbage; `merge` reads the base afresh."""
     from lmmods.commands.exported_model import FinishedRun
-    from lmmods.commands.merge import _distance, _merged, _reference
+    from lmmods.commands.merge import _distance, _merge_adapter, _reference
 
     run = FinishedRun.read(str(finished().root), "merge")
     reference = _reference(run)  # many eval forwards of a quantised model in this very process
-    assert _distance(_merged(run, "dequantized", "float32"), reference).largest < 1e-4
+    assert _distance(_merge_adapter(run, "dequantized", "float32"), reference).largest < 1e-4
 
 
 def test_inspect_shows_what_is_scored_and_trains_nothing(recipe, folder, capsys):

@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from lmmods.cli import main
-from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
+from lmmods.torch_engine.compat.bitsandbytes import patch_cpu_kernels
 
 QUESTIONS = [("the quick brown", ["fox", "dog", "3"], 0), ("Add 1 and 2.", ["1", "2", "3"], 2),
              ("jumps over the", ["lazy", "quick", "fox"], 1), ("### Response:", ["dog", "fox", "Write"], 1),
@@ -65,7 +65,7 @@ def test_scores_of_a_local_task(finished, llama_folder, task_folder, changes, ca
         base = AutoModelForCausalLM.from_pretrained(llama_folder, device_map="cpu", quantization_config=(
             BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                bnb_4bit_compute_dtype=torch.float32)))
-        mend_cpu_kernels(base)
+        patch_cpu_kernels(base)
         tokenizer = AutoTokenizer.from_pretrained(run.model)
         base.resize_token_embeddings(len(tokenizer))
         model = PeftModel.from_pretrained(base, run.model)

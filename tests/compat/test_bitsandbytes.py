@@ -29,8 +29,8 @@ def eight_bit(columns=64):
 
 def test_repacking_has_a_switch():
     layer, _ = packed()
-    assert hasattr(layer, "support_avx512bf16_for_cpu"), mend("bitsandbytes", compat.mend_cpu_kernels)
-    compat.mend_cpu_kernels(layer)
+    assert hasattr(layer, "support_avx512bf16_for_cpu"), mend("bitsandbytes", compat.patch_cpu_kernels)
+    compat.patch_cpu_kernels(layer)
     assert layer.support_avx512bf16_for_cpu is False
 
 

@@ -117,14 +117,14 @@ def test_products_of_groups():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **kwargs or {})
             if func is compat.GROUPED:
-                seen.append((compat.grouped(*args).shape, result.shape, compat.arithmetic(func, args, {}, result)))
+                seen.append((compat.group(*args).shape, result.shape, compat.arithmetic(func, args, {}, result)))
             return result
 
     with Watch():
         found = torch.nn.functional.grouped_mm(rows.requires_grad_(), matrices.requires_grad_(), offs=ends)
         found.square().sum().backward()
     assert len(seen) == 3 and all(shape == wanted and count == 2 * 6 * 8 * 4 for shape, wanted, count in seen), mend(
-        "torch", compat.grouped)
+        "torch", compat.group)
 
 
 def test_resized_memory_is_told():
@@ -136,8 +136,8 @@ def test_resized_memory_is_told():
 
 
 def test_processes_can_be_imagined():
-    with compat.imagined_processes(8):
-        assert torch.distributed.get_world_size() == 8, mend("torch", compat.imagined_processes)
+    with compat.simulate_processes(8):
+        assert torch.distributed.get_world_size() == 8, mend("torch", compat.simulate_processes)
         x = torch.ones(8)
         torch.distributed.all_gather_into_tensor(x, torch.ones(1))
         mesh, seen = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "tensor")), []

@@ -65,7 +65,7 @@ def test_caches_of_rows_grow_in_room_of_their_own():
     ours.layers, theirs.layers = [DynamicLayer(), DynamicSlidingWindowLayer(5)], [DynamicLayer()]
     assert compat.has_separable_rows(ours), mend("transformers", compat.has_separable_rows)
     compat.leave_room(ours)
-    assert [type(layer) for layer in ours.layers] == [compat.RoomyLayer, DynamicSlidingWindowLayer]
+    assert [type(layer) for layer in ours.layers] == [compat.PreallocatedLayer, DynamicSlidingWindowLayer]
     for rows, step in (([0, 1, 2], 7), ([2, 2, 0, 1], 1), ([1, 3], 80), ([0, 1], 3)):
         for cache in (ours, theirs):
             cache.reorder_cache(torch.tensor(rows))

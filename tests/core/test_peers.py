@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.core.peers import MeetingPoint, Peers, check_address, check_environment, check_timeout
+from lmmods.core.peers import Peers, Rendezvous, check_address, check_environment, check_timeout
 from tests.forks import Fork, environments, train
 
 # A process: it meets the others through a file, says that it works, and goes on as its last argument says.
@@ -35,7 +35,7 @@ def share(value):
 
 watch = peers.Peers.current()
 with watch.end_together():
-    watch.meet(rank, 3, share, timeout)
+    watch.connect_all(rank, 3, share, timeout)
     (folder / f"works-{rank}").touch()
     while len(list(folder.glob("works-*"))) < 3:
         time.sleep(0.01)
@@ -144,7 +144,7 @@ def test_nobody_is_watched_alone_or_without_a_limit():
     for size, timeout in ((1, 30), (8, None)):
         peers = Peers()
         with peers.end_together():
-            peers.meet(0, size, lambda value: pytest.fail("no address is needed"), timeout)
+            peers.connect_all(0, size, lambda value: pytest.fail("no address is needed"), timeout)
     with pytest.raises(UserError, match="trainer.heartbeat_timeout is 1, but must be 2 or more seconds"):
         check_timeout(1)
 
@@ -152,7 +152,7 @@ def test_nobody_is_watched_alone_or_without_a_limit():
 def test_a_stranger_is_no_process(tmp_path):
     """Somebody connects to the port and goes."""
     peers, found = Peers(), []
-    peers.meet(0, 2, found.append, 30)
+    peers.connect_all(0, 2, found.append, 30)
     with socket.create_connection(("127.0.0.1", found[0][1])) as stranger:
         stranger.settimeout(10)
         stranger.sendall(b"hello 1 on elsewhere\n")
@@ -174,11 +174,11 @@ def test_a_stranger_is_no_process(tmp_path):
     ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a-1,a-2", "SLURM_JOB_ID": "7777"},
      (0, "a-1", 15000 + 7777 + 2, False))])
 def test_where_processes_meet_is_read_from_what_their_launcher_has_set(environment, wanted):
-    point = MeetingPoint.of_environment(environment)
+    point = Rendezvous.of_environment(environment)
     found = point and (point.rank, point.host, point.port, point.launcher is not None)
     assert found == wanted
     if point:
-        assert MeetingPoint.of_environment({**environment, "MASTER_ADDR": "elsewhere"}).token != point.token
+        assert Rendezvous.of_environment({**environment, "MASTER_ADDR": "elsewhere"}).token != point.token
 
 
 EARLY = """

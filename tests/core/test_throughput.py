@@ -143,7 +143,7 @@ def test_the_time_left_counts_neither_the_first_step_nor_validations_twice():
         if step % 3 == 0:
             pace.pause()
             clock.now += 7.0
-            pace.go_on()
+            pace.resume()
     assert pace.measured == (11, pytest.approx(22.0))
 
 

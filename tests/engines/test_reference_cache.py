@@ -47,7 +47,7 @@ def no_computing(monkeypatch):
     """From its call on nobody computes log-probabilities of a reference."""
     def forbid():
         for module in ("lmmods.torch_engine.nn.reference", "jax_engine.tasks.preference"):
-            monkeypatch.setattr(f"{module}._computed", None)
+            monkeypatch.setattr(f"{module}._compute", None)
 
     return forbid
 

@@ -76,7 +76,7 @@ def test_children_do_not_hold_it(tmp_path):
 
 def test_a_command_that_fails_leaves_no_lock_and_no_folder(tmp_path):
     run = RunFolder(tmp_path / "a" / "run")
-    with pytest.raises(KeyboardInterrupt), run.taken("fit"):
+    with pytest.raises(KeyboardInterrupt), run.lock("fit"):
         assert run.root.exists()
         raise KeyboardInterrupt
     assert not (tmp_path / "a").exists()

@@ -21,7 +21,7 @@ from lmmods.extras.report.reading import read_runs
 from lmmods.runs.checkpoint import write_manifest
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, write_text
-from lmmods.runs.repair import mended_samples
+from lmmods.runs.repair import repair_samples
 
 # Mended ----------------------------------------------------------------------------------------------------------
 
@@ -98,12 +98,12 @@ def test_samples_that_cannot_be_read_are_left_out_and_said(tmp_path, capsys, bro
     write_text(folder.samples, content)
     writer = SampleWriter(["1 + 1"])
     writer.begin(folder, 2)
-    assert mended_samples(folder.samples) == SAMPLES[:2]
+    assert repair_samples(folder.samples) == SAMPLES[:2]
     said = capsys.readouterr().out
     assert f"samples.jsonl cannot be read in line {2 if place == 'middle' else 4}" in said
     assert (tmp_path / "samples.jsonl.damaged").read_text() == content
     writer.write(4, ["5"], [])
-    assert [row["output"] for row in mended_samples(folder.samples)] == ["0", "2", "5"]
+    assert [row["output"] for row in repair_samples(folder.samples)] == ["0", "2", "5"]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"7", b'{"val/loss": 1.0', b"\xff\x00", b"null", b"[" * 100_000])

@@ -11,7 +11,7 @@ from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.runs.checkpoint import WriterRank, begin_folder, write_checkpoint, write_manifest, write_shards
 from lmmods.runs.csv_logger import MetricsCSV
-from lmmods.runs.folder import RunFolder, continued, write_json, write_text
+from lmmods.runs.folder import RunFolder, find_resumed, write_json, write_text
 from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.loggers import logger_paths
 from lmmods.runs.run_files import LIST, MAY_BE_LINKS, NAMES, OWNER, RunFiles, append_json, remove_checkpoint
@@ -58,7 +58,7 @@ def test_a_name_that_something_else_has_is_refused(run, name, overwrite):
 
 def test_auto_begins_a_run_or_goes_on(run):
     """The same command at each start, whenever the one before died; what is finished without a checkpoint stays."""
-    assert continued(run, "auto") is None
+    assert find_resumed(run, "auto") is None
     run.check_fit("auto", False, {})
     run.begin(None)
     write_text(run.config, "{}")  # killed before its first checkpoint
@@ -68,7 +68,7 @@ def test_auto_begins_a_run_or_goes_on(run):
         run.check_fit("auto", False, {})
     add_checkpoint(run, "step=2")
     run.check_fit("auto", False, {})
-    assert continued(run, "auto") == run.checkpoint("step=2")
+    assert find_resumed(run, "auto") == run.checkpoint("step=2")
     with pytest.raises(UserError, match="no such checkpoint"):
         run.resolve("auto")
 
@@ -83,7 +83,7 @@ def link_to_disk(run: RunFolder, name: str, disk: Path) -> None:
 def test_empty_folders_are_room(run, tmp_path):
     run.model.mkdir(parents=True)
     link_to_disk(run, "checkpoints", tmp_path / "disk")
-    with run.taken("fit", lambda: run.check_can_start(overwrite=False)):
+    with run.lock("fit", lambda: run.check_can_start(overwrite=False)):
         run.begin(None)
 
 
@@ -170,7 +170,7 @@ def test_links_stay_and_nothing_of_others_behind_them_goes(run, tmp_path):
     add_model(run, "config.json")
     for folder in (run.checkpoints, run.model):
         write_text(folder / "mine", "mine")
-    with run.taken("fit", lambda: run.check_can_start(overwrite=True)):
+    with run.lock("fit", lambda: run.check_can_start(overwrite=True)):
         run.begin(None)
     owner = f"{run.root}\n"
     assert tree(tmp_path / "disk") == {"checkpoints/mine": "mine", "model/mine": "mine",
@@ -313,7 +313,7 @@ def test_what_interrupted_writers_left_is_no_way_out(run, thesis):
     before = tree(thesis)
     for name in (".step=3", ".dropped-step=1", ".replaced-step=2", f".last-{os.getpid()}"):
         (run.checkpoints / name).symlink_to(thesis / "checkpoint")
-    with run.taken("fit"):
+    with run.lock("fit"):
         run.begin(run.checkpoint("step=2"))
     (run.checkpoints / ".step=3").symlink_to(thesis / "checkpoint")
     (run.checkpoints / "step=3").symlink_to(thesis / "checkpoint")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.core.redaction import HIDDEN, left_out, redact, redacted
+from lmmods.core.redaction import HIDDEN, find_redacted, redact, redacted
 from lmmods.data.sources.source_reader import SourceReader
 from lmmods.recipe.source import Source
 from lmmods.runs.folder import RunFolder
@@ -149,7 +149,8 @@ def test_a_traceback_of_ours_holds_no_secret():
     ("FTP://a:b@h", "FTP://***@h"), ("http://a:b@c@h/x@y", "http://***@h/x@y"), ("http://a:b/c@h/x", "http://***@h/x"),
     ("zip://rows.jsonl::https://a:b@h/x.zip", "zip://rows.jsonl::https://***@h/x.zip"),
     ("a http://a:b@h, 'http://c:d@i'", "a http://***@h, 'http://***@i'"),
-    ("https://h/x?a=1&token=t&b=2", "https://h/x?a=1&token=***&b=2"), ("https://h/?sv=1&sig=a%2Fb", "https://h/?sv=1&sig=***"),
+    ("https://h/x?a=1&token=t&b=2", "https://h/x?a=1&token=***&b=2"),
+    ("https://h/?sv=1&sig=a%2Fb", "https://h/?sv=1&sig=***"),
     ("https://h/x?AWSAccessKeyId=a&Signature=b", "https://h/x?AWSAccessKeyId=***&Signature=***"),
     ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
     ("{'authorization': 'abc'}", "{'authorization': '***'}"),
@@ -162,7 +163,7 @@ def test_a_traceback_of_ours_holds_no_secret():
 ])
 def test_what_is_a_secret(text, wanted):
     assert redact(text) == wanted == redact(wanted)
-    assert bool(list(left_out({"k": wanted}))) == (HIDDEN in wanted and "uthorization" not in wanted)
+    assert bool(list(find_redacted({"k": wanted}))) == (HIDDEN in wanted and "uthorization" not in wanted)
 
 
 def test_options_of_loggers_and_the_users_own_words():
@@ -170,7 +171,7 @@ def test_options_of_loggers_and_the_users_own_words():
               "columns": {"secret": "instruction"}, "generation": {"max_new_tokens": 8}}
     clean = redacted(recipe)
     assert clean == {**recipe, "logger": {"init_args": {"api_key": HIDDEN, "password": None, "project": "p"}}}
-    assert list(left_out(clean)) == ["logger.init_args.api_key"] and not list(left_out(recipe))
+    assert list(find_redacted(clean)) == ["logger.init_args.api_key"] and not list(find_redacted(recipe))
     assert str(UserError(f"see http://u:{PASSWORD}@h")) == "see http://***@h"
 
 

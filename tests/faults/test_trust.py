@@ -11,7 +11,7 @@ from lmmods.cli import main
 from lmmods.commands.setup import check_outputs
 from lmmods.core.errors import UserError
 from lmmods.recipe.objects import ClassArguments
-from lmmods.recipe.trust import taken_flag, trusting
+from lmmods.recipe.trust import pop_trust_flag, trusting
 from lmmods.runs.folder import RunFolder
 
 EVIL = '''
@@ -163,9 +163,9 @@ def test_a_file_may_not(recipe, mark, capsys, tmp_path, where):
 
 
 def test_the_flag():
-    assert taken_flag(["fit", "--trust_recipe_code", "true", "--x"]) == (["fit", "--x"], True)
-    assert taken_flag(["fit", "--trust_recipe_code=false"]) == (["fit"], False)
-    assert taken_flag(["fit"]) == (["fit"], False)
+    assert pop_trust_flag(["fit", "--trust_recipe_code", "true", "--x"]) == (["fit", "--x"], True)
+    assert pop_trust_flag(["fit", "--trust_recipe_code=false"]) == (["fit"], False)
+    assert pop_trust_flag(["fit"]) == (["fit"], False)
 
 
 def test_a_flag_that_is_neither(recipe, capsys):

@@ -27,7 +27,7 @@ def ref(make_ref):
 
 @pytest.fixture(scope="module")
 def drawn(ref):
-    return ours.draw(ref.net, ref.params, PROMPTS, draws(1, ROWS, NEW), COLD, NEW, EOS, pad=0)
+    return ours.sample_answers(ref.net, ref.params, PROMPTS, draws(1, ROWS, NEW), COLD, NEW, EOS, pad=0)
 
 
 def scores(model, prompt, tokens, temperature):
@@ -63,13 +63,13 @@ def test_tokens_are_those_of_generate(ref, drawn):
 
 def test_scores_are_those_of_a_pass_over_the_text(ref, drawn):
     check_scores(ref, PROMPTS, drawn, COLD)
-    hot = ours.draw(ref.net, ref.params, PROMPTS[:2], draws(1, ROWS[:2], NEW), 1.5, NEW, EOS, pad=0)
+    hot = ours.sample_answers(ref.net, ref.params, PROMPTS[:2], draws(1, ROWS[:2], NEW), 1.5, NEW, EOS, pad=0)
     check_scores(ref, PROMPTS[:2], hot, 1.5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, COLD])
 def test_greedy_answers_are_measured_at_a_temperature(ref, temperature):
-    answers = ours.draw(ref.net, ref.params, PROMPTS, None, temperature, 10, EOS, pad=0)
+    answers = ours.sample_answers(ref.net, ref.params, PROMPTS, None, temperature, 10, EOS, pad=0)
     wanted = ours.generate(ref.net, ref.params, PROMPTS, Generation(max_new_tokens=10), EOS, pad=0)
     assert [until_end(answer) for answer in answers] == wanted
     check_scores(ref, PROMPTS, answers, temperature)
@@ -81,7 +81,7 @@ def test_rows_that_leave_keep_their_scores(ref, monkeypatch):
     settings = Generation(max_new_tokens=90, do_sample=True, top_k=0)
     for count in (20, 30):
         prompts, rows = [PROMPTS[row % 7] for row in range(count)], range(count)
-        answers = ours.draw(ref.net, ref.params, prompts, draws(1, rows, 90), 1.0, 90, EOS, pad=0)
+        answers = ours.sample_answers(ref.net, ref.params, prompts, draws(1, rows, 90), 1.0, 90, EOS, pad=0)
         lengths = sorted(len(answer.tokens) for answer in answers)
         assert lengths[-9] < lengths[-1]
         _, proceed, _ = ours._compiled(ref.net, 32, astuple(settings), tuple(EOS), 1.0)
@@ -93,9 +93,9 @@ def test_another_number_of_prompts_compiles_nothing_new(ref, monkeypatch):
     monkeypatch.setattr(ours, "_compiled", getattr(ours._compiled, "unshared", ours._compiled))
     before = ours._compiled.cache_info().misses
     numbers = draws(2, range(8), 3)
-    whole = ours.draw(ref.net, ref.params, PROMPTS, numbers[:7], 1.0, 3, EOS, pad=0)
+    whole = ours.sample_answers(ref.net, ref.params, PROMPTS, numbers[:7], 1.0, 3, EOS, pad=0)
     for count in (6, 5):
-        part = ours.draw(ref.net, ref.params, PROMPTS[:count], numbers[:count], 1.0, 3, EOS, pad=0)
+        part = ours.sample_answers(ref.net, ref.params, PROMPTS[:count], numbers[:count], 1.0, 3, EOS, pad=0)
         assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(part, whole))
     assert ours._compiled.cache_info().misses == before + 1
     settings = Generation(max_new_tokens=3, do_sample=True, top_k=0)
@@ -104,9 +104,9 @@ def test_another_number_of_prompts_compiles_nothing_new(ref, monkeypatch):
 
 
 def test_no_prompts_have_no_answers_and_mistakes_are_named(ref, make_ref):
-    assert ours.draw(ref.net, ref.params, [], np.zeros((0, 5), np.float32), 1.0, 5, EOS, pad=0) == []
+    assert ours.sample_answers(ref.net, ref.params, [], np.zeros((0, 5), np.float32), 1.0, 5, EOS, pad=0) == []
     with pytest.raises(UserError, match="empty prompt"):
-        ours.draw(ref.net, ref.params, [[5], []], None, 1.0, 5, EOS, pad=0)
+        ours.sample_answers(ref.net, ref.params, [[5], []], None, 1.0, 5, EOS, pad=0)
     short = make_ref("gpt2")
     with pytest.raises(UserError, match="32 positions"):
-        ours.draw(short.net, short.params, [[5, 6]], None, 1.0, 31, EOS, pad=0)
+        ours.sample_answers(short.net, short.params, [[5, 6]], None, 1.0, 31, EOS, pad=0)

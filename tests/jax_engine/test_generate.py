@@ -159,8 +159,8 @@ def test_a_token_is_drawn_where_the_probabilities_exceed_its_number():
     logits = np.log(np.array([0.2, 0.0, 0.5, 0.3, 0.0], np.float32), where=[1, 0, 1, 1, 0],
                     out=np.full(5, -np.inf, np.float32))
     numbers = np.array([0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-24], np.float32)
-    for found in (ours.drawn(jnp.tile(logits, (6, 1)), jnp.asarray(numbers)),
-                  decoding.drawn(torch.from_numpy(logits).expand(6, 5), torch.from_numpy(numbers))):
+    for found in (ours.sample_tokens(jnp.tile(logits, (6, 1)), jnp.asarray(numbers)),
+                  decoding.sample_tokens(torch.from_numpy(logits).expand(6, 5), torch.from_numpy(numbers))):
         assert found.tolist() == [0, 0, 2, 2, 3, 3]
 
 
@@ -170,8 +170,9 @@ def test_a_token_of_probability_zero_is_never_drawn():
     logits[logits < np.sort(logits)[-2000]] = -np.inf
     sums = np.asarray(jnp.cumsum(jax.nn.softmax(jnp.asarray(logits))))
     numbers = np.append(np.random.default_rng(1).choice(np.clip(sums, 0, 1 - 2**-24), 300), np.float32(1 - 2**-24))
-    for found in (jax.jit(jax.vmap(lambda number: ours.drawn(jnp.asarray(logits)[None], number[None])[0]))(numbers),
-                  decoding.drawn(torch.from_numpy(logits).expand(301, -1), torch.from_numpy(numbers))):
+    for found in (jax.jit(jax.vmap(lambda number: ours.sample_tokens(jnp.asarray(logits)[None],
+                                                                     number[None])[0]))(numbers),
+                  decoding.sample_tokens(torch.from_numpy(logits).expand(301, -1), torch.from_numpy(numbers))):
         assert np.isfinite(logits[np.asarray(found)]).all()
 
 

@@ -15,13 +15,13 @@ from test_lora import wrapped
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.prefetch import halved_lengths
+from jax_engine.distributed.prefetch import halve_lengths
 from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.target import at_hand
 from jax_engine.distributed.tree import merge
 from jax_engine.models import hub, loading
 from jax_engine.models import lora as adapters
-from jax_engine.models.generate import draw
+from jax_engine.models.generate import sample_answers
 from jax_engine.optim import build
 from jax_engine.run import Run
 from jax_engine.tasks.base import Weights
@@ -285,7 +285,7 @@ def test_what_is_drawn_has_the_same_log_probs_when_scored(adapted, way):
     assert (policy.rank, policy.num_ranks) == (0, 1)
     numbers = draws(1, range(len(PROMPTS)), ANSWER)
     drawn = policy.draw(PROMPTS, numbers, WARM, ANSWER, [2])
-    wanted = draw(task.network, merge(trainable, frozen), PROMPTS, numbers, WARM, ANSWER, [2], 0)
+    wanted = sample_answers(task.network, merge(trainable, frozen), PROMPTS, numbers, WARM, ANSWER, [2], 0)
     assert [answer.tokens.tolist() for answer in drawn] == [answer.tokens.tolist() for answer in wanted]
     answers = rows_of(PROMPTS, drawn)
     scored = policy.logps(answers, WARM)
@@ -324,7 +324,7 @@ def test_answers_are_drawn_in_parts_where_memory_is_short(adapted, monkeypatch):
 
 def test_few_lengths_go_up_to_the_longest():
     for longest in (1, 32, 33, 100, 1000, 4096):
-        lengths = halved_lengths(longest)
+        lengths = halve_lengths(longest)
         assert lengths[-1] == longest and list(lengths) == sorted({*lengths}) and len(lengths) <= 8
         for length, following in zip(lengths, lengths[1:], strict=False):
             assert length % 32 == 0 and following <= 2 * length

@@ -16,7 +16,7 @@ from jax_engine.distributed.loss import IGNORED, LossSums, label_loss, pair_loss
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import Prefetcher
 from jax_engine.distributed.steps import Clipping, Steps, fetch_step_metrics, in_chunks
-from jax_engine.models.heads import pooled
+from jax_engine.models.heads import pool
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.multiple_choice import MultipleChoice
 from jax_engine.tasks.reward import Reward
@@ -99,11 +99,11 @@ def test_pooling_takes_the_mask(make_ref):
 def test_poolings_of_padded_rows():
     hidden = np.random.default_rng(3).normal(size=(2, 4, 3)).astype(np.float32)
     real = np.array([[True, True, True, False], [False, True, True, True]])
-    assert np.array_equal(pooled(hidden, real, "last"), hidden[[0, 1], [2, 3]])
-    assert np.array_equal(pooled(hidden, real, "first"), hidden[:, 0])
+    assert np.array_equal(pool(hidden, real, "last"), hidden[[0, 1], [2, 3]])
+    assert np.array_equal(pool(hidden, real, "first"), hidden[:, 0])
     expected = [hidden[0, :3].mean(0), hidden[1, 1:].mean(0)]
-    assert np.allclose(pooled(hidden, real, "mean"), expected, atol=1e-6)
-    assert pooled(hidden, real, None) is hidden
+    assert np.allclose(pool(hidden, real, "mean"), expected, atol=1e-6)
+    assert pool(hidden, real, None) is hidden
 
 
 @pytest.mark.parametrize("head", ["sequence", pytest.param("choice", marks=pytest.mark.slow)])

@@ -17,7 +17,7 @@ from toy import Toy
 
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED, shift_labels, token_loss
-from jax_engine.distributed.mesh import ShardedMesh, laid_out
+from jax_engine.distributed.mesh import ShardedMesh, arrange_devices
 from jax_engine.distributed.prefetch import Prefetcher
 from jax_engine.distributed.steps import Clipping, Steps, fetch_step_metrics
 from jax_engine.optim import build, step_scalars
@@ -259,9 +259,9 @@ def test_a_mesh_follows_the_links_of_a_slice():
     """A v5p slice of 4 x 4 x 4 chips, which JAX lists host by host, 2 x 2 chips each."""
     slice_ = [SimpleNamespace(platform="tpu", device_kind="TPU v5", coords=[2 * x + i, 2 * y + j, z], core_on_chip=0)
               for z, y, x, j, i in product(range(4), range(2), range(2), range(2), range(2))]
-    grid = laid_out(slice_, (1, 64, 1, 1, 1))
+    grid = arrange_devices(slice_, (1, 64, 1, 1, 1))
     places = np.array([chip.coords for chip in grid.flat])
     assert grid.shape == (1, 64, 1, 1, 1) and len({tuple(place) for place in places}) == 64
     assert (np.abs(np.diff(places.reshape(16, 4, 3), axis=1)).sum(-1) == 1).all()  # each four of them lie in a line
     some = slice_[:3]  # no box
-    assert list(laid_out(some, (1, 3)).flat) == some
+    assert list(arrange_devices(some, (1, 3)).flat) == some

@@ -11,7 +11,7 @@ import torch
 
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.mesh import ShardedMesh
-from jax_engine.distributed.prefetch import Prefetcher, few_lengths, rounded
+from jax_engine.distributed.prefetch import Prefetcher, choose_padded_lengths, round_up
 from lmmods.data.batches.collate import Collator
 from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader, Widths
 from lmmods.data.batches.sampler import evaluation_order, training_order
@@ -204,8 +204,8 @@ def prefetchers_alive():
 def test_few_lengths_are_compiled(max_length, length):
     groups = list(Prefetcher(training_loader(), four(), B, PAD, max_length=max_length))
     assert max(group.host["input_ids"].shape[2] for group in groups) == length
-    assert len({rounded(n) for n in range(1, 4097)}) <= 36 and all(n <= rounded(n) for n in range(1, 4097))
-    assert all(rounded(n) <= 1.25 * n for n in range(128, 4097))
+    assert len({round_up(n) for n in range(1, 4097)}) <= 36 and all(n <= round_up(n) for n in range(1, 4097))
+    assert all(round_up(n) <= 1.25 * n for n in range(128, 4097))
 
 
 @pytest.mark.parametrize(("fine", "cost"), [(True, 0), (False, 0), (True, 150)])
@@ -214,12 +214,12 @@ def test_the_lengths_chosen_cost_least(fine, cost):
     random = np.random.default_rng(0)
     for _ in range(100):
         found, most = random.integers(1, 400, random.integers(1, 12)).tolist(), int(random.integers(1, 5))
-        sizes = sorted({min(-(-n // 16) * 16 if fine else rounded(n), 384) if n <= 384 else n for n in found})
+        sizes = sorted({min(-(-n // 16) * 16 if fine else round_up(n), 384) if n <= 384 else n for n in found})
 
         def total(chosen, found=found):
             return sum(min(size for size in chosen if size >= n) for n in found) + cost * len(chosen)
 
-        chosen = few_lengths(found, 384, fine, cost, most)
+        chosen = choose_padded_lengths(found, 384, fine, cost, most)
         others = [(*rest, sizes[-1]) for count in range(most) for rest in combinations(sizes[:-1], count)]
         assert len(chosen) <= most and set(chosen) <= set(sizes) and total(chosen) == min(map(total, others))
 

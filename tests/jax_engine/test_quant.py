@@ -24,7 +24,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.hf_config import load_config
 from lmmods.core.lazy_array import LazyArray, lazy_file
 from lmmods.core.settings import LoRA
-from lmmods.torch_engine.compat.bitsandbytes import mend_cpu_kernels
+from lmmods.torch_engine.compat.bitsandbytes import patch_cpu_kernels
 
 # Rows of whole blocks; rows that begin inside a block; a last block of a few; an odd number of elements.
 SHAPES = [(96, 128), (24, 96), (33, 20), (7, 13), (520, 64)]
@@ -33,7 +33,7 @@ STACKS = [(3, 40, 64), (5, 7, 13)]  # of experts, which bitsandbytes takes for o
 
 @pytest.fixture(autouse=True, scope="module")
 def exact_kernels():
-    mend_cpu_kernels(torch.nn.ModuleList([bnb.nn.Linear4bit(64, 64)]))
+    patch_cpu_kernels(torch.nn.ModuleList([bnb.nn.Linear4bit(64, 64)]))
 
 
 def weight(shape, dtype=torch.float32) -> torch.Tensor:
@@ -144,7 +144,7 @@ def quantised_torch(folder, head, kind, **options):
                                               bnb_4bit_compute_dtype=torch.float32, **options))
     model = getattr(transformers, AUTO[head]).from_pretrained(folder, quantization_config=config, device_map="cpu",
                                                               dtype=torch.float32)
-    mend_cpu_kernels(model)
+    patch_cpu_kernels(model)
     if kind != "int8":
         double = options.get("bnb_4bit_use_double_quant", False)
         for parameter in stacked_experts(model).values():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_engine.distributed.mesh import gathered, look_up
+from jax_engine.distributed.mesh import gather, look_up
 from jax_engine.distributed.tree import flatten, unflatten
 from jax_engine.models.dropout import Seeds, dropout, token_words
 from lmmods.core.lazy_array import lazy, stack
@@ -44,7 +44,7 @@ class Toy:
             params, depth = step
             mean = jnp.cumsum(x * mask, 1) / jnp.maximum(jnp.cumsum(mask, 1), 1)
             y = (x + mean) * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * params["attn_norm"]["weight"]
-            weight = gathered("layers.mlp.up.weight", params["mlp"]["up"]["weight"])
+            weight = gather("layers.mlp.up.weight", params["mlp"]["up"]["weight"])
             y = jnp.tanh(y @ weight.T + params["mlp"]["up"]["bias"])
             if training:
                 y = dropout(y, self.rate, Seeds(token_words(batch), {"layer": depth.astype(jnp.uint32)}), "layer")

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from lmmods.data.grpo import PromptData
-from lmmods.rollouts.policy import Drawn
+from lmmods.rollouts.policy import SampledAnswer
 
 # Tools by name alone, as the tiny tokenizer has a token for each letter.
 TEMPLATE = """
@@ -70,7 +70,7 @@ class ScriptedPolicy:
         self.asked: list[tuple[list[list[int]], np.ndarray | None, int]] = []
 
     def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
-             max_new_tokens: int, ends: Sequence[int]) -> list[Drawn]:
+             max_new_tokens: int, ends: Sequence[int]) -> list[SampledAnswer]:
         assert self._end in ends
         self.asked.append(([list(each) for each in prompts], numbers, max_new_tokens))
         found = []
@@ -79,7 +79,7 @@ class ScriptedPolicy:
             head, _, begun = text.rpartition("<|im_start|>assistant\n")
             ids = self._tokenizer.encode(self._say(head.count("assistant\n"), text), add_special_tokens=False)
             ids = [*ids, self._end][len(self._tokenizer.encode(begun, add_special_tokens=False)) :][:max_new_tokens]
-            found.append(Drawn(np.array(ids, np.int32), -np.arange(1, len(ids) + 1, dtype=np.float32),
+            found.append(SampledAnswer(np.array(ids, np.int32), -np.arange(1, len(ids) + 1, dtype=np.float32),
                                np.ones(len(ids), np.float32), ids[-1] == self._end))
         return found
 

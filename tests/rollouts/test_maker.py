@@ -14,7 +14,7 @@ from lmmods.data.grpo import PromptData
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.recipe.trust import trusting
 from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
-from lmmods.rollouts.policy import Drawn
+from lmmods.rollouts.policy import SampledAnswer
 from lmmods.rollouts.rollout import read_rollout
 from lmmods.runs.folder import RunFolder
 
@@ -35,7 +35,7 @@ class Policy:
         self.asked.append(len(prompts))
         chosen = np.zeros(len(prompts), int) if numbers is None else (numbers[:, 0] > 0.5).astype(int)
         # The second letter is cut off before its end.
-        return [Drawn(np.array([self.letters[letter], END][: 2 - letter], np.int32),
+        return [SampledAnswer(np.array([self.letters[letter], END][: 2 - letter], np.int32),
                       np.full(2 - letter, -0.5, np.float32), np.full(2 - letter, 0.25, np.float32),
                       bool(letter == 0) and self.ends) for letter in chosen]
 

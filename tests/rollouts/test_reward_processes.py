@@ -14,14 +14,14 @@ import pytest
 from lmmods.core.errors import UserError
 from lmmods.recipe.rewards import read_rewards
 from lmmods.recipe.trust import ForeignCode, trusting
-from lmmods.rollouts.rewards import Answered, Rewards
+from lmmods.rollouts.rewards import RewardInput, Rewards
 
 HOSTILE = "tests.rollouts.hostile_rewards"
 ROOT = Path(__file__).parents[2]
 
 
-def answered(*texts: str) -> list[Answered]:
-    return [Answered("p", text, [1] * len(text), {}, None, True) for text in texts]
+def answered(*texts: str) -> list[RewardInput]:
+    return [RewardInput("p", text, [1] * len(text), {}, None, True) for text in texts]
 
 
 def is_alive(pid: int) -> bool:
@@ -163,8 +163,8 @@ def test_a_function_has_all_answers_in_one_call_and_one_process(rewards_of):
 def test_columns_and_conversations(rewards_of):
     rewards = rewards_of("arguments", "only_named", "later")
     values, reasons = rewards.score([
-        Answered("p", "one", [1, 2], {"answer": "a", "prompt": "x", "completion": "y"}, None, True),
-        Answered([{"role": "user", "content": "q"}], "two", [3], {"other": 2}, None, True)])
+        RewardInput("p", "one", [1, 2], {"answer": "a", "prompt": "x", "completion": "y"}, None, True),
+        RewardInput([{"role": "user", "content": "q"}], "two", [3], {"other": 2}, None, True)])
     assert values.tolist() == [[1, 0, 2], [2, 0, 2]] and reasons == [{}, {}]
 
 
@@ -195,7 +195,7 @@ def test_a_regular_expression_that_hangs_costs_its_answer_only(capsys):
     rewards = read_rewards([{"name": "regex", "pattern": "^(a+)+$"}, {"name": "exact_match", "column": "right"}])
     texts = ["aa", "b"] * 10  # more than a process takes at once
     texts[5] = "a" * 60 + "b"
-    answers = [Answered("p", text, [], {"right": "b"}, None, True) for text in texts]
+    answers = [RewardInput("p", text, [], {"right": "b"}, None, True) for text in texts]
     with Rewards(rewards, 0.5, 2) as scorer:
         values, reasons = scorer.score(answers)
         pids = scorer.pids
@@ -228,9 +228,9 @@ PARENT = f"""
 import threading, time
 from lmmods.recipe.rewards import read_rewards
 from lmmods.recipe.trust import trusting
-from lmmods.rollouts.rewards import Answered, Rewards
+from lmmods.rollouts.rewards import RewardInput, Rewards
 
-rows = [Answered("p", text, [], {{"tests": ["assert True"]}}, None, True)
+rows = [RewardInput("p", text, [], {{"tests": ["assert True"]}}, None, True)
         for text in ("a" * 60 + "b", "import time; time.sleep(1000)")]
 with trusting(True):
     rewards = Rewards(read_rewards([

@@ -14,7 +14,7 @@ from lmmods.data.grpo import Prompt
 from lmmods.recipe.rewards import read_rewards
 from lmmods.rollouts import code_tests
 from lmmods.rollouts.named_rewards import NamedScorer, Text, Unscorable, wanted_by
-from lmmods.rollouts.rewards import LOOKED_AT, Answered, Rewards, check_prompts, total
+from lmmods.rollouts.rewards import LOOKED_AT, RewardInput, Rewards, check_prompts, total
 
 NAN = np.nan
 
@@ -270,8 +270,8 @@ def test_tests_that_are_none(tests, message):
 # Many answers ---------------------------------------------------------------------------------------------------------
 
 
-def answered(text: str, num_tokens: int = 0, reference: str | None = None, **row) -> Answered:
-    return Answered("p", text, [0] * num_tokens, row, reference, True)
+def answered(text: str, num_tokens: int = 0, reference: str | None = None, **row) -> RewardInput:
+    return RewardInput("p", text, [0] * num_tokens, row, reference, True)
 
 
 ANSWERS = [answered("a", 3, "a", tests="assert True"), answered("pass", 9, "pass", tests="assert True"),

@@ -8,7 +8,7 @@ import pytest
 from lmmods.core.settings import Teacher
 from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.on_policy import on_policy_of
-from lmmods.rollouts.policy import Drawn
+from lmmods.rollouts.policy import SampledAnswer
 
 DATA = SimpleNamespace(max_length=50, run_seed=7, codec=SimpleNamespace(stop_token_ids=[2]))
 PROMPTS = [np.arange(1, length) for length in (3, 5, 2, 4, 7)]
@@ -25,7 +25,7 @@ class Sampler:
 
     def draw(self, prompts, numbers, temperature, max_new_tokens, ends):
         self.asked = len(prompts), temperature, max_new_tokens, ends
-        return [Drawn(np.full(int(1 + row[0] * max_new_tokens), prompt[-1], np.int32), None, None, True)
+        return [SampledAnswer(np.full(int(1 + row[0] * max_new_tokens), prompt[-1], np.int32), None, None, True)
                 for prompt, row in zip(prompts, numbers, strict=True)]
 
     def gather(self, parts):
@@ -57,7 +57,7 @@ def test_without_training_prompts_stand_in():
 
 def test_what_is_said_of_a_run():
     task = task_of(on_policy=0.25, max_new_tokens=9)
-    assert task.drawn_answers(10, 4) == (3, 4, 1, 9) and task_of().drawn_answers(10, 4) is None
+    assert task.sampling_load(10, 4) == (3, 4, 1, 9) and task_of().sampling_load(10, 4) is None
     [line] = task.describe_training(10, None)
     assert "25% of the rows" in line and "2.5 of 10, with at most 9 tokens" in line
     assert task_of().describe_training(10, None) == []

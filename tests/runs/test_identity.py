@@ -20,14 +20,14 @@ from lmmods.runs.identity import (
     CUT,
     NOT_COMPARED,
     REPORTED,
+    BatchSplitChange,
     Comparison,
-    Cuts,
     fitting,
     identity_tree,
     is_among,
 )
 from lmmods.runs.model_card import model_facts
-from lmmods.runs.progress import Cut
+from lmmods.runs.progress import BatchSplit
 from tests.house.test_docs import by_task, marks  # noqa: F401 - a fixture
 
 ENGINES = ["torch", "jax"]
@@ -213,7 +213,7 @@ def test_large_files_are_sampled(tmp_path, monkeypatch):
         if place is not None:
             content[127 * (2**23 - 2**14) // 255 if place == 2**22 else place] = 1
         path.write_bytes(content)
-        seen.add(fingerprints.sampled_file(path))
+        seen.add(fingerprints.hash_sampled(path))
     assert len(seen) == 4
 
 
@@ -329,10 +329,10 @@ def test_what_may_change_on_resume_stands_in_one_table(resume):
 ])
 def test_settings_that_keep_the_rows_of_a_step(was, now, fits):
     size, accumulated, ranks = fits
-    assert Cut(*fits).step == Cut(*was).step
-    assert fitting(Cut(*was).step, Cut(*now)) == (
+    assert BatchSplit(*fits).step == BatchSplit(*was).step
+    assert fitting(BatchSplit(*was).step, BatchSplit(*now)) == (
         f"with {ranks} device{'s' if ranks > 1 else ''}, data.batch_size {size} and trainer.accumulate_grad_batches "
-        f"{accumulated} make {Cut(*was).step}")
+        f"{accumulated} make {BatchSplit(*was).step}")
 
 
 def cuts(was: tuple[int, int, int], now: tuple[int, int, int], limits: tuple = (None, None), num_rows: int | None = 64,
@@ -342,7 +342,7 @@ def cuts(was: tuple[int, int, int], now: tuple[int, int, int], limits: tuple = (
               "data": {"class_path": "lmmods.data.sft.SFTData", "batch_size": cut[0]}}
              for cut, limit in zip((was, now), limits, strict=True)]
     state = {"world_size": was[2], "SFTData": {} if num_rows is None else {"num_rows": num_rows}}
-    return Cuts(state, *sides, {}, Cut(*now)).problem()
+    return BatchSplitChange(state, *sides, {}, BatchSplit(*now)).problem()
 
 
 def test_what_another_cut_must_keep():

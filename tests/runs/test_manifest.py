@@ -28,10 +28,10 @@ def test_hashes_are_those_of_the_usual_programs(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"abc")
     # of `b2sum -l 128` and `sha256sum`
-    assert fingerprints.described(path) == {"bytes": 3, "hash": "blake2b:cf4ab791c62b8d2b2109c90275287816"}
+    assert fingerprints.describe_file(path) == {"bytes": 3, "hash": "blake2b:cf4ab791c62b8d2b2109c90275287816"}
     assert fingerprints.sha256(path) == {
         "bytes": 3, "hash": "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
-    for described in (fingerprints.described(path), fingerprints.sha256(path)):
+    for described in (fingerprints.describe_file(path), fingerprints.sha256(path)):
         assert fingerprints.is_as_described(path, described)
         path.write_bytes(b"abd")
         assert not fingerprints.is_as_described(path, described)
@@ -46,10 +46,10 @@ def test_large_weights_are_described_by_blocks_and_those_of_the_hub_by_their_nam
     with open(blob, "wb") as file:
         file.truncate(fingerprints.SAMPLED_ABOVE + 1)
     link.symlink_to(blob)
-    assert fingerprints.described(link)["hash"] == f"sha256:{digest}"
-    assert not fingerprints.is_as_described(link, fingerprints.described(link))  # its name does not make it so
+    assert fingerprints.describe_file(link)["hash"] == f"sha256:{digest}"
+    assert not fingerprints.is_as_described(link, fingerprints.describe_file(link))  # its name does not make it so
     plain = blob.rename(tmp_path / "model.safetensors")
-    described = fingerprints.described(plain)
+    described = fingerprints.describe_file(plain)
     assert described["hash"].startswith("blocks:") and fingerprints.is_as_described(plain, described)
     with open(plain, "r+b") as file:
         file.seek(-1, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lmmods.torch_engine.compat.bitsandbytes import matrix_of, mend_cpu_kernels, multiply_by_matrices
+from lmmods.torch_engine.compat.bitsandbytes import matrix_of, multiply_by_matrices, patch_cpu_kernels
 from tests.closeness import assert_as_close
 
 
@@ -24,7 +24,7 @@ def by_hand(packed: torch.Tensor, state: F.QuantState) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_dequantised_weights(shape, kind):
     layer = bnb.nn.Linear4bit(shape[1], shape[0], quant_type=kind)
-    mend_cpu_kernels(nn.ModuleList([layer]))
+    patch_cpu_kernels(nn.ModuleList([layer]))
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for storage in (torch.uint8, torch.bfloat16) if shape != (7, 13) else (torch.uint8,):  # 46 bytes, 2 or 1 each
         packed, state = F.quantize_4bit(weight, quant_type=kind, quant_storage=storage)

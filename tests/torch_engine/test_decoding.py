@@ -22,7 +22,14 @@ from transformers import (
 
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import UNIT
-from lmmods.torch_engine.nn.decoding import CARRIED, _forward, contrastive_search, drawn, generate, group_beam_search
+from lmmods.torch_engine.nn.decoding import (
+    CARRIED,
+    _forward,
+    contrastive_search,
+    generate,
+    group_beam_search,
+    sample_tokens,
+)
 from tests.torch_engine.test_families import make
 
 SEED = 70_000_000
@@ -289,7 +296,7 @@ def test_a_drawn_token_is_the_first_above_its_number(size):
     scores[:, ::3] = -torch.inf
     numbers = torch.from_numpy(random.random(40, np.float32))
     numbers[:2] = torch.tensor([0.0, 1 - 2**-24])
-    for row, number, token in zip(scores, numbers, drawn(scores, numbers).tolist(), strict=True):
+    for row, number, token in zip(scores, numbers, sample_tokens(scores, numbers).tolist(), strict=True):
         sums = np.cumsum(np.round(row.softmax(-1).numpy() / np.float32(UNIT)).astype(np.int64))
         wanted = min(int(number.numpy() * np.float32(sums[-1])), sums[-1] - 1)
         assert token == int(np.searchsorted(sums, wanted, side="right"))

@@ -9,7 +9,7 @@ import torch
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Divergence, Teacher, TokenLoss
-from lmmods.data.teacher import LikeliestByNumber, check_teacher
+from lmmods.data.teacher import TeacherTopKTable, check_teacher
 from lmmods.torch_engine.nn import loss as loss_module
 from lmmods.torch_engine.nn.distillation import TeacherStates, TeacherTopK, compare, compute_top_k, distillation_loss
 from lmmods.torch_engine.nn.loss import IGNORED, token_loss
@@ -171,7 +171,7 @@ def test_all_tokens_as_likeliest_are_the_whole_distribution(small_chunks, drawn,
 def test_likeliest_tokens_are_found_by_number():
     parts = [{"ids": np.array([[1, 2], [3, 4]]), "logps": np.ones((2, 3))}, {"ids": np.array([[5, 6]]),
                                                                             "logps": np.full((1, 3), 2.0)}]
-    ids, logps = LikeliestByNumber(parts, 2)(np.array([[0, 3], [2, 1]]))
+    ids, logps = TeacherTopKTable(parts, 2)(np.array([[0, 3], [2, 1]]))
     assert ids.tolist() == [[[0, 0], [5, 6]], [[3, 4], [1, 2]]] and logps[..., 0].tolist() == [[0, 2], [1, 1]]
 
 

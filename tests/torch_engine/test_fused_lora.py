@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lmmods.torch_engine.compat.bitsandbytes import matrix_of, mend_cpu_kernels, multiply_by_matrices
+from lmmods.torch_engine.compat.bitsandbytes import matrix_of, multiply_by_matrices, patch_cpu_kernels
 from lmmods.torch_engine.compat.peft import lora_layers
 from lmmods.torch_engine.nn import lora
 from lmmods.torch_engine.nn.lora import fuse_adapters
@@ -37,7 +37,7 @@ def adapted(quantised: str | None = None, **fields) -> nn.Module:
     torch.manual_seed(0)
     model = get_peft_model(Network(quantised).to("cpu"), LoraConfig(
         r=4, lora_alpha=12, target_modules=["up", "down"], init_lora_weights=False, **fields))
-    mend_cpu_kernels(model)
+    patch_cpu_kernels(model)
     multiply_by_matrices(model)
     return model.train()
 

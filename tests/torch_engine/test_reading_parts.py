@@ -18,7 +18,7 @@ from lmmods.core.lazy_array import LazyArray
 from lmmods.core.settings import LoRA
 from lmmods.runs.checkpoint import WriterRank, open_checkpoint, write_checkpoint
 from lmmods.torch_engine.callbacks.checkpoint import TORCH, FolderCheckpointIO
-from lmmods.torch_engine.compat.torch import imagined_processes
+from lmmods.torch_engine.compat.torch import simulate_processes
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
 from lmmods.torch_engine.nn.principal import PrincipalParts
@@ -52,7 +52,7 @@ def test_rows_of_a_checkpoint(tmp_path, asked):
     state = content["optimizer_states"][0]["state"][0]
     assert state["step"] == 1
     asked.clear()
-    with imagined_processes(3):
+    with simulate_processes(3):
         param = distribute_tensor(torch.zeros(7, 4, dtype=torch.bfloat16), init_device_mesh("cpu", (3,)), [Shard(0)],
                                   src_data_rank=None)
         load_into(param, content["state_dict"]["w"])

@@ -56,19 +56,19 @@ class BlockSet(Dataset):
         """Tokens truncated from each block: none."""
         return np.zeros(len(self), np.int64)
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        if number < 0:
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        if index < 0:
             return None
-        at, end = int(self._starts[number]), int(self._ends[number])
+        at, end = int(self._starts[index]), int(self._ends[index])
         # The first row that ends after `at`; empty rows are skipped.
-        place = first = int(np.searchsorted(self._row_ends, at, "right"))
+        row_index = first = int(np.searchsorted(self._row_ends, at, "right"))
         parts = []
         while at < end:
             # Take tokens from row after row until the block is full.
-            row_end = int(self._row_ends[place])
-            ids = self.rows[place]["input_ids"]
+            row_end = int(self._row_ends[row_index])
+            ids = self.rows[row_index]["input_ids"]
             start = len(ids) - (row_end - at)  # offset of `at` within the row
             parts.append(ids[start : start + end - at])
-            at, place = min(row_end, end), place + 1
+            at, row_index = min(row_end, end), row_index + 1
         ids = np.concatenate(parts)
         return {"input_ids": ids, "labels": ids, "index": self.rows[first]["index"]}

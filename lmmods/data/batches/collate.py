@@ -58,11 +58,11 @@ class Collator:
         if key == DRAWN:
             return np.array([0 if row is None else row[key] for row in rows], np.float32)
         if key in ("start_positions", "end_positions"):
-            return np.array([IGNORED if row is None else self._moved(row, key, length) for row in rows], np.int64)
+            return np.array([IGNORED if row is None else self._move_ends(row, key, length) for row in rows], np.int64)
         # [B, T], filled with padding; rows are written over it.
         fill = {"input_ids": self.pad_id, "labels": IGNORED}.get(key, 0)
         column = np.full((len(rows), length), fill, np.float32 if key == "loss_weights" else np.int64)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             # The one token that a padding row attends to, in its own segment.
             if row is None and key in ("attention_mask", "segment_ids"):
                 value: Any = np.ones(1, np.int64)
@@ -74,7 +74,7 @@ class Collator:
                 value = np.broadcast_to(row["weight"], len(row["input_ids"]))
             else:
                 value = row[key]
-            column[place, slice(len(value)) if self.side == "right" else slice(length - len(value), None)] = value
+            column[index, slice(len(value)) if self.side == "right" else slice(length - len(value), None)] = value
         return column
 
     def _token_seeds(self, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
@@ -91,7 +91,7 @@ class Collator:
             numbers = np.array([[0 if row is None else row["row"]] for row in rows], np.int64)  # [B, 1]
         return np.where(real, token_seeds(self.seed, draws, numbers, positions), 0).astype(np.int64)
 
-    def _moved(self, row: dict[str, Any], key: str, length: int) -> int:
+    def _move_ends(self, row: dict[str, Any], key: str, length: int) -> int:
         """Shift a position of the row to the padded row."""
         position = int(row[key])
         return position if self.side == "right" or position == IGNORED else position + length - len(row["input_ids"])
@@ -122,8 +122,8 @@ class AnswerSet(Dataset):
         """Tokens truncated from each row."""
         return self.rows.truncated
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        row = self.rows[number]
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        row = self.rows[index]
         if row is None:
             return None
         first = int(row["chosen_length"])
@@ -158,11 +158,11 @@ class MismatchedSet(AnswerSet):
         self.tokens = self.tokens + np.minimum(prompts + (rows.lengths - prompts)[self._lender], max_length)
         self.lengths = np.maximum(rows.lengths, self.tokens - rows.lengths)
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        item = super().__getitem__(number)
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        item = super().__getitem__(index)
         if item is None:
             return None
-        lender, prompt = self.rows[int(self._lender[number])], int(item["prompt_length"])
+        lender, prompt = self.rows[int(self._lender[index])], int(item["prompt_length"])
         joined = {name: np.concatenate([item[name][:prompt], lender[name][lender["prompt_length"]:]])
                   for name in ("input_ids", "labels")}
         answer = {name: values[: self._max_length] for name, values in joined.items()}
@@ -211,8 +211,8 @@ class AnswerCollator:
         if item is None:
             return [None] * self.num_answers
         # `row` seeds dropout: distinct numbers for up to two answers per row.
-        return [{"weight": item["weight"], "draw": item["draw"], "row": 2 * item["row"] + place, **answer}
-                for place, answer in enumerate(item["answers"])]
+        return [{"weight": item["weight"], "draw": item["draw"], "row": 2 * item["row"] + index, **answer}
+                for index, answer in enumerate(item["answers"])]
 
 
 @dataclass
@@ -239,6 +239,6 @@ class LabelCollator:
         if self.problem_type == "regression":
             return np.array([np.nan if item is None else item["label"] for item in items], np.float32)
         labels = np.zeros((len(items), self.num_labels), np.float32)
-        for place, item in enumerate(items):
-            labels[place, slice(None) if item is None else item["label"]] = np.nan if item is None else 1
+        for index, item in enumerate(items):
+            labels[index, slice(None) if item is None else item["label"]] = np.nan if item is None else 1
         return labels

@@ -63,7 +63,7 @@ class Widths:
 
     def __call__(self, numbers: list[int]) -> int:
         """Padded length of the batch of these rows, numbered through the epochs as in an order; -1 is a padding row."""
-        sizes = [int(self._lengths[number % len(self._lengths)]) for number in numbers if number >= 0]
+        sizes = [int(self._lengths[index % len(self._lengths)]) for index in numbers if index >= 0]
         return self._padded(max(sizes, default=1))
 
     def longest(self) -> int:
@@ -100,12 +100,12 @@ def _read(loader: DataLoader, batches: _Batches, upcoming: Iterator[list[int]], 
         batches.upcoming = upcoming
         yield from loader
         return
-    own, size = shard.fed
+    ranks, size = shard.fed
 
     def is_read(place: int) -> bool:
-        # The second case: the last group, of count - place batches, has none for `own`; rank 0's is the first of it.
+        # The second case: the last group, of count - place batches, has none for `ranks`; rank 0's is the first of it.
         rank = place % size
-        return rank in own or rank == 0 and min(own) >= min(size, count - place)
+        return rank in ranks or rank == 0 and min(ranks) >= min(size, count - place)
 
     # The DataLoader runs ahead of what is yielded, so each needs its own iterator.
     upcoming, known = tee(upcoming)
@@ -116,9 +116,9 @@ def _read(loader: DataLoader, batches: _Batches, upcoming: Iterator[list[int]], 
             yield Absent(widths(numbers))
             continue
         batch = next(own_batches)
-        found = batch["input_ids"].shape[-1]
-        if found != widths(numbers):  # other processes would wait for batches of another shape
-            raise RuntimeError(f"A batch is padded to {found} tokens, but its lengths give {widths(numbers)}")
+        width = batch["input_ids"].shape[-1]
+        if width != widths(numbers):  # other processes would wait for batches of another shape
+            raise RuntimeError(f"A batch is padded to {width} tokens, but its lengths give {widths(numbers)}")
         yield batch
 
 
@@ -202,7 +202,7 @@ class StatefulLoader:
         They do not depend on the position. Needs `widths`.
         """
         order = self._order_of(0, self._rule)
-        return [*(self._widths(order[number]) for number in range(min(len(order), SAMPLED))), self._widths.longest()]
+        return [*(self._widths(order[index]) for index in range(min(len(order), SAMPLED))), self._widths.longest()]
 
     def state_dict(self) -> dict[str, Any]:
         """Position as plain JSON: epoch, number of its rows handed out, and settings of the batches."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.sampler import shuffled
+from lmmods.data.batches.sampler import shuffle_rows
 from lmmods.recipe.mixing import Mixing
 
 MOST_ITEMS = 2**31 - 1  # of an epoch, whose order is held in memory
@@ -38,8 +38,8 @@ class Mixture:
                             "data.source")
         self._sizes = np.array(sizes, np.int64)
         if settings.schedule is None:
-            given = [size if weight is None else weight for size, weight in zip(sizes, weights, strict=True)]
-            points = [(0.0, settings.shares(given))]
+            totals = [size if weight is None else weight for size, weight in zip(sizes, weights, strict=True)]
+            points = [(0.0, settings.shares(totals))]
         else:
             points = [(point.at, settings.shares(point.weights)) for point in settings.schedule]
         if points[-1][0] < 1:
@@ -73,13 +73,13 @@ class Mixture:
         """
         random = np.random.default_rng([seed, epoch])
         starts = np.cumsum([0, *self._sizes[:-1]])
-        places, numbers = [], []
+        positions, numbers = [], []
         for source, count in enumerate(self.counts.tolist()):
             within = random.random(count) if shuffle else 0.5
-            places.append(self._place_of(source, (np.arange(count) + within) / count))
+            positions.append(self._place_of(source, (np.arange(count) + within) / count))
             numbers.append(self._upcoming(source, epoch * count, count, seed, shuffle) + starts[source])
         # Stable: of equal places the first source's comes first.
-        return np.concatenate(numbers)[np.argsort(np.concatenate(places), kind="stable")]
+        return np.concatenate(numbers)[np.argsort(np.concatenate(positions), kind="stable")]
 
     def _place_of(self, source: int, part: np.ndarray) -> np.ndarray:
         """Return where in the epoch (0 to 1) a source has had these parts of its items.
@@ -90,21 +90,21 @@ class Mixture:
         part = part * grown[-1]
         # The last point before; segments in which the source is omitted have none.
         segment = np.minimum(np.searchsorted(grown, part, "right") - 1, len(self._begins) - 1)
-        rest = part - grown[segment]
+        beyond = part - grown[segment]
         first, length = self._begins[segment, source], np.diff(self._ats)[segment]
         slope = (self._ends[segment, source] - first) / length
-        below = first + np.sqrt(np.maximum(first**2 + 2 * slope * rest, 0))
-        return self._ats[segment] + np.divide(2 * rest, below, out=np.zeros_like(rest), where=below > 0)
+        below = first + np.sqrt(np.maximum(first**2 + 2 * slope * beyond, 0))
+        return self._ats[segment] + np.divide(2 * beyond, below, out=np.zeros_like(beyond), where=below > 0)
 
     def _upcoming(self, source: int, done: int, count: int, seed: int, shuffle: bool) -> np.ndarray:
         """Return the next `count` items of a source after `done`, numbered as in `epoch` without those before it."""
         size, total = int(self._sizes[source]), int(self._sizes.sum())
         parts = []
-        for number in range(done // size, -(-(done + count) // size)):
+        for epoch in range(done // size, -(-(done + count) // size)):
             # A fourth word, as seeds of other orders differ from this one then whatever their numbers are.
-            random = np.random.default_rng([seed, source, number, 1])
-            order = shuffled(size, random) if shuffle else np.arange(size)
-            parts.append(order + np.int64(number * total))
+            random = np.random.default_rng([seed, source, epoch, 1])
+            order = shuffle_rows(size, random) if shuffle else np.arange(size)
+            parts.append(order + np.int64(epoch * total))
         return np.concatenate(parts)[done % size : done % size + count]
 
     def describe(self, names: Sequence[str], rule: str) -> dict[str, Any]:

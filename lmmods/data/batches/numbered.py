@@ -47,11 +47,11 @@ class NumberedSet(Dataset):
         """Tokens truncated from each item."""
         return self.items.truncated
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        if number < 0:
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        if index < 0:
             return None
         # `row` and `draw` seed dropout, so they depend neither on the order nor on the batch.
-        draw, place = divmod(number, len(self))
-        item = self.items[number if self.redrawn else place]
-        added = {name: make(place, item) for name, make in self.columns.items()}
-        return {**item, **added, "row": place, "draw": draw}
+        draw, row = divmod(index, len(self))
+        item = self.items[index if self.redrawn else row]
+        added = {name: make(row, item) for name, make in self.columns.items()}
+        return {**item, **added, "row": row, "draw": draw}

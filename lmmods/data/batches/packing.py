@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from lmmods.core.labels import IGNORED
 from lmmods.data.batches.collate import PLACES
-from lmmods.data.batches.sampler import shuffled, stable_descending
+from lmmods.data.batches.sampler import shuffle_rows, stable_descending
 
 CHUNK = 50_000  # rows packed at a time; bounds memory, and larger chunks pack no better
 
@@ -46,11 +46,11 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray,
         length = int(lengths[order[start]])
         while start < end:
             count = end - start
-            place = bisect_left(rooms, length)  # smallest room that suffices
-            room = rooms[place] if place < len(rooms) else capacity
-            each = room // length if length else count
-            wanted = -(-count // each)
-            if place == len(rooms):
+            index = bisect_left(rooms, length)  # smallest room that suffices
+            room = rooms[index] if index < len(rooms) else capacity
+            per_pack = room // length if length else count
+            wanted = -(-count // per_pack)
+            if index == len(rooms):
                 packs = list(range(num_packs, num_packs + wanted))
                 num_packs += wanted
             else:
@@ -58,12 +58,12 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray,
                 del with_room[room][-wanted:]
                 # `rooms` contains only sizes that some pack has.
                 if not with_room[room]:
-                    del with_room[room], rooms[place]
-            placed = min(count, each * len(packs))
-            pack_of[start : start + placed] = np.repeat(packs, each)[:placed]
-            full, rest = divmod(placed, each)
-            make_room(room - each * length, packs[:full])
-            make_room(room - rest * length, packs[full:])
+                    del with_room[room], rooms[index]
+            placed = min(count, per_pack * len(packs))
+            pack_of[start : start + placed] = np.repeat(packs, per_pack)[:placed]
+            full, remainder = divmod(placed, per_pack)
+            make_room(room - per_pack * length, packs[:full])
+            make_room(room - remainder * length, packs[full:])
             start += placed
     by_pack = stable_descending(num_packs - pack_of)
     return order[by_pack], np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=num_packs))])
@@ -89,7 +89,7 @@ class PackedSet(Dataset):
         packed, ends, num_packs, begin = [np.empty(0, np.int32)], [np.zeros(1, np.int64)], [], 0
         for size in [len(lengths)] if groups is None else groups:
             # Shuffled, so that each chunk is a sample of all rows rather than of one source.
-            order = shuffled(int(size), np.random.default_rng([seed, int(size)])) + begin
+            order = shuffle_rows(int(size), np.random.default_rng([seed, int(size)])) + begin
             num_packs.append(0)
             for start in range(0, len(order), CHUNK):
                 chunk = order[start : start + CHUNK]
@@ -114,12 +114,12 @@ class PackedSet(Dataset):
         """Tokens truncated from the rows of each pack."""
         return self._sums(self.items.truncated)
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        if number < 0:
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        if index < 0:
             return None
         # The rows are those of the same draw, in the numbering of `NumberedSet`.
-        draw, place = divmod(number, len(self))
-        items = self._items[self._bounds[place] : self._bounds[place + 1]].tolist()
+        draw, pack = divmod(index, len(self))
+        items = self._items[self._bounds[pack] : self._bounds[pack + 1]].tolist()
         rows = [self.items[item + draw * len(self.items)] for item in items]
         sizes = [len(row["input_ids"]) for row in rows]  # tokens of each row; they add up to T
         # A copy: the stored rows must not change below.

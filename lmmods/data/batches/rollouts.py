@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
 from lmmods.data.batches.loader import Batch, SegmentLoader, Shard
-from lmmods.data.batches.sampler import GROUPED, PADDING_ROW, BatchOrder, batches_per_rank, shuffled
+from lmmods.data.batches.sampler import GROUPED, PADDING_ROW, BatchOrder, batches_per_rank, shuffle_rows
 
 
 class Place(NamedTuple):
@@ -75,9 +75,9 @@ class RolloutPlan:
     @property
     def num_rows(self) -> int:
         """Rows of an epoch, with those of all iterations and padding rows."""
-        whole, rest = divmod(self.num_prompts, self.prompts_per_rollout)
+        whole, remainder = divmod(self.num_prompts, self.prompts_per_rollout)
         rows = whole * self.prompts_per_rollout * self.num_generations * self.num_iterations
-        return rows + (self._padded(rest) * self.num_iterations if rest else 0)
+        return rows + (self._padded(remainder) * self.num_iterations if remainder else 0)
 
     def _padded(self, num_prompts: int) -> int:
         """Return the number of rows of an iteration over this many prompts."""
@@ -87,11 +87,11 @@ class RolloutPlan:
     def find(self, epoch: int, row: int) -> Place:
         """Return the rollout of a row of an epoch."""
         full = self.prompts_per_rollout * self.num_generations * self.num_iterations
-        number = row // full
-        order = np.arange(self.num_prompts) if self.seed is None else shuffled(
+        index = row // full
+        order = np.arange(self.num_prompts) if self.seed is None else shuffle_rows(
             self.num_prompts, np.random.default_rng([self.seed, epoch]))
-        prompts = order[number * self.prompts_per_rollout : (number + 1) * self.prompts_per_rollout].astype(np.int64)
-        return Place(epoch, number, number * full, min((number + 1) * full, self.num_rows), prompts)
+        prompts = order[index * self.prompts_per_rollout : (index + 1) * self.prompts_per_rollout].astype(np.int64)
+        return Place(epoch, index, index * full, min((index + 1) * full, self.num_rows), prompts)
 
     def answer_of(self, place: Place, row: int) -> int:
         """Return the number in the rollout of the answer that a row of the epoch contains; PADDING_ROW for none."""
@@ -126,9 +126,9 @@ class RolloutSet(Dataset):
     def __len__(self) -> int:
         return self._plan.num_rows
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        epoch, row = divmod(number, len(self))
-        if number < 0 or (answer := self._plan.answer_of(self.place, row)) == PADDING_ROW:
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        epoch, row = divmod(index, len(self))
+        if index < 0 or (answer := self._plan.answer_of(self.place, row)) == PADDING_ROW:
             return None
         if epoch != self.place.epoch or not self.place.start <= row < self.place.stop:
             raise IndexError(f"row {row} of epoch {epoch} does not belong to rollout {self.place.number}")

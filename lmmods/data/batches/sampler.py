@@ -82,8 +82,8 @@ class BatchOrder:
         # Neither the order of `_batches`, which only version 1 sets, nor the count of `first` applies here.
         return self._order.astype(np.int64) + self._offset
 
-    def __getitem__(self, number: int) -> list[int]:
-        start = int(self._batches[number]) * self._batch_size
+    def __getitem__(self, index: int) -> list[int]:
+        start = int(self._batches[index]) * self._batch_size
         # int64, as numbers that count through the epochs outgrow the type of the order
         return (self._order[start : start + self._batch_size].astype(np.int64) + self._offset).tolist()
 
@@ -105,7 +105,7 @@ def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: 
         return BatchOrder(_numbers(len(lengths)), batch_size)
     random = np.random.default_rng(seed)
     # The order of draws from `random` is part of every saved position: a resumed run repeats it.
-    order = shuffled(len(lengths), random)
+    order = shuffle_rows(len(lengths), random)
     if not group_by_length:
         return BatchOrder(order, batch_size)
     if rule.version == 1:
@@ -113,7 +113,7 @@ def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: 
         chunk_of = np.arange(len(order)) // (batch_size * SORTED_TOGETHER)
         order = order[np.lexsort((-lengths[order], chunk_of))]
         return BatchOrder(order, batch_size, random.permutation(-(-len(order) // batch_size)))
-    return BatchOrder(_grouped(order, lengths, rule.rows_per_step, begun, random), batch_size)
+    return BatchOrder(_group(order, lengths, rule.rows_per_step, begun, random), batch_size)
 
 
 def mixed_order(numbers: np.ndarray, lengths: np.ndarray, batch_size: int, seed: list[int], rule: OrderRule,
@@ -128,13 +128,13 @@ def mixed_order(numbers: np.ndarray, lengths: np.ndarray, batch_size: int, seed:
         group_by_length: Put items of similar length into a step, of those near each other in the order.
     """
     if group_by_length:
-        places = np.arange(len(numbers))
+        positions = np.arange(len(numbers))
         random = np.random.default_rng([*seed, 0, 2])  # not that of the order itself
-        numbers = numbers[_grouped(places, lengths[numbers % len(lengths)], rule.rows_per_step, 0, random)]
+        numbers = numbers[_group(positions, lengths[numbers % len(lengths)], rule.rows_per_step, 0, random)]
     return BatchOrder(numbers, batch_size)
 
 
-def _grouped(order: np.ndarray, lengths: np.ndarray, size: int, begun: int, random: np.random.Generator) -> np.ndarray:
+def _group(order: np.ndarray, lengths: np.ndarray, size: int, begun: int, random: np.random.Generator) -> np.ndarray:
     """Sort within random chunks of the shuffled rows, then shuffle the steps of `size` rows.
 
     Rows of the incomplete last step, and those that complete the current one, are drawn from all rows: otherwise the
@@ -170,7 +170,7 @@ def stable_descending(lengths: np.ndarray) -> np.ndarray:
     return np.argsort(keys.astype(np.uint16) if longest < 2**16 else keys, axis=-1, kind="stable")
 
 
-def shuffled(count: int, random: np.random.Generator) -> np.ndarray:
+def shuffle_rows(count: int, random: np.random.Generator) -> np.ndarray:
     """Return what `random.permutation(count)` does, as int32 where it suffices: half the memory."""
     numbers = _numbers(count)
     random.shuffle(numbers)
@@ -209,6 +209,6 @@ def batches_per_rank(num_batches: int, world_size: int) -> int:
 def batches_of_rank(order: BatchOrder, start: int, rank: int, world_size: int) -> Iterator[list[int]]:
     """Yield this rank's batches from global batch `start` on; as many on all ranks, so the last may be padding."""
     for first in range(start, len(order), world_size):
-        number = first + rank
+        index = first + rank
         # The last group may not have a batch for every rank, but collective calls need all of them.
-        yield order[number] if number < len(order) else [PADDING_ROW]
+        yield order[index] if index < len(order) else [PADDING_ROW]

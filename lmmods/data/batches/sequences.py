@@ -37,8 +37,8 @@ class SequenceSet(Dataset):
         """Tokens truncated from each row."""
         return self.rows.truncated
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        row = self.rows[number]
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        row = self.rows[index]
         if row is None:
             return None
         ends = np.cumsum(row["sizes"])
@@ -46,7 +46,8 @@ class SequenceSet(Dataset):
         answers = [{name: row[name][part] for name in LISTS if name in row} for part in parts]
         # Numbers of sequences, which seed their dropout, are places among `num_answers` for each row.
         return {**row, "num_answers": self.num_answers, "answers": [
-            {**answer, "place": place, "name": self._name_of(row, place)} for place, answer in enumerate(answers)]}
+            {**answer, "place": position, "name": self._name_of(row, position)} for position,
+            answer in enumerate(answers)]}
 
 
 class SingleSequences(Dataset):
@@ -61,11 +62,11 @@ class SingleSequences(Dataset):
     def __len__(self) -> int:
         return len(self.row_of)
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        if number < 0:
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        if index < 0:
             return None
-        row = self.rows[int(self.row_of[number])]
-        return {**row, "answers": [row["answers"][int(self.place_of[number])]]}
+        row = self.rows[int(self.row_of[index])]
+        return {**row, "answers": [row["answers"][int(self.place_of[index])]]}
 
 
 class RowColumn(NamedTuple):

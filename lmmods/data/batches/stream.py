@@ -68,7 +68,7 @@ def _each_once(sources: list[StreamSource], random: np.random.Generator, rule: R
     weights = np.array([source.weight for source in sources], float)
     while weights.any():
         # A single source takes no random numbers.
-        chosen = _drawn(weights, random) if len(sources) > 1 else 0
+        chosen = _sample_source(weights, random) if len(sources) > 1 else 0
         row = next(readers[chosen], None)
         if row is None:
             weights[chosen] = 0
@@ -86,7 +86,7 @@ def _in_shares(sources: list[StreamSource], random: np.random.Generator, rule: R
     upcoming = [next(reader, None) for reader in readers]
     has_ended = np.array([row is None for row in upcoming])
     while not (has_ended.any() if rule == "exhaust" else has_ended.all()):
-        chosen = _drawn(weights, random)
+        chosen = _sample_source(weights, random)
         row, upcoming[chosen] = upcoming[chosen], next(readers[chosen], None)
         if row is None:  # a source without rows
             continue
@@ -97,7 +97,7 @@ def _in_shares(sources: list[StreamSource], random: np.random.Generator, rule: R
             upcoming[chosen] = next(readers[chosen], None)
 
 
-def _drawn(weights: np.ndarray, random: np.random.Generator) -> int:
+def _sample_source(weights: np.ndarray, random: np.random.Generator) -> int:
     """Draw a source by the weights. "right", so that a source of weight 0 is never drawn."""
     return int(np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(), "right"))
 
@@ -192,20 +192,20 @@ class StreamLoader:
             return
         size, world_size = self._batch_size, self._shard.world_size
         # Each rank collates its share of the rows of a group; all ranks read all of them.
-        own = slice(self._shard.rank * size, (self._shard.rank + 1) * size)
+        own_rows = slice(self._shard.rank * size, (self._shard.rank + 1) * size)
         rows = self._rows()
         while group := list(islice(rows, size * world_size)):
             # Set before the batch is handed out: a checkpoint after its step must not repeat it.
             self._position = group[-1][0]
-            yield self._collate([items[number] for _, items, number in group[own]])
+            yield self._collate([items[index] for _, items, index in group[own_rows]])
 
     def _rows(self) -> Iterator[tuple[Position, Any, int]]:
         """Yield every row from the position on: the position after it, its dataset and its number there."""
         begun, done = self._position.begun, self._position.done
         for epoch, buffer, items in self._read_ahead():
             rows = self._order_of(items.lengths, epoch, buffer, self._rule, begun).rows.tolist()
-            for place in range(done, len(rows)):
-                yield Position(epoch, buffer, place + 1, begun), items, rows[place]
+            for index in range(done, len(rows)):
+                yield Position(epoch, buffer, index + 1, begun), items, rows[index]
             # A step that this buffer leaves incomplete is completed by the next one.
             begun, done = (begun + len(rows)) % self._rule.rows_per_step, 0
 
@@ -218,7 +218,7 @@ class StreamLoader:
             for numbers in batches_of_rank(order, done, rank, world_size):
                 done = min(done + world_size, len(order))
                 self._position = Position(epoch, buffer, done)
-                yield self._collate([items[number] for number in numbers])
+                yield self._collate([items[index] for index in numbers])
             done = 0
 
     def _read_ahead(self) -> Iterator[tuple[int, int, Any]]:
@@ -239,16 +239,16 @@ class StreamLoader:
             row_counts = [RowCounts() for _ in self._sources]
             useful = start > 0  # buffers before the position had usable rows
             size, seed = self._settings["window_size"], self._settings["seed"]
-            for number, buffer in enumerate(shuffle_buffers(self._sources, size, seed, epoch, self._mixing)):
+            for index, buffer in enumerate(shuffle_buffers(self._sources, size, seed, epoch, self._mixing)):
                 # Drawn again, since the draws of later buffers depend on them, but not encoded.
-                if number < start:
+                if index < start:
                     continue
                 rows = encode_buffer(self._sources, buffer, row_counts, self._num_proc)
                 self._report_new_reasons(row_counts)
                 items = self._arrange(rows) if len(rows) else []
                 if len(items):
                     useful = True
-                    yield epoch, number, items
+                    yield epoch, index, items
             if not useful:
                 raise _useless(self._sources, row_counts)
             self._report_dropped(epoch, row_counts)
@@ -270,8 +270,8 @@ class StreamLoader:
     def state_dict(self) -> dict[str, Any]:
         """Position as plain JSON: epoch, its buffer (`window`), what of that was handed out, settings."""
         at, old = self._position, self._rule.version == 1
-        place = {"batches": at.done} if old else {"rows": at.done, "begun": at.begun}
-        return {"epoch": at.epoch, "window": at.buffer, **place, "batch_size": self._batch_size, **self._settings,
+        position = {"batches": at.done} if old else {"rows": at.done, "begun": at.begun}
+        return {"epoch": at.epoch, "window": at.buffer, **position, "batch_size": self._batch_size, **self._settings,
                 **self._rule.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -91,11 +91,11 @@ class ChatTemplateRenderer:
         scored = scored_turns(conversation, turns)
         if turns == "all" and (row := written.whole(scored)):
             return [row]
-        return [written.turn(place) for place in scored]
+        return [written.turn(index) for index in scored]
 
-    def behind_call(self, conversation: Conversation, place: int) -> list[Segment]:
+    def segments_after_call(self, conversation: Conversation, index: int) -> list[Segment]:
         """See Renderer. The arguments of the last call contain `PROBE`."""
-        return _Turns(self, conversation).behind(place)
+        return _Turns(self, conversation).behind(index)
 
     @cached_property
     def behind(self) -> str:
@@ -103,17 +103,17 @@ class ChatTemplateRenderer:
 
         Phi-3's appends an end of text, Command A's the start of an answer.
         """
-        asked: Message = {"role": "user", "content": "a"}
+        question: Message = {"role": "user", "content": "a"}
         answer: Message = {"role": "assistant", "content": "b"}
         try:
-            written = _Turns(self, Conversation([asked, answer]))
+            written = _Turns(self, Conversation([question, answer]))
             texts = [written.text(num_turns, False) for num_turns in (1, 2)]
         except RowProblem:  # the template does not support such turns
             return ""
         # The common ending of texts whose last turns have different roles, from its first control token on.
         same = os.path.commonprefix([text[::-1] for text in texts])[::-1]
         tokens = self.encoder.control_pattern
-        same = same[found.start():] if (found := tokens.search(same)) else ""
+        same = same[match.start():] if (match := tokens.search(same)) else ""
         before = texts[0].removesuffix(same).rstrip()
         # If no control token ends the turn itself, the first of the common ones does, and the rest is appended.
         ended = any(token.end() == len(before) for token in tokens.finditer(before))
@@ -125,10 +125,10 @@ class ChatTemplateRenderer:
 
         It is the token that would open the next turn, as for all turns before, else the tokenizer's end token.
         """
-        asked: Message = {"role": "user", "content": "a"}
+        question: Message = {"role": "user", "content": "a"}
         answer: Message = {"role": "assistant", "content": PROBE}
         with suppress(RowProblem):
-            written = _Turns(self, Conversation([asked, answer, asked]))
+            written = _Turns(self, Conversation([question, answer, question]))
             behind = written.text(3, False).partition(PROBE)[2].lstrip()
             # Templates that omit the answer of a last turn give no evidence.
             if (token := self.encoder.control_pattern.match(behind)) and PROBE in written.text(2, False):
@@ -139,21 +139,21 @@ class ChatTemplateRenderer:
         """Control tokens that end turns of the assistant: answers, and tool calls if the template supports them."""
         function = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
         call = {"type": "function", "function": {"name": "a", "arguments": {}}, "id": "a12345678"}
-        asked: Message = {"role": "user", "content": "a"}
+        question: Message = {"role": "user", "content": "a"}
         answer: Message = {"role": "assistant", "content": "b"}
         calls: list[Message] = [{"role": "assistant", "content": "", "tool_calls": [call]},
                                 {"role": "tool", "content": "c", "name": "a", "tool_call_id": "a12345678"}]
-        found = []
-        for conversation in (Conversation([asked, answer, asked, answer]),
-                             Conversation([asked, *calls, answer], [{"type": "function", "function": function}])):
+        endings = []
+        for conversation in (Conversation([question, answer, question, answer]),
+                             Conversation([question, *calls, answer], [{"type": "function", "function": function}])):
             if conversation.tools and "tools" not in self._tool_template.names:
                 continue
             with suppress(RowProblem):  # the template does not support such turns
                 for row in self.rows(conversation, "all"):
                     # The last part of each response that is not white space: later entries replace earlier ones.
                     ends = {part.response: part for part in row.segments if part.response >= 0 and part.text.strip()}
-                    found += [part.text for part in ends.values() if part.template]
-        return list(dict.fromkeys(found))
+                    endings += [part.text for part in ends.values() if part.template]
+        return list(dict.fromkeys(endings))
 
     def template_of(self, conversation: Conversation) -> ChatTemplate:
         return self._tool_template if conversation.tools else self._template
@@ -191,7 +191,7 @@ class _Turns:
         num_turns = len(self._conversation.messages)
         text, spans = self.text(num_turns, False), self._marked_spans(scored, num_turns)
         if spans is None:
-            answers = [self._answer(place) for place in scored]
+            answers = [self._answer(index) for index in scored]
             # Each turn must be shown exactly as a model that answers there would see and write it.
             if not all(text.startswith(answer[: span.end]) for answer, span in answers):
                 return None
@@ -200,17 +200,17 @@ class _Turns:
             return None  # the terminator added here would be in later prompts, but inference does not show it
         return self._row(text, scored, spans, self._conversation)
 
-    def turn(self, place: int) -> RenderedRow:
-        """Return a row of the turns up to `place`, which learns only that one. Raises RowProblem as `whole` does."""
-        text, spans = self.text(place + 1, False), self._marked_spans([place], place + 1)
+    def turn(self, index: int) -> RenderedRow:
+        """Return a row of the turns up to `index`, which learns only that one. Raises RowProblem as `whole` does."""
+        text, spans = self.text(index + 1, False), self._marked_spans([index], index + 1)
         if spans is None:
-            text, span = self._answer(place)
+            text, span = self._answer(index)
             spans = [[self._closed(text, span)]]
-        return self._row(text, [place], spans, only_turn(self._conversation, place))
+        return self._row(text, [index], spans, only_turn(self._conversation, index))
 
-    def behind(self, place: int) -> list[Segment]:
-        """See ChatTemplateRenderer.behind_call."""
-        text, (answered, span) = self.text(len(self._conversation.messages), True), self._answer(place)
+    def behind(self, index: int) -> list[Segment]:
+        """See ChatTemplateRenderer.segments_after_call."""
+        text, (answered, span) = self.text(len(self._conversation.messages), True), self._answer(index)
         # What the turn ends in; templates such as Qwen3's start the last turn differently.
         end = answered[answered.rfind(PROBE) : span.end]
         start = text.rfind(PROBE)
@@ -225,10 +225,10 @@ class _Turns:
 
     def _row(self, text: str, scored: list[int], spans: list[list[_Span]], conversation: Conversation) -> RenderedRow:
         turns = list(zip(scored, spans, strict=True))
-        unshown = [key for place, parts in turns for key in self._unshown(place, text, parts)]
+        unshown = [key for index, parts in turns for key in self._unshown(index, text, parts)]
         unshown += [key for key in ("tools", "documents")
                     if getattr(conversation, key) and key not in self._template.names]
-        unlike = sum(not text[: parts[0].start].startswith(self.text(place, True)) for place, parts in turns)
+        unlike = sum(not text[: parts[0].start].startswith(self.text(index, True)) for index, parts in turns)
         return RenderedRow(self.segments(text, spans), conversation, unshown, unlike)
 
     def _marked_spans(self, scored: list[int], num_turns: int) -> list[list[_Span]] | None:
@@ -260,26 +260,26 @@ class _Turns:
         behind = self._control.match(text, end)
         return _Span(start, behind.end(), True) if behind else _Span(start, end, False)
 
-    def _answer(self, place: int) -> tuple[str, _Span]:
-        """Return the text of a row that ends in the turn at `place`, and the span of that turn.
+    def _answer(self, index: int) -> tuple[str, _Span]:
+        """Return the text of a row that ends in the turn at `index`, and the span of that turn.
 
         The turn is what it adds to its prompt. Some templates open each answer with <think> in the prompt and omit that
         in turns without reasoning: then the turn starts where the two texts diverge. Others, such as Mistral's, render
         the question differently once it is answered (they omit the system turn): then the turn is appended to the
         prompt of inference.
         """
-        prompt, answered = self.text(place, True), self.text(place + 1, False)
+        prompt, answered = self.text(index, True), self.text(index + 1, False)
         # The usual case: the turn adds to its prompt.
         if answered.startswith(prompt):
             return answered, self._span(answered, len(prompt))
         # The question is unchanged, and the texts differ only in how the answer is opened.
-        if answered.startswith(self.text(place, False).rstrip()):
+        if answered.startswith(self.text(index, False).rstrip()):
             start = self._common(prompt, answered)
             if OPENED.fullmatch(prompt[start:].strip()):
                 return answered, self._span(answered, start)
         else:
             # Texts with different answers diverge where the answer starts.
-            start = self._common(self._chat.answered_by(place, PROBE), answered)
+            start = self._common(self._chat.answered_by(index, PROBE), answered)
         span = self._span(answered, start)
         return prompt + answered[start: span.end], _Span(len(prompt), len(prompt) + span.end - start, span.closed)
 
@@ -295,10 +295,10 @@ class _Turns:
         prompt's."""
         answered = answered.removesuffix(self._renderer.behind)
         # Only a control token at the very end closes the turn; others, such as those of tool calls, are inside it.
-        found = list(self._control.finditer(answered, start))
-        if not found or answered[found[-1].end():].strip():
+        matches = list(self._control.finditer(answered, start))
+        if not matches or answered[matches[-1].end():].strip():
             return _Span(start, max(start, len(answered.rstrip())), False)
-        return _Span(start, found[-1].end(), True)
+        return _Span(start, matches[-1].end(), True)
 
     def _closed(self, text: str, span: _Span) -> _Span:
         """Close a span: without a terminator, as in GLM's template, the token that opens the next turn ends it."""
@@ -306,29 +306,29 @@ class _Turns:
         following = None if span.closed else self._control.match(text, span.end + space)
         return _Span(span.start, following.end(), True) if following else span
 
-    def _unshown(self, place: int, text: str, spans: list[_Span]) -> list[str]:
+    def _unshown(self, index: int, text: str, spans: list[_Span]) -> list[str]:
         """Keys of a target turn that the template omits. Raises RowProblem if too little is left to learn."""
-        message = self._chat.messages[place]
+        message = self._chat.messages[index]
         written = "".join(text[span.start:span.end] for span in spans)
         # A template without support for tools may drop calls in silence: the row would teach an empty answer.
         if any(call["function"]["name"] not in written for call in message.get("tool_calls", ())):
             raise RowProblem("the chat template does not render tool calls")
         if not self._control.sub("", written).strip():
             raise RowProblem("the chat template does not render the assistant's turn")
-        reasoning = self._chat.reasoning[place].strip()
+        reasoning = self._chat.reasoning[index].strip()
         return ["messages.reasoning_content"] if reasoning not in written else []
 
     def segments(self, text: str, turns: list[list[_Span]]) -> list[Segment]:
         """Split the text into segments; the spans of the n-th turn get response number n."""
         segments, at = [], 0
-        for number, spans in enumerate(turns):
+        for index, spans in enumerate(turns):
             for span in spans:
                 segments += self._split(text[at:span.start], -1)
-                segments += self._split(text[span.start:span.end], number)
+                segments += self._split(text[span.start:span.end], index)
                 at = span.end
             # The template left the turn open, so that a model would not learn to end it.
             if spans and not spans[-1].closed:
-                segments.append(Segment(self._renderer.terminator, True, number))
+                segments.append(Segment(self._renderer.terminator, True, index))
         return segments + self._split(text[at:], -1)
 
     def _split(self, text: str, response: int) -> list[Segment]:
@@ -399,7 +399,7 @@ class ChatText:
         free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in everything)
         names = sorted({match.group() for match in pattern.finditer(everything)})
         hidden = dict(zip(names, free, strict=False))
-        return _mapped(value, lambda text: pattern.sub(lambda match: hidden[match.group()], text)), hidden
+        return _map_strings(value, lambda text: pattern.sub(lambda match: hidden[match.group()], text)), hidden
 
     def text(self, num_turns: int, open_response: bool) -> str:
         """Return the first turns as text. Raises RowProblem if the template rejects them."""
@@ -455,14 +455,14 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Apply `change` to all strings in nested lists and dicts."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_mapped(item, change) for item in value]
+        return [_map_strings(item, change) for item in value]
     return value
 
 

@@ -267,44 +267,44 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         self.globals |= theirs.globals
         self.globals |= {name: _refusing(name) for name in NOT_OFFERED & self.globals.keys()}
         self.tests = {name: _weighing(test) if name in COMPARING else test for name, test in theirs.tests.items()}
-        self.filters = {name: _refusing(name) if name in NOT_OFFERED else _counted(name, function)
+        self.filters = {name: _refusing(name) if name in NOT_OFFERED else _count(name, function)
                         for name, function in theirs.filters.items()}
         # names with a space, which no template can spell
-        self.filters |= {" step": _step, " text": _text, " weigh": _weighed, " key": _weighed_key,
-                         " part": _weighed_part}
+        self.filters |= {" step": _step, " text": _text, " weigh": _weigh, " key": _weigh_key,
+                         " part": _weigh_part}
         # Called with each value that is printed.
-        self.finalize = pass_environment(lambda _, value: _weighed(value))
+        self.finalize = pass_environment(lambda _, value: _weigh(value))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805 - Jinja's
         _spend_steps(1 + len(args) + len(kwargs))
-        kind = __obj.__class__
+        cls = __obj.__class__
         # Macros and the like are not checked here: their bodies count by themselves.
-        if kind is BuiltinMethodType or kind is MethodType:
+        if cls is BuiltinMethodType or cls is MethodType:
             args = __self._checked_method(__obj, args, kwargs)
             if isinstance(__obj.__self__, dict) and __obj.__name__ != "copy":
                 return super().call(__context, __obj, *args, **kwargs)  # returns existing values: nothing to charge
-        elif kind is FunctionType or not isinstance(__obj, Macro | LoopContext | BlockReference | Undefined):
+        elif cls is FunctionType or not isinstance(__obj, Macro | LoopContext | BlockReference | Undefined):
             args = __self._checked_function(__obj, args, kwargs)
-        return _weighed(super().call(__context, __obj, *args, **kwargs))
+        return _weigh(super().call(__context, __obj, *args, **kwargs))
 
     def _checked_method(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Check that a method may be called and charge its cost. Returns its arguments."""
         owner, name = method.__self__, method.__name__
-        kind = str if isinstance(owner, Markup) else type(owner)
-        offered = METHODS.get(kind, {"fromkeys"} if owner is self.globals["dict"] else ())
+        cls = str if isinstance(owner, Markup) else type(owner)
+        offered = METHODS.get(cls, {"fromkeys"} if owner is self.globals["dict"] else ())
         if name not in offered:
-            raise LimitReached(f"the method {name} of {kind.__name__} is not offered to chat templates")
-        args = tuple(map(_listed, args))
+            raise LimitReached(f"the method {name} of {cls.__name__} is not offered to chat templates")
+        args = tuple(map(_list, args))
         if name in EXPANDING:
             _check_product(name, (owner, *args, *kwargs.values()))
         if name in BACKWARDS:
             _spend_characters(len(owner) * max([1, *(len(value) for value in args if isinstance(value, str))]))
         # Most methods go through the whole of their owner; those of dict look up one key.
-        if kind is not dict and name not in PREFIXES:
-            _weighed(owner)
+        if cls is not dict and name not in PREFIXES:
+            _weigh(owner)
         # `get` compares its key, but only passes the default on.
-        for value in (*(args[:1] if kind is dict else args), *kwargs.values()):
-            _weighed(value)
+        for value in (*(args[:1] if cls is dict else args), *kwargs.values()):
+            _weigh(value)
         return args
 
     def _checked_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -312,13 +312,13 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         is_ours = isinstance(function, FunctionType)  # a template can neither create nor reach Python functions
         if not is_ours and all(function is not offered for offered in self.globals.values()):
             raise LimitReached(f"calling a {type(function).__name__} is not offered to chat templates")
-        args = tuple(map(_listed, args))
+        args = tuple(map(_list, args))
         if function.__class__ is FunctionType and function.__name__ in EXPANDING:
             _check_product(function.__name__, (*args, *kwargs.values()))
         for value in args:
             if isinstance(value, list | tuple):  # pairs of dict(): numeric keys can all have colliding hashes
                 _spend_characters(len(value) ** 2 // QUADRATIC)
-            _weighed(value)
+            _weigh(value)
         return args
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -330,7 +330,7 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
         formatter = (_MarkupFormatter(self, escape=text.escape) if is_markup else _Formatter(self))
 
         def format(*args: Any, **kwargs: Any) -> str:
-            _weighed(text)
+            _weigh(text)
             if value.__name__ == "format_map":
                 mapping, = args
                 return type(text)(formatter.vformat(text, (), mapping))
@@ -352,9 +352,9 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
             _check_product(operator, (left, *(right if isinstance(right, tuple) else (right,))))
         # The result of + is as large as both operands, and is weighed below.
         elif operator != "+":
-            _weighed(left)
-            _weighed(right)
-        return _weighed(super().call_binop(context, operator, left, right))
+            _weigh(left)
+            _weigh(right)
+        return _weigh(super().call_binop(context, operator, left, right))
 
 
 class _Formatter(SandboxedFormatter):
@@ -362,11 +362,11 @@ class _Formatter(SandboxedFormatter):
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         _spend_steps(STEPS_PER_ROUND)
-        _check_product("format", (_weighed(value), f"%{format_spec}"))
-        return _weighed(super().format_field(value, format_spec))
+        _check_product("format", (_weigh(value), f"%{format_spec}"))
+        return _weigh(super().format_field(value, format_spec))
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        return super().convert_field(_weighed(value) if conversion else value, conversion)
+        return super().convert_field(_weigh(value) if conversion else value, conversion)
 
 
 class _MarkupFormatter(_Formatter, SandboxedEscapeFormatter):
@@ -478,24 +478,24 @@ def _text(size: int) -> None:
     _spend_characters(size)
 
 
-def _weighed(value: Any) -> Any:
+def _weigh(value: Any) -> Any:
     """Charge the size of a value and return it."""
-    kind = value.__class__
-    if kind is str:
+    cls = value.__class__
+    if cls is str:
         _spend_characters(len(value))
-    elif kind is not bool and value is not None:
+    elif cls is not bool and value is not None:
         _spend_characters(_size(value, {}))
     return value
 
 
-def _weighed_key(value: Any) -> Any:
+def _weigh_key(value: Any) -> Any:
     """Charge the size of a key or an index and return it."""
     if value.__class__ is not int:
-        _weighed(value)
+        _weigh(value)
     return value
 
 
-def _weighed_part(value: Any) -> Any:
+def _weigh_part(value: Any) -> Any:
     """Charge the length, not the content, of a text or list that is sliced or searched for something short."""
     if not isinstance(value, dict | KeysView) and hasattr(value, "__len__"):
         _spend_characters(len(value))
@@ -508,15 +508,15 @@ def _size(value: Any, known: dict[int, int]) -> int:
         return len(value) + 1
     if not isinstance(value, CONTAINERS):
         return _size_of_single(value)
-    if (found := known.get(id(value))) is None:
+    if (size := known.get(id(value))) is None:
         known[id(value)] = 1  # a list that contains itself is printed as "[...]"
         parts: Iterable[Any] = value
         if isinstance(value, Namespace):
             parts = namespace_values(value).items()
         elif isinstance(value, dict):
             parts = [*value, *value.values()]
-        found = known[id(value)] = 1 + sum(ELEMENT + _size(part, known) for part in parts)
-    return found
+        size = known[id(value)] = 1 + sum(ELEMENT + _size(part, known) for part in parts)
+    return size
 
 
 def _size_of_single(value: Any) -> int:
@@ -552,18 +552,18 @@ def _weighing(test: Callable[..., bool]) -> Callable[..., bool]:
     @wraps(test)
     def weighing(*args: Any) -> bool:
         for value in args:
-            _weighed(value)
+            _weigh(value)
         return test(*args)
 
     return weighing
 
 
-def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         _spend_steps(1)
         if name in ITERATING:
-            args = tuple(map(_listed, args))
+            args = tuple(map(_list, args))
         # Before the call: measure the arguments and what the result could become.
         values = (*args, *kwargs.values())
         if name in EXPANDING:
@@ -571,22 +571,22 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name not in LIGHT:
             for value in values:
                 if not isinstance(value, PASSED):
-                    _weighed(value)
+                    _weigh(value)
         if name in CHECKS:
             CHECKS[name](*args, **kwargs)
         # Results of generators cannot be measured yet: each item counts when it is taken.
         found = function(*args, **kwargs)
-        return _counted_items(found) if hasattr(found, "__next__") else _weighed(found)
+        return _count_items(found) if hasattr(found, "__next__") else _weigh(found)
 
     return counted
 
 
-def _listed(value: Any) -> Any:
+def _list(value: Any) -> Any:
     """Turn an iterator into a list, so that it can be weighed."""
-    return list(_counted_items(value)) if hasattr(value, "__next__") else value
+    return list(_count_items(value)) if hasattr(value, "__next__") else value
 
 
-def _counted_items(items: Iterator[Any]) -> Iterator[Any]:
+def _count_items(items: Iterator[Any]) -> Iterator[Any]:
     for item in items:
         _spend_steps(STEPS_PER_ROUND)
         yield item
@@ -621,11 +621,11 @@ def _check_indent(value: Any, ensure_ascii: Any = False, indent: Any = None, *re
 def _depth(value: Any, known: dict[int, int]) -> int:
     if not isinstance(value, list | tuple | dict):
         return 0
-    if (found := known.get(id(value))) is None:
+    if (depth := known.get(id(value))) is None:
         known[id(value)] = 0  # ends the recursion of a list that contains itself
         parts = value.values() if isinstance(value, dict) else value
-        found = known[id(value)] = 1 + max((_depth(part, known) for part in parts), default=0)
-    return found
+        depth = known[id(value)] = 1 + max((_depth(part, known) for part in parts), default=0)
+    return depth
 
 
 # Extra costs of single filters, besides the sizes of their arguments and results.

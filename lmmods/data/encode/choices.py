@@ -52,20 +52,20 @@ class ChoiceEncoder:
         questions: list[tuple[int, Question]] = []
         dropped = []
         counts: Counter = Counter()
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             try:
-                questions.append((place, self._read(row)))
+                questions.append((index, self._read(row)))
             except RowProblem as problem:
-                dropped.append((place, str(problem)))
+                dropped.append((index, str(problem)))
         # The pairs of all questions are encoded in one call, in parallel.
         pairs = iter(self._whole.encode_batch([pair for _, question in questions for pair in _pairs(question)]))
-        for place, question in questions:
+        for index, question in questions:
             encodings = [next(pairs) for _ in question.choices]
-            kept.append((place, question, *self._fitted(question, encodings, counts)))
+            kept.append((index, question, *self._fit(question, encodings, counts)))
         columns = self._columns(kept)
         counts["tokens"] += len(columns["input_ids"].values)
         counts["unknown_tokens"] += int((columns["input_ids"].values == self.unknown_id).sum())
-        return Encoded(columns, np.array([place for place, *_ in kept], np.int64), sorted(dropped), counts)
+        return Encoded(columns, np.array([index for index, *_ in kept], np.int64), sorted(dropped), counts)
 
     def _read(self, row: dict[str, Any]) -> Question:
         try:
@@ -79,7 +79,7 @@ class ChoiceEncoder:
             raise RowProblem("the right choice is missing")
         return question
 
-    def _fitted(self, question: Question, encodings: list[Encoding], counts: Counter) -> tuple[list[Encoding], int]:
+    def _fit(self, question: Question, encodings: list[Encoding], counts: Counter) -> tuple[list[Encoding], int]:
         """Return the pairs within `max_length`, and the number of removed tokens."""
         excess = [max(len(encoding.ids) - self.max_length, 0) for encoding in encodings]
         if not any(excess):
@@ -93,8 +93,8 @@ class ChoiceEncoder:
         return (self._cut_both if is_choice_cut else self._cut).encode_batch(_pairs(question)), sum(excess)
 
     def _columns(self, kept: list[tuple[int, Question, list[Encoding], int]]) -> dict[str, Any]:
-        encodings = [encoding for _, _, found, _ in kept for encoding in found]
-        sizes = [np.array([len(encoding.ids) for encoding in found], np.int32) for _, _, found, _ in kept]
+        encodings = [encoding for _, _, row, _ in kept for encoding in row]
+        sizes = [np.array([len(encoding.ids) for encoding in row], np.int32) for _, _, row, _ in kept]
         tokens = np.array([each.sum() for each in sizes], np.int64)
 
         def joined(values: list[list[int]]) -> Ragged:

@@ -22,22 +22,22 @@ from lmmods.data.sources.turns import Roles
 Cut = TypeVar("Cut")
 
 
-def fewest_left_out(places: list[int], encoded: Callable[[int], Cut | None]) -> Cut:
+def drop_fewest_turns(start_turns: list[int], encode: Callable[[int], Cut | None]) -> Cut:
     """Bisect for the fewest turns to drop: build the conversation from the first turn at which it fits the limits.
 
     Args:
-        places: Turns to start at, ascending: later ones give a shorter conversation.
-        encoded: Builds the conversation from a turn on; None if it exceeds the limits.
+        start_turns: Turns to start at, ascending: later ones give a shorter conversation.
+        encode: Builds the conversation from a turn on; None if it exceeds the limits.
 
     Raises:
         RowProblem: It is too long even from the last of them on.
     """
     # Cached, as encoding is expensive and the result is needed again.
-    made = cache(encoded)
-    first = bisect_left(places, True, key=lambda place: made(place) is not None)
-    if first == len(places):
+    made = cache(encode)
+    first = bisect_left(start_turns, True, key=lambda place: made(place) is not None)
+    if first == len(start_turns):
         raise RowProblem("longer than the limits, even without its earlier turns")
-    return made(places[first])
+    return made(start_turns[first])
 
 
 @dataclass
@@ -104,26 +104,26 @@ class SFTEncoder:
         rendered: list[tuple[int, RenderedRow]] = []
         dropped = []
         counts: Counter = Counter()
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             try:
                 found = self.render(self.conversation(row), counts)
             except RowProblem as problem:
-                dropped.append((place, str(problem)))
+                dropped.append((index, str(problem)))
                 continue
-            rendered += [(place, each) for each in found]
-        runs = [self.text.runs(each.segments) for _, each in rendered]
+            rendered += [(index, rendered_row) for rendered_row in found]
+        runs = [self.text.runs(rendered_row.segments) for _, rendered_row in rendered]
         counts.update(self.text.count_spelled(runs))
         encoded = self.text.encode_rows(runs, self.renderer.apart)
         fitted, problems = [], {}
-        for (place, row), (ids, response) in zip(rendered, encoded, strict=True):
+        for (index, row), (ids, response) in zip(rendered, encoded, strict=True):
             try:
-                fitted.append((place, row.conversation.weight, *self._fitted(row, ids, response, place, counts)))
+                fitted.append((index, row.conversation.weight, *self._fit(row, ids, response, index, counts)))
             except RowProblem as problem:
-                problems.setdefault(place, str(problem))
+                problems.setdefault(index, str(problem))
         # A row counts as dropped only if none of its turns is left; the others count as dropped turns.
-        kept = {place for place, *_ in fitted}
-        dropped += [(place, problem) for place, problem in problems.items() if place not in kept]
-        counts["turns_dropped"] += sum(place in kept for place in problems)
+        kept = {index for index, *_ in fitted}
+        dropped += [(index, problem) for index, problem in problems.items() if index not in kept]
+        counts["turns_dropped"] += sum(index in kept for index in problems)
         columns = {
             "input_ids": Ragged.from_lists([ids for _, _, ids, *_ in fitted]),
             "labels": Ragged.from_lists([labels for *_, labels, _, _ in fitted]),
@@ -132,7 +132,7 @@ class SFTEncoder:
             "truncated": np.array([removed for *_, removed in fitted], np.int64),
         }
         self.count(columns, counts)
-        return Encoded(columns, np.array([place for place, *_ in fitted], np.int64), sorted(dropped), counts)
+        return Encoded(columns, np.array([index for index, *_ in fitted], np.int64), sorted(dropped), counts)
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
         """Read and prepare the conversation of a row. Raises RowProblem if it contains none."""
@@ -179,7 +179,8 @@ class SFTEncoder:
         for answer in answers:
             check_unicode(answer["content"])
         # Behind the token that ends the turn: some tokenizers start a text differently there.
-        return self._ids([self.renderer.behind_call(self._called(answers[0]["name"], {"a": PROBE}, answers), 1)])[0][1:]
+        return self._ids([self.renderer.segments_after_call(self._called(answers[0]["name"], {"a": PROBE}, answers),
+                                                            1)])[0][1:]
 
     def tool_call(self, name: str, arguments: dict[str, Any]) -> str:
         """Return the template's text of a turn that calls a tool. Raises RowProblem if it does not support tools."""
@@ -229,16 +230,16 @@ class SFTEncoder:
         if not scored_turns(conversation, "all"):
             raise RowProblem("no turn to train on")
         turns = "last" if self.choices.train_on == "last" else self.choices.turns
-        found = self.renderer.rows(conversation, turns)
+        rows = self.renderer.rows(conversation, turns)
         counts["turns_without_response"] += len(messages) - answered
-        counts["conversations_split"] += len(found) > 1
-        counts["responses_unlike_inference"] += sum(each.unlike_inference for each in found)
-        for each in found:
-            for key in each.unshown:
+        counts["conversations_split"] += len(rows) > 1
+        counts["responses_unlike_inference"] += sum(row.unlike_inference for row in rows)
+        for row in rows:
+            for key in row.unshown:
                 counts[f"{UNUSED}{key}"] += 1
-        return found
+        return rows
 
-    def _fitted(self, row: RenderedRow, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
+    def _fit(self, row: RenderedRow, ids: np.ndarray, response: np.ndarray, index: int, counts: Counter
                 ) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Ids, labels, prompt length and number of removed tokens of a row within the limits. Raises RowProblem."""
         prompt = self._prompt_length(response)
@@ -249,9 +250,9 @@ class SFTEncoder:
             counts["turns_cut"] += num_turns - len(row.conversation.messages)
             counts["tokens_cut"] += before - len(ids)
             # Fits by now, so nothing more is removed.
-            ids, labels, prompt, _ = self._labelled(ids, response, place, counts)
+            ids, labels, prompt, _ = self._label(ids, response, index, counts)
             return ids, labels, prompt, before - len(ids)
-        return self._labelled(ids, response, place, counts)
+        return self._label(ids, response, index, counts)
 
     def _with_fewer_turns(self, conversation: Conversation) -> tuple[RenderedRow, np.ndarray, np.ndarray]:
         """Drop as few of the oldest exchanges as needed; the system turn and the tools are kept.
@@ -262,11 +263,11 @@ class SFTEncoder:
         messages = conversation.messages
         start = int(messages[0]["role"] == "system")
         # A shorter conversation starts with a question; the first one (the whole conversation) is known not to fit.
-        asked = [place for place, message in enumerate(messages) if message["role"] == "user" and place > start]
-        return fewest_left_out(asked, lambda first: self._encoded(
+        starts = [index for index, message in enumerate(messages) if message["role"] == "user" and index > start]
+        return drop_fewest_turns(starts, lambda first: self._encode(
             replace(conversation, messages=[*messages[:start], *messages[first:]])))
 
-    def _encoded(self, conversation: Conversation) -> tuple[RenderedRow, np.ndarray, np.ndarray] | None:
+    def _encode(self, conversation: Conversation) -> tuple[RenderedRow, np.ndarray, np.ndarray] | None:
         """Encode a conversation as one row; None if it exceeds the limits or learns nothing."""
         if self.prompts_only:
             rows = [RenderedRow(self.renderer.prompt(conversation), conversation, [])]
@@ -278,11 +279,11 @@ class SFTEncoder:
         prompt = self._prompt_length(response)
         return (rows[0], ids, response) if self.excess(prompt, len(ids) - prompt) == (0, 0, 0) else None
 
-    def _labelled(self, ids: np.ndarray, response: np.ndarray, place: int, counts: Counter
+    def _label(self, ids: np.ndarray, response: np.ndarray, index: int, counts: Counter
                   ) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Apply the length policy in tokens and build the labels. Raises RowProblem if the row is dropped."""
         prompt = self._prompt_length(response)
-        removed = self.truncation(prompt, len(ids) - prompt, place)
+        removed = self.truncation(prompt, len(ids) - prompt, index)
         if any(removed):
             counts["rows_cut"] += 1
             counts["tokens_cut"] += sum(removed)
@@ -320,7 +321,7 @@ class SFTEncoder:
         keep = np.r_[:first, first + left : prompt - removed.right, prompt : len(ids) - removed.answer]
         return ids[keep], response[keep]
 
-    def truncation(self, prompt: int, answer: int, place: int) -> "Truncation":
+    def truncation(self, prompt: int, answer: int, index: int) -> "Truncation":
         """Number of tokens to remove from a prompt and its answer. Raises RowProblem if the row is dropped."""
         limits = self.limits
         source, target, total = self.excess(prompt, answer)
@@ -328,7 +329,7 @@ class SFTEncoder:
             return Truncation()
         if limits.on_overflow == "error":
             raise RowError(
-                place,
+                index,
                 f"{prompt} prompt and {answer} response tokens are more than max_length "
                 f"{limits.max_length} / source_max_length {limits.source_max_length} / target_max_length "
                 f"{limits.target_max_length}; raise the limit or set data.on_overflow",

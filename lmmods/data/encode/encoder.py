@@ -73,8 +73,8 @@ class RowCounts:
         """Count one batch."""
         self.num_rows += len(batch)
         self.num_kept += len(encoded.positions)
-        for place, reason in encoded.dropped:
-            self.drop(batch[place], reason)
+        for index, reason in encoded.dropped:
+            self.drop(batch[index], reason)
         self._counts.update(encoded.counts)
 
     def drop(self, row: Row, reason: str) -> None:
@@ -156,7 +156,7 @@ class TextEncoder:
         # GPT-2's unknown token is its end token: ends of documents would be counted as unknown.
         self.unk_id: int | None = None if unknown in (self.eos_id, self.bos_id) else unknown
         tags = content_tags(tokenizer)
-        self.control: dict[str, int] = {name: number for number, token in tokenizer.added_tokens_decoder.items()
+        self.control: dict[str, int] = {name: token_id for token_id, token in tokenizer.added_tokens_decoder.items()
                                         if token.special and (name := str(token)) not in tags}
         # A copy: the settings below must not change the tokenizer of others.
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -174,7 +174,7 @@ class TextEncoder:
         self._adds_space = backend.encode("a", add_special_tokens=False).tokens[:1] in (["▁a"], ["Ġa"], ["▁"], ["Ġ"])
         self._adds_space_after_control = self._adds_space and self._space_follows_control(backend)
         self._split: dict[str, list[str | int]] = {}
-        self.control_names = {number: name for name, number in self.control.items()}
+        self.control_names = {token_id: name for name, token_id in self.control.items()}
         # Longest first, so that a token which starts with another is found; "(?!)" matches nothing.
         names = sorted(self.control, key=len, reverse=True)
         self.control_pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
@@ -241,7 +241,7 @@ class TextEncoder:
         """Count the rows that spell a special token in a response, by `SPELLED` and its name. There it stays text."""
         names = ({match.group() for run in runs if run.response >= 0 and isinstance(run.content, str)
                   for match in self.control_pattern.finditer(run.content)} for runs in rows)
-        return Counter(f"{SPELLED}{name}" for found in names for name in found)
+        return Counter(f"{SPELLED}{name}" for spelled in names for name in spelled)
 
     def encode_rows(self, rows: list[list[Run]], apart: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return ids and response numbers (int32, one pair per row) of rows of runs.
@@ -285,10 +285,10 @@ class TextEncoder:
         encoded = self._ids([context + text if flag else text for text, flag in zip(texts, inner, strict=True)])
         # Remove the context's ids. If it was merged with the text, they are no prefix: try another context.
         removed = self._ids([context])[0]
-        for number, (ids, flag) in enumerate(zip(encoded, inner, strict=True)):
+        for index, (ids, flag) in enumerate(zip(encoded, inner, strict=True)):
             if flag:
                 clean = ids[: len(removed)] == removed
-                encoded[number] = ids[len(removed) :] if clean else self._continuation(texts[number])
+                encoded[index] = ids[len(removed) :] if clean else self._continuation(texts[index])
         return encoded
 
     def _continuation(self, text: str) -> list[int]:
@@ -350,14 +350,14 @@ class TextRowEncoder:
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
         """Column `input_ids`."""
-        places, texts, dropped = [], [], []
-        for place, row in enumerate(rows):
+        positions, texts, dropped = [], [], []
+        for index, row in enumerate(rows):
             try:
                 texts.append(self._text(row))
-                places.append(place)
+                positions.append(index)
             except RowProblem as problem:
-                dropped.append((place, str(problem)))
-        kept = [rows[place] for place in places]
+                dropped.append((index, str(problem)))
+        kept = [rows[index] for index in positions]
         counts: Counter = Counter()
         lists = [self._finish(ids, row, counts) for ids, row in zip(self._encode(texts, kept), kept, strict=True)]
         columns = {"input_ids": Ragged.from_lists(lists)}
@@ -365,7 +365,7 @@ class TextRowEncoder:
         counts["unknown_tokens"] += int((columns["input_ids"].values == self.text.unk_id).sum())
         counts["labelled_tokens"] = counts["tokens"]  # all are learned
         counts.update(self.text.count_spelled([[Run(text, 0)] for text in texts]))
-        return Encoded(columns, np.array(places, np.int64), dropped, counts)
+        return Encoded(columns, np.array(positions, np.int64), dropped, counts)
 
     def _text(self, row: dict[str, Any]) -> str:
         if self.column not in row:

@@ -16,7 +16,7 @@ from tokenizers import Encoding, Tokenizer
 
 from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Encoded, Ragged
-from lmmods.data.sources.cells import as_text, check_unicode, parsed
+from lmmods.data.sources.cells import as_text, check_unicode, parse
 from lmmods.data.sources.conversation import RowProblem
 
 Kind = Literal["single_label", "multi_label", "regression"]
@@ -43,8 +43,8 @@ def label_name(value: Any, names: list[str] | None = None) -> str:
             raise RowProblem("a label without a name")  # datasets write -1 where the label is secret
         return names[value]
     # The same number may be written 1 and 1.0.
-    number = isinstance(value, float) and value.is_integer()
-    name = str(int(value)) if number else as_text(value, "the label")
+    is_whole = isinstance(value, float) and value.is_integer()
+    name = str(int(value)) if is_whole else as_text(value, "the label")
     check_unicode(name)
     if not name.strip():
         raise RowProblem("the label is empty")
@@ -66,10 +66,10 @@ def label_number(value: Any) -> float:
 
 def cell_list(value: Any, name: str) -> list[Any]:
     """Return the list of a cell, or of its JSON in a file whose cells are all text. Raises RowProblem: it is none."""
-    found = parsed(value, name) if isinstance(value, str) else value
-    if not isinstance(found, list):
+    cells = parse(value, name) if isinstance(value, str) else value
+    if not isinstance(cells, list):
         raise RowProblem(f"{name} is not a list")
-    return found
+    return cells
 
 
 def read_bits(items: list[Any]) -> list[int] | None:
@@ -91,7 +91,7 @@ class Labels:
     class_names: list[str] | None
 
     def __post_init__(self) -> None:
-        self._numbers = {name: number for number, name in enumerate(self.names)}
+        self._numbers = {name: index for index, name in enumerate(self.names)}
         self._are_words = not any(name.isdecimal() for name in self.names)
 
     def number(self, value: Any) -> int:
@@ -137,10 +137,10 @@ class CuttingTokenizer:
     def encode(self, texts: list[Any], are_words: bool = False) -> list[tuple[Encoding, Encoding]]:
         """Encodings of texts, pairs of texts or (`are_words`) lists of words, each before and after it is truncated."""
         whole = self._whole.encode_batch(texts, is_pretokenized=are_words)
-        long = [place for place, encoding in enumerate(whole) if len(encoding) > self.max_length]
-        cut = self._cut.encode_batch([texts[place] for place in long], is_pretokenized=are_words)
+        long = [index for index, encoding in enumerate(whole) if len(encoding) > self.max_length]
+        cut = self._cut.encode_batch([texts[index] for index in long], is_pretokenized=are_words)
         shorter = dict(zip(long, cut, strict=True))
-        return [(encoding, shorter.get(place, encoding)) for place, encoding in enumerate(whole)]
+        return [(encoding, shorter.get(index, encoding)) for index, encoding in enumerate(whole)]
 
     def row(self, whole: Encoding, cut: Encoding, counts: Counter) -> dict[str, Any]:
         """Return the columns of a row with `truncated`, the number of tokens cut, and what the report counts.
@@ -178,28 +178,28 @@ class LabelledEncoder(ABC):
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
         """The columns of `schema`."""
-        texts, labels, places, dropped = [], [], [], []
-        for place, row in enumerate(rows):
+        texts, labels, positions, dropped = [], [], [], []
+        for index, row in enumerate(rows):
             try:
                 text, label = self._text(row), self._label(row)
             except RowProblem as problem:
-                dropped.append((place, str(problem)))
+                dropped.append((index, str(problem)))
                 continue
             texts.append(text)
             labels.append(label)
-            places.append(place)
+            positions.append(index)
         counts: Counter = Counter()
         columns: dict[str, list] = {name: [] for name in self.schema}
         kept = []
         encoded = self.tokenizer.encode(texts, self.are_words)
-        for place, label, (whole, cut) in zip(places, labels, encoded, strict=True):
+        for index, label, (whole, cut) in zip(positions, labels, encoded, strict=True):
             try:
-                found = self.tokenizer.row(whole, cut, counts) | self._columns(label, whole, cut, counts)
+                values = self.tokenizer.row(whole, cut, counts) | self._columns(label, whole, cut, counts)
             except RowProblem as problem:
-                dropped.append((place, str(problem)))
+                dropped.append((index, str(problem)))
                 continue
-            kept.append(place)
-            for name, value in found.items():
+            kept.append(index)
+            for name, value in values.items():
                 columns[name].append(value)
         arrays = {name: Ragged.from_lists(column) if kind is Ragged else np.array(column, kind)
                   for (name, column), kind in zip(columns.items(), self.schema.values(), strict=True)}
@@ -275,7 +275,8 @@ class SequenceEncoder(LabelledEncoder):
             bits = read_bits(items)
             if bits is None or len(bits) != len(self.positions):
                 raise RowProblem(f"the label is not a list of {len(self.positions)} zeros and ones, as in other rows")
-            return np.array(sorted(number for number, bit in zip(self.positions, bits, strict=True) if bit), np.int32)
+            return np.array(sorted(position for position, bit in zip(self.positions, bits, strict=True) if bit),
+                            np.int32)
         numbers = [self.labels.number(item) for item in items]
         if len(set(numbers)) < len(numbers):
             raise RowProblem("a label twice in a list of labels")
@@ -323,10 +324,10 @@ class TokenEncoder(LabelledEncoder):
     schema: ClassVar[dict[str, type]] = {**LabelledEncoder.schema, "labels": Ragged, "words": Ragged, "tags": Ragged}
 
     def __post_init__(self) -> None:
-        numbers = {name: number for number, name in enumerate(self.labels.names)}
+        numbers = {name: index for index, name in enumerate(self.labels.names)}
         # [K]: tag of a word's other tokens.
-        self._inner = np.array([numbers.get(f"I-{name.removeprefix('B-')}", number) if name.startswith("B-") else number
-                                for name, number in numbers.items()], np.int32)
+        self._inner = np.array([numbers.get(f"I-{name.removeprefix('B-')}", index) if name.startswith("B-") else index
+                                for name, index in numbers.items()], np.int32)
 
     def _text(self, row: dict[str, Any]) -> list[str]:
         if self.tokens_column not in row:
@@ -390,5 +391,6 @@ def word_prefix(backend: str) -> str:
     Args:
         backend: JSON of the tokenizer's backend.
     """
-    found = json.loads(backend)["pre_tokenizer"] or {}
-    return " " if any(part.get("type") == "ByteLevel" for part in found.get("pretokenizers", [found])) else ""
+    pre_tokenizer = json.loads(backend)["pre_tokenizer"] or {}
+    return " " if any(part.get("type") == "ByteLevel" for part in pre_tokenizer.get("pretokenizers",
+                                                                                    [pre_tokenizer])) else ""

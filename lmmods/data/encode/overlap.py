@@ -28,10 +28,10 @@ class EvaluationNgrams:
             num_rows, num_short, hashes = 0, 0, np.empty(0, np.uint64)
             parts: list[np.ndarray] = []
             for row in rows:
-                own = self._hashes(texts_in(row.values))
+                row_hashes = self._hashes(texts_in(row.values))
                 num_rows += 1
-                num_short += not len(own)
-                parts.append(own)
+                num_short += not len(row_hashes)
+                parts.append(row_hashes)
                 if len(parts) == 1000:  # each once, before the next rows are read
                     hashes, parts = np.unique(np.concatenate([hashes, *parts])), []
             hashes = np.unique(np.concatenate([hashes, *parts]))
@@ -41,8 +41,8 @@ class EvaluationNgrams:
             self.notes.append(f"looked for {size} consecutive words of {num_rows - num_short} rows of {name}"
                               + (f"; {num_short} more have only shorter texts" if num_short else ""))
         # Of an n-gram of several sources, the first one's.
-        self._found, places = np.unique(np.concatenate(found), return_index=True)
-        self._owners = np.concatenate(owners)[places]
+        self._found, firsts = np.unique(np.concatenate(found), return_index=True)
+        self._owners = np.concatenate(owners)[firsts]
 
     def _hashes(self, texts: list[str]) -> np.ndarray:
         return np.concatenate([np.empty(0, np.uint64), *(ngram_hashes(words_in(text), self.size) for text in texts)])
@@ -50,7 +50,7 @@ class EvaluationNgrams:
     def source_of(self, texts: list[str]) -> str | None:
         """Return the name of the source with which these texts share their first common n-gram; None without one."""
         hashes = self._hashes(texts)
-        places = np.searchsorted(self._found, hashes)
-        places[places == len(self._found)] = 0  # larger than all
-        shared = np.flatnonzero(self._found[places] == hashes) if len(self._found) else []
-        return self._names[self._owners[places[shared[0]]]] if len(shared) else None
+        indices = np.searchsorted(self._found, hashes)
+        indices[indices == len(self._found)] = 0  # larger than all
+        shared = np.flatnonzero(self._found[indices] == hashes) if len(self._found) else []
+        return self._names[self._owners[indices[shared[0]]]] if len(shared) else None

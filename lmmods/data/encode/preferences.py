@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lmmods.core.labels import IGNORED
-from lmmods.data.encode.conversations import SFTEncoder, Truncation, fewest_left_out
+from lmmods.data.encode.conversations import SFTEncoder, Truncation, drop_fewest_turns
 from lmmods.data.encode.encoder import Encoded, Ragged
 from lmmods.data.encode.templates import RenderedRow
 from lmmods.data.sources.conversation import Conversation, Message, RowProblem
-from lmmods.data.sources.preferences import Answers, Judged, as_asked, read_answers
+from lmmods.data.sources.preferences import Answers, Judged, keep_chosen, read_answers
 
 Tokens = tuple[np.ndarray, np.ndarray]  # ids, and the response number of each
 
@@ -48,35 +48,36 @@ class PreferenceEncoder:
         """
         encoder = self.conversations
         if encoder.prompts_only:
-            return encoder([as_asked(row) for row in rows])
+            return encoder([keep_chosen(row) for row in rows])
         return self.encode(rows, lambda row: read_answers(encoder.dataset_format, row, encoder.roles,
                                                           encoder.turn_fields))
 
     def encode(self, rows: Iterable[Any], read: Callable[[Any], list[Judged]]) -> Encoded:
         """As a call, of rows of any kind that `read` converts to conversations, raising RowProblem for some."""
         counts: Counter = Counter()
-        found: list[_Row] = []
+        pairs: list[_Row] = []
         problems: dict[int, str] = {}
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             try:
-                found += self._rendered(read(row), place, counts)
+                pairs += self._render(read(row), index, counts)
             except RowProblem as problem:
-                problems[place] = str(problem)
-        # All answers of the batch in one call of the tokenizer, in the order in which `found` contains them.
-        written = iter(self._encoded([each for row in found for each in row.rendered], counts))
+                problems[index] = str(problem)
+        # All answers of the batch in one call of the tokenizer, in the order in which `pairs` contains them.
+        written = iter(self._encoded([rendered for row in pairs for rendered in row.rendered], counts))
         kept = []
-        for row in found:
+        for row in pairs:
             tokens = [next(written) for _ in row.rendered]
             try:
-                kept.append((row, *self._fitted(row, tokens, counts)))
+                kept.append((row, *self._fit(row, tokens, counts)))
             except RowProblem as problem:
                 problems.setdefault(row.place, str(problem))
         columns = self._columns(kept)
         self.conversations.count(columns, counts)
-        places = np.array([row.place for row, *_ in kept], np.int64)
-        dropped = sorted((place, problem) for place, problem in problems.items() if place not in set(places.tolist()))
+        positions = np.array([row.place for row, *_ in kept], np.int64)
+        dropped = sorted((index, problem) for index,
+                         problem in problems.items() if index not in set(positions.tolist()))
         counts["answers_dropped"] += len(problems) - len(dropped)
-        return Encoded(columns, places, dropped, counts)
+        return Encoded(columns, positions, dropped, counts)
 
     def _columns(self, kept: list[tuple]) -> dict[str, Any]:
         def numbers(values: list, kind: type = np.int64) -> np.ndarray:
@@ -94,7 +95,7 @@ class PreferenceEncoder:
 
     # Conversations
 
-    def _rendered(self, judged: list[Judged], place: int, counts: Counter) -> list[_Row]:
+    def _render(self, judged: list[Judged], index: int, counts: Counter) -> list[_Row]:
         """Return the rows of batches that the answers of a row become. Raises RowProblem."""
         judged = [Judged(self.conversations.normalise(conversation), is_wanted) for conversation, is_wanted in judged]
         told: set[str] = set()
@@ -106,34 +107,34 @@ class PreferenceEncoder:
                 raise RowProblem("a single answer, not a pair")
             chosen, rejected = judged
             shared = _num_shared(chosen.conversation.messages, rejected.conversation.messages)
-            pair = [self._written(conversation, shared, counts) for conversation, _ in judged]
-            return [_Row(place, pair, True)]
+            pair = [self._render_one(conversation, shared, counts) for conversation, _ in judged]
+            return [_Row(index, pair, True)]
         # Only for its checks: equal answers, or answers to different prompts.
         if len(judged) == 2:
             _num_shared(*(conversation.messages for conversation, _ in judged))
-        return [_Row(place, [self._written(conversation, _last_answer(conversation), counts)], is_wanted)
+        return [_Row(index, [self._render_one(conversation, _last_answer(conversation), counts)], is_wanted)
                 for conversation, is_wanted in judged]
 
-    def _written(self, conversation: Conversation, start: int, counts: Counter) -> RenderedRow:
+    def _render_one(self, conversation: Conversation, start: int, counts: Counter) -> RenderedRow:
         """Render a conversation whose answers from the turn at `start` on are targets. Raises RowProblem."""
         # Earlier answers belong to the prompt.
-        messages = [{**message, "scored": False} if message["role"] == "assistant" and place < start else message
-                    for place, message in enumerate(conversation.messages)]
-        found = self.conversations.render(replace(conversation, messages=messages), counts)
+        messages = [{**message, "scored": False} if message["role"] == "assistant" and index < start else message
+                    for index, message in enumerate(conversation.messages)]
+        rows = self.conversations.render(replace(conversation, messages=messages), counts)
         # A template that renders turns differently once they are answered gives a row per turn.
-        if len(found) != 1:
+        if len(rows) != 1:
             raise RowProblem("an answer of several turns, which the chat template renders differently")
-        return found[0]
+        return rows[0]
 
     # Tokens
 
     def _encoded(self, rendered: list[RenderedRow], counts: Counter) -> list[Tokens]:
         encoder = self.conversations
-        runs = [encoder.text.runs(each.segments) for each in rendered]
+        runs = [encoder.text.runs(row.segments) for row in rendered]
         counts.update(encoder.text.count_spelled(runs))
         return encoder.text.encode_rows(runs, encoder.renderer.apart)
 
-    def _fitted(self, row: _Row, tokens: list[Tokens], counts: Counter) -> tuple[list[Tokens], int, int]:
+    def _fit(self, row: _Row, tokens: list[Tokens], counts: Counter) -> tuple[list[Tokens], int, int]:
         """Ids and labels of each answer within the limits, the prompt's length, and the number of removed tokens.
 
         Raises:
@@ -146,7 +147,8 @@ class PreferenceEncoder:
                    for (ids, _), prompt in zip(tokens, map(_prompt_length, tokens), strict=True)]
         # Both answers must follow the same prompt, so it loses what the longer one needs; ends are cut one by one.
         left, right = max(each.left for each in removed), max(each.right for each in removed)
-        cut = [self._cut(each, Truncation(left, right, own.answer)) for each, own in zip(tokens, removed, strict=True)]
+        cut = [self._truncate(each, Truncation(left, right, own.answer)) for each,
+               own in zip(tokens, removed, strict=True)]
         labelled = [(ids, np.where(response >= 0, ids, IGNORED).astype(np.int32)) for ids, response in cut]
         if not all((labels[1:] != IGNORED).any() for _, labels in labelled):
             raise RowProblem("an answer has no tokens left after truncation")
@@ -163,7 +165,7 @@ class PreferenceEncoder:
         prompt = _prompt_length(tokens)
         return not any(self.conversations.excess(prompt, len(tokens[0]) - prompt))
 
-    def _cut(self, tokens: Tokens, removed: Truncation) -> Tokens:
+    def _truncate(self, tokens: Tokens, removed: Truncation) -> Tokens:
         return self.conversations.shortened(*tokens, _prompt_length(tokens), removed) if any(removed) else tokens
 
     def _with_fewer_turns(self, rendered: list[RenderedRow]) -> list[Tokens]:
@@ -172,26 +174,27 @@ class PreferenceEncoder:
         Raises:
             RowProblem: The last exchange alone is too long.
         """
-        conversations = [each.conversation for each in rendered]
+        conversations = [row.conversation for row in rendered]
         messages = conversations[0].messages
         start = int(messages[0]["role"] == "system")
-        answered = next(place for place, message in enumerate(messages)
+        answered = next(index for index, message in enumerate(messages)
                         if message["role"] == "assistant" and message.get("scored", True))
-        asked = [place for place in range(start + 1, answered) if messages[place]["role"] == "user"]
+        starts = [index for index in range(start + 1, answered) if messages[index]["role"] == "user"]
 
         def fitting(first: int) -> list[Tokens] | None:
-            found = self._from_turn(conversations, start, first)
-            return found if found is not None and all(map(self._fits, found)) else None
+            encoded = self._from_turn(conversations, start, first)
+            return encoded if encoded is not None and all(map(self._fits, encoded)) else None
 
-        return fewest_left_out(asked, fitting)
+        return drop_fewest_turns(starts, fitting)
 
     def _from_turn(self, conversations: list[Conversation], start: int, first: int) -> list[Tokens] | None:
         """Return the answers with the system turn and the turns from `first` on; None if a template splits them."""
-        shorter = [replace(each, messages=[*each.messages[:start], *each.messages[first:]]) for each in conversations]
-        rows = [self.conversations.renderer.rows(each, "all") for each in shorter]
-        if any(len(found) != 1 for found in rows):
+        shorter = [replace(conversation, messages=[*conversation.messages[:start],
+                                                   *conversation.messages[first:]]) for conversation in conversations]
+        rows = [self.conversations.renderer.rows(conversation, "all") for conversation in shorter]
+        if any(len(row) != 1 for row in rows):
             return None
-        return self._encoded([found[0] for found in rows], Counter())  # what is spelled has been counted
+        return self._encoded([row[0] for row in rows], Counter())  # what is spelled has been counted
 
 
 def _prompt_length(tokens: Tokens) -> int:
@@ -202,7 +205,7 @@ def _prompt_length(tokens: Tokens) -> int:
 
 def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
     """Return the number of turns that two conversations share before an answer in both. Raises RowProblem."""
-    shared = next((place for place, pair in enumerate(zip(chosen, rejected)) if not _is_same(*pair)),
+    shared = next((index for index, pair in enumerate(zip(chosen, rejected)) if not _is_same(*pair)),
                   min(len(chosen), len(rejected)))
     if shared == len(chosen) == len(rejected):
         raise RowProblem("the two answers are equal")
@@ -220,4 +223,4 @@ def _is_same(one: Message, other: Message) -> bool:
 def _last_answer(conversation: Conversation) -> int:
     """Return the position of the last turn of the assistant; 0 if there is none, which is reported later."""
     messages = conversation.messages
-    return next((place for place in reversed(range(len(messages))) if messages[place]["role"] == "assistant"), 0)
+    return next((index for index in reversed(range(len(messages))) if messages[index]["role"] == "assistant"), 0)

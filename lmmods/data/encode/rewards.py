@@ -39,19 +39,19 @@ class RewardEncoder:
         Raises:
             RowError: A row is too long under on_overflow: error.
         """
-        places, usable, margins, dropped = [], [], [], []
+        positions, usable, margins, dropped = [], [], [], []
         counts: Counter = Counter()
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             try:
                 margin = self._margin(row)
                 judged = self._judged(row)
             except RowProblem as problem:
-                dropped.append((place, str(problem)))
+                dropped.append((index, str(problem)))
                 continue
             counts["rows_with_margin"] += margin is not None
             if not is_blank(row.get("weight")):
                 counts[f"{UNUSED}weight"] += 1
-            places.append(place)
+            positions.append(index)
             margins.append(margin or 0.0)
             usable.append(judged)
         encoded = self.answers(usable)
@@ -72,8 +72,8 @@ class RewardEncoder:
             "wanted": encoded.columns["desirable"],
             "margin": np.array(margins, np.float32)[encoded.positions],
             "truncated": encoded.columns["truncated"]}
-        dropped += [(places[place], problem) for place, problem in encoded.dropped]
-        return Encoded(columns, np.array(places, np.int64)[encoded.positions], sorted(dropped), counts)
+        dropped += [(positions[index], problem) for index, problem in encoded.dropped]
+        return Encoded(columns, np.array(positions, np.int64)[encoded.positions], sorted(dropped), counts)
 
     def _margin(self, row: Values) -> float | None:
         """Return the margin of a pair, None if the row has none. Raises RowProblem."""

@@ -41,10 +41,10 @@ class RenderedRow(NamedTuple):
 Turns = Literal["all", "last", "split"]
 
 
-def only_turn(conversation: Conversation, place: int) -> Conversation:
-    """Return the conversation up to the turn at `place`, with only that turn as target."""
-    messages = [{**message, "scored": False} if message["role"] == "assistant" and number < place else message
-                for number, message in enumerate(conversation.messages[: place + 1])]
+def only_turn(conversation: Conversation, turn: int) -> Conversation:
+    """Return the conversation up to the turn at `turn`, with only that turn as target."""
+    messages = [{**message, "scored": False} if message["role"] == "assistant" and index < turn else message
+                for index, message in enumerate(conversation.messages[: turn + 1])]
     return replace(conversation, messages=messages)
 
 
@@ -63,8 +63,8 @@ class Renderer(Protocol):
         """Return the conversation up to the model's answer. Raises RowProblem."""
         ...
 
-    def behind_call(self, conversation: Conversation, place: int) -> list[Segment]:
-        """Return the token that ends the assistant's turn at `place`, which calls tools, and all up to its next answer.
+    def segments_after_call(self, conversation: Conversation, index: int) -> list[Segment]:
+        """Return the token that ends the assistant's turn at `index`, which calls tools, and all up to its next answer.
 
         Raises RowProblem.
         """
@@ -87,9 +87,9 @@ class Renderer(Protocol):
 
 def scored_turns(conversation: Conversation, turns: Turns) -> list[int]:
     """Return the positions of the turns to learn."""
-    places = [place for place, message in enumerate(conversation.messages)
+    indices = [index for index, message in enumerate(conversation.messages)
               if message["role"] == "assistant" and message.get("scored", True)]
-    return places[-1:] if turns == "last" else places
+    return indices[-1:] if turns == "last" else indices
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class TemplateRenderer:
         """See Renderer."""
         return [*self._segments(self._plain(conversation), True), Segment(self.template.response, True, -1)]
 
-    def behind_call(self, conversation: Conversation, place: int) -> list[Segment]:
+    def segments_after_call(self, conversation: Conversation, index: int) -> list[Segment]:
         """See Renderer; no named template has calls."""
         return self.prompt(conversation)
 
@@ -225,7 +225,7 @@ class TemplateRenderer:
         """See Renderer; earlier turns are rendered the same in all rows."""
         rows = [conversation]
         if turns != "all":
-            rows = [only_turn(conversation, place) for place in scored_turns(conversation, turns)]
+            rows = [only_turn(conversation, index) for index in scored_turns(conversation, turns)]
         return [RenderedRow(self._segments(self._plain(row), False), row, self._unshown(row)) for row in rows]
 
     def _unshown(self, conversation: Conversation) -> list[str]:
@@ -254,25 +254,25 @@ class TemplateRenderer:
         template = self.template
         segments = [Segment(self.bos, True, -1)] if self.bos else []
         messages = self._with_system(messages)
-        number = 0
+        index = 0
         for position, message in enumerate(messages):
             if message["role"] != "assistant":
                 segments += self._turn(message)
                 continue
             # Turns that are not learned are like a prompt; numbers count learned ones only.
-            turn = number if (scored := message.get("scored", True)) else -1
+            turn = index if (scored := message.get("scored", True)) else -1
             # The opening belongs to the prompt, as inference writes it; the terminator is learned.
             segments += [Segment(template.response, True, -1), Segment(message["content"], False, turn),
                          Segment(self.end, True, turn)]
             # Nothing follows the last terminator, where generation ends.
             if position + 1 < len(messages) or goes_on:
                 segments.append(Segment(template.after, True, -1))
-            number += scored
+            index += scored
         return segments
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
         template = self.template
-        first, rest = messages[0], messages[1:]
+        first, others = messages[0], messages[1:]
         if first["role"] != "system":
             default = template.default_system
             if "input" in first and template.default_system_with_input:
@@ -280,10 +280,10 @@ class TemplateRenderer:
             return [{"role": "system", "content": default}, *messages] if default else messages
         if template.system is not None:
             return messages
-        if not rest or rest[0]["role"] != "user":
+        if not others or others[0]["role"] != "user":
             raise RowProblem("a system turn without a user turn after it")
         # Without a system turn in the layout, `_turn` puts the text into the first user turn.
-        return [{**rest[0], "system": first["content"]}, *rest[1:]]
+        return [{**others[0], "system": first["content"]}, *others[1:]]
 
     def _turn(self, message: Message) -> list[Segment]:
         template = self.template
@@ -304,8 +304,8 @@ class TemplateRenderer:
         """Insert texts as separate segments, never into a string that is parsed again."""
         # Every second piece names a placeholder. Its text is not a template, so control tokens in it stay text.
         pieces = PLACEHOLDER.split(layout.replace("{eos}", self.eos))
-        return [Segment(message[piece], False, -1) if place % 2 else Segment(piece, True, -1)
-                for place, piece in enumerate(pieces) if piece]
+        return [Segment(message[piece], False, -1) if index % 2 else Segment(piece, True, -1)
+                for index, piece in enumerate(pieces) if piece]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -324,30 +324,31 @@ def template_jinja(renderer: TemplateRenderer) -> str:
     which transformers knows the assistant's tokens (`return_assistant_tokens_mask`).
     """
     template, eos = renderer.template, renderer.eos
-    default = template.default_system and _joined(template.system, eos, _quoted(template.default_system))
+    default = template.default_system and _as_expression(template.system, eos, _quote(template.default_system))
     # Every tag strips the white space around it, so that the line breaks below are not part of the text.
     lines = [
-        _written(_quoted(renderer.bos)) if renderer.bos else "",
+        _write(_quote(renderer.bos)) if renderer.bos else "",
         "{%- for message in messages -%}",
         *_raising("message['content'] is not string", "the content of a message is not text"),
         *_raising(f"tools or message['tool_calls']{'' if template.tool else TOOL_TURN}", NO_TOOLS),
-        *([f"{{%- if loop.first and message['role'] != 'system' -%}}{_written(default)}{{%- endif -%}}"] if default
+        *([f"{{%- if loop.first and message['role'] != 'system' -%}}{_write(default)}{{%- endif -%}}"] if default
           else []),
         "{%- if message['role'] == 'assistant' -%}",
-        _written(_quoted(template.response)) if template.response else "",
-        f"{{%- generation -%}}{_written(f'{CONTENT} ~ {_quoted(renderer.end)}')}{{%- endgeneration -%}}",
-        f"{{%- if not loop.last or add_generation_prompt -%}}{_written(_quoted(template.after))}{{%- endif -%}}"
+        _write(_quote(template.response)) if template.response else "",
+        f"{{%- generation -%}}{_write(f'{CONTENT} ~ {_quote(renderer.end)}')}{{%- endgeneration -%}}",
+        f"{{%- if not loop.last or add_generation_prompt -%}}{_write(_quote(template.after))}{{%- endif -%}}"
         if template.after else "",
         "{%- elif message['role'] == 'system' -%}",
-        *(_system_in_user() if template.system is None else [_written(_joined(template.system, eos))]),
+        *(_system_in_user() if template.system is None else [_write(_as_expression(template.system, eos))]),
         "{%- elif message['role'] == 'user' -%}",
         *_user(renderer),
-        *(["{%- elif message['role'] == 'tool' -%}", _written(_joined(template.tool, eos))] if template.tool else []),
+        *(["{%- elif message['role'] == 'tool' -%}",
+           _write(_as_expression(template.tool, eos))] if template.tool else []),
         "{%- else -%}",
         "{{- raise_exception('the role ' ~ message['role'] ~ ' is unknown') -}}",
         "{%- endif -%}",
         "{%- endfor -%}",
-        f"{{%- if add_generation_prompt -%}}{_written(_quoted(template.response))}{{%- endif -%}}"
+        f"{{%- if add_generation_prompt -%}}{_write(_quote(template.response))}{{%- endif -%}}"
         if template.response else "",
     ]
     return "\n".join(line for line in lines if line) + "\n"
@@ -355,12 +356,12 @@ def template_jinja(renderer: TemplateRenderer) -> str:
 
 def _user(renderer: TemplateRenderer) -> list[str]:
     template, eos = renderer.template, renderer.eos
-    turn = _written(_joined(template.user, eos))
+    turn = _write(_as_expression(template.user, eos))
     if template.system is not None:
         return [turn]
     # The turn right after the system turn also shows its text.
-    with_system = _joined(template.user.replace("{content}", template.system_in_user), eos)
-    return [f"{{%- if loop.index0 == 1 and messages[0]['role'] == 'system' -%}}{_written(with_system)}"
+    with_system = _as_expression(template.user.replace("{content}", template.system_in_user), eos)
+    return [f"{{%- if loop.index0 == 1 and messages[0]['role'] == 'system' -%}}{_write(with_system)}"
             f"{{%- else -%}}{turn}{{%- endif -%}}"]
 
 
@@ -371,20 +372,20 @@ def _system_in_user() -> list[str]:
 
 
 def _raising(condition: str, message: str) -> list[str]:
-    return [f"{{%- if {condition} -%}}{{{{- raise_exception({_quoted(message)}) -}}}}{{%- endif -%}}"]
+    return [f"{{%- if {condition} -%}}{{{{- raise_exception({_quote(message)}) -}}}}{{%- endif -%}}"]
 
 
-def _joined(layout: str, eos: str, content: str = CONTENT) -> str:
+def _as_expression(layout: str, eos: str, content: str = CONTENT) -> str:
     """Return a layout as a Jinja expression, with its placeholders replaced by variables."""
-    places = {"content": content, "system": FIRST}
+    variables = {"content": content, "system": FIRST}
     pieces = PLACEHOLDER.split(layout.replace("{eos}", eos))
-    return " ~ ".join(places[piece] if place % 2 else _quoted(piece) for place, piece in enumerate(pieces) if piece)
+    return " ~ ".join(variables[piece] if index % 2 else _quote(piece) for index, piece in enumerate(pieces) if piece)
 
 
-def _written(expression: str) -> str:
+def _write(expression: str) -> str:
     return f"{{{{- {expression} -}}}}"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     # JSON's escapes are valid in Jinja's string literals, too.
     return json.dumps(text, ensure_ascii=False)

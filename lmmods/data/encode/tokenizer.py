@@ -179,7 +179,7 @@ def decode(tokenizer, ids: Sequence[int], ends: Sequence[int] = (), **options: A
     """
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
     around = {getattr(tokenizer, f"{role}_id") for role in AROUND_TEXT} | set(ends)
-    inside = [place for place, token in enumerate(ids) if token not in around]
+    inside = [index for index, token in enumerate(ids) if token not in around]
     text: str = tokenizer.decode(ids[inside[0] : inside[-1] + 1] if inside else [], **options)
     return text
 

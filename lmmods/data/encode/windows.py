@@ -101,8 +101,8 @@ def locate(context: str, text: str, start: int) -> Answer | None:
         return None
     low = max(0, start - NEARBY)
     pattern = re.compile(r"\s+".join(map(re.escape, words)))
-    found = list(pattern.finditer(context, low, min(len(context), start + len(text) + NEARBY + 8)))
-    nearest = min(found, key=lambda match: abs(match.start() - start), default=None)
+    matches = list(pattern.finditer(context, low, min(len(context), start + len(text) + NEARBY + 8)))
+    nearest = min(matches, key=lambda match: abs(match.start() - start), default=None)
     return nearest.span() if nearest else None
 
 
@@ -148,33 +148,33 @@ class WindowEncoder:
         """
         kept, dropped = [], []
         counts: Counter = Counter()
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             try:
-                kept.append((place, *self._read(row, counts)))
+                kept.append((index, *self._read(row, counts)))
             except RowProblem as problem:
-                dropped.append((place, str(problem)))
+                dropped.append((index, str(problem)))
         questions = self._short([question for _, question, _, _ in kept], counts)
         contexts = [context for _, _, context, _ in kept]
         sides = (questions, contexts) if self.question_first else (contexts, questions)
         pairs = list(zip(*sides, strict=True))
         columns: dict[str, list] = {name: [] for name in (*LISTS, "start_positions", "end_positions", "cls_position")}
-        places = []
+        positions = []
         # Pairs are encoded in one call, in parallel. A long context gives its first window as `encoding`, the others as
         # `overflowing`.
-        for (place, _, _, answer), encoding in zip(kept, self._windows.encode_batch(pairs), strict=True):
+        for (index, _, _, answer), encoding in zip(kept, self._windows.encode_batch(pairs), strict=True):
             windows = [self._window(window, answer) for window in (encoding, *encoding.overflowing)]
             for window in windows:
                 for name, value in window.items():
                     columns[name].append(value)
             # All windows of a question point to its row.
-            places += [place] * len(windows)
+            positions += [index] * len(windows)
             counts["questions"] += 1
             counts["questions_of_several_windows"] += len(windows) > 1
         arrays = {name: Ragged.from_lists(column) if name in LISTS else np.array(column, np.int64)
                   for name, column in columns.items()}
         counts["tokens"] += len(arrays["input_ids"].values)
         counts["unknown_tokens"] += int((arrays["input_ids"].values == self.unknown_id).sum())
-        return Encoded(arrays, np.array(places, np.int64), dropped, counts)
+        return Encoded(arrays, np.array(positions, np.int64), dropped, counts)
 
     def _read(self, row: dict[str, Any], counts: Counter) -> tuple[str, str, Answer | None | str]:
         """Return question, context, and the answer: characters, None for no answer, or "unknown"."""
@@ -196,18 +196,18 @@ class WindowEncoder:
             return texts[0].lstrip(), texts[1], None
         # Trained on the first answer, like the original implementation; scores use all of them.
         text, start = answers[0]
-        found = locate(texts[1], text, start)
-        if found is None:
+        span = locate(texts[1], text, start)
+        if span is None:
             counts["answers_not_in_context"] += 1
             return texts[0].lstrip(), texts[1], "unknown"
-        counts["answers_moved_to_their_place"] += found[0] != start or texts[1][slice(*found)] != text
-        return texts[0].lstrip(), texts[1], found
+        counts["answers_moved_to_their_place"] += span[0] != start or texts[1][slice(*span)] != text
+        return texts[0].lstrip(), texts[1], span
 
     def _short(self, questions: list[str], counts: Counter) -> list[str]:
-        for number, encoding in enumerate(self._plain.encode_batch(questions, add_special_tokens=False)):
+        for index, encoding in enumerate(self._plain.encode_batch(questions, add_special_tokens=False)):
             if len(encoding.ids) > self.question_max_length:
                 # Cut the text after the last token that is kept.
-                questions[number] = questions[number][: encoding.offsets[self.question_max_length - 1][1]]
+                questions[index] = questions[index][: encoding.offsets[self.question_max_length - 1][1]]
                 counts["questions_cut"] += 1
         return questions
 

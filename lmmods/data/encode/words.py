@@ -22,7 +22,7 @@ def texts_in(value: Any) -> list[str]:
     return [text for item in items for text in texts_in(item)]
 
 
-def normalised(texts: Iterable[str]) -> str:
+def normalise(texts: Iterable[str]) -> str:
     """Join texts, with Unicode's composed characters and one space for any stretch of spaces and line breaks."""
     return " ".join(unicodedata.normalize("NFC", "\n".join(texts)).split())
 
@@ -33,7 +33,7 @@ def words_in(text: str) -> list[str]:
 
 
 @lru_cache(1 << 18)
-def _hashed(word: str) -> int:
+def _hash(word: str) -> int:
     # Not Python's own hash, which is another one in each process.
     return int.from_bytes(blake2b(word.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
@@ -43,8 +43,8 @@ def ngram_hashes(words: list[str], size: int) -> np.ndarray:
     count = len(words) - size + 1
     if count <= 0:
         return np.empty(0, np.uint64)
-    hashes = np.fromiter(map(_hashed, words), np.uint64, len(words))
+    hashes = np.fromiter(map(_hash, words), np.uint64, len(words))
     total = np.zeros(count, np.uint64)
-    for place in range(size):  # a polynomial, modulo 2^64
-        total = total * _FACTOR + hashes[place : place + count]
+    for offset in range(size):  # a polynomial, modulo 2^64
+        total = total * _FACTOR + hashes[offset : offset + count]
     return total

@@ -42,7 +42,7 @@ def check_unicode(value: Any) -> None:
         raise RowProblem(f"a nested value of type {type(value).__name__}, which JSON does not have")
 
 
-def parsed(text: str, name: str) -> Any:
+def parse(text: str, name: str) -> Any:
     """Parse a cell of JSON text: lists and objects in files whose cells are all text. Raises RowProblem."""
     try:
         # NaN and Infinity are Python's extension of JSON.

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from lmmods.data.sources.cells import Values, as_text, check_unicode, is_blank, parsed
+from lmmods.data.sources.cells import Values, as_text, check_unicode, is_blank, parse
 from lmmods.data.sources.conversation import RowProblem
 
 # Names of each part, the first that a row has counts; data.columns gives these names to others.
@@ -35,7 +35,7 @@ class Question(NamedTuple):
 def holds_choices(row: Values) -> bool:
     """Return True if a row has a text, and several choices in a list or in numbered columns."""
     name = next((name for name in CHOICES if name in row), None)
-    has_choices = len(_numbered(row)) >= LEAST if name is None else isinstance(row[name], list | dict | str)
+    has_choices = len(_list_numbered(row)) >= LEAST if name is None else isinstance(row[name], list | dict | str)
     return has_choices and any(name in row for name in (*CONTEXTS, *QUESTIONS))
 
 
@@ -55,9 +55,9 @@ def read_question(row: Values, with_answer: bool = True) -> Question:
     if context is None and question is None:
         raise RowProblem("no text before the choices")
     choices, labels = _choices(row)
-    for number, choice in enumerate(choices):
+    for index, choice in enumerate(choices):
         if not choice.strip():
-            raise RowProblem(f"choice {number} is empty")
+            raise RowProblem(f"choice {index} is empty")
     if context is None or question is None:
         first, seconds = (question if context is None else context), choices
     else:
@@ -76,10 +76,10 @@ def _text_among(row: Values, names: tuple[str, ...]) -> str | None:
     return text if text.strip() else None
 
 
-def _numbered(row: Values) -> list[str]:
+def _list_numbered(row: Values) -> list[str]:
     """Return the names of the columns that contain a choice each, in the order of their numbers."""
-    found = [(int(match[2]), name) for name in row if (match := NUMBERED.fullmatch(name))]
-    return [name for _, name in sorted(found)]
+    columns = [(int(match[2]), name) for name in row if (match := NUMBERED.fullmatch(name))]
+    return [name for _, name in sorted(columns)]
 
 
 def _choices(row: Values) -> tuple[list[str], list[str]]:
@@ -91,11 +91,11 @@ def _choices(row: Values) -> tuple[list[str], list[str]]:
     name = next((name for name in CHOICES if not is_blank(row.get(name))), None)
     labels: list[Any] = []
     if name is None:
-        columns = _numbered(row)
+        columns = _list_numbered(row)
         values, name = [row[column] for column in columns], "choices"
         labels = [NUMBERED.fullmatch(column)[2] for column in columns]  # type: ignore[index]
     else:
-        values = parsed(row[name], name) if isinstance(row[name], str) else row[name]
+        values = parse(row[name], name) if isinstance(row[name], str) else row[name]
         if isinstance(values, dict):  # ARC: {text: [...], label: [...]}
             values, labels = values.get("text"), values.get("label") or []
         elif isinstance(values, list) and values and all(isinstance(value, dict) for value in values):
@@ -127,15 +127,15 @@ def _place(answer: Any, name: str, choices: list[str], labels: list[str]) -> int
         number = int(text)
     if number == -1:
         return None
-    found = None if number is None or not 0 <= number < len(choices) else number
-    if found is None or isinstance(answer, str) and name != "label":
+    index = None if number is None or not 0 <= number < len(choices) else number
+    if index is None or isinstance(answer, str) and name != "label":
         by_text = [text.casefold() == choice.strip().casefold() for choice in choices]
         if text in labels:
-            found = labels.index(text)
+            index = labels.index(text)
         elif text and sum(by_text) == 1:
-            found = by_text.index(True)
+            index = by_text.index(True)
         elif re.fullmatch(r"[A-Za-z]", text):
-            found = ord(text.upper()) - ord("A")
-    if found is None or found >= len(choices):
+            index = ord(text.upper()) - ord("A")
+    if index is None or index >= len(choices):
         raise RowProblem(f"{name} is not one of the choices")
-    return found
+    return index

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmmods.core.errors import UserError
-from lmmods.data.sources.cells import Values, as_text, check_unicode, is_blank, parsed
+from lmmods.data.sources.cells import Values, as_text, check_unicode, is_blank, parse
 from lmmods.data.sources.conversation import Conversation, Message, RowProblem
 from lmmods.data.sources.readers import Row
 from lmmods.data.sources.trees import flat_instances, oasst_messages, oasst_trees
@@ -45,14 +45,14 @@ class Pair:
     end_marker: str = ""
 
     def __call__(self, row: RowReader) -> list[Message]:
-        messages = row.said(self.prompt, "user")
+        messages = row.take_turns(self.prompt, "user")
         if self.context and (text := row.optional(self.context)).strip():
             messages[-1]["input"] = text
         if "history" in row.values:
             messages = _history(row) + messages
         if row.values.get(self.response) is None:
             return messages
-        answer = row.said(self.response, "assistant")
+        answer = row.take_turns(self.response, "assistant")
         if self.end_marker:
             answer[-1]["content"] = answer[-1]["content"].removesuffix(self.end_marker)
         return messages + answer
@@ -78,7 +78,7 @@ def turns(column: str) -> Converter:
     def convert(row: RowReader) -> list[Message]:
         messages = row.turns(column)
         if row.values.get("chosen") and messages[-1]["role"] != "assistant":
-            answer = row.said("chosen", "assistant")
+            answer = row.take_turns("chosen", "assistant")
             return messages + answer if answer[0]["role"] == "assistant" else answer
         return messages
 
@@ -109,23 +109,23 @@ def whole_text(column: str) -> Converter:
 def preferred(row: RowReader) -> list[Message]:
     """hh-rlhf and similar: the chosen conversation, or the chosen answer to the prompt in another column."""
     chosen = row.values.get("chosen")
-    asked = next((name for name in PROMPTS if row.values.get(name) is not None), None)
+    column = next((name for name in PROMPTS if row.values.get(name) is not None), None)
     answer = row.turns("chosen") if isinstance(chosen, list) else []
-    if asked is None:
+    if column is None:
         return answer or marked("chosen", HUMAN, ASSISTANT)(row)
-    prompt = row.values[asked]
+    prompt = row.values[column]
     if isinstance(chosen, str) and chosen.startswith(HUMAN):
         return marked("chosen", HUMAN, ASSISTANT)(row)
     # The answer continues a transcript.
     if isinstance(chosen, str) and isinstance(prompt, str) and prompt.startswith(HUMAN):
-        return _transcript(row.text(asked) + row.text("chosen"), asked, HUMAN, ASSISTANT)
+        return _transcript(row.text(column) + row.text("chosen"), column, HUMAN, ASSISTANT)
     # `chosen` contains the whole conversation, or continues the turns of the prompt.
     if answer and answer[0]["role"] != "assistant":
         if any(message["content"] == prompt for message in answer):
-            row.values.pop(asked)  # the conversation contains it
-        before = row.turns(asked) if isinstance(prompt, list) else []
+            row.values.pop(column)  # the conversation contains it
+        before = row.turns(column) if isinstance(prompt, list) else []
         return answer if answer[: len(before)] == before else before + answer
-    return Pair(asked, "chosen", "input" if asked == "instruction" else None)(row) + answer
+    return Pair(column, "chosen", "input" if column == "instruction" else None)(row) + answer
 
 
 # MOSS
@@ -151,20 +151,20 @@ def _moss_turns(turn: Values) -> list[Values]:
         return [turn]
     turn = dict(turn)
     keys = ("Human", "Inner Thoughts", "Commands", "Tool Responses", "MOSS")
-    human, thoughts, commands, results, answer = (_unmarked(turn.pop(key, None), key) for key in keys)
-    said: list[Values] = [{"role": "user", "content": human}]
+    human, thoughts, commands, results, answer = (_remove_mark(turn.pop(key, None), key) for key in keys)
+    turns: list[Values] = [{"role": "user", "content": human}]
     if commands:
-        said.append({"role": "assistant", "reasoning_content": thoughts, **_called(commands)})
+        turns.append({"role": "assistant", "reasoning_content": thoughts, **_called(commands)})
         thoughts = None
     if results:
-        said.append({"role": "tool", "content": results})
+        turns.append({"role": "tool", "content": results})
     if answer is not None:
-        said.append({"role": "assistant", "content": answer, "reasoning_content": thoughts})
+        turns.append({"role": "assistant", "content": answer, "reasoning_content": thoughts})
     # Keys that are not known here stay with the last turn, where they are reported as unused.
-    return [*said[:-1], {**turn, **said[-1]}]
+    return [*turns[:-1], {**turn, **turns[-1]}]
 
 
-def _unmarked(value: Any, key: str) -> str | None:
+def _remove_mark(value: Any, key: str) -> str | None:
     if value is None:
         return None
     text = SPEAKER_MARK.sub("", END_MARK.sub("", as_text(value, f"chat.{key}").strip())).strip()
@@ -175,18 +175,18 @@ def _called(commands: str) -> Values:
     """Parse commands like `Search("x"), Calculate("1+1")` as calls; text of another form stays text."""
     calls, at = [], 0
     while at < len(commands):
-        found = COMMAND.match(commands, at)
-        if found is None:
+        match = COMMAND.match(commands, at)
+        if match is None:
             return {"content": commands}
-        calls.append({"name": found.group(1), "arguments": found.group(2)})
-        at = found.end()
+        calls.append({"name": match.group(1), "arguments": match.group(2)})
+        at = match.end()
     return {"tool_calls": calls}
 
 
 def moss_text(row: RowReader) -> list[Message]:
     """moss-002: one text in which <eoh> ends a turn of the user and <eoa> one of the assistant."""
-    *pieces, rest = re.split(r"<(eo[a-z])>", row.text("plain_text"))
-    if rest.strip() or not pieces:
+    *pieces, tail = re.split(r"<(eo[a-z])>", row.text("plain_text"))
+    if tail.strip() or not pieces:
         raise RowProblem("plain_text does not end in <eoh> or <eoa>")
     messages: list[Message] = [
         {"role": "user" if mark == "eoh" else "assistant", "content": SPEAKER_MARK.sub("", text.strip()).strip()}
@@ -222,7 +222,7 @@ def batch(row: RowReader) -> list[Message]:
 
 
 def _object(value: Any, name: str) -> Values:
-    value = parsed(value, name) if isinstance(value, str) else value
+    value = parse(value, name) if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise RowProblem(f"{name} is not an object")
     return dict(value)
@@ -354,7 +354,7 @@ def _read_beside(reading: RowReader, conversation: Conversation, form: Format) -
     for column in ("tools", "functions"):
         conversation.tools += specifications(values.pop(column, None), column)
     settings = values.pop("chat_template_kwargs", None)
-    settings = parsed(settings, "chat_template_kwargs") if isinstance(settings, str) and settings else settings
+    settings = parse(settings, "chat_template_kwargs") if isinstance(settings, str) and settings else settings
     if not is_blank(settings):
         if not isinstance(settings, dict):
             raise RowProblem("chat_template_kwargs is not an object")

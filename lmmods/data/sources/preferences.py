@@ -3,7 +3,7 @@
 from typing import Any, Literal, NamedTuple
 
 from lmmods.core.errors import UserError
-from lmmods.data.sources.cells import Values, is_blank, parsed
+from lmmods.data.sources.cells import Values, is_blank, parse
 from lmmods.data.sources.conversation import Conversation, RowProblem
 from lmmods.data.sources.formats import PROMPTS, detect_format, format_of, read_conversation
 from lmmods.data.sources.turns import Roles
@@ -65,13 +65,13 @@ def conversation_layout(row: Values, where: str, prompts_only: bool = False) -> 
                         f"(and prompt, or the conversation in both), or a list of answers with scores "
                         f"({' or '.join(LISTS)}), or one answer and whether it is wanted ({' or '.join(LABELS)}). Map "
                         "them with data.columns, for example {good: chosen, bad: rejected}")
-    row = as_asked(row)
+    row = keep_chosen(row)
     if "chosen" not in row or _continues(row):
         return detect_format(row, where, prompts_only)
     return "hh-rlhf"
 
 
-def as_asked(row: Values) -> Values:
+def keep_chosen(row: Values) -> Values:
     """Return the row with only its better answer."""
     if "rejected" not in row and (column := _answers_column(row)) is not None:
         try:
@@ -89,16 +89,16 @@ def read_answers(layout: str, row: Values, roles: Roles, turn_fields: dict[str, 
         UserError: The layout is unknown.
     """
     if (label := label_of(row)) is not None and _answers_column(row) is None:
-        rest = {name: value for name, value in row.items() if name not in LABELS}
-        return [Judged(read_conversation(layout, rest, roles, turn_fields), _is_wanted(row[label], label))]
+        others = {name: value for name, value in row.items() if name not in LABELS}
+        return [Judged(read_conversation(layout, others, roles, turn_fields), _is_wanted(row[label], label))]
     if "rejected" not in row and (column := _answers_column(row)) is not None:
         row = _best_and_worst(row, column)
     for name in ("chosen", "rejected"):
         if is_blank(row.get(name)):
             raise RowProblem(f"{name} is empty or missing")
-    rest = {name: value for name, value in row.items() if name != "rejected"}
+    others = {name: value for name, value in row.items() if name != "rejected"}
     # Each answer is read as the chosen one, so both are converted alike.
-    chosen, rejected = (read_conversation(layout, {**rest, "chosen": row[name]}, roles, turn_fields)
+    chosen, rejected = (read_conversation(layout, {**others, "chosen": row[name]}, roles, turn_fields)
                         for name in ("chosen", "rejected"))
     return [Judged(chosen, True), Judged(rejected, False)]
 
@@ -130,24 +130,24 @@ def _answers_column(row: Values) -> str | None:
 
 def _best_and_worst(row: Values, column: str) -> Values:
     """Reduce a row's list of answers to the pair with the highest and the lowest score. Raises RowProblem."""
-    rest = {name: value for name, value in row.items() if name != column}
+    others = {name: value for name, value in row.items() if name != column}
     answers = row[column]
     if all(isinstance(answer, dict) for answer in answers):
-        judged = [_scored(answer, column) for answer in answers]
+        judged = [_read_scored(answer, column) for answer in answers]
     else:
         name = next((name for name in SCORE_LISTS if name in row), None)
-        scores = [] if name is None else parsed(row[name], name) if isinstance(row[name], str) else row[name]
+        scores = [] if name is None else parse(row[name], name) if isinstance(row[name], str) else row[name]
         if not isinstance(scores, list) or len(scores) != len(answers):
             raise RowProblem(f"{column} does not have one score per answer")
-        rest.pop(name, None)
+        others.pop(name, None)
         judged = [(_number(score, column), answer) for score, answer in zip(scores, answers, strict=True)]
-    best, worst = (choose(judged, key=lambda each: each[0]) for choose in (max, min))
+    best, worst = (choose(judged, key=lambda pair: pair[0]) for choose in (max, min))
     if best[0] == worst[0]:
         raise RowProblem("all answers have the same score")
-    return {**rest, "chosen": best[1], "rejected": worst[1]}
+    return {**others, "chosen": best[1], "rejected": worst[1]}
 
 
-def _scored(answer: Values, column: str) -> tuple[float, Any]:
+def _read_scored(answer: Values, column: str) -> tuple[float, Any]:
     text = next((answer[name] for name in TEXTS if not is_blank(answer.get(name))), None)
     for name in (*SCORES, "rank"):
         if answer.get(name) is not None:

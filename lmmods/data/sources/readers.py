@@ -98,33 +98,33 @@ class Part(NamedTuple):
     ends: bool
 
 
-def _decoded(file: BinaryIO, path: str) -> Iterator[str]:
+def _decode(file: BinaryIO, path: str) -> Iterator[str]:
     """Yield the text in pieces, decoded strictly, without a leading byte order mark."""
-    start, line, rest, is_last = 0, 1, b"", False  # start: offset of the bytes not decoded yet
+    start, line, undecoded, is_last = 0, 1, b"", False  # start: offset of the bytes not decoded yet
     while not is_last:
         read = file.read(READ_AT_ONCE)
         is_last = not read
-        found = rest + read
+        data = undecoded + read
         # Decode up to the first NUL. A character cut by the end of the piece stays in `found[used:]`; at the end of the
         # file it is an error.
-        bad, is_nul = found.find(0), True
+        bad, is_nul = data.find(0), True
         try:
-            text, used = codecs.utf_8_decode(found if bad < 0 else found[:bad], "strict", is_last and bad < 0)
+            text, used = codecs.utf_8_decode(data if bad < 0 else data[:bad], "strict", is_last and bad < 0)
         except UnicodeDecodeError as error:
             bad, is_nul = error.start, False
-            text, used = codecs.utf_8_decode(found[:bad], "strict", False)
+            text, used = codecs.utf_8_decode(data[:bad], "strict", False)
         text = text[1:] if start == 0 and text.startswith("\ufeff") else text
         if bad >= 0:
             # Whole lines before the bad one are still read, so that the first error of a file is the one reported.
             yield text[: text.rfind("\n") + 1]
-            line += found.count(b"\n", 0, bad)
+            line += data.count(b"\n", 0, bad)
             if is_nul:
                 raise UserError(f"{path}:{line}: NUL byte at byte {start + bad}; this is not UTF-8 text (UTF-16 or "
                                 "binary?). Convert it, for example with `iconv -t UTF-8`")
-            raise UserError(f"{path}:{line}: byte {start + bad} ({found[bad]:#04x}) is not UTF-8; convert the file, "
+            raise UserError(f"{path}:{line}: byte {start + bad} ({data[bad]:#04x}) is not UTF-8; convert the file, "
                             "for example with `iconv -t UTF-8`")
         yield text
-        start, line, rest = start + used, line + text.count("\n"), found[used:]
+        start, line, undecoded = start + used, line + text.count("\n"), data[used:]
 
 
 def _lines(texts: Iterable[str], first: int = 1) -> Iterator[tuple[int, str | Part]]:
@@ -150,28 +150,28 @@ def _lines(texts: Iterable[str], first: int = 1) -> Iterator[tuple[int, str | Pa
 
 
 def _read_jsonl(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
-    return _jsonl_rows(_lines(_decoded(file, path)), path)
+    return _jsonl_rows(_lines(_decode(file, path)), path)
 
 
 def _jsonl_rows(lines: Iterable[tuple[int, str | Part]], path: str) -> Iterator[Row]:
-    for number, line in lines:
+    for line_number, line in lines:
         if isinstance(line, Part):
             if line.ends:
-                yield Row(path, number, {}, TOO_LONG)
+                yield Row(path, line_number, {}, TOO_LONG)
             continue
         if not line.strip():
             continue
         try:
             values = DECODER.decode(line)
         except BROKEN_JSON as error:
-            raise UserError(f"{path}:{number}: broken JSON ({_why(error)}). Repair or remove the line") from error
-        yield Row(path, number, _as_object(values, path, number))
+            raise UserError(f"{path}:{line_number}: broken JSON ({_why(error)}). Repair or remove the line") from error
+        yield Row(path, line_number, _as_object(values, path, line_number))
 
 
 def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
     """Rows of an array of records, an object with one array inside (`{"data": [...]}`), or JSON Lines in a .json
     file."""
-    texts = _decoded(file, path)
+    texts = _decode(file, path)
     window = _Window(texts)
     at = window.skip_space(0)
     if window.text[at : at + 1] == "[":
@@ -200,10 +200,10 @@ def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[R
         arrays = [values["data"]]
     has_records = len(arrays) == 1 and all(isinstance(item, dict) or _is_conversation(item) for item in arrays[0])
     rows = arrays[0] if has_records else [values]
-    for number, item in enumerate(rows, 1):
-        values = _as_object(item, path, number)
+    for index, item in enumerate(rows, 1):
+        values = _as_object(item, path, index)
         is_too_long = len(window.text) > LONGEST and is_longer_than(values, LONGEST)
-        yield Row(path, number, {}, TOO_LONG) if is_too_long else Row(path, number, values)
+        yield Row(path, index, {}, TOO_LONG) if is_too_long else Row(path, index, values)
 
 
 def _is_record(text: str) -> bool:
@@ -289,21 +289,21 @@ class _Window:
         depth, is_text, size = 0, False, 0
         while True:
             begun = at
-            found = (REST_OF_TEXT.match if is_text else BRACKET.search)(self.text, at)
-            if found:
-                at = found.end()
+            match = (REST_OF_TEXT.match if is_text else BRACKET.search)(self.text, at)
+            if match:
+                at = match.end()
                 # Brackets inside of strings do not count; a quote starts or ends a string.
-                opens = {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
-                depth, is_text = depth + opens, found[0] == '"' and not is_text
+                opens = {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
+                depth, is_text = depth + opens, match[0] == '"' and not is_text
             elif self.has_ended:
                 raise broken
             else:
                 at = len(self.text.rstrip("\\")) if is_text else len(self.text)  # an escaped character may follow
                 at = max(at, begun)
             size += at - begun
-            if found and depth <= 0 and not is_text:
+            if match and depth <= 0 and not is_text:
                 return at, size
-            if not found:
+            if not match:
                 at = self.read(at)
 
 
@@ -381,7 +381,7 @@ def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str
     def lines() -> Iterator[str]:
         nonlocal line, size
         quotes = 0
-        for number, text in _lines(_decoded(file, path)):
+        for number, text in _lines(_decode(file, path)):
             is_part = isinstance(text, Part)
             if is_part:
                 quotes += text.text.count('"')
@@ -448,33 +448,33 @@ def _read_txt(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Ro
         return
     piece: list[str] = []
     size, first, starts = 0, 1, True
-    for number, line in _lines(_decoded(file, path)):
+    for line_number, line in _lines(_decode(file, path)):
         blank = isinstance(line, str) and not line.strip()
         # A document ends with this line; at the end of a file the last one ends anyway.
         closes = documents == "line" or (documents == "paragraph" and blank)
         if isinstance(line, Part):
             # A line too long to hold: yield its pieces, and keep the rest for what follows.
-            *parts, rest = _parted("".join((*piece, line.text)))
+            *parts, tail = _split_text("".join((*piece, line.text)))
             for part in parts:
                 yield _piece(path, first, [part], starts, False)
-                first, starts = number, False
-            piece, size, closes = [rest], len(rest), closes and line.ends
+                first, starts = line_number, False
+            piece, size, closes = [tail], len(tail), closes and line.ends
         # A long document is divided before this line; before a blank one only if it is much longer.
         elif size > (LONG_PIECE if blank else TEXT_PIECE) and documents != "line":
             yield _piece(path, first, piece, starts, False)
-            piece, size, first, starts = [], 0, number, False
+            piece, size, first, starts = [], 0, line_number, False
         if isinstance(line, str) and not (blank and closes):
             piece.append(line)
             size += len(line)
         if closes and piece:
             yield _piece(path, first, piece, starts, True)
         if closes:
-            piece, size, first, starts = [], 0, number + 1, True
+            piece, size, first, starts = [], 0, line_number + 1, True
     if "".join(piece).strip():
         yield _piece(path, first, piece, starts, True)
 
 
-def _parted(text: str) -> Iterator[str]:
+def _split_text(text: str) -> Iterator[str]:
     """Divide a text into parts of up to LONG_PIECE characters, before spaces if there are some."""
     at = 0
     while len(text) - at > LONG_PIECE:
@@ -499,11 +499,11 @@ def _read_conll(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[
     sentence: list[list[str]] = []
     first = size = 0
     # The line 0 at the end closes the last sentence.
-    for number, line in itertools.chain(_lines(_decoded(file, path)), [(0, "")]):
+    for line_number, line in itertools.chain(_lines(_decode(file, path)), [(0, "")]):
         text = (line.text if isinstance(line, Part) else line).strip(" \t\r\n")
         is_start = text.startswith(DOCUMENT_START)
         if text and not is_start:
-            first, size = first or number, size + len(text)
+            first, size = first or line_number, size + len(text)
             if size > LONGEST:
                 sentence.clear()  # counted on, but not held
             else:
@@ -511,13 +511,13 @@ def _read_conll(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[
                 sentence.append(re.split("\t" if "\t" in text else " +", text))
             continue
         if first:
-            yield Row(path, first, {}, TOO_LONG) if size > LONGEST else _tagged(path, first, sentence)
+            yield Row(path, first, {}, TOO_LONG) if size > LONGEST else _read_tagged(path, first, sentence)
         if is_start:
-            yield Row(path, number, {}, f"a {DOCUMENT_START} line, which is not a sentence")
+            yield Row(path, line_number, {}, f"a {DOCUMENT_START} line, which is not a sentence")
         sentence, first, size = [], 0, 0
 
 
-def _tagged(path: str, line: int, sentence: list[list[str]]) -> Row:
+def _read_tagged(path: str, line: int, sentence: list[list[str]]) -> Row:
     """Return a row of CoNLL's lines, split into columns."""
     if len({len(fields) for fields in sentence}) > 1:
         has_comment = any(fields[0].startswith("#") for fields in sentence)
@@ -531,11 +531,11 @@ def _tagged(path: str, line: int, sentence: list[list[str]]) -> Row:
 def _read_parquet(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
     try:
         table = pa.parquet.ParquetFile(file, page_checksum_verification=True)
-        groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+        groups = [table.metadata.row_group(group) for group in range(table.num_row_groups)]
         # so few rows at a time that their text is no longer than the longest row may be
         sizes = [max(1, min(1000, LONGEST * group.num_rows // max(group.total_byte_size, 1))) for group in groups]
-        batches = itertools.chain.from_iterable(table.iter_batches(size, row_groups=[number])
-                                                for number, size in enumerate(sizes))
+        batches = itertools.chain.from_iterable(table.iter_batches(size, row_groups=[group])
+                                                for group, size in enumerate(sizes))
         yield from _batches_to_rows(batches if groups else table.iter_batches(), path)
     except DAMAGED_TABLE as error:
         raise UserError(f"{path}: damaged Parquet file ({str(error)[:200]})") from error
@@ -555,7 +555,7 @@ def _read_arrow(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[
 
 
 def _batches_to_rows(batches: Any, path: str) -> Iterator[Row]:
-    number = 0
+    row_number = 0
     for batch in batches:
         batch.validate(full=True)  # offsets in a damaged file could point anywhere in memory
         _check_names(batch.schema.names, path)
@@ -564,14 +564,14 @@ def _batches_to_rows(batches: Any, path: str) -> Iterator[Row]:
         is_shared = any(SHARED.search(str(column.type)) for column in batch.schema)
         # A small batch contains no long row, so that only the rows of others are measured one by one.
         is_small = batch.nbytes * (batch.num_rows if is_shared else 1) <= LONGEST
-        for part in [batch] if is_small else (batch.slice(place, 1) for place in range(batch.num_rows)):
+        for part in [batch] if is_small else (batch.slice(offset, 1) for offset in range(batch.num_rows)):
             is_too_long = not is_small and not is_shared and part.nbytes > LONGEST
             for values in [{}] if is_too_long else part.to_pylist():
-                number += 1
+                row_number += 1
                 if is_too_long or not is_small and is_longer_than(values, LONGEST):
-                    yield Row(path, number, {}, TOO_LONG)
+                    yield Row(path, row_number, {}, TOO_LONG)
                 else:
-                    yield Row(path, number, without_fillers(values) if is_nested else values)
+                    yield Row(path, row_number, without_fillers(values) if is_nested else values)
 
 
 SHARED = re.compile("dictionary|run_end|view")  # Arrow types whose rows can share values
@@ -604,10 +604,10 @@ def table_features(path: str) -> dict[str, Any]:
     try:
         with fsspec.open(path, "rb", compression=compression(path)) as file:
             schema = pa.parquet.read_schema(file) if file_type(path) == ".parquet" else _arrow_schema(file)
-        found = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
     except (KeyError, TypeError, RecursionError, *DAMAGED_TABLE, OSError):
         return {}  # a damaged file is reported where its rows are read
-    return found if isinstance(found, dict) else {}
+    return features if isinstance(features, dict) else {}
 
 
 def _arrow_schema(file: BinaryIO) -> pa.Schema:

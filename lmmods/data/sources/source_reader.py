@@ -61,34 +61,34 @@ class SourceReader:
         self.replaced.clear()
         rows = self._all_rows()
         if self.source.columns:
-            rows = (row if row.problem else row._replace(values=self._renamed(*row[:3])) for row in rows)
-        for number, row in enumerate(rows):
-            if self.source.limit is not None and number >= self.source.limit:
+            rows = (row if row.problem else row._replace(values=self._rename(*row[:3])) for row in rows)
+        for index, row in enumerate(rows):
+            if self.source.limit is not None and index >= self.source.limit:
                 return
             yield row
 
     def _all_rows(self) -> Iterator[Row]:
         if self._hub_rows is not None:
-            for number, values in enumerate(self._hub_rows, 1):
+            for index, values in enumerate(self._hub_rows, 1):
                 if is_longer_than(values, LONGEST):
-                    yield Row(self.source.path, number, {}, TOO_LONG)
+                    yield Row(self.source.path, index, {}, TOO_LONG)
                 else:
-                    yield Row(self.source.path, number, without_fillers(values))
+                    yield Row(self.source.path, index, without_fillers(values))
         for path in self.files:
             yield from read_file(path, self.documents)
 
-    def _renamed(self, file: str, line: int, values: dict) -> dict:
+    def _rename(self, file: str, line: int, values: dict) -> dict:
         mapping = self.source.columns or {}
-        rest, renamed = dict(values), {}
+        others, renamed = dict(values), {}
         for name, new in mapping.items():
             # Columns are taken out, so that they appear under the new name alone.
-            found = _taken(rest, name)
-            if found is None:
+            taken = _take(others, name)
+            if taken is None:
                 raise UserError(f"{file}:{line}: no column {name!r}, which `columns` renames to {new!r}; "
                                 f"the columns are {', '.join(values)}{did_you_mean(name, list(values))}")
-            renamed[new] = found[0]
-        self.replaced.update(name for name in renamed if name in rest)
-        return {name: value for name, value in rest.items() if name not in renamed} | renamed
+            renamed[new] = taken[0]
+        self.replaced.update(name for name in renamed if name in others)
+        return {name: value for name, value in others.items() if name not in renamed} | renamed
 
     def class_names(self, column: str) -> list[str] | None:
         """Names that the numbers of a column stand for, where `datasets` noted them (`ClassLabel`); else None.
@@ -101,11 +101,11 @@ class SourceReader:
         else:
             features = table_features(self.files[0])
         renamed = {new: name for name, new in (self.source.columns or {}).items()}
-        found = features.get(renamed.get(column, column))
+        feature = features.get(renamed.get(column, column))
         # A list of classes has their type inside, as an object or as a list of one.
-        while isinstance(found, dict) and "feature" in found or isinstance(found, list) and len(found) == 1:
-            found = found["feature"] if isinstance(found, dict) else found[0]
-        names = found.get("names") if isinstance(found, dict) and found.get("_type") == "ClassLabel" else None
+        while isinstance(feature, dict) and "feature" in feature or isinstance(feature, list) and len(feature) == 1:
+            feature = feature["feature"] if isinstance(feature, dict) else feature[0]
+        names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
         return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
     def num_bytes(self) -> int:
@@ -143,7 +143,7 @@ class SourceReader:
         if len(self._hashes) != len(self.files):
             self._content_by(sampled=self._is_sampled)
         return {**told, "files": {path: {"remote": digest} if "://" in path else
-                                  fingerprints.described(path, digest, self._is_sampled)
+                                  fingerprints.describe_file(path, digest, self._is_sampled)
                                   for path, digest in zip(self.files, self._hashes, strict=True)}}
 
     def adopt(self, content: str | None) -> None:
@@ -170,23 +170,23 @@ class SourceReader:
     def _content_by(self, sampled: bool) -> str | None:
         if self._hub_rows is not None:
             return rows_fingerprint(self._hub_rows)  # None for a stream from the hub
-        hashed = fingerprints.sampled_file if sampled else fingerprints.whole_file
+        hashed = fingerprints.hash_sampled if sampled else fingerprints.whole_file
         self._hashes = [_remote_key(path) if "://" in path else hashed(path) for path in self.files]
         self._is_sampled = sampled
-        return fingerprints.joined(self._hashes)
+        return fingerprints.combine_fingerprints(self._hashes)
 
 
-def _taken(values: dict, name: str) -> tuple[Any] | None:
+def _take(values: dict, name: str) -> tuple[Any] | None:
     """Take a column out of a row, or the value at `a.b` in its objects, which are copied; None if it is missing."""
     if name in values:
         return (values.pop(name),)
-    first, _, rest = name.partition(".")
+    first, _, inner_name = name.partition(".")
     inner = values.get(first)
-    if not rest or not isinstance(inner, dict):
+    if not inner_name or not isinstance(inner, dict):
         return None
     # Copied, as the caller's row must not change.
     values[first] = inner = dict(inner)
-    return _taken(inner, rest)
+    return _take(inner, inner_name)
 
 
 def _remote_key(path: str) -> str:
@@ -268,12 +268,12 @@ def _is_data(name: str) -> bool:
 
 
 def _files_in_folder(folder: str) -> list[str]:
-    found = [os.path.join(here, name) for here, names in _walk(folder) for name in names if _is_data(name)]
-    if not found:
+    paths = [os.path.join(here, name) for here, names in _walk(folder) for name in names if _is_data(name)]
+    if not paths:
         raise UserError(f"{folder}: no readable file in this folder; {READABLE}")
-    for path in found:
+    for path in paths:
         check_regular(path)
-    return sorted(found)
+    return sorted(paths)
 
 
 def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
@@ -310,9 +310,9 @@ def _glob(pattern: str) -> Iterator[str]:
     if "**" not in parts:
         yield from glob.glob(pattern)
         return
-    place = parts.index("**")
+    index = parts.index("**")
     # Whatever follows the first `**` is matched in each folder below.
-    head, tail = "/".join(parts[:place]), "/".join(parts[place + 1 :]) or "*"
+    head, tail = "/".join(parts[:index]), "/".join(parts[index + 1 :]) or "*"
     roots = glob.glob(head) if head else ["/" if pattern.startswith("/") else "."]
     for root in filter(os.path.isdir, roots):
         for folder, _ in _walk(root):
@@ -326,18 +326,18 @@ def _local_path(url: str) -> str | None:
         local = _local_path(part) if "://" in part else part
         if local is not None and os.path.lexists(local):
             check_regular(local)
-    scheme, _, rest = url.partition("://")
+    scheme, _, path = url.partition("://")
     if scheme not in ("file", "local"):
         return None
-    if not rest:
+    if not path:
         raise UserError(f"{url}: this URL does not name a file")
     return fsspec.url_to_fs(url)[1]
 
 
 def _find_remote(url: str) -> list[str]:
     # A chain such as zip://*.csv::https://…: fsspec expands the pattern of one part, the others are put back around it.
-    first, chained, rest = url.partition("::")
-    before, behind = ("", chained + rest) if "://" in first else (first + chained, "")
+    first, chained, target = url.partition("::")
+    before, behind = ("", chained + target) if "://" in first else (first + chained, "")
     if "hf://" in url:
         hub.check_answers(url)
     try:

@@ -42,7 +42,7 @@ def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
         replies.setdefault(parent, []).append(row)
         if parent is None or parent not in known:
             roots.append(row)
-    yield from _unrooted(roots, replies, messages_read)
+    yield from _find_unrooted(roots, replies, messages_read)
     for root in roots:
         messages, answers = [root.values], replies.get(root.values.get("message_id"), [])
         while answers:
@@ -54,7 +54,7 @@ def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
         yield root._replace(values={"messages": messages})
 
 
-def _unrooted(roots: list[Row], replies: dict[Any, list[Row]], messages: list[Row]) -> Iterator[Row]:
+def _find_unrooted(roots: list[Row], replies: dict[Any, list[Row]], messages: list[Row]) -> Iterator[Row]:
     """Return the messages that are not reachable from any root."""
     waiting, reached = list(roots), set()
     while waiting:

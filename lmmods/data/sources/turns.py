@@ -7,7 +7,7 @@ import re
 from functools import cache
 from typing import Any
 
-from lmmods.data.sources.cells import Values, as_text, is_blank, parsed
+from lmmods.data.sources.cells import Values, as_text, is_blank, parse
 from lmmods.data.sources.conversation import Message, RowProblem
 
 Roles = dict[str, str]
@@ -83,7 +83,7 @@ class RowReader:
         value = self.values.pop(column, None)
         return "" if value is None else as_text(value, column)
 
-    def said(self, column: str, role: str) -> list[Message]:
+    def take_turns(self, column: str, role: str) -> list[Message]:
         """Remove a column and return its turns; plain text becomes one turn of `role`. Raises RowProblem."""
         value = self.values.get(column)
         if isinstance(value, str):  # the usual case
@@ -119,7 +119,7 @@ class RowReader:
         """
         if isinstance(turns, str):
             try:
-                turns = parsed(turns, name)
+                turns = parse(turns, name)
             except RowProblem as problem:
                 raise RowProblem(f"{name} is text, not a list of turns") from problem
         if isinstance(turns, dict):
@@ -148,16 +148,16 @@ class RowReader:
 
     def _message(self, turn: Values, role_key: str, name: str) -> Message:
         content_key = self._key(turn, "content")
-        said = str(turn.pop(role_key))
-        role = self._role(said)
+        speaker = str(turn.pop(role_key))
+        role = self._role(speaker)
         if role is None:
-            raise RowProblem(f"{name} has the unknown role {said[:40]!r} (map it with data.roles)")
+            raise RowProblem(f"{name} has the unknown role {speaker[:40]!r} (map it with data.roles)")
         content = None if content_key is None else turn.pop(content_key)
         if not turn and isinstance(content, str) and role != CALLS:  # the usual case of a turn
             return {"role": role, "content": content}
         message: Message = {"role": "assistant" if role == CALLS else role, "content": ""}
         if isinstance(content, list):
-            content = self._joined(content, message, f"{name}.{content_key}")
+            content = self._join_parts(content, message, f"{name}.{content_key}")
         if message["role"] == "assistant":
             content = self._add_calls(message, content, turn, role, name)
         if content is None and "tool_calls" not in message:
@@ -168,7 +168,7 @@ class RowReader:
         self._add_rest(message, turn, name)
         return message
 
-    def _joined(self, parts: list, message: Message, name: str) -> str:
+    def _join_parts(self, parts: list, message: Message, name: str) -> str:
         """Join the texts of a content in parts. Raises RowProblem for a part that cannot be shown."""
         texts = []
         for part in parts:
@@ -177,26 +177,26 @@ class RowReader:
                 raise RowProblem(f"{name} has a part that is neither text nor an object")
             part = dict(part)
             # Some datasets omit the type of parts; then the key of the content determines it.
-            kind = part.pop("type", None) or next((key for key in SHOWN if not is_blank(part.get(key))), "text")
-            if kind in ("thinking", "reasoning") and isinstance(part.get(kind), str):
-                message["reasoning_content"] = message.get("reasoning_content", "") + part.pop(kind)
-            elif kind in ("text", "input_text", "output_text"):
+            part_type = part.pop("type", None) or next((key for key in SHOWN if not is_blank(part.get(key))), "text")
+            if part_type in ("thinking", "reasoning") and isinstance(part.get(part_type), str):
+                message["reasoning_content"] = message.get("reasoning_content", "") + part.pop(part_type)
+            elif part_type in ("text", "input_text", "output_text"):
                 texts.append(as_text(part.pop("text", None), f"{name}.text"))
             else:
-                kind = str(kind)[:40]
-                what = SHOWN.get(kind, f"a part of type {kind!r}")
+                part_type = str(part_type)[:40]
+                what = SHOWN.get(part_type, f"a part of type {part_type!r}")
                 raise RowProblem(f"a turn has {what}, which this task does not support")
             self.leave(part, name)
         return "".join(texts)
 
     def _add_calls(self, message: Message, content: Any, turn: Values, role: str, name: str) -> Any:
         """Move calls and reasoning of an assistant's turn into its message; returns the remaining content."""
-        found = [call for key in self._keys["tool_calls"] if key in turn for call in calls(
+        tool_calls = [call for key in self._keys["tool_calls"] if key in turn for call in calls(
             turn.pop(key), f"{name}.{key}")]
         if role == CALLS and isinstance(content, str) and (spoken := spoken_calls(content)):
-            found, content = found + spoken, None
-        if found:
-            message["tool_calls"] = found
+            tool_calls, content = tool_calls + spoken, None
+        if tool_calls:
+            message["tool_calls"] = tool_calls
         key = self._key(turn, "reasoning_content")
         if key is not None and isinstance(turn[key], str):
             message["reasoning_content"] = turn.pop(key)
@@ -234,9 +234,9 @@ class RowReader:
         if not spoken:
             raise RowProblem(f"{name} has a turn without role or content")
         # Other keys (reasoning, calls) go to the last text of the assistant.
-        last = max((place for place, (role, _) in enumerate(spoken) if role == "assistant"), default=len(spoken) - 1)
-        return [self._message({"role": role, "content": content} | (turn if place == last else {}), "role", name)
-                for place, (role, content) in enumerate(spoken)]
+        last = max((index for index, (role, _) in enumerate(spoken) if role == "assistant"), default=len(spoken) - 1)
+        return [self._message({"role": role, "content": content} | (turn if index == last else {}), "role", name)
+                for index, (role, content) in enumerate(spoken)]
 
 
 def _flag(value: Any, name: str) -> bool:
@@ -258,7 +258,7 @@ def _natural(key: str) -> list[tuple[int, str]]:
     """Sort key that orders by the numbers in a key, however long; every second part of the split is a number."""
     parts = enumerate(re.split(r"(\d+)", key))
     # Numbers compare by length, then digit by digit: int() would reject thousands of digits.
-    return [(len(part.lstrip("0")), part.lstrip("0")) if place % 2 else (0, part) for place, part in parts]
+    return [(len(part.lstrip("0")), part.lstrip("0")) if index % 2 else (0, part) for index, part in parts]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def specifications(value: Any, name: str) -> list[Values]:
 
 
 def _specification(item: Any, name: str) -> Values:
-    item = parsed(item, name) if isinstance(item, str) else item
+    item = parse(item, name) if isinstance(item, str) else item
     if not isinstance(item, dict):
         raise RowProblem(f"{name} has a tool that is not an object")
     function = item.get("function")
@@ -294,7 +294,7 @@ def calls(value: Any, name: str) -> list[Values]:
 
 
 def _call(item: Any, name: str) -> Values:
-    item = parsed(item, name) if isinstance(item, str) else item
+    item = parse(item, name) if isinstance(item, str) else item
     if not isinstance(item, dict):
         raise RowProblem(f"{name} has a call that is not an object")
     function = item["function"] if isinstance(item.get("function"), dict) else item
@@ -315,16 +315,16 @@ def _arguments(value: Any, name: str) -> Values | str:
     if not value.strip():
         return {}
     try:
-        found = parsed(value, name)
+        arguments = parse(value, name)
     except RowProblem:
         return value
-    return found if isinstance(found, dict) else value
+    return arguments if isinstance(arguments, dict) else value
 
 
 def spoken_calls(text: str) -> list[Values]:
     """Calls that a turn contains as its text: {"name", "arguments"} or a list of these; [] for any other text."""
     try:
-        found = parsed(text, "")
+        found = parse(text, "")
         items = found if isinstance(found, list) else [found]
         are_calls = all(isinstance(item, dict) and {"name", "arguments"} <= item.keys() for item in items)
         return calls(items, "") if are_calls else []
@@ -334,5 +334,5 @@ def spoken_calls(text: str) -> list[Values]:
 
 def _items(value: Any, name: str) -> list:
     if isinstance(value, str):
-        value = parsed(value, name) if value.strip() else None
+        value = parse(value, name) if value.strip() else None
     return value if isinstance(value, list) else [value] if value else []

@@ -66,9 +66,9 @@ class Store:
         """Number of kept rows."""
         return self.info["rows_kept"]
 
-    def row(self, number: int) -> dict[str, Any]:
-        """Return the encoder's columns of kept row `number`; lists as int32 arrays that map the file."""
-        return self._columns.row(number)
+    def row(self, index: int) -> dict[str, Any]:
+        """Return the encoder's columns of kept row `index`; lists as int32 arrays that map the file."""
+        return self._columns.row(index)
 
     def column(self, name: str) -> np.ndarray:
         """Return a column of numbers, or the lengths (int32) of a column of lists. Each call makes a new array."""
@@ -151,20 +151,20 @@ class _Columns:
         self._starts = np.cumsum([0, *sizes])
         self._views: list[dict[str, tuple[np.ndarray, np.ndarray | None]] | None] = [None] * len(sizes)
 
-    def row(self, number: int) -> dict[str, Any]:
-        """Return the columns of row `number`, lists as views."""
-        # The last chunk that starts at or before `number`; "right" passes over empty ones.
-        chunk = int(np.searchsorted(self._starts, number, "right")) - 1
-        place = int(number - self._starts[chunk])
-        return {name: values[place] if offsets is None else values[offsets[place] : offsets[place + 1]]
+    def row(self, index: int) -> dict[str, Any]:
+        """Return the columns of row `index`, lists as views."""
+        # The last chunk that starts at or before `index`; "right" passes over empty ones.
+        chunk = int(np.searchsorted(self._starts, index, "right")) - 1
+        offset = int(index - self._starts[chunk])
+        return {name: values[offset] if offsets is None else values[offsets[offset] : offsets[offset + 1]]
                 for name, (values, offsets) in self._chunk(chunk).items()}
 
-    def _chunk(self, number: int) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
+    def _chunk(self, index: int) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
         """Return values and, for lists, offsets by column: element i is values[offsets[i]:offsets[i + 1]]."""
-        views = self._views[number]
+        views = self._views[index]
         if views is None:
-            chunks = {name: column.chunk(number) for name, column in self._columns.items()}
-            views = self._views[number] = {
+            chunks = {name: column.chunk(index) for name, column in self._columns.items()}
+            views = self._views[index] = {
                 name: (_numbers(chunk.values), _numbers(chunk.offsets)) if pa.types.is_list(chunk.type)
                 else (_numbers(chunk), None) for name, chunk in chunks.items()}
         return views

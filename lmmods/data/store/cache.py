@@ -68,14 +68,14 @@ class Cache:
         key = fingerprint({**settings, "source": reader.fingerprint()})
         # A store is never changed: other settings, contents or code are another folder.
         folder = cache_folder(self.folder) / f"{settings['task'].lower()}-{key}"
-        store = self._opened(folder, reader, prepare, rebuild, contents)
+        store = self._open(folder, reader, prepare, rebuild, contents)
         self._checked.add(folder)
         if not len(store):
             layout = f"; layout: {store.info['format']}" if "format" in store.info else ""
             raise UserError(f"{reader.source.path}: no usable row among {describe_dropped(store.info)}{layout}")
         return store
 
-    def _opened(self, folder: Path, reader: SourceReader, prepare: Prepare, rebuild: bool, contents: bool) -> Store:
+    def _open(self, folder: Path, reader: SourceReader, prepare: Prepare, rebuild: bool, contents: bool) -> Store:
         """Open the store, rebuilt if missing or damaged. Other processes may do the same at the same time."""
         wrong: object = None
         for _ in range(ATTEMPTS):
@@ -186,11 +186,11 @@ def build_store(folder: Path, rows: Iterable[Row], encoder: Encoder, num_proc: i
                 with reporting_writes(folder.parent):
                     writer.add(batch, encoded)
                 bar.update(len(batch))
-            found = {**(info or {}), **writer.summary()}
-            if not found["rows_read"]:
-                raise UserError(f"{found.get('path', 'the source')}: the dataset is empty")
+            summary = {**(info or {}), **writer.summary()}
+            if not summary["rows_read"]:
+                raise UserError(f"{summary.get('path', 'the source')}: the dataset is empty")
             with reporting_writes(folder.parent):
-                writer.finish(found)
+                writer.finish(summary)
         with reporting_writes(folder.parent):
             commit(temporary, folder)
     finally:
@@ -271,19 +271,19 @@ def _executor(encoder: Encoder, num_proc: int) -> Iterator[tuple[Executor, Calla
 
 def _result(batch: list[Row], future: Future) -> tuple[list[Row], Encoded]:
     # Only these rows were sent to the encoder: convert its positions back to those in the batch.
-    places = [place for place, row in enumerate(batch) if row.problem is None]
+    usable = [index for index, row in enumerate(batch) if row.problem is None]
     try:
         encoded = future.result()
-        if len(places) == len(batch):
+        if len(usable) == len(batch):
             return batch, encoded
-        dropped = [*((places[place], reason) for place, reason in encoded.dropped),
-                   *((place, row.problem) for place, row in enumerate(batch) if row.problem is not None)]
-        positions = np.array(places, np.int64)[encoded.positions]
+        dropped = [*((usable[index], reason) for index, reason in encoded.dropped),
+                   *((index, row.problem) for index, row in enumerate(batch) if row.problem is not None)]
+        positions = np.array(usable, np.int64)[encoded.positions]
         return batch, encoded._replace(positions=positions, dropped=sorted(dropped))
     except RowError as error:
-        place, message = error.args
-        place = places[place]
-        raise UserError(f"{batch[place].file}:{batch[place].line}: {message}") from error
+        index, message = error.args
+        index = usable[index]
+        raise UserError(f"{batch[index].file}:{batch[index].line}: {message}") from error
     except BrokenExecutor as error:
         raise UserError("a tokenising process was killed, most likely for lack of memory; lower "
                         "data.num_proc") from error

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from lmmods.data.encode.words import ngram_hashes, normalised, words_in
+from lmmods.data.encode.words import ngram_hashes, normalise, words_in
 from lmmods.data.store.cache import reporting_writes
 
 PERMUTATIONS = 128
@@ -44,8 +44,8 @@ class Duplicates(NamedTuple):
 
 
 def find_duplicates(numbers: Sequence[int], texts_of: Callable[[int], list[str]], threshold: float | None,
-                    encoded_of: Callable[[int], bytes] = lambda number: b"",
-                    context_of: Callable[[int], str] = lambda number: "") -> Duplicates:
+                    encoded_of: Callable[[int], bytes] = lambda row: b"",
+                    context_of: Callable[[int], str] = lambda row: "") -> Duplicates:
     """Find the rows that repeat one before them, which stays.
 
     Args:
@@ -61,23 +61,23 @@ def find_duplicates(numbers: Sequence[int], texts_of: Callable[[int], list[str]]
     signer = None if threshold is None else Signer(threshold)
     bands, has_words = np.zeros((signer.bands if signer else 0, count), np.uint64), np.zeros(count, bool)
     # As in `build_store`: a bar on terminals only, and only after two seconds.
-    for place, number in enumerate(tqdm(numbers, desc="comparing", unit=" rows", disable=None, delay=2)):
-        text = normalised(texts_of(number))
-        has_text[place] = bool(text)
-        context = context_of(number).encode(errors="surrogatepass")
-        parts = text.encode(errors="surrogatepass"), context, encoded_of(number)
+    for index, row in enumerate(tqdm(numbers, desc="comparing", unit=" rows", disable=None, delay=2)):
+        text = normalise(texts_of(row))
+        has_text[index] = bool(text)
+        context = context_of(row).encode(errors="surrogatepass")
+        parts = text.encode(errors="surrogatepass"), context, encoded_of(row)
         digest = blake2b(b"".join(len(part).to_bytes(8, "little") + part for part in parts), digest_size=16).digest()
-        digests[place] = np.frombuffer(digest, "<u8")
-        if signer is not None and len(found := shingles(text)):
+        digests[index] = np.frombuffer(digest, "<u8")
+        if signer is not None and len(grams := shingles(text)):
             # Added, so that rows of different contexts share no band.
             own = np.frombuffer(blake2b(context, digest_size=8).digest(), "<u8") if context else np.uint64(0)
-            has_words[place], bands[:, place] = True, signer(found) + own
+            has_words[index], bands[:, index] = True, signer(grams) + own
     first = _first_equal(digests)
     first[~has_text] = np.flatnonzero(~has_text)
     stays = first == np.arange(count)
     near = np.full(count, -1)
     if threshold is not None:
-        near = _near(bands, np.flatnonzero(stays & has_words), threshold, lambda place: texts_of(numbers[place]))
+        near = _near(bands, np.flatnonzero(stays & has_words), threshold, lambda index: texts_of(numbers[index]))
     of = np.where(near >= 0, near, first)
     places = np.flatnonzero(of != np.arange(count))
     # An equal row may repeat one that is itself left out.
@@ -135,16 +135,16 @@ class Signer:
         return (parts * self._mixed).sum(1, dtype=np.uint64)
 
 
-def _near(bands: np.ndarray, places: np.ndarray, threshold: float, texts_of: Callable[[int], list[str]]) -> np.ndarray:
+def _near(bands: np.ndarray, indices: np.ndarray, threshold: float, texts_of: Callable[[int], list[str]]) -> np.ndarray:
     """Return the place of the first row before that stays and is nearly equal, for each row; -1 if there is none.
 
     Args:
         bands: Hashes of the bands of each row, [bands, N].
-        places: Rows to compare, ascending.
+        indices: Rows to compare, ascending.
     """
     groups, members, num_groups = [], [], 0
     for band in bands:
-        values = band[places]
+        values = band[indices]
         order = np.argsort(values, kind="stable")
         ordered = values[order]
         starts = np.ones(len(ordered), bool)
@@ -153,25 +153,26 @@ def _near(bands: np.ndarray, places: np.ndarray, threshold: float, texts_of: Cal
         # Most rows share this band with no other.
         shared = np.bincount(numbers)[numbers] > 1
         groups.append(numbers[shared] + num_groups)
-        members.append(places[order[shared]])
+        members.append(indices[order[shared]])
         num_groups += len(ordered)
     group, member = np.concatenate(groups), np.concatenate(members)
     order = np.argsort(member, kind="stable")
     group, member = group[order], member[order]
     rows, begins = np.unique(member, return_index=True)
-    found = np.full(bands.shape[1], -1)
+    duplicate_of = np.full(bands.shape[1], -1)
     staying: defaultdict[int, list[int]] = defaultdict(list)  # group -> its rows that stay
-    read = lru_cache(1 << 12)(lambda place: shingles(normalised(texts_of(place))))
+    read = lru_cache(1 << 12)(lambda place: shingles(normalise(texts_of(place))))
     for row, start, end in zip(rows.tolist(), begins, [*begins[1:], len(group)], strict=False):
         own = group[start:end].tolist()
-        candidates = sorted({each for number in own for each in staying.get(number, ())})
-        match = next((each for each in candidates if similarity(read(row), read(each)) >= threshold), None)
+        candidates = sorted({candidate for number in own for candidate in staying.get(number, ())})
+        match = next((candidate for candidate in candidates if similarity(read(row), read(candidate)) >= threshold),
+                     None)
         if match is not None:
-            found[row] = match
+            duplicate_of[row] = match
             continue
         for number in own:
             staying[number].append(row)
-    return found
+    return duplicate_of
 
 
 def read_duplicates(path: Path) -> Duplicates | None:
@@ -183,11 +184,11 @@ def read_duplicates(path: Path) -> Duplicates | None:
         return None
 
 
-def write_duplicates(path: Path, found: Duplicates) -> None:
+def write_duplicates(path: Path, duplicates: Duplicates) -> None:
     """Write a file of the cache, so that no process sees half of it. Raises UserError: it cannot be written."""
     with reporting_writes(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.tmp-", dir=path.parent)
         with open(descriptor, "wb") as file:
-            np.savez(file, **found._asdict())
+            np.savez(file, **duplicates._asdict())
         os.replace(temporary, path)

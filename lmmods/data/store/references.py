@@ -47,10 +47,10 @@ class ArrayStore:
         # Checksums included: wrong numbers would change the loss without any other sign.
         wrong = damage(self.folder, files=files)
         if wrong is None:
-            found = {name: np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            arrays = {name: np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
                      for name in self.shapes}
-            if all(array.shape == self.shapes[name] for name, array in found.items()):
-                return found
+            if all(array.shape == self.shapes[name] for name, array in arrays.items()):
+                return arrays
             wrong = f"{files[0]} belongs to other rows"
         tell(f"The cached {self.what} in {self.folder} are damaged ({wrong}); recomputing them.")
         remove(self.folder)
@@ -86,8 +86,8 @@ class ReferenceStore:
 
     def read(self) -> np.ndarray | None:
         """Return the log-probabilities [rows, answers], or None if they have not been computed."""
-        found = self._arrays.read()
-        return None if found is None else np.array(found[LOGPS])
+        arrays = self._arrays.read()
+        return None if arrays is None else np.array(arrays[LOGPS])
 
     def write(self, logps: np.ndarray) -> None:
         """Store the log-probabilities, or keep those that another process wrote first. Raises UserError."""

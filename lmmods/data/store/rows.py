@@ -40,13 +40,13 @@ class RowSet(Dataset):
     def __len__(self) -> int:
         return int(self._starts[-1]) if self._chosen is None else len(self._chosen)
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        if number < 0:
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        if index < 0:
             return None
-        kept = number if self._chosen is None else self._chosen[number]
-        place = int(np.searchsorted(self._starts, kept, "right")) - 1
-        row = self.stores[place].row(int(kept - self._starts[place]))
-        return {**row, "index": int(row["index"] + self._index_starts[place])}
+        kept = index if self._chosen is None else self._chosen[index]
+        store = int(np.searchsorted(self._starts, kept, "right")) - 1
+        row = self.stores[store].row(int(kept - self._starts[store]))
+        return {**row, "index": int(row["index"] + self._index_starts[store])}
 
     def column(self, name: str) -> np.ndarray:
         """Return a column of numbers of the selected rows, or the lengths of a column of lists."""
@@ -56,14 +56,14 @@ class RowSet(Dataset):
         """Return how often the selected rows have each of the numbers 0 to `size` - 1 in their lists of a column."""
         # Rows may be selected several times.
         times = np.bincount(self.chosen, minlength=self._starts[-1])
-        found, at = np.zeros(size, np.int64), 0
+        counts, at = np.zeros(size, np.int64), 0
         for store in self.stores:
             for values, lengths in store.lists(name):
                 weights = np.repeat(times[at : at + len(lengths)], lengths)
                 is_counted = (values >= 0) & (values < size)
-                found += np.bincount(values[is_counted], weights[is_counted], size).astype(np.int64)
+                counts += np.bincount(values[is_counted], weights[is_counted], size).astype(np.int64)
                 at += len(lengths)
-        return found
+        return counts
 
     @property
     def lengths(self) -> np.ndarray:
@@ -86,9 +86,9 @@ class RowSet(Dataset):
         column = columns[0] if len(columns) == 1 else np.concatenate(columns)
         return column if self._chosen is None else column[self._chosen]
 
-    def subset(self, places: np.ndarray) -> "RowSet":
+    def subset(self, indices: np.ndarray) -> "RowSet":
         """Return the selected rows at these positions, in this order."""
-        return RowSet(self.stores, places if self._chosen is None else self._chosen[places])
+        return RowSet(self.stores, indices if self._chosen is None else self._chosen[indices])
 
     def store_of(self, index: int) -> Store:
         """Return the store that the row comes from."""
@@ -96,8 +96,8 @@ class RowSet(Dataset):
 
     def source_row(self, index: int) -> dict[str, Any]:
         """Return the row as read."""
-        place = self._store_of(index)
-        return self.stores[place].source_row(int(index - self._index_starts[place]))
+        store = self._store_of(index)
+        return self.stores[store].source_row(int(index - self._index_starts[store]))
 
     def info(self, index: int) -> dict[str, Any]:
         """Return info.json of the store that the row comes from."""
@@ -105,8 +105,8 @@ class RowSet(Dataset):
 
     def location(self, index: int) -> str:
         """Return file:line of the row as read."""
-        place = self._store_of(index)
-        return self.stores[place].location(int(index - self._index_starts[place]))
+        store = self._store_of(index)
+        return self.stores[store].location(int(index - self._index_starts[store]))
 
     def _store_of(self, index: int) -> int:
         if not 0 <= index < self._index_starts[-1]:
@@ -146,7 +146,7 @@ def split(rows: RowSet, val_size: int | float, seed: int) -> tuple[RowSet, RowSe
     return rows.subset(np.flatnonzero(~in_validation)), rows.subset(np.flatnonzero(in_validation))
 
 
-def weighted(rows: RowSet, weights: list[float], seed: int) -> RowSet:
+def repeat_by_weight(rows: RowSet, weights: list[float], seed: int) -> RowSet:
     """Repeat or subsample rows by the weights of their stores: 2 takes each twice, 0.5 a random half by the seed."""
     if all(weight == 1 for weight in weights):
         return rows
@@ -154,8 +154,8 @@ def weighted(rows: RowSet, weights: list[float], seed: int) -> RowSet:
     store_of = np.searchsorted(np.cumsum([len(store) for store in rows.stores]), rows.chosen, "right")
     random = np.random.default_rng([seed, len(rows)])
     parts = []
-    for number, weight in enumerate(weights):
-        places = np.flatnonzero(store_of == number)
+    for index, weight in enumerate(weights):
+        places = np.flatnonzero(store_of == index)
         whole = int(weight)
         # A weight of 2.5 takes each row twice and a random half once more.
         extra = random.permutation(places)[: round((weight - whole) * len(places))]
@@ -173,8 +173,8 @@ class PromptSet(Dataset):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        row = self._rows[number]
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        row = self._rows[index]
         return None if row is None else self._prompt_of(row)
 
 
@@ -192,6 +192,6 @@ class IndexedRows(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, number: int) -> dict[str, Any] | None:
-        row = self.rows[number]
-        return None if row is None else {**row, "index": number, "source": row["index"]}
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        row = self.rows[index]
+        return None if row is None else {**row, "index": index, "source": row["index"]}

@@ -12,7 +12,7 @@ from lmmods.extras.migration.draft import Draft
 from lmmods.extras.migration.llamafactory import llamafactory
 from lmmods.extras.migration.trl import trl
 from lmmods.recipe.files import read_recipe
-from lmmods.recipe.foreign_keys import BLOCKS, PROGRAMS, written_for
+from lmmods.recipe.foreign_keys import BLOCKS, PROGRAMS, find_program
 from lmmods.recipe.reader import parse
 from lmmods.runs.folder import write_text
 
@@ -56,7 +56,7 @@ def as_draft(content: dict[str, Any], path: Path, program: str | None = None) ->
     if any(isinstance(content.get(block), dict) and ("init_args" in content[block] or block == "trainer")
            for block in BLOCKS):
         raise UserError(f"{path} is a recipe already: python train.py fit --config {path}")
-    program = program or written_for(content)
+    program = program or find_program(content)
     if program is None:
         raise UserError(f"{path}: the keys do not tell whether it is axolotl's, LLaMA-Factory's or TRL's. Add "
                         "--program axolotl, --program llamafactory or --program trl.")

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from lmmods.recipe.files import as_yaml, shortened
+from lmmods.recipe.files import as_yaml, shorten
 from lmmods.recipe.foreign_keys import NOT_NEEDED, VALUES, Row, counterparts, rows_of
 
 CLASSES = ("model", "data")
@@ -47,7 +47,7 @@ class Draft:
     def put(self, key: str, value: Any, *origins: str) -> None:
         """Set a recipe key; origins are foreign keys, of which only those set are cited, or plain words."""
         given = [name for name in origins if self.content.get(name) is not None]
-        shown = [f"{name}: {shortened(_flow(self.content[name]), 60)}" for name in given]
+        shown = [f"{name}: {shorten(_flow(self.content[name]), 60)}" for name in given]
         words = [name if not re.fullmatch(r"\w+", name) else f"default of {name}" for name in origins[:1] if not given]
         self.settings[key] = value, ", ".join(shown or words)
 
@@ -63,7 +63,7 @@ class Draft:
     def spare(self, key: str, value: Any, why: str) -> None:
         """Record a foreign key that needs no counterpart."""
         self._asked.add(key)
-        self.unneeded.setdefault(why, []).append(f"{key}: {shortened(_flow(value), 60)}")
+        self.unneeded.setdefault(why, []).append(f"{key}: {shorten(_flow(value), 60)}")
 
     def note(self, text: str) -> None:
         """Record a difference once."""
@@ -77,7 +77,7 @@ class Draft:
         for ours, setting in found.items():
             self.put(ours, setting, key)
         if not found and value not in OFF:
-            self.lost[key] = f"the value {shortened(_flow(value), 60)} has no counterpart"
+            self.lost[key] = f"the value {shorten(_flow(value), 60)} has no counterpart"
         return bool(found)
 
     def finish(self) -> None:
@@ -111,7 +111,7 @@ class Draft:
         """Return the recipe with each key's origin, and losses and differences in the opening comment."""
         lines = [f"# {title}"]
         for heading, items in self.remarks().items():
-            lines += ["#", f"# {heading}", *(line for item in items for line in _wrapped(item))]
+            lines += ["#", f"# {heading}", *(line for item in items for line in _wrap(item))]
         return "\n".join([*lines, *_lines(self._tree(), 0)]) + "\n"
 
     def remarks(self) -> dict[str, list[str]]:
@@ -165,7 +165,7 @@ def _flow(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if "\n" in text else text
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrap(text: str) -> list[str]:
     return textwrap.wrap(" ".join(text.split()), 116, initial_indent="# - ", subsequent_indent="#   ",
                          break_long_words=False, break_on_hyphens=False)
 

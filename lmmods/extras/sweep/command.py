@@ -233,7 +233,7 @@ class Worker:
         log.parent.mkdir(exist_ok=True)
         words = [*self.recipe, *as_words(trial.params), "--trainer.default_root_dir", str(run.root)]
         say(f"trial {trial.number}{' goes on' if run.holds_run() else ''}: "
-            + "  ".join(f"{key} {_shown(value)}" for key, value in trial.params.items()))
+            + "  ".join(f"{key} {_format(value)}" for key, value in trial.params.items()))
         pruned = False
         with started(["fit", *words, "--ckpt_path", "auto"], log, keeps=(held,)) as process:
             while process.poll() is None and not pruned:
@@ -242,7 +242,7 @@ class Worker:
         # Judge finished trials too: pruning must depend only on measurements, not on the run's speed.
         if pruned or self.study.should_prune(trial, self._points(run)):
             self.study.finish(trial, "pruned")
-            say(f"trial {trial.number}: stopped early, {self.metric} {_shown(self._points(run)[-1][1])}")
+            say(f"trial {trial.number}: stopped early, {self.metric} {_format(self._points(run)[-1][1])}")
         elif process.returncode == INTERRUPTED:
             raise Interrupted("")
         else:
@@ -259,7 +259,7 @@ class Worker:
             problem = "" if value == value else f"{self.metric} is not a number"
         self.study.finish(trial, "fail" if problem else "complete", None if problem else value, problem)
         say(f"trial {trial.number}: " + (f"failed: {problem} (more in {log})" if problem else
-                                         f"{self.metric} {_shown(value)}"))
+                                         f"{self.metric} {_format(value)}"))
         if status == 0 and value is None:
             raise UserError(f"--metric {self.metric} is none that the runs log ({', '.join(sorted(final))}). Name one "
                             "of these, and another --folder; val/loss wants data.val_source or data.val_size.")
@@ -274,7 +274,7 @@ def trial_folder(folder: Path, number: int) -> Path:
     return folder / f"trial={number}"
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from lmmods.core.errors import UserError
-from lmmods.recipe.files import RecipeLoader, guarded, read_recipe
+from lmmods.recipe.files import RecipeLoader, guard, read_recipe
 from lmmods.runs.lock import lock_file
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def _number(text: str) -> float:
 
 def _load(values: str, text: str) -> list[Any]:
     try:
-        return guarded(lambda checked: yaml.load(checked, Loader=RecipeLoader))(values)
+        return guard(lambda checked: yaml.load(checked, Loader=RecipeLoader))(values)
     except yaml.YAMLError as error:
         raise UserError(f"sweep: {text} cannot be read as values. Write {FORMS}.") from error
 

@@ -66,7 +66,7 @@ class Usual:
     prompt: str | None = None
 
 
-class Drawn(NamedTuple):
+class SamplingLoad(NamedTuple):
     """Number and length of the answers that training samples from the model.
 
     Args:
@@ -260,7 +260,7 @@ class TaskFields:
         """
         return []
 
-    def drawn_answers(self, rows: int, eval_batch_size: int) -> Drawn | None:
+    def sampling_load(self, rows: int, eval_batch_size: int) -> SamplingLoad | None:
         """Return the answers that training samples; None if there are none, or a server samples them.
 
         Args:

@@ -8,7 +8,7 @@ from lmmods.core.markdown import code
 from lmmods.core.policy_losses import PolicyLoss
 from lmmods.core.settings import require
 from lmmods.recipe.rewards import read_rewards
-from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Drawn, Usual
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields, SamplingLoad, Usual
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -163,10 +163,10 @@ class GRPOFields(CausalFields):
         return [f"Rollouts: {count}of {_prompts(prompts)} x {self.num_generations} answers for "
                 f"{steps} step{'s' if steps > 1 else ''}{times}.", f"Rewards: {weights}."]
 
-    def drawn_answers(self, rows: int, eval_batch_size: int) -> Drawn | None:
+    def sampling_load(self, rows: int, eval_batch_size: int) -> SamplingLoad | None:
         if self.rollouts is not None:
             return None
-        return Drawn(rows * self.steps_per_rollout, eval_batch_size * self.num_generations,
+        return SamplingLoad(rows * self.steps_per_rollout, eval_batch_size * self.num_generations,
                      self.steps_per_rollout * self.num_iterations, self.max_new_tokens)
 
     @property

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from lmmods.core.errors import UserError
 from lmmods.core.settings import TokenLoss, require
-from lmmods.recipe.tasks.base import CausalFields, ConversationFields, DataFields, Drawn, TokenLossFields, Usual
+from lmmods.recipe.tasks.base import CausalFields, ConversationFields, DataFields, SamplingLoad, TokenLossFields, Usual
 
 TrainOn = Literal["responses", "all", "last"]
 
@@ -42,10 +42,10 @@ class SFTFields(TokenLossFields, CausalFields):
         require(not data.streaming, "data.streaming", data.streaming, "false with model.teacher.on_policy, which "
                 "chooses rows by index", "model.teacher.on_policy")
 
-    def drawn_answers(self, rows: int, eval_batch_size: int) -> Drawn | None:
+    def sampling_load(self, rows: int, eval_batch_size: int) -> SamplingLoad | None:
         if self.teacher is None or not self.on_policy:
             return None
-        return Drawn(math.ceil(rows * self.on_policy), eval_batch_size, 1, self.teacher.max_new_tokens)
+        return SamplingLoad(math.ceil(rows * self.on_policy), eval_batch_size, 1, self.teacher.max_new_tokens)
 
     def describe_training(self, rows: int, num_rows: int | None) -> list[str]:
         if self.teacher is None or not self.on_policy:

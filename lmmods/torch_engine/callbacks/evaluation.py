@@ -55,7 +55,7 @@ class MMLU(MMLUEvaluator, L.Callback):
     def _evaluate(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
         """Answer the questions. A collective call: each process answers a part, and sharded parameters are gathered."""
         logits: dict[int, Any] = {}
-        with undisturbed(trainer, module):
+        with evaluation_mode(trainer, module):
             choices = torch.from_numpy(self.choice_ids).to(module.device)
             for batch in self.batches(trainer.datamodule, trainer.data_rank, trainer.num_data_ranks):
                 batch = {name: part.to(module.device) for name, part in batch.items()}
@@ -84,7 +84,7 @@ class Samples(SampleWriter, L.Callback):
     def sample(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Generate and write samples. A collective call: sharded parameters are gathered."""
         step, data = trainer.global_step, trainer.datamodule
-        with undisturbed(trainer, module):
+        with evaluation_mode(trainer, module):
             tokens = self._generate(trainer, module)
             if trainer.is_global_zero:
                 self.write(step, data.codec.decode_answers(tokens), trainer.loggers)
@@ -107,7 +107,7 @@ class Samples(SampleWriter, L.Callback):
 # Use of the network by callbacks during training, without side effects on training.
 
 @contextmanager
-def undisturbed(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
+def evaluation_mode(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
     """Disable dropout and gradients, take averaged parameters and pause the stopwatch; undo all of it afterwards."""
     # Also synchronises with the device before the stopwatch is paused.
     module.check_finite(trainer.global_step)

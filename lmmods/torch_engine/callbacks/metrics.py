@@ -71,15 +71,15 @@ class Metrics(L.Callback):
         self.stopwatch.stop()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._evaluated(trainer, module, "val")
+        self._evaluate(trainer, module, "val")
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.stopwatch.start()
 
     def on_test_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._evaluated(trainer, module, "test")
+        self._evaluate(trainer, module, "test")
 
-    def _evaluated(self, trainer: L.Trainer, module: L.LightningModule, prefix: str) -> None:
+    def _evaluate(self, trainer: L.Trainer, module: L.LightningModule, prefix: str) -> None:
         # Also resets the sums, and gathers over all processes, so it comes before the sanity check returns.
         found, files = module.eval_results(prefix)
         if trainer.sanity_checking:
@@ -167,7 +167,7 @@ class Progress(L.Callback):
         if trainer.state.fn == "validate":
             self._bar.close()
         elif not trainer.sanity_checking:
-            self._bar.go_on()
+            self._bar.resume()
         if not trainer.sanity_checking:
             self._bar.say(describe(trainer.callback_metrics, "val/"))
 

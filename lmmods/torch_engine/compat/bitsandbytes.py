@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 
-def mend_cpu_kernels(model: nn.Module) -> None:
+def patch_cpu_kernels(model: nn.Module) -> None:
     """Make 4-bit layers of `model` exact on CPUs.
 
     - A forward pass in eval mode repacks the weight, which makes gradients of later training steps wrong (issue 2078 of
@@ -128,7 +128,7 @@ def packed_outline(layer: nn.Module, weight: Tensor, quantization: Any) -> nn.Mo
     packed.out_features, packed.in_features = weight.shape
     packed.weight, packed.quant_state = packed_weight(weight, quantization)
     packed.bias = layer.bias
-    packed.support_avx512bf16_for_cpu = False  # as in mend_cpu_kernels: no repacking on the planned device
+    packed.support_avx512bf16_for_cpu = False  # as in patch_cpu_kernels: no repacking on the planned device
     return packed
 
 

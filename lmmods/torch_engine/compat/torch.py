@@ -114,7 +114,7 @@ def group_of(args: tuple) -> list[int]:
         torch.distributed.distributed_c10d._resolve_process_group(args[-1]))
 
 
-def grouped(left: Tensor, right: Tensor, ends: Tensor, *_: Any) -> Tensor:
+def group(left: Tensor, right: Tensor, ends: Tensor, *_: Any) -> Tensor:
     """Return the output of `GROUPED` without values: torch's own meta function only supports bfloat16.
 
     Args:
@@ -149,7 +149,7 @@ def resizing(changed: Callable[[torch.UntypedStorage, int], None]) -> Iterator[N
 
 
 @contextmanager
-def imagined_processes(number: int) -> Iterator[None]:
+def simulate_processes(number: int) -> Iterator[None]:
     """While entered, act as the first of `number` processes, whose collectives do nothing: backend `fake`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

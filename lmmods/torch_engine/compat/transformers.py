@@ -246,7 +246,7 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
         AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = original
 
 
-class RoomyLayer(DynamicLayer):
+class PreallocatedLayer(DynamicLayer):
     """Keys and values with room for further tokens: a step writes its own, where `DynamicLayer` copies all of them."""
 
     ROOM = 64  # tokens
@@ -285,8 +285,8 @@ def has_separable_rows(cache: Any) -> bool:
 
 
 def leave_room(cache: DynamicCache) -> None:
-    """Exchange the layers of an unused cache for `RoomyLayer`, but those with a sliding window: `Cache.layers`."""
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    """Exchange an unused cache's layers for `PreallocatedLayer`, but those with a sliding window: `Cache.layers`."""
+    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
 
 
 def decoding_experts(model: nn.Module) -> AbstractContextManager:

@@ -204,10 +204,10 @@ def _checkpoint_blocks(model: nn.Module, contexts: Callable[[], tuple[Any, Any]]
         raise UserError(f"model.gradient_checkpointing: no blocks are found in {type(model).__name__} that could be "
                         "computed anew. Set it to false.")
     for block in blocks:
-        block.forward = _recomputed(block, block.forward, contexts)
+        block.forward = _recompute(block, block.forward, contexts)
 
 
-def _recomputed(block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], tuple[Any, Any]]
+def _recompute(block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], tuple[Any, Any]]
                 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if block.training and torch.is_grad_enabled():

@@ -291,14 +291,14 @@ class _CutAttention(torch.autograd.Function):
         # Keys and values of the whole row are gathered again in `backward` instead of being saved.
         ctx.save_for_backward(query, key, value)
         ctx.rows, ctx.blocks, ctx.scale = rows, blocks, scale
-        keys, values = _gathered(rows, key, value)
+        keys, values = _gather(rows, key, value)
         return torch.cat([block.attend(query[:, :, block.own], block.of_keys(keys), block.of_keys(values), scale)
                           for block in blocks], dim=2)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        keys, values = _gathered(ctx.rows, key, value)
+        keys, values = _gather(ctx.rows, key, value)
         # Gradients of keys and values are float32, as each sums over many blocks and processes: [2, B, heads, T, D].
         of_query, sums = torch.empty_like(query), torch.zeros(2, *keys.shape, device=keys.device)
         for block in ctx.blocks:
@@ -315,6 +315,6 @@ class _CutAttention(torch.autograd.Function):
         return of_query, of_key, of_value, None, None, None
 
 
-def _gathered(rows: ContextParallel, key: Tensor, value: Tensor) -> Tensor:
+def _gather(rows: ContextParallel, key: Tensor, value: Tensor) -> Tensor:
     """Gather keys and values of all positions, [2, B, heads, T, size]."""
     return rows.whole(torch.stack([key, value]).movedim(3, 0)).movedim(0, 3)

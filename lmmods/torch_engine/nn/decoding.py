@@ -177,7 +177,8 @@ def single_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsP
             scores = logits_processor(input_ids, outputs.logits[:, -1].float())  # [B, V]
             place = input_ids.shape[1] - prompt_length
             # A process that waits for others may run out of numbers; its further tokens are masked anyway.
-            token = scores.argmax(-1) if draws is None else drawn(scores, draws[rows, min(place, draws.shape[1] - 1)])
+            token = scores.argmax(-1) if draws is None else sample_tokens(scores,
+                                                                          draws[rows, min(place, draws.shape[1] - 1)])
             if record is not None and place < record.logps.shape[1]:
                 record.add(rows, place, scores, token)
             input_ids = torch.cat([input_ids, token.masked_fill(finished, _pad_token(generation_config))[:, None]], 1)
@@ -248,7 +249,7 @@ def _pick_processors(processors: LogitsProcessorList, rows: Tensor) -> LogitsPro
         for each in processors)
 
 
-def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
+def sample_tokens(scores: Tensor, numbers: Tensor) -> Tensor:
     """Return for each row the first token [B] at which the cumulative probability exceeds its number.
 
     Probabilities are summed as integers, so that the result does not depend on the order of a device's sums.

@@ -296,7 +296,7 @@ CHUNK = 2**15
 def feature_mask(seeds: Tensor, site: int, num: int, rate: float) -> Tensor:
     """`core.dropout.feature_mask`: mask [N, num] from the seeds [N] of tokens."""
     # The first fold of `finalise` distributes over XOR: fold [N] words and [half] features, not N * half XORs.
-    words, half = _folded(finalise(seeds ^ _signed(site))), -(-num // 2)
+    words, half = _fold(finalise(seeds ^ _to_signed(site))), -(-num // 2)
     # Upper halves of the bits decide features 0 to half - 1, lower halves the rest.
     kept = torch.empty(len(seeds), 2, half, dtype=torch.bool, device=seeds.device)
     _decide(words.view(1, -1, 1), _features(half, seeds.device).view(1, 1, -1), kept[None, :, 0], kept[None, :, 1],
@@ -307,46 +307,46 @@ def feature_mask(seeds: Tensor, site: int, num: int, rate: float) -> Tensor:
 def attention_mask(seeds: Tensor, site: int, num_heads: int, rate: float) -> Tensor:
     """`core.dropout.attention_mask`: mask [B, num_heads, T, T] from the seeds [B, T] of tokens."""
     (batch, length), half = seeds.shape, -(-num_heads // 2)
-    queries = _folded(finalise(seeds ^ _signed(site)))
+    queries = _fold(finalise(seeds ^ _to_signed(site)))
     pairs = torch.from_numpy(feature_seeds(half).view(np.int32)).to(seeds.device)
     kept = torch.empty(batch, 2 * half, length, length, dtype=torch.bool, device=seeds.device)
     # One pair of heads at a time, so that temporaries are [B, T, T].
     for pair in range(half):
-        keys = _folded(finalise(seeds ^ pairs[pair]))
+        keys = _fold(finalise(seeds ^ pairs[pair]))
         _decide(queries[:, :, None], keys[:, None], kept[:, pair], kept[:, half + pair], least_kept(rate))
     return kept[:, :num_heads]
 
 
 def feature_noise(seeds: Tensor, site: int, num: int) -> Tensor:
     """`core.dropout.feature_noise`: [N, num] float32 from the seeds [N] of tokens."""
-    words = _folded(finalise(seeds ^ _signed(site)))
+    words = _fold(finalise(seeds ^ _to_signed(site)))
     bits = _finalise_folded(words[:, None] ^ _features(num, seeds.device))
     return bits.bitwise_right_shift_(8).float().add_(0.5).mul_(2.0**-23)
 
 
 def finalise(h: Tensor) -> Tensor:
     """MurmurHash3's finaliser, on int32."""
-    return _finalise_folded(_folded(h))
+    return _finalise_folded(_fold(h))
 
 
 def _finalise_folded(h: Tensor) -> Tensor:
-    h = h * _signed(FINAL_1)
-    h = (h ^ ((h >> 13) & 0x7FFFF)) * _signed(FINAL_2)
-    return _folded(h)
+    h = h * _to_signed(FINAL_1)
+    h = (h ^ ((h >> 13) & 0x7FFFF)) * _to_signed(FINAL_2)
+    return _fold(h)
 
 
-def _folded(h: Tensor) -> Tensor:
+def _fold(h: Tensor) -> Tensor:
     """First and last step of the finaliser. It is linear over XOR: folded(a ^ b) = folded(a) ^ folded(b)."""
     return h ^ ((h >> 16) & 0xFFFF)
 
 
-def _signed(number: int) -> int:
+def _to_signed(number: int) -> int:
     return number - 2**32 if number >= 2**31 else number
 
 
 @lru_cache(16)
 def _features(num: int, device: torch.device) -> Tensor:
-    return _folded(torch.from_numpy(feature_seeds(num).view(np.int32))).to(device)
+    return _fold(torch.from_numpy(feature_seeds(num).view(np.int32))).to(device)
 
 
 def _decide(queries: Tensor, keys: Tensor, upper: Tensor, lower: Tensor, least: int) -> None:
@@ -373,9 +373,9 @@ def _decide(queries: Tensor, keys: Tensor, upper: Tensor, lower: Tensor, least: 
             # `finalise` from its first product, in place. The lower 16 bits of `least` are 0, so both comparisons see
             # only an upper half: that of x, and that of y, which holds the lower half.
             torch.bitwise_xor(part, of_keys, out=x)
-            x.mul_(_signed(FINAL_1))
+            x.mul_(_to_signed(FINAL_1))
             torch.bitwise_right_shift(x, 13, out=y)
-            x.bitwise_xor_(y.bitwise_and_(0x7FFFF)).mul_(_signed(FINAL_2))
+            x.bitwise_xor_(y.bitwise_and_(0x7FFFF)).mul_(_to_signed(FINAL_2))
             torch.bitwise_left_shift(x, 16, out=y)  # lower half of folded x; folding leaves upper halves unchanged
             y.bitwise_xor_(x)
             torch.ge(x, least, out=upper[some, start : start + rows])

@@ -135,7 +135,7 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
         # PEFT's forward cannot handle a parameter that is parametrised already.
         for _, layer in lora_layers(model):
             if (name := adapted_parameter(layer)) and isinstance(layer.get_base_layer(), _Recomputing):
-                layer.forward = partial(_adapted, layer, name)
+                layer.forward = partial(_run_adapter, layer, name)
 
 
 class _Matrices(nn.Module):
@@ -254,7 +254,7 @@ class _Sum(nn.Module):
             return torch.baddbmm(matrices, self.left, self.right, alpha=self.scaling)
 
 
-def _adapted(layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+def _run_adapter(layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     """Forward of PEFT's adapter on a packed parameter.
 
     PEFT's own (0.21) does not remove its sum again from a parameter that is already parametrised.

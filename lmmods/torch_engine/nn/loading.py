@@ -32,10 +32,10 @@ from lmmods.core.initialization import mean_row
 from lmmods.core.lazy_array import LazyArray
 from lmmods.recipe.tasks.base import Quantize
 from lmmods.torch_engine.compat.bitsandbytes import (
-    mend_cpu_kernels,
     multiply_by_matrices,
     packed_outline,
     packed_weight,
+    patch_cpu_kernels,
 )
 from lmmods.torch_engine.compat.torch import never_move
 from lmmods.torch_engine.compat.transformers import layers_to_quantize, quantising, quiet_loading, reading_parts
@@ -110,7 +110,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         if is_packed:
             raise UserError(f"plan: {pretrained} is saved in {saved}, which cannot be planned on torch. Name the model "
                             "that it was made of in model.pretrained, with model.quantize.")
-        return _outlined(auto_class, config, stored, attention, trust_remote_code, options.get("quantization_config"),
+        return _build_outline(auto_class, config, stored, attention, trust_remote_code,
+                              options.get("quantization_config"),
                          frozen and precision != "bf16-true")
     names = (TEXT_NAMES if left_out else {}) | (base_names(config) if answers else {})
     options |= {"key_mapping": names} if names else {}
@@ -148,7 +149,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         say(line)
     note_quantized(config, saved if is_packed else quantize, in_files=is_packed)
     pack(model, states)
-    mend_cpu_kernels(model)
+    patch_cpu_kernels(model)
     multiply_by_matrices(model)
     if max_memory is not None:
         keep_in_place(model, max_memory)
@@ -171,7 +172,7 @@ def _let_go_of_files(model: nn.Module) -> None:
             param.data = param.data.clone()
 
 
-def _outlined(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None, trust: bool,
+def _build_outline(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None, trust: bool,
               quantization: Any, float32_norms: bool) -> nn.Module:
     """Build the network from its configuration, with arbitrary values."""
     with choosing_attention(attention):

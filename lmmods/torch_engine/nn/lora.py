@@ -112,7 +112,8 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
             "adapter trains its own copy, so that they differ afterwards.")
     with stand_ins(model), quiet_about_tying():
         # PEFT would cast an adapter in half precision to float32; `_cast_trainable` sets the dtype instead.
-        wrapped = _outlined(model, config) if abstract else get_peft_model(model, config, autocast_adapter_dtype=False)
+        wrapped = _wrap_outline(model, config) if abstract else get_peft_model(model, config,
+                                                                               autocast_adapter_dtype=False)
     # PEFT may move targets there, for model types whose experts used to be modules of these names.
     if found := set(config.target_parameters or ()) - set(settings.target_parameters or ()):
         raise UserError(f"lora.targets: PEFT takes {', '.join(targets)} of a {model.config.model_type} for adapters on "
@@ -126,7 +127,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     return wrapped
 
 
-def _outlined(model: nn.Module, config: "PreTrainedConfig") -> nn.Module:
+def _wrap_outline(model: nn.Module, config: "PreTrainedConfig") -> nn.Module:
     """Wrap `model` with an adapter whose values are arbitrary."""
     from peft import get_peft_model
 
@@ -186,7 +187,7 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
         with stand_ins(model), quiet_about_tying():
             if abstract:
                 config.inference_mode = False
-                return _outlined(model, config)
+                return _wrap_outline(model, config)
             with _all_loaded(model, folder, key):
                 wrapped = PeftModel.from_pretrained(model, folder, is_trainable=trains, config=config,
                                                     autocast_adapter_dtype=not trains)
@@ -265,7 +266,7 @@ def fuse_adapters(model: nn.Module) -> None:
     slower: dict[str, list[str]] = defaultdict(list)
     layers = lora_layers(model)
     for name, layer in layers:
-        if obstacle := _obstacle(layer):
+        if obstacle := _unsupported_reason(layer):
             slower[obstacle].append(name.rpartition(".")[2])
         if is_lora_of_linear(layer) and _is_linear(layer.base_layer):
             layer.forward = partial(_forward, layer)
@@ -278,7 +279,7 @@ def _is_linear(base: nn.Module) -> bool:
     return type(base) is nn.Linear or type(base).__name__ == "Linear4bit" or is_8bit(base)
 
 
-def _obstacle(layer: nn.Module) -> str | None:
+def _unsupported_reason(layer: nn.Module) -> str | None:
     """Return why a layer cannot be fused with its adapter, in words; None if it can."""
     if not is_lora_of_linear(layer) or not _is_linear(layer.base_layer):
         return f"they are {type(layer.base_layer).__name__}, neither plain nor quantised linear layers"

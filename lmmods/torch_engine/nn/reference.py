@@ -91,13 +91,13 @@ def cache_references(task: Any) -> None:
         if found is None:
             if task.trainer.is_global_zero:
                 say(COMPUTING.format(rows=store.shape[0], role=role))
-            found = _computed(task, role, store.shape)
+            found = _compute(task, role, store.shape)
             if task.trainer.is_global_zero:
                 store.write(found)
         adopt_references(data, role, found)
 
 
-def _computed(task: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
+def _compute(task: Any, role: str, shape: tuple[int, int]) -> np.ndarray:
     """Compute the log-probabilities [rows, answers] of a set."""
     trainer, size = task.trainer, task.chunk_tokens()
     found = {}

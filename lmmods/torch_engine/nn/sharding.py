@@ -43,24 +43,24 @@ def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh, teacher: nn.M
     fully_shard(module, mesh=everyone, reshard_after_forward=True)
 
 
-def num_sharers(strategy: Any) -> int:
+def model_parallel_size(strategy: Any) -> int:
     """Return how many processes compute each micro-batch together under a strategy of Lightning."""
-    return num_repeats(strategy) * num_pieces(strategy)
+    return tensor_parallel_size(strategy) * context_parallel_size(strategy)
 
 
-def num_repeats(strategy: Any) -> int:
+def tensor_parallel_size(strategy: Any) -> int:
     """Return how many of them compute the same loss: the size of tensor parallelism."""
     return getattr(strategy, "tensor_parallel_size", 1)
 
 
-def num_pieces(strategy: Any) -> int:
+def context_parallel_size(strategy: Any) -> int:
     """Return how many processes each row is cut over, whose losses add up: the size of context parallelism."""
     return getattr(strategy, "context_parallel_size", 1)
 
 
 def num_losses(strategy: Any) -> int:
     """Return how many losses are computed in parallel and add up: of micro-batches, or of parts of their rows."""
-    return strategy.world_size // num_repeats(strategy)
+    return strategy.world_size // tensor_parallel_size(strategy)
 
 
 def num_copies(tensor: Tensor) -> int:

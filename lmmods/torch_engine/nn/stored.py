@@ -91,18 +91,18 @@ class Codes:
                                 dtype=matrix.dtype)
 
     def rows(self, rows: range) -> Tensor:
-        codes, scales = self._quantized(rows)
+        codes, scales = self._quantize(rows)
         # Scales are not negative, and 0 where a process has no rows: their maximum is the union.
         torch.distributed.all_reduce(scales, torch.distributed.ReduceOp.MAX)
         self._complete(scales)
         return codes
 
     def whole(self) -> Tensor:
-        codes, scales = self._quantized(range(self.shape[0]))
+        codes, scales = self._quantize(range(self.shape[0]))
         self._complete(scales)
         return codes
 
-    def _quantized(self, rows: range) -> tuple[Tensor, Tensor]:
+    def _quantize(self, rows: range) -> tuple[Tensor, Tensor]:
         """Return the codes of the given rows, and the absmax of all blocks, zero for blocks outside these rows."""
         from bitsandbytes.functional import quantize_4bit
 

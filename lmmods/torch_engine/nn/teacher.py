@@ -8,7 +8,7 @@ from torch import nn
 
 from lmmods.core.console import say
 from lmmods.data.batches.collate import PLACES
-from lmmods.data.teacher import COMPUTING, LikeliestByNumber, gathered, num_columns, number_scored, teacher_store
+from lmmods.data.teacher import COMPUTING, TeacherTopKTable, gather_top_k, num_columns, number_scored, teacher_store
 from lmmods.runs.model_card import first_weights
 from lmmods.torch_engine.nn.distillation import compute_top_k
 from lmmods.torch_engine.nn.lm_head import LMHead, run_without_head
@@ -16,7 +16,7 @@ from lmmods.torch_engine.nn.micro_batches import gather, split_rows
 from lmmods.torch_engine.nn.reference import evaluating
 
 
-def cached_teacher(task: Any) -> tuple[LikeliestByNumber, int]:
+def cached_teacher(task: Any) -> tuple[TeacherTopKTable, int]:
     """Return the likeliest tokens of a task's teacher, and how many tokens its distributions are over.
 
     They are computed unless cached. A collective call, once the network is built. Raises UserError if the data is a
@@ -34,16 +34,16 @@ def cached_teacher(task: Any) -> tuple[LikeliestByNumber, int]:
                 say(COMPUTING.format(top_k=teacher.top_k, teacher=teacher.pretrained, tokens=count, role=role))
             if network is None:  # on each device, whole
                 network = nn.Module.to(task.build_teacher(), task.built_for)  # transformers' own rejects quantised ones
-            everywhere = gather({trainer.data_rank: list(_computed(task, network, role, size))}, trainer.world_size)
-            found = gathered((part for rank in everywhere.values() for part in rank), begin, count, teacher.top_k)
+            everywhere = gather({trainer.data_rank: list(_compute(task, network, role, size))}, trainer.world_size)
+            found = gather_top_k((part for rank in everywhere.values() for part in rank), begin, count, teacher.top_k)
             if trainer.is_global_zero:
                 store.write(found)
         parts.append(found)
         begin += count
-    return LikeliestByNumber(parts, teacher.top_k), size
+    return TeacherTopKTable(parts, teacher.top_k), size
 
 
-def _computed(task: Any, network: nn.Module, role: str, size: int) -> Iterator[tuple[np.ndarray, ...]]:
+def _compute(task: Any, network: nn.Module, role: str, size: int) -> Iterator[tuple[np.ndarray, ...]]:
     """Yield numbers, tokens and log-probabilities of this process's rows of a set."""
     trainer, chunk_tokens = task.trainer, task.chunk_tokens()
     with evaluating(network), trainer.precision_plugin.forward_context():

@@ -84,7 +84,7 @@ class FSDP2(ModelParallelStrategy):
 
     # Checkpoints: Lightning's own are pickled and include the frozen base --------------------------------------------
 
-    def _stored(self, tensor: Tensor) -> Tensor | Shards:
+    def _store(self, tensor: Tensor) -> Tensor | Shards:
         """Return the part of a tensor that this process saves in a checkpoint. A collective call."""
         if self.sharded_checkpoints and is_cut(tensor):
             part, rows = local_rows(tensor)
@@ -94,11 +94,11 @@ class FSDP2(ModelParallelStrategy):
         return full.cpu() if self.is_global_zero else full.new_empty(0)  # the others write nothing
 
     def lightning_module_state_dict(self) -> dict[str, Tensor | Shards]:
-        return {name: self._stored(param) for name, param in self.lightning_module.trainable().items()}
+        return {name: self._store(param) for name, param in self.lightning_module.trainable().items()}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         saved = optimizer.state_dict()
-        state = {index: {key: self._stored(value) if torch.is_tensor(value) else value
+        state = {index: {key: self._store(value) if torch.is_tensor(value) else value
                          for key, value in values.items()} for index, values in saved["state"].items()}
         return {**saved, "state": state}
 

@@ -101,7 +101,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             raise UserError("model.max_memory spreads the model over the GPUs within one process: set trainer.devices "
                             "to 1, or take it out and shard the model with trainer.strategy: fsdp.")
         # Deferred weights are read by rows, but tensor parallelism cuts matrices in two dimensions.
-        by_parts = self.device_mesh is not None and sharding.num_repeats(self.trainer.strategy) == 1
+        by_parts = self.device_mesh is not None and sharding.tensor_parallel_size(self.trainer.strategy) == 1
         self.built_for = self.trainer.strategy.root_device
         self.model = build_network(self, self.auto_class, self.task_type, self.trainer.datamodule,
                                    precision=self.trainer.precision, device=self.built_for, seed=base_seed(),
@@ -132,7 +132,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """
         if self.device_mesh is None:
             return
-        if (num_pieces := sharding.num_pieces(self.trainer.strategy)) > 1:
+        if (num_pieces := sharding.context_parallel_size(self.trainer.strategy)) > 1:
             self.context_parallel = ContextParallel.over(self.model, self.device_mesh, num_pieces, self.built_for,
                                                          one_document)
         # Sharded without values, then filled: each process reads only its own rows.
@@ -206,7 +206,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         trainer, strategy = self.trainer, self.trainer.strategy
         weight = torch.stack([self.target_weight(batch) for batch in batches]).sum().double().to(self.device)
         # Processes that share micro-batches have all counted the same.
-        weight = sum_over_processes(weight, strategy) / sharding.num_sharers(strategy)
+        weight = sum_over_processes(weight, strategy) / sharding.model_parallel_size(strategy)
         self._weight = weight
         # Strategies average gradients over processes. A step without labels has gradient 0, not NaN.
         scale = sharding.num_losses(strategy) / torch.where(weight > 0, weight, 1)
@@ -228,11 +228,11 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
                     backward(loss.total * scale.to(loss.total))
                 sums.append(stack_sums(loss, *self._counts(chunk)))
         # A tensor-parallel group has computed the same loss, which counts once.
-        self._sums = sum_over_processes(torch.stack(sums).sum(0), strategy) / sharding.num_repeats(strategy)
+        self._sums = sum_over_processes(torch.stack(sums).sum(0), strategy) / sharding.tensor_parallel_size(strategy)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure and clip the gradient."""
-        trainer, num_repeats = self.trainer, sharding.num_repeats(self.trainer.strategy)
+        trainer, num_repeats = self.trainer, sharding.tensor_parallel_size(self.trainer.strategy)
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = total_norm([p.grad for p in params])
         self.finish_step(norm, recipe_lr(optimizer, self.optimizer))
@@ -385,7 +385,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         tokens = data.batch_size * per_row
         if chunk:
             tokens = min(tokens, max(chunk, per_row))  # a row is never split
-        tokens = -(-tokens // sharding.num_pieces(self.trainer.strategy))
+        tokens = -(-tokens // sharding.context_parallel_size(self.trainer.strategy))
         step = Step(0, self.optimizer.name, bool(self.gradient_checkpointing), compute_bytes,
                     runs="compiled" if self.compile else "eager", averages=self.optimizer.ema_decay is not None,
                     in_full=not self.trains_adapter, has_dropout=self.lora is not None and self.lora.dropout > 0,

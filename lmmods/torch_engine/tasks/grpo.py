@@ -142,9 +142,9 @@ class TorchPolicy(TorchSampler):
 
     def _logps(self, rows: list[Row], temperature: float, reference: bool) -> list[np.ndarray]:
         task = self._task
-        batch = {"input_ids": _padded([row.ids for row in rows], 0), "labels": _padded([row.labels for row in rows],
+        batch = {"input_ids": _pad([row.ids for row in rows], 0), "labels": _pad([row.labels for row in rows],
                                                                                       IGNORED)}
-        batch["attention_mask"] = _padded([np.ones(len(row.ids), np.int32) for row in rows], 0)
+        batch["attention_mask"] = _pad([np.ones(len(row.ids), np.int32) for row in rows], 0)
         batch = {name: values.to(task.device) for name, values in batch.items()}
         batch["place"], size = torch.arange(len(rows), device=task.device), task.chunk_tokens()
         found: dict[int, np.ndarray] = {}
@@ -168,7 +168,7 @@ class TorchPolicy(TorchSampler):
         self._task.export(folder)
 
 
-def _padded(rows: list[np.ndarray], value: int) -> Tensor:
+def _pad(rows: list[np.ndarray], value: int) -> Tensor:
     width = max(map(len, rows))
     found = torch.full((len(rows), width), value)
     for place, row in enumerate(rows):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from lmmods.core.settings import Generation
-from lmmods.rollouts.policy import Drawn
+from lmmods.rollouts.policy import SampledAnswer
 from lmmods.torch_engine.nn.micro_batches import gather
 from lmmods.torch_engine.tasks.causal_task import CausalModule, generation_config
 
@@ -23,7 +23,7 @@ class TorchSampler:
         self.rank, self.num_ranks = trainer.data_rank, trainer.num_data_ranks
 
     def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
-             max_new_tokens: int, ends: Sequence[int]) -> list[Drawn]:
+             max_new_tokens: int, ends: Sequence[int]) -> list[SampledAnswer]:
         """As of `Sampler`."""
         task, data = self._task, self._task.trainer.datamodule
         # Prompts of similar length together: less padding. Equal ones stay neighbours, as the sort is stable.
@@ -32,18 +32,18 @@ class TorchSampler:
         settings = Generation(do_sample=numbers is not None, temperature=temperature if numbers is not None else 1.0,
                               top_k=0, max_new_tokens=max_new_tokens)
         config = generation_config(settings, data.tokenizer, list(ends))
-        found: dict[int, Drawn] = {}
+        found: dict[int, SampledAnswer] = {}
         for start in range(0, self._most(len(order), size), size):
             places = order[start : start + size]
             # Other processes may have more prompts, and each step gathers sharded parameters from all.
             rows = [prompts[place] for place in places] or [[data.tokenizer.pad_token_id]]
             chosen = None if numbers is None else numbers[places] if places else numbers[:0]
-            drawn = self._drawn(rows, chosen, config, ends)
+            drawn = self._sample(rows, chosen, config, ends)
             found |= dict(zip(places, drawn, strict=False))
         return [found[place] for place in range(len(prompts))]
 
-    def _drawn(self, rows: list[Sequence[int]], numbers: np.ndarray | None, config: "GenerationConfig",
-               ends: Sequence[int]) -> list[Drawn]:
+    def _sample(self, rows: list[Sequence[int]], numbers: np.ndarray | None, config: "GenerationConfig",
+               ends: Sequence[int]) -> list[SampledAnswer]:
         from lmmods.torch_engine.nn.decoding import Record, generate
 
         task, most = self._task, config.max_new_tokens
@@ -64,7 +64,7 @@ class TorchSampler:
         for place, row in enumerate(tokens[:, :most]):
             is_end = np.isin(row, list(ends))
             length = int(is_end.argmax()) + 1 if is_end.any() else len(row)
-            found.append(Drawn(row[:length].astype(np.int32), logps[place, :length].copy(),
+            found.append(SampledAnswer(row[:length].astype(np.int32), logps[place, :length].copy(),
                                entropies[place, :length].copy(), bool(is_end.any())))
         return found
 

@@ -14,11 +14,11 @@ import pytest
 from hf_reference import VOCAB
 
 from jax_engine.distributed import target
-from jax_engine.distributed.interface import cut
+from jax_engine.distributed.interface import shard_sequence
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.models import fused, hub
 from jax_engine.models.attention import attend, attention_mask
-from jax_engine.models.fused import Fused, checked, choose, mismatch, unfit
+from jax_engine.models.fused import Fused, choose, keep_working, mismatch, unsupported_reason
 from jax_engine.models.relative import Relative
 from lmmods.core.hardware import Target, target_named
 from lmmods.core.hf_config import load_config
@@ -131,7 +131,8 @@ def test_parts_of_rows_are_traded_for_heads_and_never_gathered():
     x = jax.ShapeDtypeStruct((2, 16, 24), jnp.float32)
     weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((24, 4, 8), (24, 2, 8), (24, 2, 8), (32, 24))]
     with jax.set_mesh(ShardedMesh(fsdp=1, sequence=2, devices=jax.devices()[:2]).mesh):
-        done = jax.jit(jax.grad(lambda x, weights: loss(cut(x), weights), (0, 1))).lower(x, weights).compile()
+        done = jax.jit(jax.grad(lambda x, weights: loss(shard_sequence(x), weights), (0, 1))).lower(x,
+                                                                                                    weights).compile()
     assert "all-to-all" in done.as_text() and "all-gather" not in done.as_text()
 
 
@@ -220,7 +221,7 @@ def test_a_kernel_that_cannot_be_tried_is_assumed(make_ref, gpu, capsys):
 ])
 def test_plain_attention_is_chosen_with_its_reason(make_ref, gpu, capsys, changes, dtype, requested, why):
     arch = arch_of(make_ref, "llama", **changes)
-    assert why in unfit(arch, jnp.dtype(dtype), requested)
+    assert why in unsupported_reason(arch, jnp.dtype(dtype), requested)
     assert choose(arch, jnp.dtype(dtype), "causal", requested) is None
     assert why in capsys.readouterr().out
 
@@ -284,12 +285,12 @@ def test_rows_that_fail_take_the_plain_one_and_the_others_do_not(monkeypatch, ca
     for cached in (fused.mismatch, fused._report):
         cached.cache_clear()
     monkeypatch.setattr(jax.nn, "dot_product_attention", leaking)
-    chosen = checked(HALF)
+    chosen = keep_working(HALF)
     assert chosen == replace(HALF, by_mask=False)
     assert "packed rows: output differs by" in capsys.readouterr().out
     fused.mismatch.cache_clear()
     monkeypatch.setattr(jax.nn, "dot_product_attention", raising)
-    assert checked(HALF) is None
+    assert keep_working(HALF) is None
     assert "Attention: plain, as the fused kernel fails its check" in capsys.readouterr().out
     for cached in (fused.mismatch, fused._report):
         cached.cache_clear()

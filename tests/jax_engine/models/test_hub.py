@@ -73,7 +73,7 @@ def test_what_is_not_supported_is_refused_by_name(config, head, message):
 
 
 def test_the_supported_families_are_all_tested():
-    assert hub.supported() == sorted(FAMILIES)
+    assert hub.list_supported() == sorted(FAMILIES)
     heads = {name: {head for family, head in PAIRS if family == name} for name in FAMILIES}
     assert heads == {name: set(hub.family_of(transformers.CONFIG_MAPPING[name](), next(iter(found))).classes)
                      for name, found in heads.items()}
