@@ -301,7 +301,7 @@ def tokenised(sizes: Sizes, folder: Path) -> list[dict[str, list[int]]]:
 
 def repeat_first_batch() -> None:
     """From now on our loaders hand out their first batch for ever, at no cost."""
-    from lmmods.data.batches.loader import StatefulLoader
+    from lmmods.data.batch.loader import StatefulLoader
 
     begin = StatefulLoader.__iter__
 

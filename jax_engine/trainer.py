@@ -40,7 +40,7 @@ from lmmods.core.progress_bar import Bar, describe
 from lmmods.core.signals import Interruption
 from lmmods.core.throughput import Stopwatch
 from lmmods.data.base import DataModule
-from lmmods.data.batches.loader import SegmentLoader, StatefulLoader
+from lmmods.data.batch.loader import SegmentLoader, StatefulLoader
 from lmmods.evaluation.mmlu import MMLUEvaluator
 from lmmods.evaluation.samples import SampleWriter
 from lmmods.recipe.trainer_fields import JaxTrainerFields, check_length

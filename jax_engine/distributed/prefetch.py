@@ -18,7 +18,7 @@ from jax import Array
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.loss import LABELS, no_label
 from lmmods.core.labels import has_tokens
-from lmmods.data.batches.loader import Absent
+from lmmods.data.batch.loader import Absent
 
 
 @dataclass

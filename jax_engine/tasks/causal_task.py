@@ -23,7 +23,7 @@ from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
 from lmmods.data.base import DataModule
-from lmmods.data.batches.collate import DRAWN, PLACES
+from lmmods.data.batch.collate import DRAWN, PLACES
 from lmmods.data.teacher import NO_PLACES, TeacherTopKTable, num_columns
 from lmmods.recipe.tasks.base import CausalFields
 

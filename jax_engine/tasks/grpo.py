@@ -24,7 +24,7 @@ from jax_engine.tasks.sampler import JaxSampler, answers_at_once
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.base import DataModule
-from lmmods.data.batches.rollouts import Place
+from lmmods.data.batch.rollouts import Place
 from lmmods.data.grpo import PromptData, Rollouts
 from lmmods.recipe.tasks.base import ReadScorer
 from lmmods.recipe.tasks.grpo import GRPOFields

@@ -23,7 +23,7 @@ from jax_engine.tasks.running import Run
 from lmmods.core.console import say
 from lmmods.core.hardware import Target
 from lmmods.data.base import DataModule
-from lmmods.data.batches.collate import PLACES
+from lmmods.data.batch.collate import PLACES
 from lmmods.data.teacher import COMPUTING, TeacherTopKTable, gather_top_k, number_scored, teacher_store
 from lmmods.recipe.tasks.base import TokenLossFields
 from lmmods.runs.model_card import first_weights

@@ -17,7 +17,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG, saved_end_ids
 from lmmods.core.markdown import code, escape, fence
 from lmmods.data.encode.chat_template import ChatTemplate
-from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.read.conversation import RowProblem
 from lmmods.recipe.classes import declared
 from lmmods.recipe.files import as_yaml, read_recipe
 from lmmods.runs.folder import commit_folder

@@ -136,7 +136,7 @@ def _free_path(name: str, overwrite: bool) -> Path:
 
 def _first_rows(data: str, columns: dict[str, str] | None) -> list[Any]:
     """Return up to `SAMPLE` + 1 rows; the extra one shows that there are more. Raises UserError: there are none."""
-    from lmmods.data.sources.source_reader import SourceReader
+    from lmmods.data.read.source_reader import SourceReader
     from lmmods.recipe.source import Source
 
     usable = (row for row in SourceReader(Source(data, columns=columns)) if row.problem is None)

@@ -2,11 +2,11 @@
 
 A row of data passes five stages, each of which knows only those before it:
 
-    read      sources/     sources to records, each with its file and line
+    read      read/        sources to records, each with its file and line
     encode    encode/      records to rows of token ids, by the task's codec (codec.py)
     store     store/       rows in the cache (encoded.py), and which of them train or validate (splits.py)
-    order     batches/     numbers of items: shuffled, grouped, mixed, packed (sampler.py, mixing.py, packing.py)
-    batch     batches/     items to batches, and these to optimiser steps (loaders.py, loader.py)
+    order     order/       numbers of items: shuffled, grouped, mixed (sampler.py, mixing.py)
+    batch     batch/       items, packed or not, to batches, and these to optimiser steps (loaders.py, loader.py)
 """
 
 import json
@@ -20,16 +20,16 @@ import numpy as np
 from lmmods.core import fingerprints
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
-from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader, StepLoader
-from lmmods.data.batches.stream import StreamLoader
+from lmmods.data.batch.loader import EvaluationLoader, Shard, StatefulLoader, StepLoader
+from lmmods.data.batch.stream import StreamLoader
 from lmmods.data.best_of import BestOf, Scorer
 from lmmods.data.codec import Codec, Collate, ModelFacts, Predictions
 from lmmods.data.encode.tokenizer import TokenizerOptions, encoding_state
 from lmmods.data.loaders import Loaders, RowSource
+from lmmods.data.read.by_role import STAGE_ROLES, Role, Sources
+from lmmods.data.read.readers import Row
 from lmmods.data.report import describe, describe_lost, misfit, render_table
 from lmmods.data.shown_rows import Which, show_rows
-from lmmods.data.sources.by_role import STAGE_ROLES, Role, Sources
-from lmmods.data.sources.readers import Row
 from lmmods.data.splits import Splits
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.base import DataFields

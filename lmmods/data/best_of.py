@@ -7,7 +7,7 @@ import numpy as np
 
 from lmmods.core.console import warn
 from lmmods.data.codec import Codec, Predictions
-from lmmods.data.sources.conversation import Conversation
+from lmmods.data.read.conversation import Conversation
 from lmmods.data.store.rows import RowSet
 
 # Scores of texts, or of conversations that end in the answer to be scored; None for one that the model cannot read.

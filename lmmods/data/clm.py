@@ -5,13 +5,13 @@ from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
-from lmmods.data.batches.blocks import BlockSet
+from lmmods.data.batch.blocks import BlockSet
 from lmmods.data.codec import Codec
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
-from lmmods.data.sources.cells import as_text
-from lmmods.data.sources.formats import recognise_texts
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.cells import as_text
+from lmmods.data.read.formats import recognise_texts
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.base import TextDataFields
 from lmmods.recipe.tasks.clm import CLMDataFields

@@ -10,14 +10,14 @@ import torch
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.collate import Collator
+from lmmods.data.batch.collate import Collator
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.tokenizer import decode
 from lmmods.data.encode.words import texts_in
-from lmmods.data.sources.conversation import Conversation
-from lmmods.data.sources.preferences import Answers
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.conversation import Conversation
+from lmmods.data.read.preferences import Answers
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.rows import PromptSet, RowSet
 from lmmods.recipe.tasks.base import DataFields
 

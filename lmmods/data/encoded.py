@@ -6,15 +6,15 @@ from functools import cached_property
 from typing import Any
 
 from lmmods.core.redaction import redact
-from lmmods.data.batches.stream import StreamSource
+from lmmods.data.batch.stream import StreamSource
 from lmmods.data.codec import Codec
 from lmmods.data.encode.encoder import Encoder, first_usable_row
 from lmmods.data.encode.overlap import EvaluationNgrams
 from lmmods.data.encode.tokenizer import encoding_state
-from lmmods.data.sources.by_role import Sources
-from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.by_role import Sources
+from lmmods.data.read.conversation import RowProblem
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.arrow_store import Store
 from lmmods.data.store.cache import Cache
 from lmmods.recipe.source import Source

@@ -11,20 +11,20 @@ import torch
 from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.collate import SEEDS, Collator
-from lmmods.data.batches.loader import EvaluationLoader, Shard
-from lmmods.data.batches.rollouts import Place, RolloutLoader, RolloutPlan
+from lmmods.data.batch.collate import SEEDS, Collator
+from lmmods.data.batch.loader import EvaluationLoader, Shard
+from lmmods.data.batch.rollouts import Place, RolloutLoader, RolloutPlan
 from lmmods.data.encode.conversations import SFTEncoder
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.loaders import Loaders
+from lmmods.data.read.by_role import Role
+from lmmods.data.read.cells import check_unicode
+from lmmods.data.read.conversation import Conversation, RowProblem
+from lmmods.data.read.formats import detect_format, find_format, format_of, read_conversation
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.sft import ConversationCodec, ConversationData
 from lmmods.data.shown_rows import Which
-from lmmods.data.sources.by_role import Role
-from lmmods.data.sources.cells import check_unicode
-from lmmods.data.sources.conversation import Conversation, RowProblem
-from lmmods.data.sources.formats import detect_format, find_format, format_of, read_conversation
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.grpo import PromptDataFields
 

@@ -19,8 +19,8 @@ from lmmods.data.codec import Codec, NumbersCodec
 from lmmods.data.encode.encoder import RowCounts, describe_dropped, first_usable_row
 from lmmods.data.encode.labels import CuttingTokenizer
 from lmmods.data.encode.tokenizer import tells_texts_apart
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader, did_you_mean
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader, did_you_mean
 from lmmods.data.splits import FIRST_BUFFER
 from lmmods.data.store.cache import fingerprint, reporting_writes
 from lmmods.data.store.rows import IndexedRows, RowSet

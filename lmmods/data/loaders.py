@@ -9,15 +9,15 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
-from lmmods.data.batches.collate import SEEDS, Collator
-from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader, Widths
-from lmmods.data.batches.mixing import Mixture
-from lmmods.data.batches.numbered import NumberedSet
-from lmmods.data.batches.packing import PackedSet
-from lmmods.data.batches.sampler import BatchOrder, OrderRule, evaluation_order, mixed_order, training_order
-from lmmods.data.batches.stream import StreamLoader, draw_number
+from lmmods.data.batch.collate import SEEDS, Collator
+from lmmods.data.batch.loader import EvaluationLoader, Shard, StatefulLoader, Widths
+from lmmods.data.batch.numbered import NumberedSet
+from lmmods.data.batch.packing import PackedSet
+from lmmods.data.batch.stream import StreamLoader, draw_number
 from lmmods.data.codec import Codec, Collate
-from lmmods.data.sources.by_role import Role, Sources
+from lmmods.data.order.mixing import Mixture
+from lmmods.data.order.sampler import BatchOrder, OrderRule, evaluation_order, mixed_order, training_order
+from lmmods.data.read.by_role import Role, Sources
 from lmmods.data.splits import Splits
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.base import DataFields

@@ -9,12 +9,12 @@ from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.blocks import BlockSet
+from lmmods.data.batch.blocks import BlockSet
 from lmmods.data.clm import TextCodec, TextData
 from lmmods.data.codec import Predictions
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.mlm import MLMDataFields
 

@@ -9,16 +9,16 @@ import numpy as np
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.base import DataModule
-from lmmods.data.batches.collate import Collator
-from lmmods.data.batches.numbered import NumberedSet
-from lmmods.data.batches.sequences import RowColumn, SequenceCollator, SequenceSet
+from lmmods.data.batch.collate import Collator
+from lmmods.data.batch.numbered import NumberedSet
+from lmmods.data.batch.sequences import RowColumn, SequenceCollator, SequenceSet
 from lmmods.data.codec import NumbersCodec, Predictions, can_score
 from lmmods.data.encode.choices import ChoiceEncoder
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.tokenizer import tells_texts_apart
-from lmmods.data.sources.choices import CHOICES, CONTEXTS, QUESTIONS, holds_choices, read_question
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.choices import CHOICES, CONTEXTS, QUESTIONS, holds_choices, read_question
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.multiple_choice import MultipleChoiceDataFields
 

@@ -13,10 +13,10 @@ from torch.utils.data import Dataset
 
 from lmmods.core.generation_config import draws
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.collate import DRAWN
-from lmmods.data.batches.loader import Batch, SegmentLoader, Shard
-from lmmods.data.batches.sampler import BatchOrder, OrderRule, batches_per_rank
+from lmmods.data.batch.collate import DRAWN
+from lmmods.data.batch.loader import Batch, SegmentLoader, Shard
 from lmmods.data.loaders import Loaders
+from lmmods.data.order.sampler import BatchOrder, OrderRule, batches_per_rank
 
 # Returns the tokens, [T] int32 each, of answers to prompts, from uniform numbers in [0, 1) [N, max_new_tokens] that
 # decide them. A collective call, which all processes make with the same arguments.

@@ -5,14 +5,13 @@ from contextlib import suppress
 from typing import Any
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.collate import AnswerCollator, AnswerSet, Collator, MismatchedSet
-from lmmods.data.batches.loader import StatefulLoader
-from lmmods.data.batches.stream import StreamLoader
+from lmmods.data.batch.collate import AnswerCollator, AnswerSet, Collator, MismatchedSet
+from lmmods.data.batch.loader import StatefulLoader
+from lmmods.data.batch.stream import StreamLoader
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.preferences import PreferenceEncoder
-from lmmods.data.sft import ConversationCodec, ConversationData
-from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.preferences import (
+from lmmods.data.read.conversation import RowProblem
+from lmmods.data.read.preferences import (
     Judged,
     conversation_layout,
     holds_preference,
@@ -20,8 +19,9 @@ from lmmods.data.sources.preferences import (
     label_of,
     read_answers,
 )
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
+from lmmods.data.sft import ConversationCodec, ConversationData
 from lmmods.data.store.references import REFERENCE_LOGPS
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.preference import PreferenceDataFields

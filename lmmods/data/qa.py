@@ -14,11 +14,11 @@ from lmmods.data.codec import NumbersCodec, Predictions, can_score
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.tokenizer import tells_texts_apart
 from lmmods.data.encode.windows import WindowEncoder, flat_questions, gold_answers
+from lmmods.data.read.cells import as_text
+from lmmods.data.read.conversation import RowProblem
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.scoring import Answers, SpanSettings, WindowLogits, choose_answer
-from lmmods.data.sources.cells import as_text
-from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import IndexedRows, RowSet
 from lmmods.recipe.tasks.qa import QADataFields
 

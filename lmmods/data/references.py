@@ -8,7 +8,7 @@ from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import REFERENCE, cache_folder
 from lmmods.data.preference import PreferenceData
-from lmmods.data.sources.by_role import STAGE_ROLES, Role
+from lmmods.data.read.by_role import STAGE_ROLES, Role
 from lmmods.data.store.cache import fingerprint
 from lmmods.data.store.references import REFERENCE_LOGPS, ReferenceStore
 

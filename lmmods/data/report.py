@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from lmmods.data.batches.packing import best_fit_decreasing
-from lmmods.data.batches.sampler import OrderRule, evaluation_order, training_order
+from lmmods.data.batch.packing import best_fit_decreasing
 from lmmods.data.codec import Codec
 from lmmods.data.encode.encoder import SPELLED, UNUSED, describe_dropped
-from lmmods.data.sources.by_role import Role
+from lmmods.data.order.sampler import OrderRule, evaluation_order, training_order
+from lmmods.data.read.by_role import Role
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.base import DataFields
 

@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.collate import Collator
-from lmmods.data.batches.numbered import NumberedSet
-from lmmods.data.batches.sequences import RowColumn, SequenceCollator, SequenceSet, SingleSequences
+from lmmods.data.batch.collate import Collator
+from lmmods.data.batch.numbered import NumberedSet
+from lmmods.data.batch.sequences import RowColumn, SequenceCollator, SequenceSet, SingleSequences
 from lmmods.data.codec import Codec, NumbersCodec, Predictions
 from lmmods.data.encode.conversations import SFTEncoder
 from lmmods.data.encode.encoder import Encoder, RowError
 from lmmods.data.encode.preferences import PreferenceEncoder
 from lmmods.data.encode.rewards import RewardEncoder
 from lmmods.data.preference import AnswersCodec
+from lmmods.data.read.conversation import Conversation
+from lmmods.data.read.formats import find_format, format_of, read_conversation
+from lmmods.data.read.preferences import Judged, conversation_layout, holds_pair
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.sft import ConversationData
-from lmmods.data.sources.conversation import Conversation
-from lmmods.data.sources.formats import find_format, format_of, read_conversation
-from lmmods.data.sources.preferences import Judged, conversation_layout, holds_pair
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.reward import RewardDataFields
 

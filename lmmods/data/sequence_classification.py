@@ -11,17 +11,17 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.collate import Collator, LabelCollator
+from lmmods.data.batch.collate import Collator, LabelCollator
 from lmmods.data.codec import ModelFacts, Predictions, can_score
 from lmmods.data.encode.encoder import Encoder, RowCounts
 from lmmods.data.encode.labels import DECIMAL_COMMA, Labels, SequenceEncoder, cell_list, label_name, read_bits
 from lmmods.data.label_metrics import class_report, multi_label_scores, regression_scores, single_label_scores
 from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, cutting_tokenizer, find_column
-from lmmods.data.sources.cells import as_text
-from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.formats import format_of
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.cells import as_text
+from lmmods.data.read.conversation import RowProblem
+from lmmods.data.read.formats import format_of
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.sequence_classification import ProblemType, SequenceClassificationDataFields
 

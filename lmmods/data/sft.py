@@ -10,8 +10,8 @@ from typing import Any
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
-from lmmods.data.batches.loader import StatefulLoader
-from lmmods.data.batches.stream import StreamLoader
+from lmmods.data.batch.loader import StatefulLoader
+from lmmods.data.batch.stream import StreamLoader
 from lmmods.data.codec import Codec
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer, as_given, is_template_file, read_template_file
 from lmmods.data.encode.chat_template import REFUSALS, bounded_rendering
@@ -20,10 +20,10 @@ from lmmods.data.encode.encoder import Encoder, TextEncoder
 from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer, template_jinja
 from lmmods.data.encode.words import texts_in
 from lmmods.data.on_policy import OnPolicy
-from lmmods.data.sources.conversation import Conversation, Message, RowProblem
-from lmmods.data.sources.formats import detect_format, find_format, read_conversation
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.conversation import Conversation, Message, RowProblem
+from lmmods.data.read.formats import detect_format, find_format, read_conversation
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.recipe.tasks.sft import SFTDataFields

@@ -9,11 +9,11 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import cache_folder
-from lmmods.data.batches.stream import StreamSource, first_usable_buffer
+from lmmods.data.batch.stream import StreamSource, first_usable_buffer
 from lmmods.data.codec import Codec
 from lmmods.data.encode.encoder import EXAMPLES_PER_REASON
 from lmmods.data.encoded import EncodedSources
-from lmmods.data.sources.by_role import STAGE_ROLES, Role, Sources
+from lmmods.data.read.by_role import STAGE_ROLES, Role, Sources
 from lmmods.data.store.cache import fingerprint
 from lmmods.data.store.duplicates import Duplicates, find_duplicates, read_duplicates, write_duplicates
 from lmmods.data.store.rows import RowSet, repeat_by_weight, split

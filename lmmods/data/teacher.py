@@ -21,9 +21,9 @@ from lmmods.core.hf_config import load_config
 from lmmods.core.labels import IGNORED
 from lmmods.core.settings import Teacher
 from lmmods.data.base import DataModule
-from lmmods.data.batches.collate import PLACES
+from lmmods.data.batch.collate import PLACES
 from lmmods.data.encode.tokenizer import TokenizerOptions
-from lmmods.data.sources.by_role import STAGE_ROLES, Role
+from lmmods.data.read.by_role import STAGE_ROLES, Role
 from lmmods.data.store.cache import fingerprint
 from lmmods.data.store.references import ArrayStore
 

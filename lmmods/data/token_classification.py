@@ -13,9 +13,9 @@ from lmmods.data.encode.encoder import Encoder, RowCounts
 from lmmods.data.encode.labels import Labels, TokenEncoder, cell_list, first_tokens, label_name, word_prefix
 from lmmods.data.label_metrics import class_report, entity_scores, entity_spans, have_entities, tag_scores
 from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, cutting_tokenizer, find_column
-from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.conversation import RowProblem
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.token_classification import TokenClassificationDataFields
 

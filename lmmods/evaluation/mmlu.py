@@ -9,10 +9,10 @@ from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
 from lmmods.core.text_metrics import CHOICE_SCORES, choice_scores
 from lmmods.data.base import DataModule
-from lmmods.data.batches.sampler import batches_of_rank, evaluation_order
 from lmmods.data.encode.encoder import TextEncoder
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.order.sampler import batches_of_rank, evaluation_order
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.recipe.block_fields import MMLUFields
 from lmmods.recipe.source import as_sources
 
@@ -104,7 +104,7 @@ class MMLUEvaluator(MMLUFields):
 
         All processes get equally many. A torch DataLoader would consume the random state of training.
         """
-        from lmmods.data.batches.collate import Collator  # imports torch, not needed by the command line
+        from lmmods.data.batch.collate import Collator  # imports torch, not needed by the command line
 
         order = evaluation_order(np.array([len(ids) for ids in self.prompt_ids]), datamodule.eval_batch_size)
         collator = Collator(("input_ids", "index"), datamodule.tokenizer.pad_token_id, datamodule.pad_to_multiple_of,

@@ -25,8 +25,8 @@ from lmmods.core.settings import Generation, require
 from lmmods.core.signals import Interrupted
 from lmmods.core.waiting import sleep_if_busy
 from lmmods.data.encode.tokenizer import decode
-from lmmods.data.sources.conversation import Message, RowProblem
-from lmmods.data.sources.formats import find_format
+from lmmods.data.read.conversation import Message, RowProblem
+from lmmods.data.read.formats import find_format
 from lmmods.recipe.files import read_recipe
 from lmmods.recipe.tasks.base import CausalFields, Quantize
 from lmmods.recipe.tasks.clm import CLMDataFields

@@ -135,7 +135,7 @@ def _place(key: str, entry: dict[str, Any], name: str) -> Path | None:
 
 def _find_files(key: str, path: str) -> list[str]:
     """Return the files that a data source matches now."""
-    from lmmods.data.sources.source_reader import find_files
+    from lmmods.data.read.source_reader import find_files
 
     try:
         return find_files(path) if key.startswith("data.") and key != "data.tokenizer" and "://" not in path else []

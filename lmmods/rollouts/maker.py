@@ -12,7 +12,7 @@ from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.rollouts import Place, RolloutPlan
+from lmmods.data.batch.rollouts import Place, RolloutPlan
 from lmmods.data.grpo import Prompt, PromptData
 from lmmods.recipe.rewards import Model, columns_of, read_rewards
 from lmmods.recipe.tasks.base import ReadScorer

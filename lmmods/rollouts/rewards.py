@@ -10,7 +10,7 @@ import numpy as np
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.data.grpo import Prompt
-from lmmods.data.sources.conversation import Conversation
+from lmmods.data.read.conversation import Conversation
 from lmmods.recipe.rewards import Code, Function, Math, Model, RewardSettings, did_you_mean
 from lmmods.recipe.tasks.base import Scorer
 from lmmods.recipe.trust import refuse_function

@@ -15,7 +15,7 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.data.grpo import Prompt, PromptData
-from lmmods.data.sources.conversation import Message, RowProblem
+from lmmods.data.read.conversation import Message, RowProblem
 from lmmods.recipe.rewards import read_rewards
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.environments import ENVIRONMENT, KEY, RESET, SCORE, Environments, Reply, Request

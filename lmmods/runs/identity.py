@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
-from lmmods.data.batches.stream import ENDLESS
+from lmmods.data.batch.stream import ENDLESS
 from lmmods.recipe.classes import BASES, list_all, named_models
 from lmmods.recipe.files import read_recipe
 from lmmods.recipe.trainer_fields import limit_batches

@@ -17,8 +17,8 @@ from lmmods.core.hf_config import TEXT_NAMES, parts_left_out
 from lmmods.core.markdown import code, escape, fence
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.base import DataModule
+from lmmods.data.read.source_reader import NAMED_SETS
 from lmmods.data.report import render_table
-from lmmods.data.sources.source_reader import NAMED_SETS
 from lmmods.recipe.classes import declared
 from lmmods.recipe.files import Loader, as_yaml
 from lmmods.recipe.tasks.base import CausalFields, TaskFields

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lmmods.core.hub import HUB_ID
-from lmmods.data.sources.readers import READERS, file_type
+from lmmods.data.read.readers import READERS, file_type
 
 _ABSOLUTE = re.compile(r"(?:file://|local://)?(?:[/~\\]|[A-Za-z]:[\\/])")
 

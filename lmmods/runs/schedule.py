@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from lmmods.data.batches.stream import ENDLESS
+from lmmods.data.batch.stream import ENDLESS
 from lmmods.recipe.trainer_fields import limit_batches, num_steps, steps_per_epoch
 from lmmods.runs.progress import Progress
 

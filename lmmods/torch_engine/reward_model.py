@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.collate import Collator
-from lmmods.data.batches.sampler import evaluation_order
+from lmmods.data.batch.collate import Collator
+from lmmods.data.order.sampler import evaluation_order
+from lmmods.data.read.conversation import Conversation
 from lmmods.data.reward import RewardData
-from lmmods.data.sources.conversation import Conversation
 from lmmods.recipe.tasks.reward import RewardFields
 from lmmods.torch_engine.answering import choose_device, choose_precision
 from lmmods.torch_engine.nn.building import build_network

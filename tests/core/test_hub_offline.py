@@ -185,7 +185,7 @@ def test_what_is_neither_folder_nor_id(online, name):
 
 
 def test_addresses_on_the_hub(refused):
-    from lmmods.data.sources.source_reader import find_files
+    from lmmods.data.read.source_reader import find_files
 
     with pytest.raises(UserError, match=r"hf://datasets/a/b/c.jsonl: the hub .* cannot be reached .*use its pa"):
         find_files("hf://datasets/a/b/c.jsonl")

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from lmmods.core.errors import UserError
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer
 from lmmods.data.encode.encoder import TextEncoder
+from lmmods.data.read.conversation import Conversation, RowProblem
 from lmmods.data.sft import SFTData
-from lmmods.data.sources.conversation import Conversation, RowProblem
 from lmmods.runs.inspect import compared_prompt
 from tests.data.test_sft import build
 

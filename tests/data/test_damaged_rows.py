@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from lmmods.data.sources.conversation import Conversation, RowProblem
-from lmmods.data.sources.formats import read_conversation
+from lmmods.data.read.conversation import Conversation, RowProblem
+from lmmods.data.read.formats import read_conversation
 from tests.data.test_turns import LLAMA_FACTORY, PARALLEL, PLUGINS, REPLY, TOOL, USER, WEATHER, read
 
 WRONG = [None, True, 0, -1.5, float("nan"), 10**30, "", "x", "\ud83d", "[]", '{"a": 1}', "[" * 5000, [], [None], [[1]],

@@ -10,8 +10,8 @@ import pytest
 from lmmods.core.errors import UserError
 from lmmods.data.clm import CLMData
 from lmmods.data.encode.overlap import EvaluationNgrams
+from lmmods.data.read.readers import Row
 from lmmods.data.sft import SFTData
-from lmmods.data.sources.readers import Row
 from tests.data.test_duplicates import WORDS
 
 

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.recipe.source import Source
 
 pytestmark = pytest.mark.timeout(60)  # what would wait for a pipe fails here
@@ -118,7 +118,7 @@ def test_kinds_of_urls(folder):
 
 
 def test_zstandard_without_its_package(folder, monkeypatch):
-    monkeypatch.setattr("lmmods.data.sources.readers.compr", {None: None})
+    monkeypatch.setattr("lmmods.data.read.readers.compr", {None: None})
     (folder / "a.jsonl.zst").write_bytes(b"x")
     with pytest.raises(UserError, match="needs the package zstandard"):
         list(SourceReader(Source(str(folder / "a.jsonl.zst"))))

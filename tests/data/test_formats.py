@@ -5,10 +5,10 @@ import json
 import pytest
 
 from lmmods.core.errors import UserError
+from lmmods.data.read.conversation import RowProblem
+from lmmods.data.read.formats import FORMATS, detect_format, find_format, read_conversation
+from lmmods.data.read.readers import Row
 from lmmods.data.sft import SFTData
-from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.formats import FORMATS, detect_format, find_format, read_conversation
-from lmmods.data.sources.readers import Row
 
 EXCHANGE = [("user", "ask"), ("assistant", "reply")]
 TWO_TURNS = [*EXCHANGE, ("user", "more"), ("assistant", "end")]

@@ -11,8 +11,8 @@ import torch
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.loader import Shard
-from lmmods.data.batches.rollouts import RolloutLoader, RolloutPlan
+from lmmods.data.batch.loader import Shard
+from lmmods.data.batch.rollouts import RolloutLoader, RolloutPlan
 from lmmods.data.grpo import PromptData, RolloutCollator
 from lmmods.recipe.rewards import read_rewards
 from lmmods.rollouts.rewards import check_prompts

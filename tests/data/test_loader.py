@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader, StepLoader
-from lmmods.data.batches.sampler import OrderRule, evaluation_order, training_order
+from lmmods.data.batch.loader import EvaluationLoader, Shard, StatefulLoader, StepLoader
+from lmmods.data.order.sampler import OrderRule, evaluation_order, training_order
 
 NUM_ROWS, BATCH_SIZE = 23, 3
 LENGTHS = np.random.default_rng(0).integers(1, 90, NUM_ROWS)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.mixing import Mixture
-from lmmods.data.batches.stream import StreamSource, shuffle_buffers
+from lmmods.data.batch.stream import StreamSource, shuffle_buffers
 from lmmods.data.clm import CLMData
 from lmmods.data.grpo import PromptData
 from lmmods.data.mlm import MLMData
+from lmmods.data.order.mixing import Mixture
+from lmmods.data.read.readers import Row
 from lmmods.data.sft import SFTData
-from lmmods.data.sources.readers import Row
 from lmmods.recipe.mixing import Mixing, MixingPoint
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from lmmods.core.errors import UserError
 from lmmods.data.multiple_choice import MultipleChoiceData
-from lmmods.data.sources.choices import holds_choices, read_question
+from lmmods.data.read.choices import holds_choices, read_question
 
 BERT = "demo/bert"
 TWO = {"question": "Two and two?", "choices": ["3", "4", "22"], "answer": 1}

@@ -10,9 +10,9 @@ import pytest
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.loader import Shard
-from lmmods.data.batches.sampler import training_order
+from lmmods.data.batch.loader import Shard
 from lmmods.data.on_policy import DrawnSet, OnPolicy, OnPolicyLoader
+from lmmods.data.order.sampler import training_order
 from lmmods.data.sft import SFTData
 from lmmods.recipe.tasks.clm import CLMFields
 from lmmods.recipe.tasks.mlm import MLMFields

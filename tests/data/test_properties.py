@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.numbered import NumberedSet
-from lmmods.data.batches.packing import PackedSet, best_fit_decreasing
-from lmmods.data.batches.sampler import (
-    PADDING_ROW,
-    SORTED_TOGETHER,
-    OrderRule,
-    batches_of_rank,
-    training_order,
-)
+from lmmods.data.batch.numbered import NumberedSet
+from lmmods.data.batch.packing import PackedSet, best_fit_decreasing
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer
 from lmmods.data.encode.chat_template import MARKS
 from lmmods.data.encode.conversations import Limits, SFTEncoder
@@ -25,7 +18,14 @@ from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
 from lmmods.data.mlm import Masker
-from lmmods.data.sources.conversation import Conversation
+from lmmods.data.order.sampler import (
+    PADDING_ROW,
+    SORTED_TOGETHER,
+    OrderRule,
+    batches_of_rank,
+    training_order,
+)
+from lmmods.data.read.conversation import Conversation
 
 SPECIAL = [
     "<s>",

@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 
 from lmmods.core.errors import UserError
+from lmmods.data.read import readers, source_reader
+from lmmods.data.read.readers import read_file
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.sft import SFTData
-from lmmods.data.sources import readers, source_reader
-from lmmods.data.sources.readers import read_file
-from lmmods.data.sources.source_reader import SourceReader
 from lmmods.recipe.source import Source
 
 DAMAGED = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lmmods.core.errors import UserError
+from lmmods.data.read.conversation import Conversation
 from lmmods.data.reward import RewardData
-from lmmods.data.sources.conversation import Conversation
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"},
           {"role": "assistant", "content": "1"}, {"role": "user", "content": "Two?"}]

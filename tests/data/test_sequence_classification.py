@@ -21,8 +21,8 @@ from lmmods.data.encode.encoder import Ragged
 from lmmods.data.encode.labels import Labels, SequenceEncoder
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
 from lmmods.data.labels import cutting_tokenizer
+from lmmods.data.read.readers import Row
 from lmmods.data.sequence_classification import SequenceClassificationData
-from lmmods.data.sources.readers import Row
 from tests.data.conftest import CORPUS
 from tests.data.test_damaged_rows import WRONG
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture

@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.stream import draw_number
+from lmmods.data.batch.stream import draw_number
 from lmmods.data.clm import CLMData
 from lmmods.data.mlm import MLMData
 from lmmods.data.sft import SFTData

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer, template_jinja
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
+from lmmods.data.read.conversation import Conversation, RowProblem
 from lmmods.data.sft import SFTData
-from lmmods.data.sources.conversation import Conversation, RowProblem
 from lmmods.runs.model_card import save_tokenizer
 from tests.data.conftest import CHAT_TEMPLATE
 from tests.data.test_properties import QUICK, TEXT

@@ -18,7 +18,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.encode.labels import Labels, TokenEncoder
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
 from lmmods.data.labels import cutting_tokenizer
-from lmmods.data.sources.readers import LONGEST, TOO_LONG, Row, read_file
+from lmmods.data.read.readers import LONGEST, TOO_LONG, Row, read_file
 from lmmods.data.token_classification import TokenClassificationData
 from lmmods.runs.inspect import show_data
 from tests.data.conftest import CORPUS

@@ -6,11 +6,11 @@ import json
 import pytest
 
 from lmmods.core.errors import UserError
+from lmmods.data.read.conversation import Conversation, RowProblem
+from lmmods.data.read.formats import detect_format, read_conversation
+from lmmods.data.read.readers import read_file
 from lmmods.data.report import render_table
 from lmmods.data.sft import SFTData
-from lmmods.data.sources.conversation import Conversation, RowProblem
-from lmmods.data.sources.formats import detect_format, read_conversation
-from lmmods.data.sources.readers import read_file
 
 WEATHER = {"name": "get_weather", "description": "Weather of a city", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}

@@ -15,7 +15,7 @@ from lmmods.cli import main
 from lmmods.core.compat import chat_template_environment
 from lmmods.core.errors import UserError
 from lmmods.data.encode.chat_template import ChatTemplate, bounded_rendering
-from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.read.conversation import RowProblem
 
 CHAT = [{"role": "user", "content": "Hi <b>&amp;"}, {"role": "assistant", "content": " Ho\n\n  there "},
         {"role": "user", "content": "2 > 1?"}, {"role": "assistant", "content": "é"}]

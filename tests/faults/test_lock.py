@@ -167,7 +167,7 @@ def test_killing_the_trainer_leaves_no_process(recipe, tmp_path, engine):
 SLOW_ENCODER = """
 import sys, time
 from lmmods.data.store.cache import encode_batches
-from lmmods.data.sources.readers import Row
+from lmmods.data.read.readers import Row
 
 def sleep(rows):
     print("working", flush=True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import HIDDEN, find_redacted, redact, redacted
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.recipe.source import Source
 from lmmods.runs.folder import RunFolder
 

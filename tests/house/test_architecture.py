@@ -21,7 +21,7 @@ ROOMS = ["lmmods.core", "lmmods.recipe", "lmmods.data", "lmmods.runs", "lmmods.e
          "lmmods.torch_engine", "jax_engine", "lmmods.commands", "lmmods.extras", "lmmods.strategies", "lmmods.cli"]
 # The same inside rooms; what lies in none of these folders may use all of them.
 INSIDE = {
-    "lmmods.data": ["sources", "encode", "store", "batches", "scoring"],
+    "lmmods.data": ["read", "encode", "store", "order", "batch", "scoring"],
     "lmmods.torch_engine": ["compat", "nn", "strategies", "tasks", "callbacks"],
     "jax_engine": ["distributed", "models", "tasks"],
 }

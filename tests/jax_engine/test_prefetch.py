@@ -12,9 +12,9 @@ import torch
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import Prefetcher, choose_padded_lengths, round_up
-from lmmods.data.batches.collate import Collator
-from lmmods.data.batches.loader import EvaluationLoader, Shard, StatefulLoader, Widths
-from lmmods.data.batches.sampler import evaluation_order, training_order
+from lmmods.data.batch.collate import Collator
+from lmmods.data.batch.loader import EvaluationLoader, Shard, StatefulLoader, Widths
+from lmmods.data.order.sampler import evaluation_order, training_order
 
 LENGTHS = np.array([3, 9, 5, 2, 7, 4, 6, 8, 1, 5, 3])
 PAD = 63

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.rollouts import RolloutPlan
+from lmmods.data.batch.rollouts import RolloutPlan
 from lmmods.data.grpo import PromptData
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.recipe.trust import trusting

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmmods.core.policy_losses import PolicyLoss
-from lmmods.data.batches.collate import Collator
+from lmmods.data.batch.collate import Collator
 from lmmods.data.grpo import RolloutCollator
 from lmmods.rollouts.advantages import advantages
 from lmmods.rollouts.maker import token_columns

@@ -18,7 +18,7 @@ from lmmods.core.errors import UserError
 from lmmods.data.encode.chat_template import BEGIN, END, ChatTemplate, without_marks
 from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.encode.templates import RenderedRow, Segment, Turns, only_turn, scored_turns
-from lmmods.data.sources.conversation import Conversation, Message, RowProblem
+from lmmods.data.read.conversation import Conversation, Message, RowProblem
 
 PROBE = "\U0010fffd"  # an answer that shares no prefix with real ones
 OPENED = re.compile(r"<[^<>]*>")  # a tag that a prompt opens for the answer to close

@@ -29,7 +29,7 @@ from markupsafe import Markup
 
 from lmmods.core.compat import chat_template_environment, namespace_values, rendering_by
 from lmmods.core.errors import UserError
-from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.read.conversation import RowProblem
 
 MAX_SOURCE = 1_000_000  # characters of a template; those of published models have up to 20,000
 # Budget of a conversation. Published templates need a hundredth of it.

@@ -9,8 +9,8 @@ from tokenizers import Encoding, Tokenizer
 
 from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Encoded, Ragged
-from lmmods.data.sources.choices import Question, read_question
-from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.read.choices import Question, read_question
+from lmmods.data.read.conversation import RowProblem
 
 
 @dataclass

@@ -14,10 +14,10 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.encode.chat_renderer import PROBE
 from lmmods.data.encode.encoder import UNUSED, Encoded, Ragged, RowError, TextEncoder
 from lmmods.data.encode.templates import RenderedRow, Renderer, Segment, Turns, scored_turns
-from lmmods.data.sources.cells import check_unicode
-from lmmods.data.sources.conversation import Conversation, Message, RowProblem
-from lmmods.data.sources.formats import find_format, read_conversation
-from lmmods.data.sources.turns import Roles
+from lmmods.data.read.cells import check_unicode
+from lmmods.data.read.conversation import Conversation, Message, RowProblem
+from lmmods.data.read.formats import find_format, read_conversation
+from lmmods.data.read.turns import Roles
 
 Cut = TypeVar("Cut")
 

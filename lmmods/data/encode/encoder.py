@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from lmmods.core.errors import UserError
 from lmmods.data.encode.tokenizer import content_tags
-from lmmods.data.sources.cells import as_text, check_unicode
-from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.readers import Row
+from lmmods.data.read.cells import as_text, check_unicode
+from lmmods.data.read.conversation import RowProblem
+from lmmods.data.read.readers import Row
 
 EXAMPLES_PER_REASON = 3
 UNUSED = "unused:"  # prefix of counts; the rest names a key that rows fill but nothing uses

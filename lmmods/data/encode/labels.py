@@ -16,8 +16,8 @@ from tokenizers import Encoding, Tokenizer
 
 from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Encoded, Ragged
-from lmmods.data.sources.cells import as_text, check_unicode, parse
-from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.read.cells import as_text, check_unicode, parse
+from lmmods.data.read.conversation import RowProblem
 
 Kind = Literal["single_label", "multi_label", "regression"]
 DECIMAL_COMMA = re.compile(r"\s*[+-]?\d*,\d+\s*", re.ASCII)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from lmmods.data.encode.words import ngram_hashes, texts_in, words_in
-from lmmods.data.sources.readers import Row
+from lmmods.data.read.readers import Row
 
 
 class EvaluationNgrams:

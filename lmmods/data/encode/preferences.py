@@ -11,8 +11,8 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.encode.conversations import SFTEncoder, Truncation, drop_fewest_turns
 from lmmods.data.encode.encoder import Encoded, Ragged
 from lmmods.data.encode.templates import RenderedRow
-from lmmods.data.sources.conversation import Conversation, Message, RowProblem
-from lmmods.data.sources.preferences import Answers, Judged, keep_chosen, read_answers
+from lmmods.data.read.conversation import Conversation, Message, RowProblem
+from lmmods.data.read.preferences import Answers, Judged, keep_chosen, read_answers
 
 Tokens = tuple[np.ndarray, np.ndarray]  # ids, and the response number of each
 

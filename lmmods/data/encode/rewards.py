@@ -9,9 +9,9 @@ import numpy as np
 
 from lmmods.data.encode.encoder import UNUSED, Encoded, Ragged
 from lmmods.data.encode.preferences import PreferenceEncoder
-from lmmods.data.sources.cells import Values, is_blank
-from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.preferences import LABELS, holds_pair
+from lmmods.data.read.cells import Values, is_blank
+from lmmods.data.read.conversation import RowProblem
+from lmmods.data.read.preferences import LABELS, holds_pair
 
 
 @dataclass

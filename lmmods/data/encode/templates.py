@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from lmmods.core.errors import UserError
 from lmmods.data.encode.encoder import TextEncoder
-from lmmods.data.sources.conversation import Conversation, Message, RowProblem
+from lmmods.data.read.conversation import Conversation, Message, RowProblem
 
 
 class Segment(NamedTuple):

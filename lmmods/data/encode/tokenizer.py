@@ -13,7 +13,7 @@ from lmmods.core import hub
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
 from lmmods.data.encode.chat_template import ChatTemplate
-from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.read.conversation import RowProblem
 
 # Known names of each role, looked up in the vocabulary in this order.
 KNOWN_NAMES = {

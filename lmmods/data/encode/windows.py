@@ -15,10 +15,10 @@ from tokenizers import Encoding, Tokenizer
 
 from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Encoded, Ragged
-from lmmods.data.sources.cells import as_text, check_unicode
-from lmmods.data.sources.conversation import RowProblem
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.trees import as_list
+from lmmods.data.read.cells import as_text, check_unicode
+from lmmods.data.read.conversation import RowProblem
+from lmmods.data.read.readers import Row
+from lmmods.data.read.trees import as_list
 
 FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": None}
 NEARBY = 32  # characters around a wrong offset in which the answer is searched

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from lmmods.core.fingerprints import first_damaged
 from lmmods.data.encode.encoder import Encoded, RowCounts, arrow_column
-from lmmods.data.sources.readers import Row
+from lmmods.data.read.readers import Row
 
 MANIFEST = "manifest.json"
 FILES = ("encoded.arrow", "rows.arrow", "info.json")

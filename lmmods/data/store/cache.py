@@ -27,8 +27,8 @@ from lmmods.core.fingerprints import stamps
 from lmmods.core.hardware import cache_folder, num_cores
 from lmmods.core.subprocesses import end_with_parent
 from lmmods.data.encode.encoder import Encoded, Encoder, RowCounts, RowError, arrow_column, describe_dropped
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.readers import Row
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.arrow_store import FILES, MANIFEST, Store, damage
 
 BYTES_PER_PROCESS = 20_000_000  # below this, starting another process costs more than it saves

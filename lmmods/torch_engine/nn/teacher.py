@@ -7,7 +7,7 @@ import numpy as np
 from torch import nn
 
 from lmmods.core.console import say
-from lmmods.data.batches.collate import PLACES
+from lmmods.data.batch.collate import PLACES
 from lmmods.data.teacher import COMPUTING, TeacherTopKTable, gather_top_k, num_columns, number_scored, teacher_store
 from lmmods.runs.model_card import first_weights
 from lmmods.torch_engine.nn.distillation import compute_top_k

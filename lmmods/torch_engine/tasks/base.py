@@ -22,7 +22,7 @@ from lmmods.core.memory import Step, StepMemory, describe_sizes, describe_teache
 from lmmods.core.settings import TokenLoss, num_layers, require
 from lmmods.core.text_metrics import perplexity
 from lmmods.data.base import DataModule
-from lmmods.data.batches.collate import PLACES
+from lmmods.data.batch.collate import PLACES
 from lmmods.data.teacher import check_teacher
 from lmmods.recipe.tasks.base import TaskFields
 from lmmods.runs.averaging import averaged_parameters

@@ -14,7 +14,7 @@ from lmmods.core.experts import METRICS, Mixture, check_balance
 from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation, require
 from lmmods.data.base import DataModule
-from lmmods.data.batches.collate import DRAWN, PLACES
+from lmmods.data.batch.collate import DRAWN, PLACES
 from lmmods.data.teacher import NO_PLACES
 from lmmods.recipe.tasks.base import CausalFields
 from lmmods.torch_engine.nn.attention import prefer_varlen

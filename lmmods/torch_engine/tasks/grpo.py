@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmmods.data.base import DataModule
-from lmmods.data.batches.rollouts import Place
+from lmmods.data.batch.rollouts import Place
 from lmmods.data.grpo import Begin, Rollouts, draw_nothing
 from lmmods.recipe.tasks.base import ReadScorer
 from lmmods.recipe.tasks.grpo import GRPOFields

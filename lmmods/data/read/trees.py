@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lmmods.data.sources.readers import Row
+from lmmods.data.read.readers import Row
 
 
 def flat_instances(rows: Iterable[Row]) -> Iterator[Row]:

@@ -7,8 +7,8 @@ import re
 from functools import cache
 from typing import Any
 
-from lmmods.data.sources.cells import Values, as_text, is_blank, parse
-from lmmods.data.sources.conversation import Message, RowProblem
+from lmmods.data.read.cells import Values, as_text, is_blank, parse
+from lmmods.data.read.conversation import Message, RowProblem
 
 Roles = dict[str, str]
 CALLS = "function_call"  # role of a turn of the assistant whose text is a call

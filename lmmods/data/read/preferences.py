@@ -3,10 +3,10 @@
 from typing import Any, Literal, NamedTuple
 
 from lmmods.core.errors import UserError
-from lmmods.data.sources.cells import Values, is_blank, parse
-from lmmods.data.sources.conversation import Conversation, RowProblem
-from lmmods.data.sources.formats import PROMPTS, detect_format, format_of, read_conversation
-from lmmods.data.sources.turns import Roles
+from lmmods.data.read.cells import Values, is_blank, parse
+from lmmods.data.read.conversation import Conversation, RowProblem
+from lmmods.data.read.formats import PROMPTS, detect_format, format_of, read_conversation
+from lmmods.data.read.turns import Roles
 
 # Content of a row of batches: a pair; one answer; or one answer and that of another row.
 Answers = Literal["pair", "single", "mismatched"]

@@ -16,8 +16,8 @@ from lmmods.core import fingerprints, hub
 from lmmods.core.compat import rows_fingerprint
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact, redacted
-from lmmods.data.sources.cells import is_longer_than, without_fillers
-from lmmods.data.sources.readers import LONGEST, READERS, TOO_LONG, Row, read_file, table_features
+from lmmods.data.read.cells import is_longer_than, without_fillers
+from lmmods.data.read.readers import LONGEST, READERS, TOO_LONG, Row, read_file, table_features
 from lmmods.recipe.source import CODECS, Source, check_regular, file_type
 
 NAMED_SETS = {

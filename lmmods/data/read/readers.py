@@ -23,7 +23,7 @@ from fsspec.compression import compr
 
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
-from lmmods.data.sources.cells import DEEPEST, is_deeper_than, is_longer_than, without_fillers
+from lmmods.data.read.cells import DEEPEST, is_deeper_than, is_longer_than, without_fillers
 from lmmods.recipe.source import check_regular, compression, file_type
 
 DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lmmods.data.batches.collate import Collator
+from lmmods.data.batch.collate import Collator
 from lmmods.data.store.rows import RowSet
 
 LISTS = ("input_ids", "token_type_ids")  # columns with a value for each token

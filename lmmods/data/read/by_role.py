@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from lmmods.data.sources.source_reader import SourceReader
+from lmmods.data.read.source_reader import SourceReader
 from lmmods.recipe.source import Source, as_sources
 from lmmods.recipe.tasks.base import DataFields
 

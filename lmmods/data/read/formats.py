@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmmods.core.errors import UserError
-from lmmods.data.sources.cells import Values, as_text, check_unicode, is_blank, parse
-from lmmods.data.sources.conversation import Conversation, Message, RowProblem
-from lmmods.data.sources.readers import Row
-from lmmods.data.sources.trees import flat_instances, oasst_messages, oasst_trees
-from lmmods.data.sources.turns import Roles, RowReader, in_order, specifications
+from lmmods.data.read.cells import Values, as_text, check_unicode, is_blank, parse
+from lmmods.data.read.conversation import Conversation, Message, RowProblem
+from lmmods.data.read.readers import Row
+from lmmods.data.read.trees import flat_instances, oasst_messages, oasst_trees
+from lmmods.data.read.turns import Roles, RowReader, in_order, specifications
 from lmmods.recipe.source import file_type
 
 # ---------------------------------------------------------------------------------------------------------------------

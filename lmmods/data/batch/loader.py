@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lmmods.core.errors import UserError
 from lmmods.core.subprocesses import end_with_parent
-from lmmods.data.batches.sampler import BatchOrder, OrderRule, batches_done, batches_of_rank, batches_per_rank
+from lmmods.data.order.sampler import BatchOrder, OrderRule, batches_done, batches_of_rank, batches_per_rank
 
 Batch = dict[str, torch.Tensor]
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.data.batches.loader import Batch, Shard, check_same
-from lmmods.data.batches.sampler import BatchOrder, OrderRule, batches_of_rank
+from lmmods.data.batch.loader import Batch, Shard, check_same
 from lmmods.data.encode.encoder import Encoded, Encoder, RowCounts, describe_dropped
-from lmmods.data.sources.readers import Row
+from lmmods.data.order.sampler import BatchOrder, OrderRule, batches_of_rank
+from lmmods.data.read.readers import Row
 from lmmods.data.store.arrow_store import MemoryStore
 from lmmods.data.store.cache import encode_batches
 from lmmods.data.store.rows import RowSet

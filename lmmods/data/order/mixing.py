@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.sampler import shuffle_rows
+from lmmods.data.order.sampler import shuffle_rows
 from lmmods.recipe.mixing import Mixing
 
 MOST_ITEMS = 2**31 - 1  # of an epoch, whose order is held in memory

@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.read.conversation import RowProblem
 
 Values = dict[str, Any]
 DEEPEST = 100  # nesting of lists and objects; deeper values are not data, and Python's recursion ends at some hundreds

@@ -4,8 +4,8 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from lmmods.data.sources.cells import Values, as_text, check_unicode, is_blank, parse
-from lmmods.data.sources.conversation import RowProblem
+from lmmods.data.read.cells import Values, as_text, check_unicode, is_blank, parse
+from lmmods.data.read.conversation import RowProblem
 
 # Names of each part, the first that a row has counts; data.columns gives these names to others.
 CONTEXTS = ("context", "article", "passage", "paragraph", "story", "ctx", "premise", "sent1")

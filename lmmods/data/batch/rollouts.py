@@ -11,8 +11,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
-from lmmods.data.batches.loader import Batch, SegmentLoader, Shard
-from lmmods.data.batches.sampler import GROUPED, PADDING_ROW, BatchOrder, batches_per_rank, shuffle_rows
+from lmmods.data.batch.loader import Batch, SegmentLoader, Shard
+from lmmods.data.order.sampler import GROUPED, PADDING_ROW, BatchOrder, batches_per_rank, shuffle_rows
 
 
 class Place(NamedTuple):

@@ -8,8 +8,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lmmods.core.labels import IGNORED
-from lmmods.data.batches.collate import PLACES
-from lmmods.data.batches.sampler import shuffle_rows, stable_descending
+from lmmods.data.batch.collate import PLACES
+from lmmods.data.order.sampler import shuffle_rows, stable_descending
 
 CHUNK = 50_000  # rows packed at a time; bounds memory, and larger chunks pack no better
 
