@@ -141,10 +141,10 @@ class Prefetcher:
         length = -(-length // self._parallel.sequence_parts) * self._parallel.sequence_parts
         own = self._parallel.local_ranks
         # Ranks without a micro-batch, at the end of an epoch, get empty rows: `x[:0]` has their shape.
-        return {name: np.stack([self._fill(name, group[rank][name] if rank < len(group) else x[:0], length, axis)
+        return {name: np.stack([self._pad(name, group[rank][name] if rank < len(group) else x[:0], length, axis)
                                 for rank in own]) for name, x in pattern.items()}
 
-    def _fill(self, name: str, x: np.ndarray, length: int, axis: int) -> np.ndarray:
+    def _pad(self, name: str, x: np.ndarray, length: int, axis: int) -> np.ndarray:
         """Pad a micro-batch's array to the batch size, and `axis` to `length`; convert it to int32 or float32."""
         # Labels that are floats are those of rows, also if a row has several.
         of_rows = not has_tokens(name, x.ndim, x.dtype.kind == "f", axis)
