@@ -220,7 +220,7 @@ def test_a_base_that_is_saved_quantised(recipe, saved_in_nf4, tmp_path, capsys):
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model__init_args__quantize": "fp4"}, "model.quantize is fp4, but .* is saved in nf4"),
-    ({"model__init_args__quantize": None, "model__init_args__lora": None}, "is saved in nf4.*set model.lora"),
+    ({"model__init_args__quantize": None, "model__init_args__lora": None}, "is saved in nf4.*Set model.lora"),
 ])
 def test_a_base_that_is_saved_quantised_stays_so(recipe, saved_in_nf4, engine, changes, message, capfd):
     assert main(["fit", *recipe(engine=engine, model__init_args__pretrained=saved_in_nf4, **changes)]) == 2

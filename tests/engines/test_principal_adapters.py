@@ -185,7 +185,7 @@ def test_engines_export_alike(folder, tmp_path):
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_a_rank_above_that_of_a_matrix_is_refused(llama_folder, quantize):
-    lora, message = LoRA(rank=33, init="pissa"), r"lora.rank is 33, but .*[kv]_proj.* has 32 singular values"
+    lora, message = LoRA(rank=33, init="pissa"), r"lora.rank is 33, but .*[kv]_proj.* has only 32 singular values"
     with pytest.raises(UserError, match=message):
         on_torch(llama_folder, lora, quantize)
     with pytest.raises(UserError, match=message):
