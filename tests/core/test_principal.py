@@ -48,7 +48,7 @@ def test_a_part_of_the_rest_is_that_of_the_whole():
     np.testing.assert_array_equal(whole, residual(matrix, a, b, 2.0))
     np.testing.assert_allclose(part.rest[2:5, 4:], whole[2:5, 4:], rtol=1e-6)
     assert reads.count((12, 20)) == 2  # for the factors once, and for the whole rest
-    with pytest.raises(UserError, match=r"lora.rank is 13, but k_proj has 12 singular values"):
+    with pytest.raises(UserError, match=r"lora.rank is 13, but k_proj has only 12 singular values"):
         Principal(lazy(matrix), 13, 1.0, "k_proj", np.asarray, np.asarray)
 
 
