@@ -296,7 +296,7 @@ def test_a_template_must_show_tools(tokenizer_folder, tmp_path, old, new, messag
 
 
 def test_named_templates_have_no_tools(folder, tmp_path):
-    with pytest.raises(UserError, match=r"^model\.environment has tools, but template chatml has no place for tools"):
+    with pytest.raises(UserError, match=r"^model\.environment has tools, but template chatml does not support tools"):
         prompts(folder, tmp_path, [{}], TOOLS, 100, template="chatml")
 
 
