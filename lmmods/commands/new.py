@@ -119,8 +119,8 @@ def _own_names() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        text = re.sub(r"Name (yours|one or two) with data\.(\w+)_columns?",
-                      r"Map yours with --columns, for example {your_column: \2}", str(error))
+        text = re.sub(r"Set data\.(\w+)_columns? to one (or two )?of them",
+                      r"Map yours with --columns, for example {your_column: \1}", str(error))
         text = text.replace(", or set data.dataset_format", "")
         raise UserError(re.sub(r"\bdata\.(columns|tokenizer|eos_token)\b", r"--\1", text)) from error
 
