@@ -4,7 +4,7 @@ import collections
 import math
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def _version_1(score: Callable[[str, str], float], prediction: str, golds: Seque
     return max(score(prediction, gold) for gold in golds)
 
 
-def squad_scores(predictions: dict[str, str], golds: dict[str, Sequence[str]], version_2: bool) -> dict[str, float]:
+def squad_scores(predictions: dict[str, str], golds: Mapping[str, Sequence[str]], version_2: bool) -> dict[str, float]:
     """Return exact match and F1 in percent, as defined by the evaluation of SQuAD v1.1 or v2.0.
 
     For v2.0 also `HasAns_*` and `NoAns_*`, over the questions with and without an answer.
@@ -71,7 +71,7 @@ def squad_scores(predictions: dict[str, str], golds: dict[str, Sequence[str]], v
             for part, keys in parts.items() if keys for name, values in scored.items()}
 
 
-def best_threshold(predictions: dict[str, str], golds: dict[str, Sequence[str]], null_odds: dict[str, float],
+def best_threshold(predictions: dict[str, str], golds: Mapping[str, Sequence[str]], null_odds: dict[str, float],
                    score: Callable[[str, str], float]) -> tuple[float, float]:
     """Return the threshold on the no-answer odds that gives the best score, and that score in percent.
 

@@ -12,7 +12,7 @@ A row of data passes five stages, each of which knows only those before it:
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import lightning
 import numpy as np
@@ -20,10 +20,11 @@ import numpy as np
 from lmmods.core import fingerprints
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
+from lmmods.data.batch.collate import Collate
 from lmmods.data.batch.loader import EvaluationLoader, Shard, StatefulLoader, StepLoader
 from lmmods.data.batch.stream import StreamLoader
 from lmmods.data.best_of import BestOf, Scorer
-from lmmods.data.codec import Codec, Collate, ModelFacts, Predictions
+from lmmods.data.codec import Codec, ModelFacts, Predictions, Settings
 from lmmods.data.encode.tokenizer import TokenizerOptions, encoding_state
 from lmmods.data.loaders import Loaders, RowSource
 from lmmods.data.read.by_role import STAGE_ROLES, Role, Sources
@@ -57,6 +58,8 @@ class DataModule(DataFields, lightning.LightningDataModule):
     codec_class: ClassVar[type[Codec]]
     adds_padding = True  # give a tokenizer without padding token a new one, and the model a row for it
     text_files = "file"  # how text files are read, as in `read_file`
+    _tokenizer: TokenizerOptions
+    _seed: int | None
     run_seed = 0  # seeds all but the data: initial weights, dropout, sampled text
 
     def __post_init__(self) -> None:
@@ -172,15 +175,15 @@ class DataModule(DataFields, lightning.LightningDataModule):
 
     def make_codec(self) -> Codec:
         """Return the codec of the task. Raises UserError: the tokenizer cannot be read."""
-        return self.codec_class(self, self.tokenizer, self._model)
+        return self.codec_class(cast(Settings, self), self.tokenizer, self._model)
 
     @property
     def _built(self) -> Stages:
         if self._stages is None:
             self.max_length = self.max_length or DEFAULT_MAX_LENGTH
             codec = self.make_codec()
-            splits = Splits(self, self.sources, codec)
-            loaders = Loaders(self, self.sources, splits, codec, self.run_seed, self._longest_first)
+            splits = Splits(codec.settings, self.sources, codec)
+            loaders = Loaders(codec.settings, self.sources, splits, codec, self.run_seed, self._longest_first)
             self._stages = Stages(codec, splits, loaders)
         return self._stages
 
@@ -216,7 +219,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores that `stage` (fit, validate, test, predict; None is all) needs. Raises UserError."""
-        strategy = getattr(self.trainer, "strategy", None)
+        strategy: Any = getattr(self.trainer, "strategy", None)
         if not self.sets and hasattr(strategy, "broadcast"):  # the JAX trainer broadcasts them itself
             self.adopt_contents(strategy.broadcast(self.sources.contents))
         self._report = None
@@ -260,7 +263,8 @@ class DataModule(DataFields, lightning.LightningDataModule):
         Raises:
             UserError: There is nothing to train on.
         """
-        batches, shard, trainer = self.train_batches(), self.shard(), self.trainer
+        batches, shard = self.train_batches(), self.shard()
+        trainer: Any = self.trainer
         num_batches = limit_batches(len(batches), getattr(trainer, "train_limit", None), "train")
         # Lightning knows how far a resumed run is in its epoch, which may be a part of the loader's.
         steps_done = (lambda: trainer.fit_loop.batch_idx + 1) if hasattr(trainer, "fit_loop") else lambda: 0
@@ -282,7 +286,8 @@ class DataModule(DataFields, lightning.LightningDataModule):
 
     def _max_steps(self) -> int:
         # The torch engine ends its runs itself: Lightning's own `max_steps` says nothing there.
-        return self.trainer.length[0] if hasattr(self.trainer, "length") else self.trainer.max_steps
+        trainer: Any = self.trainer
+        return trainer.length[0] if hasattr(trainer, "length") else trainer.max_steps
 
     def val_dataloader(self) -> EvaluationLoader | list:
         """Validation batches of this rank; an empty list without a validation set."""
@@ -317,7 +322,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
 
     def shard(self) -> Shard:
         """Return which batches are this process's."""
-        trainer = self.trainer
+        trainer: Any = self.trainer
         if trainer is None:
             rank, num_ranks, batches_per_step = 0, 1, 1
         elif hasattr(trainer, "data_rank"):
@@ -410,8 +415,8 @@ class DataModule(DataFields, lightning.LightningDataModule):
         """Counts of rows read, dropped and truncated, and the fill of batches; plain JSON, after `setup`."""
         if self._report is None:
             codec, splits, loaders = self._built
-            self._report = describe(self, codec, splits.sets, loaders.epoch_items, self._tokenizer.loaded.notes,
-                                    self.shard().batches_per_step,
+            self._report = describe(codec.settings, codec, splits.sets, loaders.epoch_items,
+                                    self._tokenizer.loaded.notes, self.shard().batches_per_step,
                                     loaders.describe_mixing() if "train" in splits.sets else None, splits.left_out)
         return self._report
 

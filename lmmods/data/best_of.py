@@ -24,8 +24,8 @@ class Candidates(NamedTuple):
     @property
     def best(self) -> int:
         """Index of the answer with the highest score, the first of equal ones; answers without a score come last."""
-        return max(range(len(self.texts)), key=lambda index: -float("inf") if self.scores[index] is None
-                   else self.scores[index])
+        return max(range(len(self.texts)), key=lambda index: -float("inf") if (score := self.scores[index]) is None
+                   else score)
 
     def to_records(self) -> list[dict[str, Any]]:
         """Return the answers as records for `predictions.jsonl`."""

@@ -6,7 +6,7 @@ from typing import Any
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.batch.blocks import BlockSet
-from lmmods.data.codec import Codec
+from lmmods.data.codec import Codec, Settings
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
 from lmmods.data.read.cells import as_text
 from lmmods.data.read.formats import recognise_texts
@@ -17,10 +17,14 @@ from lmmods.recipe.tasks.base import TextDataFields
 from lmmods.recipe.tasks.clm import CLMDataFields
 
 
+class TextSettings(TextDataFields, Settings):
+    """See `Settings`."""
+
+
 class TextCodec(Codec):
     """Plain texts. Abstract."""
 
-    settings: TextDataFields
+    settings: TextSettings
 
     def list_texts(self, record: dict[str, Any], info: dict[str, Any]) -> list[str]:
         return [as_text(record.get(self.settings.text_column), self.settings.text_column)]
@@ -42,10 +46,14 @@ class TextData(TextDataFields, DataModule):
         return recognise_texts(row)
 
 
+class CLMSettings(CLMDataFields, TextSettings):
+    """See `Settings`."""
+
+
 class CLMCodec(TextCodec):
     """Texts in blocks of `max_length` tokens."""
 
-    settings: CLMDataFields
+    settings: CLMSettings
 
     def make_encoder(self, reader: SourceReader, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         check_text_column(first, self.settings.text_column)

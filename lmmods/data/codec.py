@@ -6,11 +6,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-import torch
-
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
-from lmmods.data.batch.collate import Collator
+from lmmods.data.batch.collate import Collate, Collator
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.tokenizer import decode
 from lmmods.data.encode.words import texts_in
@@ -21,7 +19,13 @@ from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.rows import PromptSet, RowSet
 from lmmods.recipe.tasks.base import DataFields
 
-Collate = Callable[[list], dict[str, torch.Tensor]]
+
+class Settings(DataFields):
+    """Fields of a recipe's `data` as the stages after reading see them: with those that the data module fills in."""
+
+    max_length: int
+    eval_batch_size: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Codec(ABC):
     draws_by_epoch: ClassVar[bool] = False  # True if item number + draw * len is drawn again in each epoch or buffer
     left_over: ClassVar[str] = "not_used"  # in the data report: key of the parts of records that are in no token
 
-    def __init__(self, settings: DataFields, tokenizer: Any, model: ModelFacts = ModelFacts()) -> None:
+    def __init__(self, settings: Settings, tokenizer: Any, model: ModelFacts = ModelFacts()) -> None:
         self.settings, self.tokenizer, self.model = settings, tokenizer, model
 
     # From records to rows
@@ -265,7 +269,7 @@ class Codec(ABC):
         """
         ends = set(self.stop_token_ids)
         are_cut = [len(tokens) == self.model.max_new_tokens and ends.isdisjoint(map(int, tokens)) for tokens in outputs]
-        return {index: Generated(*generated) for index, *generated in zip(
+        return {index: Generated(prompt, text, is_cut) for index, prompt, text, is_cut in zip(
             batch["index"].tolist(), self.decode_prompts(batch["input_ids"]), self.decode_answers(outputs), are_cut,
             strict=True) if index >= 0}
 

@@ -78,7 +78,8 @@ class EncodedSources:
         """Yield records of one example each; those that were skipped during reading pass unchanged."""
         left_out: list[Row] = []
         # `append` returns None, so a record with a problem is set aside; the loop yields it before the next usable one.
-        usable = (record for record in records if record.problem is None or left_out.append(record))
+        usable = (record for record in records
+                  if record.problem is None or left_out.append(record))  # type: ignore[func-returns-value]
         for record in self._codec.regroup(usable, info):
             while left_out:
                 yield left_out.pop(0)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lmmods.data.read.conversation import Conversation, RowProblem
 from lmmods.data.read.formats import detect_format, find_format, format_of, read_conversation
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
-from lmmods.data.sft import ConversationCodec, ConversationData
+from lmmods.data.sft import ConversationCodec, ConversationData, ConversationSettings
 from lmmods.data.shown_rows import Which
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.grpo import PromptDataFields
@@ -52,10 +52,14 @@ class Prompt(NamedTuple):
     reference: str | None
 
 
+class PromptSettings(PromptDataFields, ConversationSettings):
+    """See `Settings`."""
+
+
 class PromptCodec(ConversationCodec):
     """Prompts; one row of a training batch is an answer to one, and of an evaluation batch a prompt."""
 
-    settings: PromptDataFields
+    settings: PromptSettings
     left_over = "for_rewards"
 
     def __init__(self, *args: Any) -> None:
@@ -175,6 +179,7 @@ class PromptData(PromptDataFields, ConversationData):
     """
 
     codec_class = PromptCodec
+    codec: PromptCodec
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -233,7 +238,7 @@ class PromptData(PromptDataFields, ConversationData):
         if getattr(self.trainer, "overfit_batches", 0):
             raise UserError("trainer.overfit_batches is not supported for GRPO, which samples new batches. Set "
                             "data.source.limit to train on a few rows")
-        return super().train_batches()
+        return cast(RolloutLoader, super().train_batches())  # what `Rollouts` makes
 
     def val_dataloader(self) -> EvaluationLoader | list:
         return self.evaluation_loader("val") if "val" in self.sets else []
@@ -249,7 +254,9 @@ class PromptData(PromptDataFields, ConversationData):
         roles: list[Role] = [role for role in ("train", "val", "test")
                              if role in self.sets and role not in self._checked]
         super()._check_splits(stage)
-        for role in roles if self._check_prompts is not None else ():
+        if self._check_prompts is None:
+            return
+        for role in roles:
             self._check_prompts(self.sources.key(role),
                                 (self.prompt(role, place) for place in range(self.num_prompts(role))),
                                 getattr(self.trainer, "is_global_zero", True))
@@ -313,8 +320,9 @@ class Rollouts(NamedTuple):
             ids = loaders.splits.rows("train")[prompt]["input_ids"]
             room = max(loaders.settings.max_length - len(ids), 1)
             answer = np.resize(ids, room) if loaders.longest_first else ids[:room]
-            item = {"input_ids": np.concatenate([ids, answer]).astype(np.int32),
-                    "labels": np.concatenate([np.full(len(ids), IGNORED), answer]).astype(np.int32), "idle_weight": 0.0}
+            item: dict[str, Any] = {
+                "input_ids": np.concatenate([ids, answer]).astype(np.int32),
+                "labels": np.concatenate([np.full(len(ids), IGNORED), answer]).astype(np.int32), "idle_weight": 0.0}
             columns = {name: np.zeros(len(item["input_ids"]), np.float32) for name in self.token_columns}
             items += [{**item, **columns, "row": prompt * size + number,
                        "advantages": (-1.0) ** (prompt * size + number)} for number in range(size)]

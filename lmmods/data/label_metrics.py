@@ -227,7 +227,7 @@ def entity_scores(predicted: list[list[str]], labels: list[list[str]]
         predicted: Tags of the words of each row.
         labels: The same of the right ones.
     """
-    hits, given, wanted = Counter(), Counter(), Counter()
+    hits, given, wanted = (Counter[str]() for _ in range(3))
     for guessed, right in zip(predicted, labels, strict=True):
         guesses, golds = set(entity_spans(guessed)), set(entity_spans(right))
         for counter, spans in ((hits, guesses & golds), (given, guesses), (wanted, golds)):

@@ -7,7 +7,7 @@ import tempfile
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.files import read_text
 from lmmods.core.hardware import cache_folder
 from lmmods.data.base import DataModule
-from lmmods.data.codec import Codec, NumbersCodec
+from lmmods.data.codec import Codec, NumbersCodec, Settings
 from lmmods.data.encode.encoder import RowCounts, describe_dropped, first_usable_row
 from lmmods.data.encode.labels import CuttingTokenizer
 from lmmods.data.encode.tokenizer import tells_texts_apart
@@ -40,13 +40,19 @@ def cutting_tokenizer(tokenizer: Any, max_length: int, is_pair: bool = False) ->
                             max_length, tokenizer.truncation_side)
 
 
+class LabelSettings(LabelDataFields, Settings):
+    """See `Settings`."""
+
+    labels: list[str]
+
+
 class LabelCodec(NumbersCodec):
     """Rows with labels; `index` of a batch is the number of a row in its set. Abstract: a task defines the labels.
 
     The labels, and the columns that contain them, are those of the settings, which `LabelData` has filled in.
     """
 
-    settings: LabelDataFields
+    settings: LabelSettings
     found_fields: ClassVar[tuple[str, ...]] = ("labels",)
 
     def encoding_settings(self) -> dict[str, Any]:
@@ -86,6 +92,7 @@ class LabelData(LabelDataFields, DataModule):
     `prepare_data` finds the values and stores them in the cache; a checkpoint has its own.
     """
 
+    codec: LabelCodec
     found_fields: ClassVar[tuple[str, ...]] = ("labels",)
 
     def __post_init__(self) -> None:
@@ -175,7 +182,7 @@ class LabelData(LabelDataFields, DataModule):
         names = self.labels or ["LABEL_0"]  # as transformers calls a number
         return {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
 
-    def class_weights(self, setting: dict[str, float] | str | None) -> np.ndarray | None:
+    def class_weights(self, setting: dict[str, float] | Literal["balanced"] | None) -> np.ndarray | None:
         """Weight of each label in the loss, float32 [K]; None if all weigh the same.
 
         Args:
@@ -190,7 +197,7 @@ class LabelData(LabelDataFields, DataModule):
         self.find_labels()
         if not self.labels:
             raise UserError("model.class_weights applies to labels, but these rows have numbers. Set it to null")
-        if setting != "balanced":
+        if isinstance(setting, dict):
             if unknown := [name for name in setting if name not in self.labels]:
                 raise UserError(f"model.class_weights: {unknown[0]!r} is not a label; the labels are "
                                 f"{', '.join(self.labels)}{did_you_mean(unknown[0], self.labels)}")

@@ -9,18 +9,17 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redact
-from lmmods.data.batch.collate import SEEDS, Collator
+from lmmods.data.batch.collate import SEEDS, Collate, Collator
 from lmmods.data.batch.loader import EvaluationLoader, Shard, StatefulLoader, Widths
 from lmmods.data.batch.numbered import NumberedSet
 from lmmods.data.batch.packing import PackedSet
 from lmmods.data.batch.stream import StreamLoader, draw_number
-from lmmods.data.codec import Codec, Collate
+from lmmods.data.codec import Codec, Settings
 from lmmods.data.order.mixing import Mixture
 from lmmods.data.order.sampler import BatchOrder, OrderRule, evaluation_order, mixed_order, training_order
 from lmmods.data.read.by_role import Role, Sources
 from lmmods.data.splits import Splits
 from lmmods.data.store.rows import RowSet
-from lmmods.recipe.tasks.base import DataFields
 
 
 class Order(NamedTuple):
@@ -45,7 +44,7 @@ class Loaders:
         longest_first: Train on the longest items first, to measure the memory of the largest batch.
     """
 
-    def __init__(self, settings: DataFields, sources: Sources, splits: Splits, codec: Codec, seed: int,
+    def __init__(self, settings: Settings, sources: Sources, splits: Splits, codec: Codec, seed: int,
                  longest_first: bool = False) -> None:
         self.settings, self.splits, self.codec, self.longest_first = settings, splits, codec, longest_first
         self._sources, self._seed = sources.by_role["train"], seed
@@ -96,20 +95,21 @@ class Loaders:
     @cached_property
     def mixture(self) -> Mixture | None:
         """Shares of the training sources; None if each row comes once. Raises UserError."""
-        if not self._by_source:
+        mixing = self.settings.mixing
+        if mixing is None or not self._by_source:
             return None
         sizes = _source_sizes(self.items("train"), self.splits.rows("train"))
-        return Mixture(self.settings.mixing, sizes.tolist(), [source.weight for source in self._sources])
+        return Mixture(mixing, sizes.tolist(), [source.weight for source in self._sources])
 
     def describe_mixing(self) -> dict[str, Any] | None:
         """Return the shares of the training sources for the data report; None if each row comes once."""
-        settings, names = self.settings, [redact(source.path) for source in self._sources]
-        if not settings.mixes:
+        mixing, names = self.settings.mixing, [redact(source.path) for source in self._sources]
+        if mixing is None or not self.settings.mixes:
             return None
         if self.mixture is not None:
-            return self.mixture.describe(names, settings.mixing.rule)
-        shares = settings.mixing.shares([source.times for source in self._sources])  # of a stream
-        return {"rule": settings.mixing.rule,
+            return self.mixture.describe(names, mixing.rule)
+        shares = mixing.shares([source.times for source in self._sources])  # of a stream
+        return {"rule": mixing.rule,
                 "sources": [{"path": name, "share": share} for name, share in zip(names, shares, strict=True)]}
 
     def epoch_items(self, role: Role) -> Any:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batch.blocks import BlockSet
-from lmmods.data.clm import TextCodec, TextData
+from lmmods.data.clm import TextCodec, TextData, TextSettings
 from lmmods.data.codec import Predictions
 from lmmods.data.encode.encoder import Encoder, TextEncoder, TextRowEncoder, check_text_column
 from lmmods.data.read.readers import Row
@@ -145,13 +145,17 @@ def tokens_around(tokenizer) -> tuple[list[int], list[int]]:  # noqa: ANN001
     return tuple([] if token is None else [token] for token in ends)  # type: ignore[return-value]
 
 
+class MLMSettings(MLMDataFields, TextSettings):
+    """See `Settings`."""
+
+
 class MLMCodec(TextCodec):
     """Texts in blocks between special tokens. Training masks are drawn again in each epoch, evaluation masks are fixed.
 
     In predict, the mask token typed in a text is the gap to fill.
     """
 
-    settings: MLMDataFields
+    settings: MLMSettings
     draws_by_epoch: ClassVar[bool] = True
 
     def make_encoder(self, reader: SourceReader, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
@@ -209,7 +213,8 @@ class MLMCodec(TextCodec):
             outputs: Candidates [G, K] and their probabilities [G, K], for all gaps of the batch, row by row.
         """
         tokens, probabilities = (part.tolist() for part in outputs)
-        ids, fills, gap = batch["input_ids"].tolist(), [], 0
+        fills: list[list[Any]] = []
+        ids, gap = batch["input_ids"].tolist(), 0
         for row in ids:
             fills.append([])
             # The candidates of all gaps come in one list, row by row; `gap` is the next.

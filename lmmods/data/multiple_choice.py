@@ -12,7 +12,7 @@ from lmmods.data.base import DataModule
 from lmmods.data.batch.collate import Collator
 from lmmods.data.batch.numbered import NumberedSet
 from lmmods.data.batch.sequences import RowColumn, SequenceCollator, SequenceSet
-from lmmods.data.codec import NumbersCodec, Predictions, can_score
+from lmmods.data.codec import NumbersCodec, Predictions, Settings, can_score
 from lmmods.data.encode.choices import ChoiceEncoder
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.tokenizer import tells_texts_apart
@@ -25,10 +25,14 @@ from lmmods.recipe.tasks.multiple_choice import MultipleChoiceDataFields
 CHOICE_COUNT = RowColumn("choices", 1, np.int64)
 
 
+class MultipleChoiceSettings(MultipleChoiceDataFields, Settings):
+    """See `Settings`."""
+
+
 class MultipleChoiceCodec(NumbersCodec):
     """Questions with several choices; one row of a batch is a question, and `index` its number in its set."""
 
-    settings: MultipleChoiceDataFields
+    settings: MultipleChoiceSettings
 
     # From records to rows
 
@@ -91,7 +95,8 @@ class MultipleChoiceCodec(NumbersCodec):
             number `choice` from 0, and the `probabilities` of all choices; `accuracy` if all records say which is
             right.
         """
-        written, right = [], []  # is each choice right; None if the record does not say it
+        written = []
+        right: list[Any] = []  # is each choice right; None if the record does not say it
         for index, logits in sorted(outputs.items()):
             row = rows[index]
             assert row is not None

@@ -57,7 +57,7 @@ class OnPolicy(NamedTuple):
         return OnPolicyLoader(items, order.of, loaders.collator(seeded=True, added=(DRAWN,)), shard,
                               loaders.settings.batch_size, ours, order.grouped, order.num_rows)
 
-    def has_room(self, prompt_length: int | np.ndarray) -> bool | np.ndarray:
+    def has_room(self, prompt_length: int | np.ndarray) -> Any:
         """Return whether a prompt of this many tokens leaves space for an answer."""
         return (prompt_length > 0) & (prompt_length + self.max_new_tokens <= self.max_length)
 

@@ -21,7 +21,7 @@ from lmmods.data.read.preferences import (
 )
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
-from lmmods.data.sft import ConversationCodec, ConversationData
+from lmmods.data.sft import ConversationCodec, ConversationData, ConversationSettings
 from lmmods.data.store.references import REFERENCE_LOGPS
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.preference import PreferenceDataFields
@@ -44,10 +44,14 @@ class AnswersCodec(ConversationCodec):
                                        for answer in self.read_all(record, info)))
 
 
+class PreferenceSettings(PreferenceDataFields, ConversationSettings):
+    """See `Settings`."""
+
+
 class PreferenceCodec(AnswersCodec):
     """Pairs of answers, or single ones with a label; one row of a batch is a pair, or one answer."""
 
-    settings: PreferenceDataFields
+    settings: PreferenceSettings
 
     # From records to rows
 

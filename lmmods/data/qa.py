@@ -10,7 +10,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.core.text_metrics import best_threshold, exact_match, squad_scores, token_f1
 from lmmods.data.base import DataModule
-from lmmods.data.codec import NumbersCodec, Predictions, can_score
+from lmmods.data.codec import NumbersCodec, Predictions, Settings, can_score
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.tokenizer import tells_texts_apart
 from lmmods.data.encode.windows import WindowEncoder, flat_questions, gold_answers
@@ -23,6 +23,10 @@ from lmmods.data.store.rows import IndexedRows, RowSet
 from lmmods.recipe.tasks.qa import QADataFields
 
 
+class QASettings(QADataFields, Settings):
+    """See `Settings`."""
+
+
 class QACodec(NumbersCodec):
     """Questions on contexts; one row of a batch is a window of one question.
 
@@ -30,9 +34,9 @@ class QACodec(NumbersCodec):
     is labelled with the position of CLS. If an answer cannot be found in its context, the labels are -100.
     """
 
-    settings: QADataFields
+    settings: QASettings
 
-    def __init__(self, settings: QADataFields, *rest: Any) -> None:
+    def __init__(self, settings: QASettings, *rest: Any) -> None:
         super().__init__(settings, *rest)
         self.spans = SpanSettings(settings.n_best_size, settings.max_answer_length, settings.null_score_diff_threshold,
                                   settings.version_2_with_negative)

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 
 from lmmods.data.batch.packing import best_fit_decreasing
-from lmmods.data.codec import Codec
+from lmmods.data.codec import Codec, Settings
 from lmmods.data.encode.encoder import SPELLED, UNUSED, describe_dropped
 from lmmods.data.order.sampler import OrderRule, evaluation_order, training_order
 from lmmods.data.read.by_role import Role
 from lmmods.data.store.rows import RowSet
-from lmmods.recipe.tasks.base import DataFields
 
 SAMPLE = 200_000  # rows from which the padding of larger sets is estimated
 MOST_UNKNOWN = 0.03  # fraction of unknown tokens above which a vocabulary probably does not fit the texts
@@ -22,7 +21,7 @@ EVALUATIONS = {"val": "Validation", "test": "Test", "predict": "Predict"}
 MOST_LABELS = 12  # labels that the table counts; data_report.json counts all
 
 
-def describe(settings: DataFields, codec: Codec, sets: dict[Role, RowSet], items_of: Callable[[Role], Any],
+def describe(settings: Settings, codec: Codec, sets: dict[Role, RowSet], items_of: Callable[[Role], Any],
              tokenizer_notes: list[str], batches_per_step: int, mixing: dict[str, Any] | None = None,
              left_out: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
     """Build the report on all open sets.

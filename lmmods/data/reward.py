@@ -21,11 +21,15 @@ from lmmods.data.read.formats import find_format, format_of, read_conversation
 from lmmods.data.read.preferences import Judged, conversation_layout, holds_pair
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
-from lmmods.data.sft import ConversationData
+from lmmods.data.sft import ConversationData, ConversationSettings
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.reward import RewardDataFields
 
 CHOSEN, REJECTED = "chosen", "rejected"
+
+
+class RewardSettings(RewardDataFields, ConversationSettings):
+    """See `Settings`."""
 
 
 class RewardCodec(NumbersCodec, AnswersCodec):
@@ -34,7 +38,7 @@ class RewardCodec(NumbersCodec, AnswersCodec):
     `index` of a batch counts the pairs of its set, in predict the answers.
     """
 
-    settings: RewardDataFields
+    settings: RewardSettings
 
     # From records to rows
 
@@ -191,7 +195,8 @@ def _metrics(scores_of: dict[int, dict[int, float]], pairs: list[list[float | No
     metrics = {"reward_min": float(scores.min()), "reward_mean": float(scores.mean()),
                "reward_max": float(scores.max())}
     # Metrics over some of the rows would be mistaken for metrics over all.
-    if len(pairs) < len(scores_of) or any(None in pair for pair in pairs):
+    differences = np.array([chosen - rejected for chosen, rejected in pairs
+                            if chosen is not None and rejected is not None])
+    if len(differences) < len(scores_of):
         return metrics
-    differences = np.array([chosen - rejected for chosen, rejected in pairs])
     return {"accuracy": float((differences > 0).mean()), "margin": float(differences.mean()), **metrics}

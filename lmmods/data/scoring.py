@@ -60,8 +60,9 @@ def choose_answer(context: str, windows: list[WindowLogits], settings: SpanSetti
     null_score = float(null[0])
     # Spans of all windows compete with each other.
     candidates.sort(key=lambda candidate: -candidate[0])
-    nbest = [{"text": context[first:last], "score": float(score), "start_logit": float(start), "end_logit": float(end)}
-             for score, start, end, first, last in candidates[: settings.n_best_size]]
+    nbest: list[dict[str, Any]] = [
+        {"text": context[first:last], "score": float(score), "start_logit": float(start), "end_logit": float(end)}
+        for score, start, end, first, last in candidates[: settings.n_best_size]]
     if settings.version_2_with_negative:
         window = null[1]
         # Only SQuAD 2.0 has questions without an answer, so only there the empty answer competes.

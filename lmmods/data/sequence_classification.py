@@ -5,7 +5,7 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from lmmods.data.codec import ModelFacts, Predictions, can_score
 from lmmods.data.encode.encoder import Encoder, RowCounts
 from lmmods.data.encode.labels import DECIMAL_COMMA, Labels, SequenceEncoder, cell_list, label_name, read_bits
 from lmmods.data.label_metrics import class_report, multi_label_scores, regression_scores, single_label_scores
-from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, cutting_tokenizer, find_column
+from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, LabelSettings, cutting_tokenizer, find_column
 from lmmods.data.read.cells import as_text
 from lmmods.data.read.conversation import RowProblem
 from lmmods.data.read.formats import format_of
@@ -137,6 +137,14 @@ class LabelSurvey:
 FOUND = ("labels", "problem_type", "text_columns", "label_column", "label_lists")
 
 
+class SequenceClassificationSettings(SequenceClassificationDataFields, LabelSettings):
+    """See `Settings`."""
+
+    text_columns: list[str]
+    label_column: str
+    problem_type: ProblemType
+
+
 class SequenceClassificationCodec(LabelCodec):
     """Labelled texts; one row of a batch is a text or a pair.
 
@@ -147,10 +155,10 @@ class SequenceClassificationCodec(LabelCodec):
         label_lists: As `LabelSurvey.label_lists` returns it.
     """
 
-    settings: SequenceClassificationDataFields
+    settings: SequenceClassificationSettings
     found_fields: ClassVar[tuple[str, ...]] = FOUND
 
-    def __init__(self, settings: SequenceClassificationDataFields, tokenizer: Any, model: ModelFacts,
+    def __init__(self, settings: SequenceClassificationSettings, tokenizer: Any, model: ModelFacts,
                  label_lists: LabelLists | None) -> None:
         super().__init__(settings, tokenizer, model)
         self.labels, self.label_lists = settings.labels, label_lists
@@ -288,7 +296,7 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
     def network_fields(self) -> dict[str, Any]:
         """`id2label`, `label2id` and `problem_type` of transformers' configuration. Raises UserError."""
         fields = super().network_fields
-        return {**fields, "problem_type": PROBLEMS[self.problem_type]}
+        return {**fields, "problem_type": PROBLEMS[cast(ProblemType, self.problem_type)]}  # found with the labels
 
     # Labels ----------------------------------------------------------------------------------------------------------
 
@@ -321,7 +329,8 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
 
     def make_codec(self) -> SequenceClassificationCodec:
         self.find_labels()
-        return SequenceClassificationCodec(self, self.tokenizer, self._model, self.label_lists)
+        return SequenceClassificationCodec(cast(SequenceClassificationSettings, self), self.tokenizer, self._model,
+                                           self.label_lists)
 
 
 def text_columns(row: Row, label_column: str) -> list[str]:

@@ -12,7 +12,7 @@ from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
 from lmmods.data.batch.loader import StatefulLoader
 from lmmods.data.batch.stream import StreamLoader
-from lmmods.data.codec import Codec
+from lmmods.data.codec import Codec, Settings
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer, as_given, is_template_file, read_template_file
 from lmmods.data.encode.chat_template import REFUSALS, bounded_rendering
 from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
@@ -26,7 +26,7 @@ from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.base import ConversationFields
-from lmmods.recipe.tasks.sft import SFTDataFields
+from lmmods.recipe.tasks.sft import SFTDataFields, TrainOn
 
 NO_ROOM = "no_room"  # a warning that has been given
 
@@ -34,11 +34,18 @@ NO_ROOM = "no_room"  # a warning that has been given
 # Conversations, shared by fine-tuning, preference optimisation, reward models and reinforcement learning.
 
 
+class ConversationSettings(ConversationFields, Settings):
+    """See `Settings`."""
+
+    roles: dict[str, str]
+    turn_fields: dict[str, str]
+
+
 class ConversationCodec(Codec):
     """Conversations in a template. Abstract: a task decides on the targets, and which records it takes."""
 
-    settings: ConversationFields
-    train_on, turns = "responses", "all"  # as in `Choices`
+    settings: ConversationSettings
+    train_on, turns = Choices.train_on, Choices.turns
 
     # From records to rows
 
@@ -116,7 +123,7 @@ class ConversationCodec(Codec):
     def list_spoken(self, messages: list[Message]) -> list[str]:
         """Return the texts of turns, without those of the system, which many records share."""
         parts = ("input", "content", *(["reasoning_content"] if self.settings.reasoning == "keep" else []))
-        texts = [text for message in messages if message["role"] != "system" for text in (
+        texts: list[Any] = [text for message in messages if message["role"] != "system" for text in (
             *(message.get(part) for part in parts), *texts_in(message.get("tool_calls")))]
         return [text for text in texts if text]
 
@@ -143,8 +150,9 @@ class ConversationCodec(Codec):
         if all(find_format(store.info["format"]).template for store in rows.stores):
             return None
         renderer = self.conversation_encoder("messages", prompts_only=False).renderer
-        named = isinstance(renderer, TemplateRenderer)
-        return template_jinja(renderer) if named else self.tokenizer.get_chat_template()
+        if isinstance(renderer, TemplateRenderer):
+            return template_jinja(renderer)
+        return self.tokenizer.get_chat_template()
 
     def encode_prompts(self, texts: list[str], training_rows: Callable[[], RowSet]) -> list[list[int]]:
         """Return the token ids of user turns in the template of the training rows, up to the response.
@@ -236,12 +244,18 @@ class ConversationData(ConversationFields, DataModule):
 # Supervised fine-tuning.
 
 
+class SFTSettings(SFTDataFields, ConversationSettings):
+    """See `Settings`."""
+
+    train_on: TrainOn
+
+
 class SFTCodec(ConversationCodec):
     """Conversations with chosen turns as targets; one row of a batch is one conversation."""
 
-    settings: SFTDataFields
+    settings: SFTSettings
 
-    def __init__(self, settings: SFTDataFields, *rest: Any) -> None:
+    def __init__(self, settings: SFTSettings, *rest: Any) -> None:
         super().__init__(settings, *rest)
         self.train_on, self.turns = settings.train_on, settings.turns
 

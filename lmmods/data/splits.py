@@ -10,14 +10,13 @@ import numpy as np
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import cache_folder
 from lmmods.data.batch.stream import StreamSource, first_usable_buffer
-from lmmods.data.codec import Codec
+from lmmods.data.codec import Codec, Settings
 from lmmods.data.encode.encoder import EXAMPLES_PER_REASON
 from lmmods.data.encoded import EncodedSources
 from lmmods.data.read.by_role import STAGE_ROLES, Role, Sources
 from lmmods.data.store.cache import fingerprint
 from lmmods.data.store.duplicates import Duplicates, find_duplicates, read_duplicates, write_duplicates
 from lmmods.data.store.rows import RowSet, repeat_by_weight, split
-from lmmods.recipe.tasks.base import DataFields
 
 FIRST_BUFFER = 1000  # rows of a stream that the report covers
 
@@ -30,7 +29,7 @@ class Splits:
         left_out: By store, what the report says of its duplicates.
     """
 
-    def __init__(self, settings: DataFields, sources: Sources, codec: Codec) -> None:
+    def __init__(self, settings: Settings, sources: Sources, codec: Codec) -> None:
         self._settings, self._sources, self._codec = settings, sources, codec
         self._encoded = EncodedSources(settings, sources, codec)
         self.sets: dict[Role, RowSet] = {}
@@ -119,8 +118,8 @@ class Splits:
                 entry["first"].append(f"{rows.location(index)}, like {rows.location(of)}")
         kept = rows.subset(np.flatnonzero(~np.isin(rows.index, repeated.rows)))
         for store, size in zip(rows.stores, kept.source_sizes.tolist(), strict=True):
-            if noted := self.left_out.get(store.name):
-                noted["rows_kept"] = noted.get("rows_kept", 0) + size
+            if counted := self.left_out.get(store.name):
+                counted["rows_kept"] = counted.get("rows_kept", 0) + size
         return kept
 
     def rows(self, role: Role) -> RowSet:
@@ -135,9 +134,10 @@ class Splits:
     def streams(self) -> list[StreamSource]:
         """The training sources as streams. Raises UserError: one has no usable record."""
         streams = [self._encoded.stream(source) for source in self._sources.by_role["train"]]
-        if not self._settings.mixes:
+        mixing = self._settings.mixing
+        if mixing is None or not self._settings.mixes:
             return streams
-        shares = self._settings.mixing.shares([stream.weight for stream in streams])
+        shares = mixing.shares([stream.weight for stream in streams])
         return [replace(stream, weight=share) for stream, share in zip(streams, shares, strict=True)]
 
 

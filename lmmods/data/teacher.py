@@ -10,7 +10,7 @@ scored tokens of all sets of a command are numbered from 1, set by set and row b
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def check_teacher(teacher: Teacher, tokenizer: Any, trust_remote_code: bool = Fa
         raise UserError(f"model.teacher.pretrained is {teacher.pretrained}, whose vocabulary ({path}) is not that of "
                         f"data.tokenizer: {len(differing)} tokens differ, such as {named}. Distributions are compared "
                         "token by token, so take a teacher with the same tokenizer.")
-    rows = load_config(teacher.pretrained, None, None, trust_remote_code).get_text_config().vocab_size
+    rows = load_config(cast(str, teacher.pretrained), None, None, trust_remote_code).get_text_config().vocab_size
     if not has_own and rows < max(known.values()) + 1 - len(theirs.new_tokens):
         raise UserError(f"model.teacher.pretrained is {teacher.pretrained}, whose network knows {rows} tokens, but its "
                         f"tokenizer has {len(known)}. Name a model that was trained with this tokenizer.")
@@ -76,7 +76,7 @@ def num_columns(teacher: Teacher, tokenizer: Any, student_rows: int, trust_remot
     Raises:
         UserError: There are fewer than `top_k`.
     """
-    config = load_config(teacher.pretrained, None, None, trust_remote_code).get_text_config()
+    config = load_config(cast(str, teacher.pretrained), None, None, trust_remote_code).get_text_config()
     size = min(student_rows, max(config.vocab_size, len(tokenizer)))
     if teacher.top_k > size:
         raise UserError(f"model.teacher.top_k is {teacher.top_k}, but must be at most {size}, the size of the "

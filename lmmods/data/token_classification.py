@@ -12,7 +12,7 @@ from lmmods.data.codec import Predictions, can_score
 from lmmods.data.encode.encoder import Encoder, RowCounts
 from lmmods.data.encode.labels import Labels, TokenEncoder, cell_list, first_tokens, label_name, word_prefix
 from lmmods.data.label_metrics import class_report, entity_scores, entity_spans, have_entities, tag_scores
-from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, cutting_tokenizer, find_column
+from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, LabelSettings, cutting_tokenizer, find_column
 from lmmods.data.read.conversation import RowProblem
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
@@ -81,16 +81,23 @@ def _some(names: set[str]) -> str:
 FOUND = ("labels", "tokens_column", "tags_column")
 
 
+class TokenClassificationSettings(TokenClassificationDataFields, LabelSettings):
+    """See `Settings`."""
+
+    tokens_column: str
+    tags_column: str
+
+
 class TokenClassificationCodec(LabelCodec):
     """Tagged words; one row of a batch is a text.
 
     Batches have `labels` int64 [B, T], IGNORED where a token bears no tag.
     """
 
-    settings: TokenClassificationDataFields
+    settings: TokenClassificationSettings
     found_fields: ClassVar[tuple[str, ...]] = FOUND
 
-    def __init__(self, settings: TokenClassificationDataFields, *rest: Any) -> None:
+    def __init__(self, settings: TokenClassificationSettings, *rest: Any) -> None:
         super().__init__(settings, *rest)
         self.labels, self._words, self._tags = settings.labels, settings.tokens_column, settings.tags_column
 
@@ -155,7 +162,7 @@ class TokenClassificationCodec(LabelCodec):
             seen = row["words"][firsts]
             numbers = np.full(len(row["tags"]), unseen)  # [W]
             numbers[seen] = outputs[index][firsts].argmax(1)
-            tags = [unseen_name] * len(numbers)
+            tags: list[Any] = [unseen_name] * len(numbers)
             for word in seen:
                 tags[word] = self.labels[numbers[word]]
             words = cell_list(record[self._words], self._words)
@@ -196,7 +203,7 @@ class TokenClassificationData(TokenClassificationDataFields, LabelData):
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:
-        lists = [next((row.values[name] for name in names if isinstance(row.values.get(name), list)), None)
+        lists: list[Any] = [next((row.values[name] for name in names if isinstance(row.values.get(name), list)), None)
                  for names in (TOKENS, TAGS)]
         are_tagged = None not in lists and len(lists[0]) == len(lists[1])
         return "the rows are words with tags" if are_tagged else None

@@ -1,5 +1,6 @@
 """Collators: rows of ids to padded batches of int64 tensors [B, T]."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from lmmods.data.store.rows import RowSet
 SEEDS = "token_seeds"
 PLACES = "teacher_places"  # indices of target tokens, see `number_scored`
 DRAWN = "drawn"  # 1 for rows whose answer the model in training has drawn, see `DrawnSet`
+
+Collate = Callable[[list], dict[str, torch.Tensor]]
 
 
 @dataclass
@@ -64,10 +67,8 @@ class Collator:
         column = np.full((len(rows), length), fill, np.float32 if key == "loss_weights" else np.int64)
         for index, row in enumerate(rows):
             # The one token that a padding row attends to, in its own segment.
-            if row is None and key in ("attention_mask", "segment_ids"):
-                value: Any = np.ones(1, np.int64)
-            elif key == "attention_mask":
-                value = np.ones(len(row["input_ids"]), np.int64)
+            if key == "attention_mask" or row is None and key == "segment_ids":
+                value: Any = np.ones(1 if row is None else len(row["input_ids"]), np.int64)
             elif row is None or key == PLACES and key not in row:  # not numbered yet
                 continue
             elif key == "loss_weights":
@@ -184,7 +185,7 @@ class AnswerCollator:
             for padding rows).
     """
 
-    collator: Collator
+    collator: Collate
     num_answers: int
     is_paired: bool
     keys: tuple[str, ...] = ()
@@ -226,7 +227,7 @@ class LabelCollator:
         num_labels: K.
     """
 
-    collator: Collator
+    collator: Collate
     problem_type: str
     num_labels: int
 

@@ -84,9 +84,9 @@ class _Batches:
 def _torch_loader(rows: Dataset, collate: Callable, batches: _Batches, num_workers: int, ahead: int = 2) -> DataLoader:
     """Return torch's loader, whose workers together read at least `ahead` batches in advance."""
     # forkserver: forking a process that has started JAX can deadlock
-    parallel = {"multiprocessing_context": "forkserver", "persistent_workers": True,
-                "prefetch_factor": max(2, -(-ahead // num_workers)),
-                "worker_init_fn": end_with_parent} if num_workers else {}
+    parallel: dict[str, Any] = {
+        "multiprocessing_context": "forkserver", "persistent_workers": True,
+        "prefetch_factor": max(2, -(-ahead // num_workers)), "worker_init_fn": end_with_parent} if num_workers else {}
     return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, **parallel)
 
 
@@ -201,6 +201,7 @@ class StatefulLoader:
 
         They do not depend on the position. Needs `widths`.
         """
+        assert self._widths is not None
         order = self._order_of(0, self._rule)
         return [*(self._widths(order[index]) for index in range(min(len(order), SAMPLED))), self._widths.longest()]
 

@@ -1,7 +1,7 @@
 """Packing of several rows into one of `max_length` tokens, separated by segment and position ids."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class PackedSet(Dataset):
             them together.
     """
 
-    def __init__(self, items: Any, max_length: int, seed: int, groups: Sequence[int] | None = None) -> None:
+    def __init__(self, items: Any, max_length: int, seed: int, groups: Iterable[int] | None = None) -> None:
         self.items = items
         lengths = items.lengths
         # Items pack after pack, and where each pack begins: a million lists would take gigabytes.

@@ -127,8 +127,11 @@ class RolloutSet(Dataset):
         return self._plan.num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
+        if index < 0:
+            return None
+        assert self.place is not None
         epoch, row = divmod(index, len(self))
-        if index < 0 or (answer := self._plan.answer_of(self.place, row)) == PADDING_ROW:
+        if (answer := self._plan.answer_of(self.place, row)) == PADDING_ROW:
             return None
         if epoch != self.place.epoch or not self.place.start <= row < self.place.stop:
             raise IndexError(f"row {row} of epoch {epoch} does not belong to rollout {self.place.number}")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lmmods.data.batch.collate import Collator
+from lmmods.data.batch.collate import Collate
 from lmmods.data.store.rows import RowSet
 
 LISTS = ("input_ids", "token_type_ids")  # columns with a value for each token
@@ -37,7 +37,7 @@ class SequenceSet(Dataset):
         """Tokens truncated from each row."""
         return self.rows.truncated
 
-    def __getitem__(self, index: int) -> dict[str, Any] | None:
+    def __getitem__(self, index: int) -> Any:  # a dictionary, unless the index is -1
         row = self.rows[index]
         if row is None:
             return None
@@ -96,7 +96,7 @@ class SequenceCollator:
         columns: Further columns [B], by name.
     """
 
-    collator: Collator
+    collator: Collate
     num_sequences: int
     columns: dict[str, RowColumn] = field(default_factory=dict)
 

@@ -285,5 +285,5 @@ class StreamLoader:
         self._rule = OrderRule.from_state(state)
         self._rule.check(state, self._batch_size)
         # Version 1 counts micro-batches instead of rows.
-        self._position = Position(state["epoch"], state["window"], state.get("rows", state.get("batches")),
-                                  state.get("begun", 0))
+        done: Any = state.get("rows", state.get("batches"))
+        self._position = Position(state["epoch"], state["window"], done, state.get("begun", 0))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from lmmods.core.errors import UserError
 from lmmods.data.encode.chat_template import BEGIN, END, ChatTemplate, without_marks
@@ -26,7 +26,7 @@ OPENED = re.compile(r"<[^<>]*>")  # a tag that a prompt opens for the answer to 
 IN_TAG = re.compile(r"<[^<>\s]*$")
 
 
-def is_template_file(template: str | None) -> bool:
+def is_template_file(template: str | None) -> TypeGuard[str]:
     """Return True if `data.template` is a Jinja file rather than a name."""
     return template is not None and template.endswith((".jinja", ".jinja2", ".j2"))
 
@@ -117,7 +117,7 @@ class ChatTemplateRenderer:
         before = texts[0].removesuffix(same).rstrip()
         # If no control token ends the turn itself, the first of the common ones does, and the rest is appended.
         ended = any(token.end() == len(before) for token in tokens.finditer(before))
-        return same if ended or not same else same[tokens.match(same).end():]
+        return same if ended or not same else same[tokens.match(same).end():]  # type: ignore[union-attr]  # `same` is cut
 
     @cached_property
     def terminator(self) -> str:

@@ -224,7 +224,7 @@ class GenerationMarks(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's
 
-    def parse(self, parser: Parser) -> nodes.CallBlock:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)

@@ -35,9 +35,10 @@ def drop_fewest_turns(start_turns: list[int], encode: Callable[[int], Cut | None
     # Cached, as encoding is expensive and the result is needed again.
     made = cache(encode)
     first = bisect_left(start_turns, True, key=lambda place: made(place) is not None)
-    if first == len(start_turns):
+    cut = made(start_turns[first]) if first < len(start_turns) else None
+    if cut is None:
         raise RowProblem("longer than the limits, even without its earlier turns")
-    return made(start_turns[first])
+    return cut
 
 
 @dataclass
@@ -114,10 +115,12 @@ class SFTEncoder:
         runs = [self.text.runs(rendered_row.segments) for _, rendered_row in rendered]
         counts.update(self.text.count_spelled(runs))
         encoded = self.text.encode_rows(runs, self.renderer.apart)
-        fitted, problems = [], {}
-        for (index, row), (ids, response) in zip(rendered, encoded, strict=True):
+        fitted = []
+        problems: dict[int, str] = {}
+        for (index, rendered_row), (ids, response) in zip(rendered, encoded, strict=True):
             try:
-                fitted.append((index, row.conversation.weight, *self._fit(row, ids, response, index, counts)))
+                fitted.append((index, rendered_row.conversation.weight,
+                               *self._fit(rendered_row, ids, response, index, counts)))
             except RowProblem as problem:
                 problems.setdefault(index, str(problem))
         # A row counts as dropped only if none of its turns is left; the others count as dropped turns.
@@ -191,9 +194,9 @@ class SFTEncoder:
         """Return a conversation in which the assistant calls a tool, and the tool answers."""
         call = {"type": "function", "function": {"name": name, "arguments": arguments}, "id": CALL}
         messages: list[Message] = [{"role": "user", "content": "a"},
-                                   {"role": "assistant", "content": "", "tool_calls": [call]},
-                                   *({**answer, "tool_call_id": CALL} for answer in answers)]
-        return Conversation(messages, self.tools)
+                                   {"role": "assistant", "content": "", "tool_calls": [call]}]
+        answered: list[Message] = [{**answer, "tool_call_id": CALL} for answer in answers]
+        return Conversation(messages + answered, self.tools)
 
     def _ids(self, rows: list[list[Segment]]) -> list[list[int]]:
         return [ids.tolist() for ids, _ in self.text.encode_rows([self.text.runs(row) for row in rows])]

@@ -39,13 +39,13 @@ class Encoded(NamedTuple):
     """The result of encoding a batch of rows.
 
     Args:
-        columns: `input_ids` (Ragged) and others, one entry per kept row.
+        columns: `input_ids` (Ragged) and others (Ragged or an array), one entry per kept row.
         positions: Position in the batch of each kept row.
         dropped: (position in the batch, reason) of each other row.
         counts: Counts by name, for the report.
     """
 
-    columns: dict[str, Ragged | np.ndarray]
+    columns: dict[str, Any]
     positions: np.ndarray
     dropped: list[tuple[int, str]]
     counts: Counter

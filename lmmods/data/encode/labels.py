@@ -201,8 +201,9 @@ class LabelledEncoder(ABC):
             kept.append(index)
             for name, value in values.items():
                 columns[name].append(value)
-        arrays = {name: Ragged.from_lists(column) if kind is Ragged else np.array(column, kind)
-                  for (name, column), kind in zip(columns.items(), self.schema.values(), strict=True)}
+        arrays: dict[str, Any] = {
+            name: Ragged.from_lists(column) if kind is Ragged else np.array(column, kind)
+            for (name, column), kind in zip(columns.items(), self.schema.values(), strict=True)}
         return Encoded(arrays, np.array(kept, np.int64), sorted(dropped), counts)
 
     @abstractmethod
@@ -259,8 +260,9 @@ class SequenceEncoder(LabelledEncoder):
         except RowProblem:
             if not self.prompts_only:
                 raise
-        return {"single_label": IGNORED, "multi_label": np.array([IGNORED], np.int32), "regression": math.nan}[
-            self.problem_type]
+        unknown: dict[str, int | float | np.ndarray] = {
+            "single_label": IGNORED, "multi_label": np.array([IGNORED], np.int32), "regression": math.nan}
+        return unknown[self.problem_type]
 
     def _read_label(self, row: dict[str, Any]) -> int | float | np.ndarray:
         if self.label_column not in row:

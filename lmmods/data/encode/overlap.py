@@ -52,5 +52,5 @@ class EvaluationNgrams:
         hashes = self._hashes(texts)
         indices = np.searchsorted(self._found, hashes)
         indices[indices == len(self._found)] = 0  # larger than all
-        shared = np.flatnonzero(self._found[indices] == hashes) if len(self._found) else []
+        shared: np.ndarray | list[int] = np.flatnonzero(self._found[indices] == hashes) if len(self._found) else []
         return self._names[self._owners[indices[shared[0]]]] if len(shared) else None

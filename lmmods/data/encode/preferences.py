@@ -118,8 +118,9 @@ class PreferenceEncoder:
     def _render_one(self, conversation: Conversation, start: int, counts: Counter) -> RenderedRow:
         """Render a conversation whose answers from the turn at `start` on are targets. Raises RowProblem."""
         # Earlier answers belong to the prompt.
-        messages = [{**message, "scored": False} if message["role"] == "assistant" and index < start else message
-                    for index, message in enumerate(conversation.messages)]
+        messages: list[Message] = [
+            {**message, "scored": False} if message["role"] == "assistant" and index < start else message
+            for index, message in enumerate(conversation.messages)]
         rows = self.conversations.render(replace(conversation, messages=messages), counts)
         # A template that renders turns differently once they are answered gives a row per turn.
         if len(rows) != 1:
@@ -153,7 +154,7 @@ class PreferenceEncoder:
         if not all((labels[1:] != IGNORED).any() for _, labels in labelled):
             raise RowProblem("an answer has no tokens left after truncation")
         # They may differ in text alone, for example in white space, or only beyond the cut.
-        if len(labelled) == 2 and np.array_equal(*(ids for ids, _ in labelled)):
+        if len(labelled) == 2 and np.array_equal(labelled[0][0], labelled[1][0]):
             raise RowProblem("the two answers have the same tokens")
         lost = before - sum(len(ids) for ids, _ in labelled)
         counts["rows_cut"] += lost > 0

@@ -77,7 +77,7 @@ class RewardEncoder:
 
     def _margin(self, row: Values) -> float | None:
         """Return the margin of a pair, None if the row has none. Raises RowProblem."""
-        value = row.get(self.margin_column)
+        value: Any = row.get(self.margin_column)
         if self.answers.answers != "pair" or is_blank(value):
             return None
         try:

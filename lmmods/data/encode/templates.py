@@ -6,8 +6,9 @@ or -1 in prompts) marks what a model is trained to write, including its terminat
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from lmmods.core.errors import UserError
 from lmmods.data.encode.encoder import TextEncoder
@@ -43,8 +44,9 @@ Turns = Literal["all", "last", "split"]
 
 def only_turn(conversation: Conversation, turn: int) -> Conversation:
     """Return the conversation up to the turn at `turn`, with only that turn as target."""
-    messages = [{**message, "scored": False} if message["role"] == "assistant" and index < turn else message
-                for index, message in enumerate(conversation.messages[: turn + 1])]
+    messages: list[Message] = [
+        {**message, "scored": False} if message["role"] == "assistant" and index < turn else message
+        for index, message in enumerate(conversation.messages[: turn + 1])]
     return replace(conversation, messages=messages)
 
 
@@ -283,7 +285,7 @@ class TemplateRenderer:
         if not others or others[0]["role"] != "user":
             raise RowProblem("a system turn without a user turn after it")
         # Without a system turn in the layout, `_turn` puts the text into the first user turn.
-        return [{**others[0], "system": first["content"]}, *others[1:]]
+        return [{**others[0], "system": first["content"]}, *others[1:]]  # type: ignore[typeddict-unknown-key]
 
     def _turn(self, message: Message) -> list[Segment]:
         template = self.template
@@ -300,7 +302,7 @@ class TemplateRenderer:
             layout = layout.replace("{content}", template.system_in_user)
         return self._fill(layout, message)
 
-    def _fill(self, layout: str, message: Message) -> list[Segment]:
+    def _fill(self, layout: str, message: Mapping[str, Any]) -> list[Segment]:
         """Insert texts as separate segments, never into a string that is parsed again."""
         # Every second piece names a placeholder. Its text is not a template, so control tokens in it stay text.
         pieces = PLACEHOLDER.split(layout.replace("{eos}", self.eos))
@@ -324,7 +326,8 @@ def template_jinja(renderer: TemplateRenderer) -> str:
     which transformers knows the assistant's tokens (`return_assistant_tokens_mask`).
     """
     template, eos = renderer.template, renderer.eos
-    default = template.default_system and _as_expression(template.system, eos, _quote(template.default_system))
+    default = template.default_system and template.system and _as_expression(
+        template.system, eos, _quote(template.default_system))
     # Every tag strips the white space around it, so that the line breaks below are not part of the text.
     lines = [
         _write(_quote(renderer.bos)) if renderer.bos else "",

@@ -46,7 +46,7 @@ class RepairedTokenizer:
         notes: Descriptions of the repairs, for the report.
     """
 
-    tokenizer: object
+    tokenizer: Any
     new_tokens: list[int] = field(default_factory=list)
     trainable_new_tokens: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -83,8 +83,6 @@ class TokenizerOptions:
     @cached_property
     def loaded(self) -> RepairedTokenizer:
         """The tokenizer, loaded at first use. Raises UserError."""
-        if self.path is None:
-            raise UserError("no tokenizer is set; set data.tokenizer, or model.pretrained to a folder that has one")
         return load_tokenizer(self)
 
 
@@ -97,6 +95,8 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
     from transformers import AutoTokenizer
 
     path = options.path
+    if path is None:
+        raise UserError("no tokenizer is set; set data.tokenizer, or model.pretrained to a folder that has one")
     if os.path.isdir(path) and not any("token" in name or name.startswith("vocab") for name in os.listdir(path)):
         raise UserError(f"{path}: this folder has no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
                         "set data.tokenizer to a folder or hub id that has one")
@@ -190,10 +190,10 @@ def content_tags(tokenizer) -> list[str]:  # noqa: ANN001
     They are tags in pairs, <name> and </name>, that have no role such as the end token, and do not mark turns.
     """
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - _roles(tokenizer)
-    tags = {name for name in special if (match := TAG.fullmatch(name))
+    tags = {name: match[2] for name in special if (match := TAG.fullmatch(name))
             and f"<{'' if match[1] else '/'}{match[2]}>" in special}
     marks = _turn_marks(tokenizer) if tags and tokenizer.chat_template else ()
-    return sorted(name for name in tags if TAG.fullmatch(name)[2] not in marks)
+    return sorted(name for name, kind in tags.items() if kind not in marks)
 
 
 def _turn_marks(tokenizer) -> set[str]:  # noqa: ANN001

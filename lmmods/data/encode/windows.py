@@ -170,8 +170,9 @@ class WindowEncoder:
             positions += [index] * len(windows)
             counts["questions"] += 1
             counts["questions_of_several_windows"] += len(windows) > 1
-        arrays = {name: Ragged.from_lists(column) if name in LISTS else np.array(column, np.int64)
-                  for name, column in columns.items()}
+        arrays: dict[str, Any] = {
+            name: Ragged.from_lists(column) if name in LISTS else np.array(column, np.int64)
+            for name, column in columns.items()}
         counts["tokens"] += len(arrays["input_ids"].values)
         counts["unknown_tokens"] += int((arrays["input_ids"].values == self.unknown_id).sum())
         return Encoded(arrays, np.array(positions, np.int64), dropped, counts)

@@ -39,7 +39,8 @@ class OrderRule:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "OrderRule":
         """Return the rule of a saved position; positions of earlier versions name none."""
-        return cls(state.get(GROUPED, state.get("batch_size")), state.get(VERSION, 1))
+        rows: Any = state.get(GROUPED, state.get("batch_size"))
+        return cls(rows, state.get(VERSION, 1))
 
     def check(self, state: dict[str, Any], batch_size: int) -> None:
         """Raise UserError if a run resumed from a saved position would take its rows in another order."""

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from lmmods.data.read.source_reader import SourceReader
-from lmmods.recipe.source import Source, as_sources
+from lmmods.recipe.source import Source, SourceLike, as_sources
 from lmmods.recipe.tasks.base import DataFields
 
 Role = Literal["train", "val", "test", "predict"]
@@ -31,13 +31,11 @@ class Sources:
 
     def __init__(self, settings: DataFields, text_files: str) -> None:
         self._settings, self._text_files = settings, text_files
-        self.by_role: dict[Role, list[Source]] = {
-            role: as_sources(value, key, settings.columns)
-            for role, key, value in (("train", "source", settings.source), ("val", "val_source", settings.val_source),
-                                     ("test", "test_source", settings.test_source),
-                                     ("predict", "predict_source", settings.predict_source))
-            if value is not None
-        }
+        keys: dict[Role, tuple[str, SourceLike | None]] = {
+            "train": ("source", settings.source), "val": ("val_source", settings.val_source),
+            "test": ("test_source", settings.test_source), "predict": ("predict_source", settings.predict_source)}
+        self.by_role: dict[Role, list[Source]] = {role: as_sources(value, key, settings.columns)
+                                                  for role, (key, value) in keys.items() if value is not None}
         self.evaluation = ([] if settings.decontaminate is None
                            else as_sources(settings.decontaminate, "decontaminate"))
         self.contents: dict[str, str | None] = {}

@@ -52,16 +52,15 @@ def read_question(row: Values, with_answer: bool = True) -> Question:
         RowProblem: The row has no text, fewer than two choices, or an answer that is none of them.
     """
     context, question = (_text_among(row, names) for names in (CONTEXTS, QUESTIONS))
-    if context is None and question is None:
+    first = question if context is None else context
+    if first is None:
         raise RowProblem("no text before the choices")
     choices, labels = _choices(row)
     for index, choice in enumerate(choices):
         if not choice.strip():
             raise RowProblem(f"choice {index} is empty")
-    if context is None or question is None:
-        first, seconds = (question if context is None else context), choices
-    else:
-        first, seconds = context, [f"{question.rstrip()} {choice.lstrip()}" for choice in choices]
+    seconds = choices if context is None or question is None else [f"{question.rstrip()} {choice.lstrip()}"
+                                                                   for choice in choices]
     name = next((name for name in ANSWERS if with_answer and not is_blank(row.get(name))), None)
     return Question(first, seconds, choices, None if name is None else _place(row[name], name, choices, labels))
 
@@ -89,6 +88,7 @@ def _choices(row: Values) -> tuple[list[str], list[str]]:
         RowProblem: There are fewer than two.
     """
     name = next((name for name in CHOICES if not is_blank(row.get(name))), None)
+    values: Any
     labels: list[Any] = []
     if name is None:
         columns = _list_numbered(row)

@@ -137,7 +137,7 @@ def _best_and_worst(row: Values, column: str) -> Values:
     else:
         name = next((name for name in SCORE_LISTS if name in row), None)
         scores = [] if name is None else parse(row[name], name) if isinstance(row[name], str) else row[name]
-        if not isinstance(scores, list) or len(scores) != len(answers):
+        if name is None or not isinstance(scores, list) or len(scores) != len(answers):
             raise RowProblem(f"{column} does not have one score per answer")
         others.pop(name, None)
         judged = [(_number(score, column), answer) for score, answer in zip(scores, answers, strict=True)]

@@ -129,7 +129,8 @@ def _decode(file: BinaryIO, path: str) -> Iterator[str]:
 
 def _lines(texts: Iterable[str], first: int = 1) -> Iterator[tuple[int, str | Part]]:
     """Yield lines with numbers and line ends; one of more than LONGEST characters in parts, never held whole."""
-    number, held, size, is_parted = first, [], 0, False
+    held: list[str] = []
+    number, size, is_parted = first, 0, False
     for text in texts:
         # `held` collects an incomplete line; `is_parted` is True once parts of it have been yielded.
         *whole, last = text.split("\n")
@@ -243,7 +244,7 @@ class _Window:
     def skip_space(self, at: int) -> int:
         """Return the position of the next character that is not a space, or the end."""
         while True:
-            end = SPACE.match(self.text, at).end()
+            end = SPACE.match(self.text, at).end()  # type: ignore[union-attr]  # it matches no space, too
             if end < len(self.text) or self.has_ended:
                 return end
             at = self.read(end)
@@ -272,7 +273,7 @@ class _Window:
                 # Broken, or merely cut by the end of the window: only reading on can decide.
                 is_cut = isinstance(error, json.JSONDecodeError) and not self.has_ended
                 where = self.first_line - 1 + error.lineno if isinstance(error, json.JSONDecodeError) else None
-                broken = _Broken(where, error.msg if where else _why(error))
+                broken = _Broken(where, error.msg if isinstance(error, json.JSONDecodeError) else _why(error))
                 if not is_cut:
                     raise broken from error
                 # Find the end without parsing, so that memory stays bounded.
@@ -382,15 +383,16 @@ def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str
         nonlocal line, size
         quotes = 0
         for number, text in _lines(_decode(file, path)):
-            is_part = isinstance(text, Part)
-            if is_part:
+            if isinstance(text, Part):
                 quotes += text.text.count('"')
                 # It can be dropped alone only if it is one whole record: none is open, and its quotes are balanced.
                 is_lost = size > 0 or header is None or text.ends and quotes % 2 == 1
-            if is_lost if is_part else size + len(text) > LONGEST:
+            else:
+                is_lost = size + len(text) > LONGEST
+            if is_lost:
                 raise UserError(f"{path}:{line if size else number}: the record that starts here has more than "
                                 f"{LONGEST:,} characters, and its end cannot be found; is a quote unbalanced?")
-            if not is_part:
+            if not isinstance(text, Part):
                 line = line if size else number
                 size += len(text)
                 yield text

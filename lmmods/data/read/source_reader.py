@@ -283,7 +283,7 @@ def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
     read twice.
     """
     met: set[tuple[int, int]] = set()
-    waiting, links = [folder], []
+    waiting, links = [folder], [folder][:0]
     while waiting or links:
         here = waiting.pop(0) if waiting else links.pop(0)
         try:

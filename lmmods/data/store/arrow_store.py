@@ -44,23 +44,11 @@ def damage(folder: Path, contents: bool = True, files: Sequence[str] = FILES) ->
     return f"{name} has changed since it was written" if (folder / name).exists() else f"{name} is missing"
 
 
-class Store:
-    """A finished store, memory-mapped. Pickles by path."""
+class _EncodedRows:
+    """Kept rows as encoded, which both kinds of stores have."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.info: dict[str, Any] = json.loads((folder / "info.json").read_text())
-        self._columns = _Columns(_open_table(folder / "encoded.arrow"))
-        self._rows = _open_table(folder / "rows.arrow")
-
-    def __reduce__(self):  # noqa: ANN204
-        # Worker processes map the files themselves, instead of receiving copies of the arrays.
-        return Store, (self.folder,)
-
-    @property
-    def name(self) -> str:
-        """Name that identifies this store."""
-        return self.folder.name
+    info: dict[str, Any]
+    _columns: "_Columns"
 
     def __len__(self) -> int:
         """Number of kept rows."""
@@ -78,6 +66,25 @@ class Store:
         """Yield a column of lists chunk by chunk: the values of all its lists, and the length of each list."""
         return self._columns.lists(name)
 
+
+class Store(_EncodedRows):
+    """A finished store, memory-mapped. Pickles by path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.info = json.loads((folder / "info.json").read_text())
+        self._columns = _Columns(_open_table(folder / "encoded.arrow"))
+        self._rows = _open_table(folder / "rows.arrow")
+
+    def __reduce__(self):  # noqa: ANN204
+        # Worker processes map the files themselves, instead of receiving copies of the arrays.
+        return Store, (self.folder,)
+
+    @property
+    def name(self) -> str:
+        """Name that identifies this store."""
+        return self.folder.name
+
     def source_row(self, index: int) -> dict[str, Any]:
         """Return the row as read. `index` counts all rows read."""
         return json.loads(self._rows["row"][index].as_py())
@@ -87,7 +94,7 @@ class Store:
         return f"{self.info['files'][self._rows['file'][index].as_py()]}:{self._rows['line'][index].as_py()}"
 
 
-class MemoryStore:
+class MemoryStore(_EncodedRows):
     """The rows of one shuffle buffer of a stream, with the interface of Store.
 
     Args:
@@ -108,17 +115,10 @@ class MemoryStore:
             row_counts.add(batch, encoded)
         self.info = {**info, **row_counts.summary()}
 
-    def __len__(self) -> int:
-        return self.info["rows_kept"]
-
     @property
     def name(self) -> str:
         """Name that identifies this buffer's source."""
         return self.info["path"]
-
-    row = Store.row
-    column = Store.column
-    lists = Store.lists
 
     def source_row(self, index: int) -> dict[str, Any]:
         """Return the row as read."""

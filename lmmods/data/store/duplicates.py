@@ -81,8 +81,8 @@ def find_duplicates(numbers: Sequence[int], texts_of: Callable[[int], list[str]]
     of = np.where(near >= 0, near, first)
     places = np.flatnonzero(of != np.arange(count))
     # An equal row may repeat one that is itself left out.
-    numbers = np.asarray(numbers, np.int64)
-    return Duplicates(numbers[places], numbers[of[of[places]]], near[first[places]] >= 0)
+    rows = np.asarray(numbers, np.int64)
+    return Duplicates(rows[places], rows[of[of[places]]], near[first[places]] >= 0)
 
 
 def _first_equal(digests: np.ndarray) -> np.ndarray:

@@ -1,13 +1,13 @@
 """Rows of several stores as one numbered set, and its division into training and validation rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from lmmods.core.errors import UserError
-from lmmods.data.store.arrow_store import Store
+from lmmods.data.store.arrow_store import MemoryStore, Store
 
 
 class RowSet(Dataset):
@@ -20,7 +20,7 @@ class RowSet(Dataset):
         chosen: Numbers of kept rows (int64), counted through all stores; None is all.
     """
 
-    def __init__(self, stores: list[Store], chosen: np.ndarray | None = None) -> None:
+    def __init__(self, stores: Sequence[Store | MemoryStore], chosen: np.ndarray | None = None) -> None:
         self.stores = stores
         self._starts = np.cumsum([0] + [len(store) for store in stores])
         # Kept rows and rows as read are counted through all stores, each in its own numbering.
@@ -40,7 +40,7 @@ class RowSet(Dataset):
     def __len__(self) -> int:
         return int(self._starts[-1]) if self._chosen is None else len(self._chosen)
 
-    def __getitem__(self, index: int) -> dict[str, Any] | None:
+    def __getitem__(self, index: int) -> Any:  # a dictionary, unless the index is -1
         if index < 0:
             return None
         kept = index if self._chosen is None else self._chosen[index]
@@ -90,7 +90,7 @@ class RowSet(Dataset):
         """Return the selected rows at these positions, in this order."""
         return RowSet(self.stores, indices if self._chosen is None else self._chosen[indices])
 
-    def store_of(self, index: int) -> Store:
+    def store_of(self, index: int) -> Store | MemoryStore:
         """Return the store that the row comes from."""
         return self.stores[self._store_of(index)]
 
