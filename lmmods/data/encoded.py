@@ -79,7 +79,7 @@ class EncodedSources:
         left_out: list[Row] = []
         # `append` returns None, so a record with a problem is set aside; the loop yields it before the next usable one.
         usable = (record for record in records
-                  if record.problem is None or left_out.append(record))  # type: ignore[func-returns-value]
+                  if record.problem is None or left_out.append(record))  # type: ignore[func-returns-value]  # see above
         for record in self._codec.regroup(usable, info):
             while left_out:
                 yield left_out.pop(0)

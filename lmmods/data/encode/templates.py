@@ -285,7 +285,8 @@ class TemplateRenderer:
         if not others or others[0]["role"] != "user":
             raise RowProblem("a system turn without a user turn after it")
         # Without a system turn in the layout, `_turn` puts the text into the first user turn.
-        return [{**others[0], "system": first["content"]}, *others[1:]]  # type: ignore[typeddict-unknown-key]
+        user: Any = {**others[0], "system": first["content"]}
+        return [user, *others[1:]]
 
     def _turn(self, message: Message) -> list[Segment]:
         template = self.template
