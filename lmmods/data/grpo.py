@@ -142,7 +142,7 @@ class PromptCodec(ConversationCodec):
         *before, last = prompt.conversation.messages
         conversation = replace(prompt.conversation,
                                messages=[*before,
-                                         {**last, "content": last["content"] + text}])  # type: ignore[typeddict-item]
+                                         {**last, "content": last["content"] + text}])
         [ids] = self.prompt_encoder("messages").prompts_of([conversation])
         if len(ids) + self.model.new_tokens > self.settings.max_length:
             raise RowProblem(f"the prompt has {len(ids)} tokens with the added text, which leaves no space for an "
