@@ -283,7 +283,8 @@ def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
     read twice.
     """
     met: set[tuple[int, int]] = set()
-    waiting, links = [folder], [folder][:0]
+    links: list[str] = []
+    waiting = [folder]
     while waiting or links:
         here = waiting.pop(0) if waiting else links.pop(0)
         try:
