@@ -153,7 +153,7 @@ def check_adapter(ref, lora, folder):
 @pytest.mark.parametrize(("name", "head", "lora"), EXPERT_CASES + [
     pytest.param(*case, id=f"{case[0]}-{case[1]}-{number}") for number, case in enumerate(CASES)])
 def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora, tmp_path):
-    """Of adapters on all linear layers, `test_families.py` shows it in every family."""
+    """Of adapters on all linear layers, `test_jax_families.py` shows it in every family."""
     check_adapter(make_ref(name, head), lora, tmp_path)
 
 

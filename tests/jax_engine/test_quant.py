@@ -207,7 +207,7 @@ def assert_logits_are_torchs(folder, head, kind, double):
     ("llama", "causal", "fp4", False), ("gpt2", "causal", "int8", True), ("gemma", "causal", "nf4", False),
     ("llama", "causal", "int8", True), ("bert", "masked", "fp4", True)])
 def test_logits_are_those_of_torch(folder_of, name, head, kind, double):
-    """Of nf4 with codes of scales, `test_families.py` shows it in every family."""
+    """Of nf4 with codes of scales, `test_jax_families.py` shows it in every family."""
     assert_logits_are_torchs(folder_of(name, head), head, kind, double)
 
 

@@ -1,4 +1,4 @@
-"""Which families are held against other implementations, in what: for `test_families.py`, and the table of docs/jax.md.
+"""Families held against other implementations, and in what: for `test_jax_families.py`, and the table of docs/jax.md.
 
 `python tests/jax_engine/tested.py` writes that table anew.
 """
@@ -32,7 +32,7 @@ HEADS: dict[str, list[Pair]] = {
 }
 PAIRS = [pair for pairs in HEADS.values() for pair in pairs]
 LANGUAGE = [pair for pair in PAIRS if pair[1] in ("causal", "masked")]
-# In the words of recipes and docs. `test_families.py` has the checks of each, and those that all of PAIRS pass.
+# In the words of recipes and docs. `test_jax_families.py` has the checks of each, and those that all of PAIRS pass.
 TESTED: dict[str, list[Pair]] = {
     "quantize": LANGUAGE,
     "lora": LANGUAGE,

@@ -8,7 +8,7 @@ import torch
 import transformers
 from hf_reference import FAMILIES
 from safetensors.torch import load_file
-from test_families import CHECKS
+from test_jax_families import CHECKS
 from tested import PAGE, PAIRS, TESTED, features, table, table_of_page
 
 from jax_engine.models import hub

@@ -1,4 +1,4 @@
-"""Rules of the tree and of programs that one family or two are enough to show; `test_families.py` has the rest."""
+"""Rules of the tree and of programs that one family or two are enough to show; `test_jax_families.py` has the rest."""
 
 import copy
 
