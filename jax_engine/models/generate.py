@@ -73,7 +73,7 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
 
 
 def sample_answers(network: Network, params: Tree, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None,
-         temperature: float, max_new_tokens: int, ends: Sequence[int], pad: int) -> list[SampledAnswer]:
+                   temperature: float, max_new_tokens: int, ends: Sequence[int], pad: int) -> list[SampledAnswer]:
     """Answer prompts, and measure the log-probability and the entropy of each token in the same pass.
 
     Sampling is from the whole vocabulary. Widths and numbers of rows are rounded up to powers of two, so that few
@@ -623,7 +623,7 @@ class _Group:
         batch, size, vocabulary = logs.shape
         settings, count = self._settings, size * max(2, 1 + len(self._ends))
         logs = apply_constraints(settings, logs.reshape(-1, vocabulary), beams["tokens"].reshape(batch * size, -1),
-                           jnp.repeat(real, size, 0), place, self._width, self._ends)
+                                 jnp.repeat(real, size, 0), place, self._width, self._ends)
         if settings.do_sample:
             # More tokens than there are end tokens, so that each beam can go on.
             logs = filter_logits(settings, logs, least=1 + max(1, len(self._ends)))

@@ -58,7 +58,7 @@ class GRPO(GRPOFields, ReferencedTask):
         if not isinstance(datamodule, PromptData):
             raise UserError("model.class_path is GRPO, which answers prompts: set data.class_path to PromptData.")
         datamodule.take_rows_from(Rollouts(plan_of(self, datamodule.shuffle, datamodule.seed), token_columns(self),
-                                     self._begin_rollout))
+                                           self._begin_rollout))
 
     def begin(self, run: Run) -> None:
         self._run = run

@@ -59,7 +59,7 @@ class JaxSampler:
             part = slice(start, start + at_once)
             found += sample_answers(network, params, prompts[part], None if numbers is None else numbers[part],
                                     temperature,
-                          max_new_tokens, ends, run.data.tokenizer.pad_token_id)
+                                    max_new_tokens, ends, run.data.tokenizer.pad_token_id)
         return found
 
     def gather(self, parts: dict[int, Any]) -> dict[int, Any]:

@@ -199,7 +199,7 @@ def _is_encoder(config: Any) -> bool:
 
 
 def _measure(fields: TaskFields, task: Task, model: str, config: Any, data: str, fixed: dict[str, Any],
-              has_more: bool) -> Measured:
+             has_more: bool) -> Measured:
     """Read and tokenise the first rows, once to measure lengths and once with the recipe's settings.
 
     Args:

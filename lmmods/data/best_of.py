@@ -72,7 +72,7 @@ class BestOf:
         texts = {index: candidates.texts[candidates.best] for index, candidates in sorted(outputs.items())}
         written = [{**self._codec.example(rows, index), "prediction_with_input": outputs[index].prompt + text,
                     "prediction": text.strip(), "answers": outputs[index].to_records()} for index,
-                    text in texts.items()]
+                   text in texts.items()]
         scores, warnings = self._codec.score(rows, texts)
         return Predictions(written, {**scores, **reward_metrics(outputs.values())}, {}, warnings)
 

@@ -44,7 +44,7 @@ class EncodedSources:
                     "prompts_only": prompts_only, **encoding_state(self._codec.tokenizer)}
         if trains and self._sources.evaluation:
             settings["decontaminate"] = [ours.decontaminate_ngram, *(self._sources.reader(each).fingerprint()
-                                                                    for each in self._sources.evaluation)]
+                                                                     for each in self._sources.evaluation)]
         return self._cache.store(reader, settings, lambda: self._prepare(reader, prompts_only, trains),
                                  rebuild=ours.rebuild_cache and is_first, contents=prepares or is_first)
 

@@ -173,7 +173,7 @@ class ConversationCodec(Codec):
             return []
         conversation = self.conversation_encoder(layout, prompts_only=False).conversation(rows.source_row(index))
         variables = {**(self.settings.chat_template_kwargs or {}), **conversation.template_kwargs,
-                 "tools": conversation.tools or None, "documents": conversation.documents or None}
+                     "tools": conversation.tools or None, "documents": conversation.documents or None}
         messages = [as_given(message) for message in conversation.messages]
         template = self.chat_template(rows)
         prompts = []

@@ -12,7 +12,7 @@ Which = Literal["first", "longest", "most_cut", "most_unknown"]
 
 
 def show_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int], unknown_id: int | None,
-               codec: Codec) -> list[dict[str, Any]]:
+              codec: Codec) -> list[dict[str, Any]]:
     """Return training rows as the model sees them, as plain lists: {index, input_ids, location}.
 
     Rows that have them also get the `labels` and `weights` of their tokens, `prompt_length`, and the targets in

@@ -204,7 +204,7 @@ class TokenClassificationData(TokenClassificationDataFields, LabelData):
     @classmethod
     def recognise(cls, row: Row) -> str | None:
         lists: list[Any] = [next((row.values[name] for name in names if isinstance(row.values.get(name), list)), None)
-                 for names in (TOKENS, TAGS)]
+                            for names in (TOKENS, TAGS)]
         are_tagged = None not in lists and len(lists[0]) == len(lists[1])
         return "the rows are words with tags" if are_tagged else None
 

@@ -165,7 +165,7 @@ def named_models(model: dict[str, Any]) -> list[NamedModel]:
             block = block.get(part) or {}
         if isinstance(name := block.get(last), str):
             models.append(NamedModel(key, block, last, name,
-                                    model.get("revision") if block is model and last != "adapter" else None))
+                                     model.get("revision") if block is model and last != "adapter" else None))
     return models
 
 

@@ -443,7 +443,7 @@ class Reader:
                     line = next((getattr(key, "line", None) for key in value if key == "class_path"), None)
                     self.report(each.at(block, line),
                                 f"{block}.class_path is {format_value(value['class_path'])}, but must "
-                                                      "be the name of a class.")
+                                "be the name of a class.")
         if name is None:
             return None
         self.named.add(block)

@@ -154,7 +154,7 @@ class RolloutMaker:
         return replaced
 
     def _answer(self, prompts: list[Prompt], size: int, step: int | None, seconds: dict[str, float],
-                  greedy: bool = False) -> list[Group]:
+                greedy: bool = False) -> list[Group]:
         """Draw `size` answers to each prompt and score them."""
         task, data, began = self._task, self._data, time.perf_counter()
         numbers = None if greedy else draws(data.run_seed, [prompt.number for prompt in prompts], task.max_new_tokens,
@@ -246,7 +246,7 @@ def set_rewards(rewards: Rewards, prompts: list[Prompt], groups: list[Group], by
         by_environment: Their environment has given them a reward, which is added.
     """
     scored = [RewardInput(group.text if prompt.conversation is None else prompt.conversation.messages, answer.text,
-                       answer.tokens.tolist(), prompt.row, prompt.reference, answer.ended)
+                          answer.tokens.tolist(), prompt.row, prompt.reference, answer.ended)
               for prompt, group in zip(prompts, groups, strict=True) for answer in group.answers]
     answers = [answer for group in groups for answer in group.answers]
     scores = rewards.score(scored)

@@ -197,7 +197,7 @@ def _sampling(seed: int, temperature: float, max_new_tokens: int, ends: Sequence
 
 
 def _read_answer(source: str, tokens: Sequence[int] | None, logps: Sequence[float | None] | None, reason: str | None,
-           max_new_tokens: int, ends: Sequence[int]) -> SampledAnswer:
+                 max_new_tokens: int, ends: Sequence[int]) -> SampledAnswer:
     """Return an answer as it came. Raises UserError if anything is missing from it."""
     if not tokens:
         raise UserError(f"{source} returned no token ids of an answer. It must be vLLM 0.11 or later.")

@@ -78,7 +78,7 @@ class RunFolder:
 
     @contextmanager
     def lock(self, command: str, check: Callable[[], None] = lambda: None, is_first: bool = True,
-              tells_later: bool = False) -> Iterator[None]:
+             tells_later: bool = False) -> Iterator[None]:
         """Hold the folder for one command; the command's first process takes the lock.
 
         Args:

@@ -270,7 +270,7 @@ class BatchSplitChange:
         # Identities hold keys as in recipes, so missing ones have the defaults of this version.
         self.was = BatchSplit(int(data.get("batch_size") or 1),
                               int(self._trainers[0].get("accumulate_grad_batches") or 1),
-                       state.get("world_size", 1))
+                              state.get("world_size", 1))
         self.now = now
         self._num_rows = state.get(data["class_path"].rpartition(".")[2], {}).get("num_rows")  # None of a stream
 

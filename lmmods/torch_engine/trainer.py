@@ -150,7 +150,7 @@ class Trainer(L.Trainer):
                 datamodule.resume_from(read_plain(checkpoint))
             # Before the process group exists and before anything is restored; only rank 0 reads the data.
             for line in self.identity.resolve(None if rank_zero_only.rank else datamodule, checkpoint,
-                                             self.batch_split(datamodule)):
+                                              self.batch_split(datamodule)):
                 say(line)
             with suppress(CompleteRun):
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
@@ -222,7 +222,7 @@ class Trainer(L.Trainer):
         launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
         try:
             with Peers.current().end_together(), self.run_folder.lock(command, check, self.is_global_zero,
-                                                                       tells_later=launched):
+                                                                      tells_later=launched):
                 yield
         except torch.distributed.DistError as error:
             # Once the group exists, a collective of the run has failed; before, processes have not found each other.

@@ -58,7 +58,7 @@ def test_answers_of_other_models_are_written_as_those_of_rows(chat_folder, byte_
     wanted = [items["input_ids"].flatten().tolist() for items in data.predict_dataloader()][::-1]
     empty = {"role": "assistant", "content": " "}
     found = data.codec.encode_answers([Conversation([*PROMPT, GOOD]), PLAIN["chosen"], Conversation([*PROMPT, empty]),
-                                 Conversation([*PROMPT, BAD]), ""])
+                                       Conversation([*PROMPT, BAD]), ""])
     assert found[2] is None and found[4] is None
     assert [found[0].tolist(), found[3].tolist()] == sorted(wanted, key=len)
     assert data.tokenizer.decode(found[1]) == f"<s>{PLAIN['chosen']}<|im_end|>"

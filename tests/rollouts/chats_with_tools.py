@@ -80,7 +80,7 @@ class ScriptedPolicy:
             ids = self._tokenizer.encode(self._say(head.count("assistant\n"), text), add_special_tokens=False)
             ids = [*ids, self._end][len(self._tokenizer.encode(begun, add_special_tokens=False)) :][:max_new_tokens]
             found.append(SampledAnswer(np.array(ids, np.int32), -np.arange(1, len(ids) + 1, dtype=np.float32),
-                               np.ones(len(ids), np.float32), ids[-1] == self._end))
+                                       np.ones(len(ids), np.float32), ids[-1] == self._end))
         return found
 
     def gather(self, parts: dict[int, Any]) -> dict[int, Any]:

@@ -36,8 +36,8 @@ class Policy:
         chosen = np.zeros(len(prompts), int) if numbers is None else (numbers[:, 0] > 0.5).astype(int)
         # The second letter is cut off before its end.
         return [SampledAnswer(np.array([self.letters[letter], END][: 2 - letter], np.int32),
-                      np.full(2 - letter, -0.5, np.float32), np.full(2 - letter, 0.25, np.float32),
-                      bool(letter == 0) and self.ends) for letter in chosen]
+                              np.full(2 - letter, -0.5, np.float32), np.full(2 - letter, 0.25, np.float32),
+                              bool(letter == 0) and self.ends) for letter in chosen]
 
     def logps(self, rows, temperature, reference=False):
         return [np.where(row.labels != IGNORED, -1.0 if reference else -0.75, 0).astype(np.float32) for row in rows]

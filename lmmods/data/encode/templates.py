@@ -90,7 +90,7 @@ class Renderer(Protocol):
 def scored_turns(conversation: Conversation, turns: Turns) -> list[int]:
     """Return the positions of the turns to learn."""
     indices = [index for index, message in enumerate(conversation.messages)
-              if message["role"] == "assistant" and message.get("scored", True)]
+               if message["role"] == "assistant" and message.get("scored", True)]
     return indices[-1:] if turns == "last" else indices
 
 

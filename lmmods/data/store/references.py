@@ -48,7 +48,7 @@ class ArrayStore:
         wrong = damage(self.folder, files=files)
         if wrong is None:
             arrays = {name: np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-                     for name in self.shapes}
+                      for name in self.shapes}
             if all(array.shape == self.shapes[name] for name, array in arrays.items()):
                 return arrays
             wrong = f"{files[0]} belongs to other rows"

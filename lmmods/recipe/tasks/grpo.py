@@ -167,7 +167,7 @@ class GRPOFields(CausalFields):
         if self.rollouts is not None:
             return None
         return SamplingLoad(rows * self.steps_per_rollout, eval_batch_size * self.num_generations,
-                     self.steps_per_rollout * self.num_iterations, self.max_new_tokens)
+                            self.steps_per_rollout * self.num_iterations, self.max_new_tokens)
 
     @property
     def overrides(self) -> dict[str, Any]:

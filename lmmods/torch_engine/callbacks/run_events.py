@@ -135,7 +135,7 @@ class StartReport(L.Callback):
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Stop all processes with the same error if the first one could not take the run folder."""
         Peers.current().connect_all(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast,
-                             trainer.heartbeat_timeout)
+                                    trainer.heartbeat_timeout)
         problem = trainer.strategy.broadcast(str(trainer.run_folder.problem or ""))
         if problem:
             raise UserError(problem)

@@ -150,7 +150,7 @@ class TokenDropout:
         return self._drop(name, input, p)
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
+               dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
                 ) -> Tensor:
         """Replacement for torch's `scaled_dot_product_attention`, which would draw its own masks; same arguments."""
         dropout_p = 0.0 if self._is_off else dropout_p

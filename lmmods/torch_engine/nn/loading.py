@@ -112,7 +112,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                             "that it was made of in model.pretrained, with model.quantize.")
         return _build_outline(auto_class, config, stored, attention, trust_remote_code,
                               options.get("quantization_config"),
-                         frozen and precision != "bf16-true")
+                              frozen and precision != "bf16-true")
     names = (TEXT_NAMES if left_out else {}) | (base_names(config) if answers else {})
     options |= {"key_mapping": names} if names else {}
     options |= {"ignore_mismatched_sizes": True} if is_new else {}
@@ -173,7 +173,7 @@ def _let_go_of_files(model: nn.Module) -> None:
 
 
 def _build_outline(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None, trust: bool,
-              quantization: Any, float32_norms: bool) -> nn.Module:
+                   quantization: Any, float32_norms: bool) -> nn.Module:
     """Build the network from its configuration, with arbitrary values."""
     with choosing_attention(attention):
         model = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)

@@ -43,7 +43,7 @@ class TorchSampler:
         return [found[place] for place in range(len(prompts))]
 
     def _sample(self, rows: list[Sequence[int]], numbers: np.ndarray | None, config: "GenerationConfig",
-               ends: Sequence[int]) -> list[SampledAnswer]:
+                ends: Sequence[int]) -> list[SampledAnswer]:
         from lmmods.torch_engine.nn.decoding import Record, generate
 
         task, most = self._task, config.max_new_tokens
@@ -65,7 +65,7 @@ class TorchSampler:
             is_end = np.isin(row, list(ends))
             length = int(is_end.argmax()) + 1 if is_end.any() else len(row)
             found.append(SampledAnswer(row[:length].astype(np.int32), logps[place, :length].copy(),
-                               entropies[place, :length].copy(), bool(is_end.any())))
+                                       entropies[place, :length].copy(), bool(is_end.any())))
         return found
 
     def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
