@@ -54,7 +54,7 @@ def distillation_loss(hidden: Array, targets: Array, head: Callable[[Array], Arr
         divergence: The divergence and its ratio in the loss; `metrics` has its `metric_names`.
         teacher: Aligned with `targets`.
 
-    The other arguments are those of `token_loss`.
+    See `token_loss` for the other arguments.
     """
     has_states, drawn = isinstance(teacher, TeacherStates), None
     if has_states:

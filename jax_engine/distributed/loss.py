@@ -117,7 +117,7 @@ def sum_over_positions(compute: Callable[..., tuple[Array, ...]], num_values: in
         columns: Tree of [B, T, ...] arrays. Carries no gradient.
         head: Maps [..., D] to logits, or to a tuple of arrays that begins with them.
 
-    The other arguments are those of `token_loss`.
+    See `token_loss` for the other arguments.
     """
     scored = (targets != IGNORED).astype(jnp.float32)
     weights = scored if weights is None else scored * weights

@@ -48,8 +48,8 @@ class Prefetcher:
         batch_size: Rows of a micro-batch; smaller ones are padded with empty rows.
         max_length: Lengths are rounded up (see `rounded`), but not above this; None does not round. With context
             parallelism rows are padded to a multiple of the number of parts.
-        lengths: Ascending lengths, the next of which replaces the rounded one where there is one (see
-            `choose_padded_lengths`).
+        lengths: Padded lengths, ascending (see `choose_padded_lengths`); the next one replaces the rounded length, if
+            there is one.
         ahead: Global batches to prepare in advance.
         complete: Adds columns to the arrays [own ranks, B, ...] of a global batch, on the host.
     """

@@ -187,8 +187,8 @@ def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
 UNROLL_CPU = 4
 # Layers of a step of generation at once: a loop copies its slices of the cache. 8 save a fifth of the time at 25M.
 UNROLL_CACHED_CPU = 8
-# Cheap to compute again from what products, attention and layers leave: norms, activations, rope, sums and casts. And
-# gathered weights, which on a mesh are gathered again.
+# Primitives that the backward pass recomputes from the results of products and attention, which is cheaper than to
+# store and read their own: norms, activations, rope, sums and casts. On a mesh, weights are gathered again.
 _RECOMPUTED = {"add", "sub", "mul", "div", "neg", "exp", "log", "logistic", "tanh", "erf", "rsqrt", "sqrt", "square",
                "integer_pow", "pow", "max", "min", "select_n", "convert_element_type", "reshape", "broadcast_in_dim",
                "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate", "reduce_sum", "copy",
@@ -219,7 +219,7 @@ class Network(Names):
 
     @property
     def recomputes(self) -> bool:
-        """True if the backward pass computes again what is cheap. On CPUs this costs more than it saves."""
+        """True if the backward pass recomputes `_RECOMPUTED`, which costs more than it saves on CPUs."""
         return not self.build.cpu_forms
 
     def resize(self, num_tokens: int) -> None:

@@ -120,7 +120,7 @@ def _say_settings(tree: dict[str, Any], rows: list[Any]) -> None:
 
 
 def _first_rows(datamodule: "DataModule", num_rows: int) -> "list[Row]":
-    """The first rows that a run would train on, each as a batch [1, ...], padded to the same length.
+    """Return the first rows that a run would train on, each as a batch [1, ...], padded to the same length.
 
     Args:
         datamodule: Connected to its model; nothing is prepared yet. Its batch size changes.

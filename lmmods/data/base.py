@@ -24,7 +24,7 @@ from lmmods.data.batch.collate import Collate
 from lmmods.data.batch.loader import EvaluationLoader, Shard, StatefulLoader, StepLoader
 from lmmods.data.batch.stream import StreamLoader
 from lmmods.data.best_of import BestOf, Scorer
-from lmmods.data.codec import Codec, ModelFacts, Predictions, Settings
+from lmmods.data.codec import Codec, ModelFacts, NumbersCodec, Predictions, Settings
 from lmmods.data.encode.tokenizer import TokenizerOptions, encoding_state
 from lmmods.data.loaders import Loaders, RowSource
 from lmmods.data.read.by_role import STAGE_ROLES, Role, Sources
@@ -374,8 +374,9 @@ class DataModule(DataFields, lightning.LightningDataModule):
         return self._report_warnings(self._decoder.predict(self.rows("predict"), outputs))
 
     def answer(self, role: Role, outputs: dict[int, Any]) -> Predictions:
-        """Return rows, scores and files from all outputs of an evaluation, by `index`."""
-        return self._report_warnings(self.codec.evaluate(role, self.rows(role), outputs))
+        """Return rows, scores and files from all outputs of an evaluation, by `index`; for a `NumbersCodec`."""
+        codec = cast(NumbersCodec, self.codec)
+        return self._report_warnings(codec.evaluate(role, self.rows(role), outputs))
 
     def _report_warnings(self, predictions: Predictions) -> Predictions:
         for message in predictions.warnings:

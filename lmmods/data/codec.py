@@ -301,15 +301,6 @@ class Codec(ABC):
         """Return what a reward model reads of an answer to a row of predict. Default: the generated continuation."""
         return prompt + text
 
-    def evaluate(self, role: str, rows: RowSet, outputs: dict[int, Any]) -> Predictions:
-        """Return records, scores and files from all outputs of an evaluation, by `index`; for tasks whose outputs are
-        numbers.
-
-        Args:
-            role: val, test or predict, for messages.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no `evaluate`")
-
 
 class NumbersCodec(Codec):
     """A codec of a task whose outputs are numbers of each row, such as logits. Abstract."""
@@ -318,8 +309,16 @@ class NumbersCodec(Codec):
         """Return the outputs, which the model already returns by `index`."""
         return outputs
 
+    @abstractmethod
+    def evaluate(self, role: str, rows: RowSet, outputs: dict[int, Any]) -> Predictions:
+        """Return records, scores and files from all outputs of an evaluation, by `index`.
+
+        Args:
+            role: val, test or predict, for messages.
+        """
+
     def predict(self, rows: RowSet, outputs: dict[int, Any]) -> Predictions:
-        """As `evaluate`, for all rows of predict."""
+        """See `evaluate`."""
         return self.evaluate("predict", rows, outputs)
 
 

@@ -128,7 +128,7 @@ def is_scored(labels: np.ndarray) -> np.ndarray:
 
 def teacher_store(data: DataModule, role: Role, network: dict[str, Any], count: int, top_k: int, size: int
                   ) -> ArrayStore:
-    """Return the store of a teacher's likeliest tokens in the place of the scored tokens of a set.
+    """Return the store of a teacher's most likely tokens for the target tokens of a set.
 
     Args:
         network: All that determines the teacher's numbers.

@@ -130,7 +130,7 @@ def log_classes(loggers: Iterable[Any], files: dict[str, Any], role: str, step: 
     charts of such matrices. Each has at most TABLE_ROWS rows.
 
     Args:
-        files: Files of the evaluation by name, as `Codec.evaluate` returns them.
+        files: Files of the evaluation by name, as `NumbersCodec.evaluate` returns them.
         role: val or test.
         step: Optimiser steps done.
     """

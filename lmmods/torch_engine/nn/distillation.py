@@ -60,7 +60,7 @@ def distillation_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], 
         divergence: The divergence and its ratio in the loss; `metrics` has its `metric_names`.
         teacher: Aligned with `targets`.
 
-    The other arguments are those of `token_loss`.
+    See `token_loss` for the other arguments.
     """
     has_states = isinstance(teacher, TeacherStates)
     teacher_head = wrap_head(teacher.head, []) if has_states else None

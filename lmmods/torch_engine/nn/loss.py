@@ -85,7 +85,7 @@ def sum_over_positions(compute: Callable[..., PositionValues], num_values: int, 
         num_values: S.
         columns: [B, T, ...] each, the targets first.
 
-    The other arguments are those of `token_loss`.
+    See `token_loss` for the other arguments.
     """
     hidden, *columns = (x.flatten(0, 1) for x in (hidden, *columns))
     weights, is_target = None if weights is None else weights.flatten(), columns[0] != IGNORED

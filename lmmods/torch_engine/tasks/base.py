@@ -159,7 +159,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     # Training step: the gradient of the mean loss over a step's micro-batches, on all processes -----------------------
 
     def loss_of_tokens(self, teacher: TeacherStates | TeacherTopK | None, is_training: bool) -> Callable[..., LossSums]:
-        """Return `token_loss` or `distillation_loss` with the task's settings; that of evaluation has a plain total."""
+        """Return `token_loss` or `distillation_loss` with the task's settings; the plain one in evaluation."""
         form = self.token_loss if is_training else TokenLoss()
         if teacher is None:
             return partial(token_loss, form=form)
