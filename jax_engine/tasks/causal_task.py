@@ -37,7 +37,7 @@ class CausalTask(CausalFields, Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_supported(self.generation)
-        self._likeliest: TeacherTopKTable | None = None  # of a teacher with `top_k`
+        self._top_k: TeacherTopKTable | None = None  # of a teacher with `top_k`
         self._num_columns = 0
         self.choice_ids = np.zeros(0, np.int64)  # tokens whose logits `predict` returns
 
@@ -51,7 +51,7 @@ class CausalTask(CausalFields, Task):
         self.metric_names = (*parts, *(METRICS if self._routes else ()))
         return built
 
-    # A teacher whose likeliest tokens are computed before training --------------------------------------------------
+    # A teacher whose most likely tokens are computed before training --------------------------------------------------
 
     def link(self, datamodule: DataModule) -> None:
         if self.is_taught_beforehand:
@@ -59,14 +59,14 @@ class CausalTask(CausalFields, Task):
 
     def begin(self, run: Run) -> None:
         if self.is_taught_beforehand:
-            self._likeliest = cached_teacher(run, self._num_columns)
+            self._top_k = cached_teacher(run, self._num_columns)
 
     def complete(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if PLACES not in batch:
             return batch
         places = batch[PLACES]
-        if self._likeliest is not None:
-            ids, logps = self._likeliest(places)
+        if self._top_k is not None:
+            ids, logps = self._top_k(places)
         else:  # of rows that are not trained on
             ids, logps = (np.zeros((*places.shape, self.teacher.top_k + more), dtype)
                           for more, dtype in ((0, np.int32), (1, np.float32)))

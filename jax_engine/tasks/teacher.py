@@ -62,8 +62,8 @@ class TeacherNetwork:
         own = jax.lax.stop_gradient(params[TEACHER])
         return TeacherStates(self.network.hidden(own, rows), lambda x: self.network.logits(own, x))
 
-    def likeliest(self, size: int, top_k: int, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
-        """Return the likeliest tokens [N, T, k] after each position, and the log-probabilities [N, T, k + 1].
+    def compute_top_k(self, size: int, top_k: int, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
+        """Return the most likely tokens [N, T, k] after each position, and the log-probabilities [N, T, k + 1].
 
         Args:
             size: Tokens that the distributions are over.
@@ -76,7 +76,7 @@ class TeacherNetwork:
         hidden = jnp.pad(hidden, ((0, 0), (0, -length % width), (0, 0)))
         chunks = hidden.reshape(num_rows, -1, width, hidden.shape[-1]).swapaxes(0, 1)
 
-        def likeliest(chunk: Array) -> tuple[Array, Array]:
+        def find_in(chunk: Array) -> tuple[Array, Array]:
             log_probs = jax.nn.log_softmax(self.network.logits(params, chunk)[..., :size])
             ids = jax.lax.top_k(log_probs, top_k)[1].reshape(-1, top_k)
             logps = group_others(log_probs.reshape(-1, size), ids)
@@ -84,7 +84,7 @@ class TeacherNetwork:
 
         # [chunks, N, width, ...] -> [N, T, ...]
         return tuple(x.swapaxes(0, 1).reshape(num_rows, -1, x.shape[-1])[:, :length]
-                     for x in jax.lax.map(likeliest, chunks))
+                     for x in jax.lax.map(find_in, chunks))
 
 
 def without_teacher(frozen: Tree) -> Tree:
@@ -93,11 +93,11 @@ def without_teacher(frozen: Tree) -> Tree:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Likeliest tokens of a teacher in the place of all scored tokens, computed before training and cached.
+# A teacher's most likely tokens for all target tokens, computed before training and cached.
 
 
 def cached_teacher(run: Run, size: int) -> TeacherTopKTable:
-    """Return the likeliest tokens of a task's teacher, computed unless cached.
+    """Return the most likely tokens of a task's teacher, computed unless cached.
 
     All processes must call this.
 
@@ -130,7 +130,7 @@ def _scores(run: Run, size: int) -> Callable[[str], Iterator[tuple[np.ndarray, .
     task, data = run.task, run.data
     guide, params = TeacherNetwork.build(task, task.head, data, data.trainer.precision, data.run_seed, False,
                                          task.built_for)
-    params, predict = run.parallel.put_state(params[TEACHER]), partial(guide.likeliest, size, task.teacher.top_k)
+    params, predict = run.parallel.put_state(params[TEACHER]), partial(guide.compute_top_k, size, task.teacher.top_k)
     steps = Steps(run.parallel, predict, None, predict=predict)
 
     def computed(role: str) -> Iterator[tuple[np.ndarray, ...]]:

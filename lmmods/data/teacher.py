@@ -1,9 +1,9 @@
-"""A teacher that a network learns from: its vocabulary, and its likeliest tokens where they are computed beforehand.
+"""A teacher that a network learns from: its vocabulary, and its most likely tokens, if they are precomputed.
 
 These are a folder of the cache, named by the fingerprint of everything they depend on and used by both engines. The
 scored tokens of all sets of a command are numbered from 1, set by set and row by row; batches hold the numbers.
 
-    ids.npy         [tokens, k] int32, likeliest first
+    ids.npy         [tokens, k] int32, most likely first
     logps.npy       [tokens, k + 1] float32: their log-probabilities, and that of all other tokens together
     manifest.json   their sizes and checksums
 """
@@ -63,11 +63,11 @@ def _place(vocabulary: dict[str, int], token: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Likeliest tokens, computed before training.
+# Most likely tokens, computed before training.
 
-NO_PLACES = ("These rows are not numbered, as those of inspect --parity, so a teacher's likeliest tokens are not known "
-             "for them: set model.teacher.top_k to null there.")
-COMPUTING = "Computing the {top_k} likeliest tokens of {teacher} in the place of {tokens:,} tokens ({role})."
+NO_PLACES = ("A teacher's most likely tokens are not known for these rows, such as those of inspect --parity. Set "
+             "model.teacher.top_k to null there.")
+COMPUTING = "Computing the {top_k} most likely tokens of {teacher} for {tokens:,} target tokens ({role})."
 
 
 def num_columns(teacher: Teacher, tokenizer: Any, student_rows: int, trust_remote_code: bool = False) -> int:
@@ -145,7 +145,7 @@ def teacher_store(data: DataModule, role: Role, network: dict[str, Any], count: 
 
 
 class TeacherTopKTable:
-    """A teacher's likeliest tokens in the place of each scored token.
+    """A teacher's most likely tokens for each target token.
 
     Args:
         parts: `ids` and `logps` of each set, in the order of their numbers.

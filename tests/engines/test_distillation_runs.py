@@ -75,7 +75,7 @@ def test_both_engines_learn_from_one_cache_of_likeliest_tokens(recipe, llama_of,
             data__init_args__max_length=192, trainer__default_root_dir=str(run.root))
         assert main(["fit", *arguments]) == 0
         said = capsys.readouterr()
-        assert (said.out + said.err).count("Computing the 5 likeliest") == (2 if engine == "torch" else 0)
+        assert (said.out + said.err).count("Computing the 5 most likely") == (2 if engine == "torch" else 0)
         runs.append(run)
     for row, expected in zip(*map(rows, reversed(runs)), strict=True):
         assert row == pytest.approx(expected, rel=1e-4)

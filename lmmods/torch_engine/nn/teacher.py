@@ -17,7 +17,7 @@ from lmmods.torch_engine.nn.reference import evaluating
 
 
 def cached_teacher(task: Any) -> tuple[TeacherTopKTable, int]:
-    """Return the likeliest tokens of a task's teacher, and how many tokens its distributions are over.
+    """Return the most likely tokens of a task's teacher, and how many tokens its distributions are over.
 
     They are computed unless cached. A collective call, once the network is built. Raises UserError if the data is a
     stream.

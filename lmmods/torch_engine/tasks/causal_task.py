@@ -41,7 +41,7 @@ class CausalModule(CausalFields, TaskModule):
         super().__post_init__()
         self.head: LMHead | None = None
         self.teacher_head: LMHead | None = None
-        self._likeliest: Callable[[Any], Any] | None = None  # of a teacher with `top_k`
+        self._top_k: Callable[[Any], Any] | None = None  # of a teacher with `top_k`
         self._num_columns = 0
         self._mixture: Mixture | None = None
 
@@ -53,7 +53,7 @@ class CausalModule(CausalFields, TaskModule):
         super().prepare_model()
         # Without a stage, as in a plan, no loop reads rows.
         if self.is_taught_beforehand and getattr(getattr(self.trainer, "state", None), "fn", None):
-            self._likeliest, self._num_columns = cached_teacher(self)
+            self._top_k, self._num_columns = cached_teacher(self)
 
     def on_model_ready(self) -> None:
         # With model.max_memory, hidden states stay on the model's last device, while its logits are moved back to the
@@ -115,10 +115,10 @@ class CausalModule(CausalFields, TaskModule):
     def _top_k_at(self, places: Tensor) -> TeacherTopK:
         """Return the teacher's top k at positions [B, T], by the numbers of the tokens to predict there."""
         shape, top_k = places.shape, self.teacher.top_k
-        if self._likeliest is None:
+        if self._top_k is None:
             return TeacherTopK(places.new_zeros(*shape, top_k), torch.zeros(*shape, top_k + 1, device=places.device),
                                self.model.config.get_text_config().vocab_size)
-        ids, logps = (torch.from_numpy(part).to(places.device) for part in self._likeliest(places.cpu().numpy()))
+        ids, logps = (torch.from_numpy(part).to(places.device) for part in self._top_k(places.cpu().numpy()))
         return TeacherTopK(ids.long(), logps, self._num_columns)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
