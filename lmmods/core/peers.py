@@ -65,7 +65,7 @@ class Rendezvous:
     launcher: int | None
 
     @classmethod
-    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Rendezvous | None":
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Rendezvous | None":
         """Read the variables set by torchrun, srun, Lightning or the user for each process; None for a single process.
 
         Processes of other launchers, such as MPI's, connect after their library has connected them.
@@ -167,10 +167,10 @@ class Peers:
         self._rank, self._token = 0, secrets.token_hex(16)
         self._timeout: int | None = None  # seconds without a heartbeat, once all have connected
         self._listener: socket.socket | None = None  # of the first process
-        self._places: list[tuple[str, int]] = []  # possible addresses of the first process
+        self._address: tuple[str, int] | None = None  # of the first process, until this one has connected to it
         self._connections: list[Connection] = []
         self._known: set[str] = set()  # names of processes that have introduced themselves
-        self._started: dict[int, Popen] = {}  # child processes by rank
+        self._children: dict[int, Popen] = {}  # by rank, until they have connected
         self._launched_by: int | None = None
         self._lost: list[str] = []
         self._selector = selectors.DefaultSelector()
@@ -179,10 +179,10 @@ class Peers:
         self._fails = threading.Event()
         self._is_connected = threading.Event()  # to the first process, or this is the first and knows all others
         self._num_others = 0  # if the environment says so
-        self._stays_until = -math.inf  # `time.monotonic`, for others to connect
+        self._waits_until = -math.inf  # `time.monotonic`, for others to connect
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         if hasattr(os, "register_at_fork"):
-            _opened.add(self)
+            _instances.add(self)
 
     @classmethod
     def current(cls) -> "Peers":
@@ -198,7 +198,7 @@ class Peers:
             UserError: The environment is inconsistent.
         """
         check_environment()
-        point = Rendezvous.of_environment()
+        point = Rendezvous.from_environment()
         if point is None or self._thread.is_alive():
             return
         check_address(point.host, point.port - PORT_DISTANCE)
@@ -207,25 +207,25 @@ class Peers:
         if point.rank == 0:
             self._listen(point.port)
         else:
-            self._places = [(point.host, point.port)]
+            self._address = point.host, point.port
         self._thread.start()
         if point.launcher is None:  # a launcher sees how this process ends
-            atexit.register(self._tell_late_ones)
+            atexit.register(self._wait_for_late_processes)
 
-    def watch_started(self, processes: dict[int, Popen]) -> None:
+    def watch_children(self, processes: dict[int, Popen]) -> None:
         """Watch child processes by rank until they have connected: one may die in its first moments, too."""
-        self._started = processes
+        self._children = processes
         if not self._thread.is_alive():
             self._thread.start()
 
-    def connect_all(self, rank: int, size: int, share: Callable[[Any], Any], timeout: int | None) -> None:
+    def connect_all(self, rank: int, size: int, broadcast: Callable[[Any], Any], timeout: int | None) -> None:
         """Connect the processes that have not found each other yet, and expect heartbeats from now on.
 
-        All of them must call this at the same place.
+        A collective call: every process must make it.
 
         Args:
             rank: Rank of this process, of `size`.
-            share: Broadcasts the argument of the first process to all.
+            broadcast: Broadcasts the argument of the first process to all.
             timeout: Seconds without a heartbeat after which a process is lost; None disables watching. The death of a
                 process is detected at once if its machine is alive.
         """
@@ -243,18 +243,18 @@ class Peers:
                 self._listen(0)
             # Collective: every process takes part, also one that is connected already.
             assert self._listener is not None
-            share((socket.gethostname(), self._listener.getsockname()[1], self._token))
+            broadcast((socket.gethostname(), self._listener.getsockname()[1], self._token))
         else:
-            host, port, token = share(None)
+            host, port, token = broadcast(None)
             if not self._is_connected.is_set():
                 self._token = token
                 # The host name may not resolve on other machines, where MASTER_ADDR does.
-                self._places = [(name, port) for name in dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host))]
+                self._address = os.environ.get("MASTER_ADDR") or host, port
         if not self._thread.is_alive():
             self._thread.start()
         if rank and not self._is_connected.wait(timeout):
-            _tell(f"warning: process {rank} cannot reach port {port} of {host}. It will not notice when another "
-                  "process is lost.")
+            _print_error(f"warning: process {rank} cannot reach port {port} of {host}. It will not notice when another "
+                         "process is lost.")
 
     @contextmanager
     def end_together(self) -> Iterator[None]:
@@ -266,8 +266,8 @@ class Peers:
             yield
         except BaseException as error:
             if self._is_watching and isinstance(error, Exception) and not isinstance(error, UserError):
-                for number in (signal.SIGINT, signal.SIGTERM):  # from a launcher that has noticed the loss first
-                    signal.signal(number, signal.SIG_IGN)
+                for signum in (signal.SIGINT, signal.SIGTERM):  # from a launcher that has noticed the loss first
+                    signal.signal(signum, signal.SIG_IGN)
                 self._fails.set()
                 time.sleep(HEARING)  # `_watch` ends this process meanwhile if another one is lost or has failed
             self._leave("done" if isinstance(error, SystemExit) and not error.code else "failed")
@@ -298,38 +298,37 @@ class Peers:
                 return
             if word == "failed" and self._num_others and self._launched_by is None:
                 # Processes that have not connected yet would otherwise wait for this one in their library.
-                self._stays_until = time.monotonic() + ARRIVING
+                self._waits_until = time.monotonic() + ARRIVING
             self._has_failed, self._has_left = word == "failed", True
         self._fails.set()
         for connection in list(self._connections):
             if connection.name or self._rank:  # the first process must introduce itself before
                 connection.send(word)
 
-    def _tell_late_ones(self) -> None:
+    def _wait_for_late_processes(self) -> None:
         """At exit after a failure, wait for late processes to connect and hear of it."""
-        self._is_connected.wait(max(self._stays_until - time.monotonic(), 0))
+        self._is_connected.wait(max(self._waits_until - time.monotonic(), 0))
 
-    # Meeting ---------------------------------------------------------------------------------------------------------
+    # Connecting ------------------------------------------------------------------------------------------------------
 
     def _listen(self, port: int) -> None:
         both = socket.has_dualstack_ipv6()
-        for choice in dict.fromkeys((port, 0)):  # the port may be taken; `meet` then shares another one
+        for free in dict.fromkeys((port, 0)):  # the port may be in use; `connect_all` then broadcasts another one
             with suppress(OSError, OverflowError):
-                self._listener = socket.create_server(("", choice), family=socket.AF_INET6 if both else socket.AF_INET,
+                self._listener = socket.create_server(("", free), family=socket.AF_INET6 if both else socket.AF_INET,
                                                       backlog=1024, dualstack_ipv6=both)
                 self._selector.register(self._listener, selectors.EVENT_READ)
                 return
 
-    def _connect(self) -> None:
-        """Try to connect to the first process, which may not be there yet; called again later."""
-        for place in self._places:
-            with suppress(OSError, OverflowError):
-                connection = Connection(socket.create_connection(place, self._timeout or KEEP_ALIVE),
-                                        self._timeout or KEEP_ALIVE)
-                connection.send(f"{self._token} {_name(self._rank)}")
-                if self._has_failed:
-                    connection.send("failed")
-                return self._add(connection)
+    def _connect(self, address: tuple[str, int]) -> None:
+        """Try to connect to the first process, which may not listen yet; called again later."""
+        with suppress(OSError, OverflowError):
+            timeout = self._timeout or KEEP_ALIVE
+            connection = Connection(socket.create_connection(address, timeout), timeout)
+            connection.send(f"{self._token} {_name(self._rank)}")
+            if self._has_failed:
+                connection.send("failed")
+            self._add(connection)
 
     def _add(self, connection: Connection) -> None:
         self._connections.append(connection)
@@ -345,13 +344,13 @@ class Peers:
     def _watch(self) -> None:
         next_beat, next_attempt = 0.0, 0.0
         # Until this process has left, all others have closed their ends, and no late one is awaited.
-        while not self._has_left or self._connections or self._stays:
-            may_connect = self._places and not self._connections and (not self._has_left or self._stays)
-            if may_connect and time.monotonic() >= next_attempt:
-                self._connect()
+        while not self._has_left or self._connections or self._awaits_late_processes:
+            must_connect = not self._connections and (not self._has_left or self._awaits_late_processes)
+            if self._address is not None and must_connect and time.monotonic() >= next_attempt:
+                self._connect(self._address)
                 next_attempt = time.monotonic() + RETRYING
             # The listener is registered without data, connections with themselves.
-            for key, _ in self._selector.select(self._patience(next_beat)):
+            for key, _ in self._selector.select(self._select_timeout(next_beat)):
                 if key.data is None:
                     assert self._listener is not None
                     self._add(Connection(self._listener.accept()[0], self._timeout or KEEP_ALIVE))
@@ -360,7 +359,7 @@ class Peers:
             if self._timeout is not None and time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._timeout / BEATS
                 self._beat()
-            self._look_at_started()
+            self._check_children()
             if self._launched_by is not None and _is_gone(self._launched_by):
                 self._end(LOST, UserError(
                     f"The process that started this one (PID {self._launched_by}) is gone, so this process exits. "
@@ -375,25 +374,25 @@ class Peers:
             self._listener.close()
 
     @property
-    def _stays(self) -> bool:
-        return time.monotonic() < self._stays_until and not self._is_connected.is_set()
+    def _awaits_late_processes(self) -> bool:
+        return time.monotonic() < self._waits_until and not self._is_connected.is_set()
 
-    def _patience(self, next_beat: float) -> float:
+    def _select_timeout(self, next_beat: float) -> float:
         """Return the seconds to wait for messages."""
         if self._lost:
             return GATHERING
-        # What `select` cannot wait for is checked regularly: children, the launcher, the next attempt to connect.
-        looks = self._timeout is None or self._started or self._launched_by is not None or not self._connections
         until_beat = math.inf if self._timeout is None else max(next_beat - time.monotonic(), 0)
-        return min(until_beat, RETRYING) if looks else until_beat
+        # `select` cannot wait for children, the launcher and the next attempt to connect, so these are polled.
+        must_poll = self._timeout is None or self._children or self._launched_by is not None or not self._connections
+        return min(until_beat, RETRYING) if must_poll else until_beat
 
-    def _look_at_started(self) -> None:
-        for rank, process in list(self._started.items()):
+    def _check_children(self) -> None:
+        for rank, process in list(self._children.items()):
             status, name = process.poll(), f"{rank} on {socket.gethostname()} (PID {process.pid})"
-            # Neither dead nor connected: look again.
+            # Neither dead nor connected: check again later.
             if status is None and name not in self._known:
                 continue
-            del self._started[rank]  # its connection reports from now on
+            del self._children[rank]  # its connection reports from now on
             # Below 0: killed by a signal. Above: it failed.
             if name not in self._known and status is not None and status < 0:
                 self._lost.append(name)
@@ -429,7 +428,7 @@ class Peers:
             elif word == "failed":
                 # It may end now, so its silence is not a loss.
                 connection.is_alive = False
-                self._wait_to_fail()
+                self._wait_for_own_failure()
                 return self._end(FAILED, UserError(f"Process {connection.name} failed, so this process "
                                                    "exits."))
             elif word.isdigit():
@@ -452,12 +451,12 @@ class Peers:
             if len(self._known) >= self._num_others:
                 self._is_connected.set()
         else:
-            self._places = []
+            self._address = None
             self._is_connected.set()
         if self._timeout is not None:
             connection.send(ALIVE)
 
-    def _wait_to_fail(self) -> None:
+    def _wait_for_own_failure(self) -> None:
         """Wait briefly for this process to fail itself: an error that all processes meet is best reported by each."""
         timeout = self._timeout or KEEP_ALIVE
         # Runs in the watching thread, so heartbeats must be sent here meanwhile.
@@ -474,7 +473,7 @@ class Peers:
             for connection in self._connections:
                 connection.send(str(status))
             if error is not None:
-                _tell(f"error: {error}")
+                _print_error(f"error: {error}")
             with suppress(OSError):
                 sys.stdout.flush()
             deadline = time.monotonic() + GATHERING
@@ -485,17 +484,17 @@ class Peers:
 
     def _close_copies(self) -> None:
         """In a fork: close its copies of the sockets, which would keep the connections of a dead process open."""
-        for opened in (self._listener, *(connection.socket for connection in self._connections)):
-            if opened is not None:
-                opened.close()
+        for copy in (self._listener, *(connection.socket for connection in self._connections)):
+            if copy is not None:
+                copy.close()
         self._selector.close()
 
 
-_opened: "weakref.WeakSet[Peers]" = weakref.WeakSet()
+_instances: "weakref.WeakSet[Peers]" = weakref.WeakSet()
 
 
 def _close_all_copies() -> None:
-    for peers in _opened:
+    for peers in _instances:
         peers._close_copies()
 
 
@@ -558,5 +557,5 @@ def _name(rank: int) -> str:
     return f"{rank} on {socket.gethostname()} (PID {os.getpid()})"
 
 
-def _tell(text: str) -> None:
+def _print_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

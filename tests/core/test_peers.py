@@ -174,11 +174,11 @@ def test_a_stranger_is_no_process(tmp_path):
     ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a-1,a-2", "SLURM_JOB_ID": "7777"},
      (0, "a-1", 15000 + 7777 + 2, False))])
 def test_where_processes_meet_is_read_from_what_their_launcher_has_set(environment, wanted):
-    point = Rendezvous.of_environment(environment)
+    point = Rendezvous.from_environment(environment)
     found = point and (point.rank, point.host, point.port, point.launcher is not None)
     assert found == wanted
     if point:
-        assert Rendezvous.of_environment({**environment, "MASTER_ADDR": "elsewhere"}).token != point.token
+        assert Rendezvous.from_environment({**environment, "MASTER_ADDR": "elsewhere"}).token != point.token
 
 
 EARLY = """

@@ -87,7 +87,7 @@ class WatchedLauncher(_SubprocessScriptLauncher):
             self._call_children_scripts()
             # Rank of the first process of this machine, which is this one.
             first = environment.node_rank() * self.num_processes
-            Peers.current().watch_started(dict(enumerate(self.procs, first + 1)))
+            Peers.current().watch_children(dict(enumerate(self.procs, first + 1)))
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
