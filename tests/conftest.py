@@ -1,7 +1,6 @@
 """Shared by all tests: offline, one thread unless told otherwise, compiled programs and a cache kept, a tiny Llama."""
 
 import ctypes
-import functools
 import gc
 import hashlib
 import json
@@ -27,8 +26,6 @@ from pathlib import Path  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from filelock import FileLock  # noqa: E402
-
-from tests import programs  # noqa: E402
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -71,18 +68,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(20_000, 20, 10)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cheap_ends():
-    """Nobody draws the plug here, and few look at the picture with which a run ends: a tenth of its time each."""
-    from matplotlib.figure import Figure
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr(Figure, "savefig",
-                      functools.wraps(Figure.savefig)(lambda figure, path, **_: Path(path).write_bytes(b"a picture")))
-        yield
-
-
 @pytest.fixture(autouse=True)
 def little_memory():
     """Release compiled programs and arrays once a worker has grown by half a GiB, or has many memory maps.
@@ -94,7 +79,6 @@ def little_memory():
     if "jax" not in sys.modules or time.process_time() - released["seconds"] < 2 or not STATM.exists():
         return
     if resident() > released["bytes"] + 2**29 or len(Path("/proc/self/maps").read_bytes().splitlines()) > 40_000:
-        programs.forget()
         sys.modules["jax"].clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
@@ -105,13 +89,6 @@ def little_memory():
 def resident() -> int:
     """Return the resident memory of this process in bytes."""
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.fixture(autouse=True)
-def programs_are_shared():
-    """What a run on JAX compiles is there for the runs after it, in tests that have the engine loaded."""
-    if "jax_engine" in sys.modules:
-        programs.share()
 
 
 @pytest.fixture(autouse=True)
@@ -256,7 +233,6 @@ def recipe(tmp_path, llama_folder, instructions):
     def write(name: str = "recipe.yaml", **changes) -> list[str]:
         content = copy.deepcopy(base)
         if changes.get("engine") == "jax":
-            programs.share()
             # batches of one length, as programs are compiled for each
             content["data"]["init_args"]["pad_to_multiple_of"] = 192
         for key, value in changes.items():

@@ -18,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lmmods.rollouts.rollout import read_rollout
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn.attention import VARLEN, prefer_varlen
-from tests import programs
 from tests.finished_runs import TIMED, rows
 
 ON = os.environ.get("TEST_GPUS_ON", "gpu")
@@ -33,9 +32,9 @@ STEPS = {"trainer__max_steps": 4}
 class Worker:
     """A process that runs the commands of an engine."""
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self) -> None:
         self._commands, other = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=serve, args=(engine, other))
+        self.process = SPAWN.Process(target=serve, args=(other,))
         self.process.start()
         other.close()
 
@@ -45,12 +44,10 @@ class Worker:
         assert self._commands.recv() == 0, arguments
 
 
-def serve(engine: str, commands: Connection) -> None:
-    """Run commands until the other side is gone; runs on JAX share their programs."""
+def serve(commands: Connection) -> None:
+    """Run commands until the other side is gone."""
     from lmmods.cli import main
 
-    if engine == "jax":
-        programs.share()
     while True:
         try:
             arguments = commands.recv()
@@ -76,7 +73,7 @@ def call(workers, tmp_path_factory) -> Iterator[Callable[..., None]]:
 
     def run(engine: str, *arguments: str) -> None:
         if engine not in workers:
-            workers[engine] = Worker(engine)
+            workers[engine] = Worker()
         workers[engine](*arguments)
 
     with FileLock(root / "gpu.lock"), pytest.MonkeyPatch.context() as patch:

@@ -75,9 +75,8 @@ def test_greedy_answers_are_measured_at_a_temperature(ref, temperature):
     check_scores(ref, PROMPTS, answers, temperature)
 
 
-def test_rows_that_leave_keep_their_scores(ref, monkeypatch):
+def test_rows_that_leave_keep_their_scores(ref):
     """Most rows end early, and the others go on alone, in as many as the number of rows says."""
-    monkeypatch.setattr(ours, "_compiled", getattr(ours._compiled, "unshared", ours._compiled))
     settings = Generation(max_new_tokens=90, do_sample=True, top_k=0)
     for count in (20, 30):
         prompts, rows = [PROMPTS[row % 7] for row in range(count)], range(count)
@@ -89,8 +88,7 @@ def test_rows_that_leave_keep_their_scores(ref, monkeypatch):
     check_scores(ref, prompts, answers, 1.0)
 
 
-def test_another_number_of_prompts_compiles_nothing_new(ref, monkeypatch):
-    monkeypatch.setattr(ours, "_compiled", getattr(ours._compiled, "unshared", ours._compiled))
+def test_another_number_of_prompts_compiles_nothing_new(ref):
     before = ours._compiled.cache_info().misses
     numbers = draws(2, range(8), 3)
     whole = ours.sample_answers(ref.net, ref.params, PROMPTS, numbers[:7], 1.0, 3, EOS, pad=0)

@@ -110,8 +110,7 @@ def test_a_row_draws_the_same_beside_any_others_and_anew_with_another_seed(make_
 
 @pytest.mark.parametrize(("name", "use_cache"), [("llama", True), ("llama", False), pytest.param(
     "qwen3_5_text", True, marks=pytest.mark.slow)])
-def test_shared_prompts_and_leaving_rows_change_no_answer(make_ref, monkeypatch, name, use_cache):
-    monkeypatch.setattr(ours, "_compiled", getattr(ours._compiled, "unshared", ours._compiled))
+def test_shared_prompts_and_leaving_rows_change_no_answer(make_ref, name, use_cache):
     ref, rows = make_ref(name), list(range(20))
     prompts = [prompts_of(ref)[row % 3] for row in rows]
     settings = Generation(max_new_tokens=90, do_sample=True, top_k=0, use_cache=use_cache)
@@ -193,8 +192,7 @@ def test_the_numbers_of_a_row_are_uniform_and_its_own():
     assert np.abs(beside).max() < 5e-3
 
 
-def test_one_compile_per_bucket(make_ref, monkeypatch):
-    monkeypatch.setattr(ours, "_compiled", getattr(ours._compiled, "unshared", ours._compiled))
+def test_one_compile_per_bucket(make_ref):
     ref = make_ref("llama")
     settings = Generation(max_new_tokens=3)
     before = ours._compiled.cache_info().misses
