@@ -17,7 +17,7 @@ ROUNDINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU
 	OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 OMP_NUM_THREADS=4
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-all test-numerics test-newest test-oldest lock bench bench-scale lint fields smoke clean \
+.PHONY: help install demo docs test test-all test-numerics mutants test-newest test-oldest lock bench bench-scale lint fields smoke clean \
 	plan-tpu plan-cuda accelerators plans
 
 help: ## Show this list
@@ -46,6 +46,9 @@ test-numerics: $(READY) ## Run the tests of float32 sums as other CPUs and other
 	@status=0; for setting in $(ROUNDINGS); do \
 		echo "$$setting"; env $$setting $(BIN)/$(NUMERICS) || status=1; \
 	done; exit $$status
+
+mutants: $(READY) ## Break the product on purpose, and show which quick test notices (half an hour)
+	$(BIN)/python -m tests.mutants
 
 test-newest: ## Run the quick tests with the newest releases that pyproject.toml admits, in .venv-newest
 	rm -rf .venv-newest && $(PYTHON) -m venv .venv-newest

@@ -1,16 +1,14 @@
-"""loss.png; in other tests no picture is drawn."""
+"""The picture of the losses, loss.png."""
 
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from lmmods.runs.model_card import draw_curves
 
 
 @pytest.fixture
-def drawn(monkeypatch, tmp_path):
+def drawn(tmp_path):
     """A function that gives height, width and number of colours of the picture of a metrics.csv."""
-    monkeypatch.setattr(Figure, "savefig", Figure.savefig.__wrapped__)
 
     def draw(text: str) -> tuple[int, int, int]:
         (tmp_path / "metrics.csv").write_text(text)

@@ -1,4 +1,7 @@
-"""Micro-batches in pieces: nothing is lost, nothing is longer than it must be."""
+"""Micro-batches in pieces: nothing is lost or longer than it must be, and sums are those of all processes."""
+
+import subprocess
+import sys
 
 import torch
 
@@ -38,3 +41,25 @@ def test_a_longer_row_is_a_piece_of_its_own_and_a_small_batch_stays_whole():
 def test_positions_behind_padding_on_the_left_stay():
     pieces = split_rows(batch([8, 20], 32, left=True), 1000)
     assert [tuple(piece["input_ids"].shape) for piece in pieces] == [(2, 32)]
+
+
+SUM = """
+import sys
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from lmmods.torch_engine.nn.micro_batches import sum_over_processes
+
+rank = int(sys.argv[1])
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+print([sum_over_processes(torch.tensor([1.0 + rank, 10.0]), strategy).tolist()
+       for strategy in (DDPStrategy(), SingleDeviceStrategy("cpu"))])
+"""
+
+
+def test_sums_are_those_of_all_processes_under_a_strategy_of_several(tmp_path):
+    processes = [subprocess.Popen([sys.executable, "-c", SUM, str(rank), str(tmp_path / "store")],
+                                  stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    sums = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert sums == ["[[3.0, 20.0], [1.0, 10.0]]", "[[3.0, 20.0], [2.0, 10.0]]"]
