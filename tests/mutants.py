@@ -27,7 +27,7 @@ class Mutant:
         promise: What it breaks, in a few words.
         file: File of the product.
         old, new: Text in it and its replacement.
-        tests: Files of tests, below tests/, one of which must notice.
+        tests: Files or node ids of tests, below tests/, one of which must notice.
     """
 
     promise: str
@@ -37,6 +37,7 @@ class Mutant:
     tests: str
 
 
+FAMILIES = "jax_engine/test_jax_families.py::test_a_family_with_a_head_is_the_model_of_transformers"
 MUTANTS = [
     # 1x8, 2x4 and 8x1 give the same step, dropout included.
     Mutant("split: gradients are not divided by the weight of the step", "lmmods/torch_engine/tasks/base.py",
@@ -115,7 +116,7 @@ MUTANTS = [
     Mutant("engines agree: JAX's positions go on through packed documents", "jax_engine/models/network.py",
            'return batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))',
            "return jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)",
-           "jax_engine/test_jax_families.py"),
+           f"{FAMILIES}[llama-causal]"),
     Mutant("families: JAX's optimiser takes the gradient for its square", "jax_engine/optim.py",
            "(1 - beta2) * gradient * gradient", "(1 - beta2) * gradient", "jax_engine/test_optim.py"),
     # A run may switch engines.
