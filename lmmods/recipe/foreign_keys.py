@@ -2,15 +2,12 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-from lmmods.core.errors import UserError
-from lmmods.recipe.files import CONFIG_OPTIONS, RecipeLoader, config_argument, guard, option_values
 
 TABLES = Path(__file__).with_name("foreign_keys.txt")
 NOT_NEEDED = "not needed"
@@ -22,7 +19,7 @@ class Row:
     """Row of a table.
 
     Args:
-        program: Program whose table (a section of the file) it is in.
+        program: Program whose table (a section of the file) contains the row.
         cells: The columns old, ours and notes, verbatim.
         pairs: Each foreign key with its keys here; empty if there is no counterpart.
     """
@@ -56,20 +53,20 @@ def rows_of(program: str) -> dict[str, Row]:
 
 
 def counterparts(key: str) -> list[tuple[tuple[str, ...], str]]:
-    """Return the counterparts of any program's key: (keys, empty if none; note), those with keys first.
+    """Return the counterparts of any program's key, each with its note; those without keys are last.
 
     Args:
         key: Dotted key; `lora.r` is looked up as lora_r before r.
     """
     parts = re.sub(r"\.(init_args|dict_kwargs)\b", "", key).replace("-", "_").split(".")
     for name in ("_".join(parts[-2:]), parts[-1]):
-        found: dict[tuple[str, ...], str] = {}
+        notes: dict[tuple[str, ...], str] = {}
         for row in read_rows():
             for old, ours in row.pairs:
-                if old == name and not found.get(ours):
-                    found[ours] = row.note
-        if found:
-            return sorted(found.items(), key=lambda item: not item[0])
+                if old == name and not notes.get(ours):
+                    notes[ours] = row.note
+        if notes:
+            return sorted(notes.items(), key=lambda item: not item[0])
     return []
 
 
@@ -123,11 +120,11 @@ def _if_true(key: str, ours: Any) -> Callable[[Any], Settings]:
     return lambda value: {key: ours} if value is True else {}
 
 
-def _attention(value: object) -> Settings:
+def _translate_attention(value: object) -> Settings:
     return {"model.attention": ATTENTION[value]} if value in ATTENTION else {}
 
 
-def _targets(value: str | list[str]) -> Settings:
+def _translate_targets(value: str | list[str]) -> Settings:
     """Translate LoRA targets: `all`, `all-linear`, comma-separated names or a list, but no regular expression."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if names and all(isinstance(name, str) and name.replace("_", "").replace(".", "").replace("-", "").isalnum()
@@ -136,15 +133,15 @@ def _targets(value: str | list[str]) -> Settings:
     return {}
 
 
-def _bits(value: object) -> Settings:
+def _translate_bits(value: object) -> Settings:
     return {"model.quantize": {4: "nf4", 8: "int8", 16: None, 32: None}[value]} if value in (4, 8, 16, 32) else {}
 
 
-def _interval(value: object) -> Settings:
+def _translate_interval(value: object) -> Settings:
     return {"trainer.val_check_interval": None} if value == "epoch" else {}
 
 
-def _first_values(value: object) -> Settings:
+def _translate_init(value: object) -> Settings:
     # PEFT's values: True samples A, and `pissa_niter_16` is a faster approximation of `pissa`.
     if value is True:
         return {"model.lora.init": "kaiming"}
@@ -166,22 +163,23 @@ VALUES: dict[str, Callable[[Any], Settings]] = {
     "dtype": _translate_by("trainer.precision", PRECISIONS),
     "torch_dtype": _translate_by("trainer.precision", PRECISIONS),
     "load_in_4bit": _if_true("model.quantize", "nf4"), "load_in_8bit": _if_true("model.quantize", "int8"),
-    "bits": _bits, "quantization_bit": _bits,
+    "bits": _translate_bits, "quantization_bit": _translate_bits,
     "bnb_4bit_quant_type": lambda value: {"model.quantize": value} if value in ("nf4", "fp4") else {},
     "flash_attention": _if_true("model.attention", "flash_attention_2"),
-    "flash_attn": lambda value: _attention("fa2" if value is True else value),
-    "attn_implementation": _attention, "attention": _attention,
+    "flash_attn": lambda value: _translate_attention("fa2" if value is True else value),
+    "attn_implementation": _translate_attention, "attention": _translate_attention,
     "sdp_attention": _if_true("model.attention", "sdpa"), "eager_attention": _if_true("model.attention", "eager"),
-    "lora_target_modules": _targets, "target_modules": _targets, "lora_target": _targets,
+    "lora_target_modules": _translate_targets, "target_modules": _translate_targets,
+    "lora_target": _translate_targets,
     "pissa_init": _if_true("model.lora.init", "pissa"),
-    "init_lora_weights": _first_values, "peft_init_lora_weights": _first_values,
+    "init_lora_weights": _translate_init, "peft_init_lora_weights": _translate_init,
     "lora_target_linear": _if_true("model.lora.targets", "all-linear"),
     "disable_gradient_checkpointing": lambda value: {"model.gradient_checkpointing": not value},
     "deepspeed": _if_true("trainer.strategy", "lmmods.strategies.DeepSpeed"),
     "fsdp": lambda value: {"trainer.strategy": "fsdp"} if value else {},
     "mask_history": _if_true("data.train_on", "last"), "train_on_prompt": _if_true("data.train_on", "all"),
     "train_on_inputs": _if_true("data.train_on", "all"),
-    "eval_strategy": _interval, "evaluation_strategy": _interval,
+    "eval_strategy": _translate_interval, "evaluation_strategy": _translate_interval,
     "eval_on_start": _if_true("trainer.num_sanity_val_steps", -1),
     "greater_is_better": lambda value: {"checkpoint.mode": "max" if value else "min"},
     "train_sampling_strategy": lambda value: {"data.group_by_length": value == "group_by_length"},
@@ -203,21 +201,21 @@ OURS = {"name": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS,
 
 
 def hint_for(key: str, value: object = None) -> str | None:
-    """Return the hint for an unknown key, with its value if that is renamed here; None if no table has the key."""
-    found = counterparts(key)
-    if not found:
+    """Return the hint for an unknown key, with its value if it has another name here; None if no table has the key."""
+    matches = counterparts(key)
+    if not matches:
         return None
     key = key.replace(".init_args.", ".")
     settings = VALUES.get(key.rsplit(".", 1)[-1], lambda _: {})(value) if value is not None else {}
     if settings:
-        shown = (f"{ours}: {yaml.safe_dump(is_now, default_flow_style=True).splitlines()[0]}"
-                 for ours, is_now in settings.items())
+        shown = (f"{ours}: {yaml.safe_dump(translated, default_flow_style=True).splitlines()[0]}"
+                 for ours, translated in settings.items())
         return f"{key} is not a key. Here: {', '.join(shown)}."
-    ours, note = found[0]
+    ours, note = matches[0]
     if not ours:
         return f"{key} is not a key, and has no counterpart: {note}."
     note = "" if re.search(r"\bthere\b", note) else note  # a note about one program only
-    others = "".join(f", or {' and '.join(each)}" for each, _ in found[1:] if each)
+    others = "".join(f", or {' and '.join(keys)}" for keys, _ in matches[1:] if keys)
     return f"{key} is not a key. Here: {' and '.join(ours)}{others}{f' ({note})' if note else ''}."
 
 
@@ -225,49 +223,6 @@ def foreign_value(key: str, value: str) -> str:
     """Return a hint with our name for a value of another program; empty if there is none."""
     ours = OURS.get(key.rpartition(".")[2], {}).get(value.lower())
     return f" Other programs' {value} is {ours} here." if ours else ""
-
-
-def keys_given(arguments: list[str]) -> list[str]:
-    """Return every key set by a command line and the recipes it names, without `init_args`."""
-    names: list[str] = []
-    for name, value in _options(arguments):
-        if name not in ("config", "c"):
-            names += [name, *_walk(_load(value), f"{name}.")]
-    for _, recipe in _recipes(arguments):
-        names += _walk(recipe, "")
-    return [name.replace(".init_args.", ".") for name in names]
-
-
-def _recipes(arguments: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each value of `--config` and the recipe it stands for."""
-    for value in option_values(arguments, *CONFIG_OPTIONS):
-        try:
-            yield value, config_argument(value)
-        except UserError:  # reported where it is read
-            continue
-
-
-def _options(arguments: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield option names and values; an option without a value is true."""
-    for word, following in zip(arguments, [*arguments[1:], "--"], strict=False):
-        if word.startswith("-"):
-            name, equals, value = word.lstrip("-").partition("=")
-            yield name, value if equals else "true" if following.startswith("--") else following
-
-
-def _walk(value: object, prefix: str) -> Iterator[str]:
-    parts = value if isinstance(value, list) else [value]
-    for part in parts:
-        for name, each in part.items() if isinstance(part, dict) else ():
-            yield f"{prefix}{name}"
-            yield from _walk(each, f"{prefix}{name}.")
-
-
-def _load(text: str) -> Any:
-    try:
-        return guard(lambda checked: yaml.load(checked, Loader=RecipeLoader))(text)
-    except (yaml.YAMLError, ValueError):
-        return text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
