@@ -55,7 +55,7 @@ class SampleFields:
 
     def __post_init__(self) -> None:
         require(self.prompts is None or bool(self.prompts) and all(prompt.strip() for prompt in self.prompts),
-                "samples.prompts", self.prompts, "null or a list of texts, none of them empty")
+                "samples.prompts", self.prompts, "null or a list of strings, none of them empty")
         require(self.every_n_steps >= 1, "samples.every_n_steps", self.every_n_steps, "1 or more")
         require(self.max_new_tokens >= 1, "samples.max_new_tokens", self.max_new_tokens, "1 or more")
 
@@ -106,7 +106,7 @@ class BenchmarkScore:
         task: The benchmark's name of the task: `task_id` in its eval.yaml.
         revision: Commit of the benchmark.
         scale: Factor from the metric to the score, for example 100 from a fraction to per cent.
-        notes: How it was measured, in a few words.
+        notes: How the score was measured, in a few words.
     """
 
     metric: str

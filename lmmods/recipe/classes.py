@@ -28,19 +28,19 @@ ALLOWED = {
     "RichModelSummary": "Like ModelSummary, as a table; needs the package rich.",
 }
 
-# Refused callback -> reason, or what to use instead.
+# Callback that is not supported -> reason, or what to use instead.
 REFUSED = {
     "BackboneFinetuning": "Set model.lora with targets and modules_to_save.",
     "BaseFinetuning": "Set model.lora with targets and modules_to_save.",
     "BasePredictionWriter": "predict writes predictions.jsonl.",
     "BatchSizeFinder": "It would override the recipe's batch size. Set data.batch_size; inspect estimates the memory.",
-    "Callback": "It does nothing. Use a callback of your own.",
+    "Callback": "It does nothing. Use your own subclass of it.",
     "Checkpoint": "Use the checkpoint block.",
     "DeviceStatsMonitor": "The progress line shows memory, and W&B logs machine statistics.",
     "EMAWeightAveraging": "A run cannot resume from its checkpoints. Set model.optimizer.ema_decay.",
     "GradientAccumulationScheduler": "The learning-rate schedule would not match the number of steps, and resuming "
                                      "within an epoch would not be exact. Set trainer.accumulate_grad_batches.",
-    "LambdaCallback": "It needs functions, which a recipe cannot contain. Use a callback of your own.",
+    "LambdaCallback": "It needs functions, which a recipe cannot contain. Use your own callback class.",
     "LearningRateFinder": "Use the command find.",
     "ModelCheckpoint": "Use the checkpoint block.",
     "ModelPruning": "Pruned layers cannot be exported or resumed from.",
@@ -60,18 +60,18 @@ REFUSED = {
 
 def check_callback(class_path: str) -> None:
     """Raise UserError if a recipe may not name this callback."""
-    if reason := reason_against(class_path):
+    if reason := unsupported_reason(class_path):
         raise UserError(f"trainer.callbacks: {class_path.rsplit('.', 1)[-1]} is not supported. {reason}")
 
 
-def reason_against(class_path: str) -> str | None:
-    """Return why a recipe may not name a callback; None if it may. Third-party callbacks are not judged."""
+def unsupported_reason(class_path: str) -> str | None:
+    """Return why a recipe may not name a callback; None if it may. Third-party callbacks are not checked."""
     name = class_path.rsplit(".", 1)[-1]
     if name in ALLOWED or class_path.split(".")[0] not in ("lightning", "lmmods"):
         return None
     if class_path.startswith("lmmods."):
         return "It is part of every run. Remove it."
-    return REFUSED.get(name, "A resumed run could differ.")
+    return REFUSED.get(name, "A resumed run could differ. Remove it.")
 
 
 # Keys whose values are library classes, with the tested classes that may be given by short name; any other class needs
@@ -119,20 +119,20 @@ def declared(block: str) -> dict[str, type[TaskFields | DataFields]]: ...
 @functools.cache
 def declared(block: str) -> dict[str, Any]:
     """Return the fields of every declared task (`model`) or data module (`data`) by class name: SFT, SFTData."""
-    found = {}
+    fields = {}
     # Found by their files, so that a new task needs no entry in a list.
     package = importlib.import_module("lmmods.recipe.tasks")
-    for module in sorted(each.name for each in pkgutil.iter_modules(package.__path__) if each.name != "base"):
+    for module in sorted(entry.name for entry in pkgutil.iter_modules(package.__path__) if entry.name != "base"):
         name = f"{package.__name__}.{module}"
         # Only classes defined in the module itself, not those it imports.
-        for kind in vars(importlib.import_module(name)).values():
-            if inspect.isclass(kind) and issubclass(kind, BASES[block]) and kind.__module__ == name:
-                found[class_name(kind)] = kind
-    return dict(sorted(found.items()))
+        for cls in vars(importlib.import_module(name)).values():
+            if inspect.isclass(cls) and issubclass(cls, BASES[block]) and cls.__module__ == name:
+                fields[class_name(cls)] = cls
+    return dict(sorted(fields.items()))
 
 
 def list_all(block: str, read: Callable[[Any], tuple[str, ...]]) -> tuple[str, ...]:
-    """Return what the declared classes of a block and their bases list, such as their `may_change`."""
+    """Return the names that the declared classes of a block and their bases list, such as their `may_change`."""
     return tuple(dict.fromkeys(name for fields in declared(block).values() for cls in reversed(fields.__mro__)
                                if issubclass(cls, BASES[block]) for name in read(cls)))
 
@@ -142,8 +142,8 @@ class NamedModel(NamedTuple):
 
     Args:
         key: Key in `model`, such as teacher.adapter.
-        block: The mapping that has the last part of the key.
-        last: That part.
+        block: Mapping that contains the last part of the key.
+        last: Last part of the key.
         name: Folder or hub id.
         revision: Revision of a hub model; None for adapters and for models that do not train.
     """
@@ -156,7 +156,7 @@ class NamedModel(NamedTuple):
 
 
 def named_models(model: dict[str, Any]) -> list[NamedModel]:
-    """Return what the `model_keys` of tasks name in `model` of a recipe, merged to one level."""
+    """Return the models that the `model_keys` of tasks name in a recipe's `model`, merged to one level."""
     models = []
     for key in list_all("model", lambda task: task.model_keys):
         *outer, last = key.split(".")
@@ -170,18 +170,18 @@ def named_models(model: dict[str, Any]) -> list[NamedModel]:
 
 
 def tasks_that_write() -> list[str]:
-    """Return the names of the tasks whose networks write text."""
-    return [name for name, kind in declared("model").items() if issubclass(kind, CausalFields)]
+    """Return the names of the tasks whose models generate text."""
+    return [name for name, cls in declared("model").items() if issubclass(cls, CausalFields)]
 
 
-def class_name(kind: type) -> str:
-    """Return the name that a recipe gives to the class with these fields: SFT for SFTFields, or for SFT itself."""
-    return kind.__name__.removesuffix("Fields")
+def class_name(cls: type) -> str:
+    """Return the name of the class with these fields in recipes: SFT for SFTFields, or for SFT itself."""
+    return cls.__name__.removesuffix("Fields")
 
 
-def module_of(kind: type, package: str) -> str:
-    """Return the module in a package with the class of these fields; it has the name of their module."""
-    return f"{package}.{kind.__module__.rpartition('.')[2]}"
+def module_of(cls: type, package: str) -> str:
+    """Return the module in a package that has the class with these fields: it is named like the fields' module."""
+    return f"{package}.{cls.__module__.rpartition('.')[2]}"
 
 
 def implementation(fields: type, package: str) -> type:
@@ -190,49 +190,49 @@ def implementation(fields: type, package: str) -> type:
 
 
 def names_of(key: str, engine: str) -> tuple[str, ...]:
-    """Return the names of the classes that a key may have without their import path."""
+    """Return the names of the classes that a key accepts without their import path."""
     return tuple(declared(key)) if key in BASES else CLASSES[engine].get(key, ())
 
 
 def known_class(block: str, path: str, engine: str) -> type | None:
-    """Return the fields of a task or data module by the name or import path of its class; None if it is not declared.
-    """
+    """Return the fields of a task or data module by its class's name or import path; None if it is not declared."""
     package, _, name = path.rpartition(".")
-    kind = declared(block).get(name)
-    # The import path of another class may end in a declared name, too.
-    return kind if kind and package in ("", module_of(kind, FOLDERS[engine][block])) else None
+    cls = declared(block).get(name)
+    # Another class's import path may also end in a declared name.
+    return cls if cls and package in ("", module_of(cls, FOLDERS[engine][block])) else None
 
 
 def find_class(name: str, bases: tuple[Any, ...], key: str) -> Any:
     """Return the class with an import path, or a loaded one with a short name; None if there is no such short name.
 
     Args:
-        bases: Classes, of one of which it must be a subclass.
+        bases: Allowed base classes.
 
     Raises:
         UserError: There is no such class, or the recipe may not name it.
     """
     if "." in name:
         return import_class(name, bases, key)
-    kinds = [base for base in bases if base is not Callable]
-    for kind in kinds:  # grows
-        kinds += kind.__subclasses__()
-    kind = next((each for each in kinds if each.__name__ == name
-                 and (is_trusted() or each.__module__.partition(".")[0] in PACKAGES)), None)
-    return kind and check_class(kind, bases, key)
+    candidates = [base for base in bases if base is not Callable]
+    for candidate in candidates:  # grows
+        candidates += candidate.__subclasses__()
+    cls = next((candidate for candidate in candidates if candidate.__name__ == name
+                and (is_trusted() or candidate.__module__.partition(".")[0] in PACKAGES)), None)
+    return cls and check_class(cls, bases, key)
 
 
-def import_path(kind: Any) -> str:
-    """Return the shortest import path of a class or function: that of the outermost package that has it."""
-    module, name = kind.__module__, kind.__qualname__
+def import_path(cls: Any) -> str:
+    """Return the shortest import path of a class or function, from the outermost package that has it."""
+    module, name = cls.__module__, cls.__qualname__
     packages = itertools.accumulate(module.split("."), lambda outer, inner: f"{outer}.{inner}")
-    return f"{next((each for each in packages if getattr(sys.modules[each], name, None) is kind), module)}.{name}"
+    package = next((package for package in packages if getattr(sys.modules[package], name, None) is cls), module)
+    return f"{package}.{name}"
 
 
 def check_name(key: str, name: str, engine: str) -> None:
-    """Raise UserError for the short name of a class that does not exist."""
-    listed = names_of(key, engine)
-    folders = {each: FOLDERS[each].get(key) for each in ENGINES}
+    """Raise UserError if no class has this short name."""
+    names = names_of(key, engine)
+    folders = {engine_name: FOLDERS[engine_name].get(key) for engine_name in ENGINES}
     folder = folders.pop(engine)
     if key == "trainer.callbacks" and engine == "torch" and name in REFUSED:
         check_callback(f"lightning.{name}")
@@ -243,10 +243,10 @@ def check_name(key: str, name: str, engine: str) -> None:
             if elsewhere is not None and name in _classes_in(elsewhere):
                 raise UserError(f"model is {name}, which only engine {other} supports: {folder} has no file for it. "
                                 f"Use --engine {other}, or add that file (docs/extending.md).")
-    if name in listed:
+    if name in names:
         return
-    near = difflib.get_close_matches(name, listed, 1)
-    raise UserError(f"{key} is {name}, but must be {', '.join(listed)} or the import path of a class."
+    near = difflib.get_close_matches(name, names, 1)
+    raise UserError(f"{key} is {name}, but must be {', '.join(names)} or the import path of a class."
                     + (f" Did you mean {near[0]}?" if near else ""))
 
 

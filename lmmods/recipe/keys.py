@@ -1,6 +1,6 @@
 """Keys of command lines and recipes, with type, default and description.
 
-They are read from the dataclasses of fields, which import no heavy library, and from the command functions.
+They are read from the dataclasses of fields, which do not import heavy libraries, and from the command functions.
 """
 
 import collections.abc
@@ -51,35 +51,35 @@ class Key:
     text: str
 
 
-def keys_of(kind: Callable[..., Any], prefix: str = "") -> dict[str, Key]:
+def keys_of(cls: Callable[..., Any], prefix: str = "") -> dict[str, Key]:
     """Return the arguments of a function or constructor as keys under `prefix`, by argument name."""
     return {name: Key(f"{prefix}.{name}".removeprefix("."), hint, default, text)
-            for name, (hint, default, text) in _arguments(kind).items()}
+            for name, (hint, default, text) in _arguments(cls).items()}
 
 
 @functools.cache
-def _arguments(kind: Callable[..., Any]) -> dict[str, tuple[Any, Any, str]]:
-    # A signature shows a factory instead of the default that it makes.
-    made = {each.name: each.default_factory() for each in dataclasses.fields(kind)
-            if each.default_factory is not dataclasses.MISSING} if dataclasses.is_dataclass(kind) else {}
-    texts = _texts(kind)
-    return {name: (_readable(each.annotation), made.get(name, each.default), texts.get(name, ""))
-            for name, each in _signature_of(kind)[0].items()}
+def _arguments(cls: Callable[..., Any]) -> dict[str, tuple[Any, Any, str]]:
+    # A signature has a placeholder for the default of a factory.
+    factory_defaults = {item.name: item.default_factory() for item in dataclasses.fields(cls)
+                        if item.default_factory is not dataclasses.MISSING} if dataclasses.is_dataclass(cls) else {}
+    texts = _texts(cls)
+    return {name: (_readable(item.annotation), factory_defaults.get(name, item.default), texts.get(name, ""))
+            for name, item in _signature_of(cls)[0].items()}
 
 
-def takes_any_key(kind: Callable[..., Any]) -> bool:
+def takes_any_key(cls: Callable[..., Any]) -> bool:
     """True if a function or constructor has `**kwargs` that do not go to the constructor of a base class."""
-    return _signature_of(kind)[1]
+    return _signature_of(cls)[1]
 
 
 @functools.cache
-def _signature_of(kind: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
+def _signature_of(cls: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the named arguments of a function or constructor, and whether it takes any others.
 
-    Arguments of a base class count where a constructor hands its `**kwargs` on: `super().__init__(**kwargs)`.
+    Arguments of a base class count if a constructor passes its `**kwargs` on: `super().__init__(**kwargs)`.
     """
-    functions = [kind] if not inspect.isclass(kind) else [
-        vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base) and base is not object]
+    functions = [cls] if not inspect.isclass(cls) else [
+        vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base) and base is not object]
     named: dict[str, inspect.Parameter] = {}
     fixed: set[str] = set()  # arguments of a base class that a constructor sets itself
     for function in functions:
@@ -87,14 +87,14 @@ def _signature_of(kind: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter
         try:
             hints = get_type_hints(function)
         except NameError:  # names that only type checkers import
-            hints = {name: Any if isinstance(each.annotation, str) else each.annotation
-                     for name, each in parameters.items()}
+            hints = {name: Any if isinstance(parameter.annotation, str) else parameter.annotation
+                     for name, parameter in parameters.items()}
         rest = None
-        for name, each in parameters.items():
-            if each.kind is each.VAR_KEYWORD:
+        for name, parameter in parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
                 rest = name
-            elif each.kind is not each.VAR_POSITIONAL and name not in ("self", *fixed):
-                named.setdefault(name, each.replace(annotation=hints.get(name, Any)))
+            elif parameter.kind is not parameter.VAR_POSITIONAL and name not in ("self", *fixed):
+                named.setdefault(name, parameter.replace(annotation=hints.get(name, Any)))
         if rest is None:
             return named, False
         call = re.search(rf"super\([^)]*\)\.__init__\((?:[^()]|\([^()]*\))*\*\*{rest}\b", inspect.getsource(function))
@@ -105,38 +105,38 @@ def _signature_of(kind: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter
 
 
 def _readable(hint: Any) -> Any:
-    """Return a type hint in the types that recipes are read by; other types become Any, and are not checked."""
-    kinds: list[Any] = []
-    for each in members(hint):
-        outer = get_origin(each) or each
+    """Convert a type hint to the types that recipes are read by; other types become Any, and are not checked."""
+    readable_types: list[Any] = []
+    for member in members(hint):
+        outer = get_origin(member) or member
         if outer is Literal:
-            kinds += [each, *([bool] if any(isinstance(value, bool) for value in get_args(each)) else [])]
-        elif each in WORDS or each is timedelta:
-            kinds.append(each)
+            readable_types += [member, *([bool] if any(isinstance(value, bool) for value in get_args(member)) else [])]
+        elif member in WORDS or member is timedelta:
+            readable_types.append(member)
         elif outer is collections.abc.Callable:
-            kinds.append(outer)
+            readable_types.append(outer)
         elif not inspect.isclass(outer):
-            kinds.append(Any)
+            readable_types.append(Any)
         elif issubclass(outer, os.PathLike):
-            kinds.append(str)
+            readable_types.append(str)
         elif issubclass(outer, collections.abc.Mapping):
-            name, value = get_args(each) or (Any, Any)
-            kinds.append(types.GenericAlias(dict, (_readable(name), _readable(value))))
+            name, value = get_args(member) or (Any, Any)
+            readable_types.append(types.GenericAlias(dict, (_readable(name), _readable(value))))
         elif issubclass(outer, collections.abc.Iterable) and outer.__module__ in ("builtins", "collections.abc"):
-            items = tuple(_readable(part) for part in get_args(each) if part is not ...)
-            kinds.append(types.GenericAlias(list, items or (Any,)))
+            items = tuple(_readable(part) for part in get_args(member) if part is not ...)
+            readable_types.append(types.GenericAlias(list, items or (Any,)))
         else:
             is_plain = issubclass(outer, Enum) or outer.__module__.partition(".")[0] in ("builtins", "torch")
-            kinds.append(Any if is_plain or get_args(each) else outer)
-    return Union[tuple(kinds)]  # noqa: UP007 - members from a list
+            readable_types.append(Any if is_plain or get_args(member) else outer)
+    return Union[tuple(readable_types)]  # noqa: UP007 - members from a list
 
 
-def _texts(kind: Callable[..., Any]) -> dict[str, str]:
+def _texts(cls: Callable[..., Any]) -> dict[str, str]:
     """Return the argument descriptions in the docstrings of a function, or of a class and its bases."""
-    return {each.arg_name: " ".join((each.description or "").split())
+    return {param.arg_name: " ".join((param.description or "").split())
             # Base classes first, so that a subclass may describe an argument again.
-            for base in reversed(kind.__mro__ if inspect.isclass(kind) else [kind])
-            for each in docstring_parser.parse(base.__doc__ or "").params}
+            for base in reversed(cls.__mro__ if inspect.isclass(cls) else [cls])
+            for param in docstring_parser.parse(base.__doc__ or "").params}
 
 
 def recipe_keys(options: dict[str, Key], engine: str) -> dict[str, Key]:
@@ -148,13 +148,13 @@ def recipe_keys(options: dict[str, Key], engine: str) -> dict[str, Key]:
                                "Seed for initial weights, dropout, data order and splits, 0 to 4294967295. true picks "
                                "one at random."),
         "engine": Key("engine", Literal[ENGINES], "torch", "torch (Lightning) or jax (Flax)."),
-        # Accepted by every command, as a recipe written for fit may set it.
+        # Every command accepts it, as a recipe written for fit may set it.
         **({} if "overwrite" in options else {"overwrite": Key("overwrite", bool, False, "")}),
-        **{name: Key(name, kind, REQUIRED, _summary(kind)) for name, kind in blocks.items()}}
+        **{name: Key(name, cls, REQUIRED, _summary(cls)) for name, cls in blocks.items()}}
 
 
-def _summary(kind: type) -> str:
-    return (kind.__doc__ or "").split("\n\n")[0].strip()
+def _summary(cls: type) -> str:
+    return (cls.__doc__ or "").split("\n\n")[0].strip()
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -163,29 +163,29 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def block_in(hint: Any) -> type | None:
-    """Return the project's class in a type hint whose fields a mapping may set; None if there is none."""
-    return next((each for each in members(hint) if _is_block(each)), None)
+    """Return the project's dataclass in a type hint, whose fields a mapping may set; None if there is none."""
+    return next((member for member in members(hint) if _is_block(member)), None)
 
 
 def only_block_in(hint: Any) -> type:
-    """Return the project's class in a type hint that has one."""
+    """Like `block_in`, for a type hint that has such a class."""
     block = block_in(hint)
     assert block is not None, hint
     return block
 
 
-def _is_block(kind: Any) -> bool:
-    return inspect.isclass(kind) and dataclasses.is_dataclass(kind)
+def _is_block(cls: Any) -> bool:
+    return inspect.isclass(cls) and dataclasses.is_dataclass(cls)
 
 
 def library_classes(hint: Any) -> tuple[type, ...]:
-    """Return the classes in a type, or in the items of its lists, of which a recipe names a subclass by `class_path`.
-    """
-    # A class that is neither a plain type nor a block of ours belongs to a library.
-    return tuple(kind for each in members(hint) for kind in (
-        library_classes(get_args(each)[0]) if get_origin(each) is list else
-        (each,) if inspect.isclass(each) and get_origin(each) is None and not _is_block(each) and each not in WORDS
-        and each not in (dict, list, timedelta) else ()))
+    """Return the library classes in a type, or in the items of its lists; a recipe names a subclass by `class_path`."""
+    # A class that is neither a plain type nor a block of this project belongs to a library.
+    plain = (*WORDS, dict, list, timedelta)
+    return tuple(cls for member in members(hint) for cls in (
+        library_classes(get_args(member)[0]) if get_origin(member) is list else
+        (member,) if inspect.isclass(member) and get_origin(member) is None and not _is_block(member)
+        and member not in plain else ()))
 
 
 def walk(keys: dict[str, Key], classes: dict[str, tuple[type, ...]]) -> Iterator[Key]:
@@ -196,12 +196,12 @@ def walk(keys: dict[str, Key], classes: dict[str, tuple[type, ...]]) -> Iterator
     """
     for key in keys.values():
         yield key
-        seen: dict[str, Key] = {}
-        kind = block_in(key.type)
-        for each in classes.get(key.name, (kind,) if kind else ()):
+        inner: dict[str, Key] = {}
+        block_class = block_in(key.type)
+        for cls in classes.get(key.name, (block_class,) if block_class else ()):
             # A key that several classes have appears once.
-            seen |= {name: inner for name, inner in keys_of(each, key.name).items() if name not in seen}
-        yield from walk(seen, {})
+            inner |= {name: inner_key for name, inner_key in keys_of(cls, key.name).items() if name not in inner}
+        yield from walk(inner, {})
 
 
 def task_classes(block: str) -> tuple[type, ...]:
@@ -212,18 +212,18 @@ def task_classes(block: str) -> tuple[type, ...]:
 def nearest(name: str, names: list[str]) -> str | None:
     """Return the known key nearest to a misspelt one; None if none is near."""
     parent, _, leaf = name.rpartition(".")
-    siblings = {each.rpartition(".")[2]: each for each in names if each.rpartition(".")[0] == parent}
-    # In its own block first: a name that starts like it, then a similar one.
-    begun = sorted((each for each in siblings if len(leaf) > 1 and each.startswith(leaf)), key=len)
-    if near := begun[:1] or difflib.get_close_matches(leaf, siblings, 1, 0.7):
+    siblings = {key.rpartition(".")[2]: key for key in names if key.rpartition(".")[0] == parent}
+    # In the key's own block first: a name that starts like it, then a similar one.
+    completions = sorted((key for key in siblings if len(leaf) > 1 and key.startswith(leaf)), key=len)
+    if near := completions[:1] or difflib.get_close_matches(leaf, siblings, 1, 0.7):
         return siblings[near[0]]
     # Then elsewhere in the top-level block, and last in all of the recipe: the same leaf, a similar name, a similar
     # leaf.
     block = name.partition(".")[0]
-    for candidates in ([each for each in names if each.partition(".")[0] == block], names):
+    for candidates in ([key for key in names if key.partition(".")[0] == block], names):
         elsewhere: dict[str, str] = {}
-        for each in candidates:
-            elsewhere.setdefault(each.rpartition(".")[2], each)
+        for key in candidates:
+            elsewhere.setdefault(key.rpartition(".")[2], key)
         if leaf in elsewhere:
             return elsewhere[leaf]
         if near := difflib.get_close_matches(name, candidates, 1, 0.8):
@@ -240,31 +240,31 @@ def in_words(hint: Any, name: str = "", as_type: bool = False) -> str:
         name: Name of the key with this type.
         as_type: Name the type itself, for help and tables: `integer or null`, `boolean`.
     """
-    listed: list[str] = []
+    words: list[str] = []
     parts: list[str] = []
     has_null = False
-    for each in members(hint):
-        if get_origin(each) is Literal:
-            listed += map(str, get_args(each))
-        elif each is type(None):
+    for member in members(hint):
+        if get_origin(member) is Literal:
+            words += map(str, get_args(member))
+        elif member is type(None):
             has_null = True
-        elif each is bool and (not as_type or listed_in(hint)):
-            listed += ["true", "false"]
+        elif member is bool and (not as_type or listed_in(hint)):
+            words += ["true", "false"]
         # "a number" covers integers, and "a string" a duration.
-        elif not (each is int and float in members(hint) or each is timedelta and str in members(hint)):
-            parts.append(_phrase(each, name))
+        elif not (member is int and float in members(hint) or member is timedelta and str in members(hint)):
+            parts.append(_phrase(member, name))
     parts = list(dict.fromkeys(re.sub(r"^an? | of its keys$", "", part) if as_type else part for part in parts))
-    if len(listed) > 2 and not parts:
-        return f"one of {', '.join(listed)}" + (", or null" if has_null else "")
+    if len(words) > 2 and not parts:
+        return f"one of {', '.join(words)}" + (", or null" if has_null else "")
     # A comma before the last `or`, where a part has one of its own.
-    if has_null and any(" or " in each for each in parts):
-        return f"{_join([*listed, *parts])}, or null"
-    return _join([*listed, *parts, *(["null"] if has_null else [])])
+    if has_null and any(" or " in member for member in parts):
+        return f"{_join([*words, *parts])}, or null"
+    return _join([*words, *parts, *(["null"] if has_null else [])])
 
 
 def listed_in(hint: Any) -> list[str]:
     """Return the literal values that a type enumerates."""
-    return [str(value) for each in members(hint) if get_origin(each) is Literal for value in get_args(each)]
+    return [str(value) for member in members(hint) if get_origin(member) is Literal for value in get_args(member)]
 
 
 def _join(parts: list[str]) -> str:
@@ -286,7 +286,7 @@ def _phrase(hint: Any, name: str) -> str:
 
 def _plural(hint: Any) -> str:
     if len(members(hint)) > 1:
-        parts = [_plural(each) for each in members(hint)
-                 if each is not type(None) and (each is not int or float not in members(hint))]
+        parts = [_plural(member) for member in members(hint)
+                 if member is not type(None) and (member is not int or float not in members(hint))]
         return _join(list(dict.fromkeys(parts)))
     return WORDS[hint][1] if hint in WORDS else "mappings" if block_in(hint) else "classes"

@@ -11,24 +11,25 @@ from lmmods.recipe.classes import import_path
 from lmmods.recipe.keys import REQUIRED, block_in, keys_of, members
 
 
-def fill(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values of all fields of a class: the given ones, else defaults; nested settings as mappings."""
+def fill(cls: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return plain values of all fields of a class: the given settings, else defaults; nested ones as mappings."""
     values = {}
-    for name, key in keys_of(kind).items():
-        if name in given or key.default is not REQUIRED:
-            values[name] = fill_value(given.get(name, key.default), key.type)
+    for name, key in keys_of(cls).items():
+        if name in settings or key.default is not REQUIRED:
+            values[name] = fill_value(settings.get(name, key.default), key.type)
     return values
 
 
 def fill_value(value: Any, hint: Any) -> Any:
+    """Return a value of this type with the defaults of its settings filled in."""
     if isinstance(value, ClassArguments):
         return value
     if dataclasses.is_dataclass(value):
         return dict(vars(value))
-    if isinstance(value, dict) and (kind := block_in(hint)):
-        return fill(kind, value)
+    if isinstance(value, dict) and (cls := block_in(hint)):
+        return fill(cls, value)
     if isinstance(value, list):
-        return [fill_value(each, items_of(hint)) for each in value]
+        return [fill_value(item, items_of(hint)) for item in value]
     # An integer may be given where the type is a number.
     return float(value) if type(value) is int and float in members(hint) and int not in members(hint) else value
 
@@ -42,7 +43,7 @@ class ClassArguments:
 
     @property
     def class_path(self) -> str:
-        """The import path."""
+        """Import path of the class."""
         return import_path(self.kind)
 
     def build(self) -> Any:
@@ -62,42 +63,42 @@ class ClassArguments:
 
 
 def without_objects(value: Any) -> Any:
-    """Return values as a recipe writes them.
+    """Return values as written in a recipe.
 
-    Of a library's class, keys that are null and default to null are left out: a logger has some thirty options.
+    Arguments of a library's class that are null by default are omitted: a logger has some thirty options.
     """
     if isinstance(value, ClassArguments):
         keys = keys_of(value.kind) if inspect.isclass(value.kind) else {}
-        arguments = {name: each for name, each in value.init_args.items()
-                     if each is not None or name in keys and keys[name].default is not None}
+        arguments = {name: argument for name, argument in value.init_args.items()
+                     if argument is not None or name in keys and keys[name].default is not None}
         return {"class_path": value.class_path, "init_args": without_objects(arguments)}
     if isinstance(value, dict):
-        return {name: without_objects(each) for name, each in value.items()}
+        return {name: without_objects(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_objects(each) for each in value]
+        return [without_objects(item) for item in value]
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def items_of(hint: Any) -> Any:
     """Return the type of a list's items."""
-    return next((get_args(each)[0] for each in members(hint) if get_origin(each) is list), Any)
+    return next((get_args(member)[0] for member in members(hint) if get_origin(member) is list), Any)
 
 
-def objects(kind: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given values with mappings of settings made into objects, as constructors take them.
+def objects(cls: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Build the arguments of a constructor from settings: nested mappings become objects.
 
     Raises:
         UserError: A value is out of range.
     """
-    keys = keys_of(kind)
+    keys = keys_of(cls)
 
-    def made(value: Any, hint: Any) -> Any:
+    def build(value: Any, hint: Any) -> Any:
         if isinstance(value, list):
-            return [made(each, items_of(hint)) for each in value]
+            return [build(item, items_of(hint)) for item in value]
         if isinstance(value, ClassArguments):
             return value.build()
-        inner = block_in(hint) if isinstance(value, dict) else None
-        return inner(**objects(inner, value)) if inner else value
+        inner_class = block_in(hint) if isinstance(value, dict) else None
+        return inner_class(**objects(inner_class, value)) if inner_class else value
 
-    hints = {name: keys[name].type if name in keys else Any for name in given}
-    return {name: made(fill_value(value, hints[name]), hints[name]) for name, value in given.items()}
+    hints = {name: keys[name].type if name in keys else Any for name in settings}
+    return {name: build(fill_value(value, hints[name]), hints[name]) for name, value in settings.items()}

@@ -1,6 +1,6 @@
-"""Keys of `trainer`: types, defaults, documentation. Those of TrainerFields work on both engines.
+"""Keys of `trainer`: types, defaults, documentation. The keys of TrainerFields work on both engines.
 
-The JAX engine's trainer inherits its fields; the torch engine's hands most of them to Lightning.
+The JAX engine's trainer inherits its fields; the torch engine's passes most of them to Lightning.
 """
 
 import math
@@ -158,40 +158,46 @@ def check_length(max_epochs: int | float | None, max_steps: int) -> None:
 
 
 def steps_per_epoch(batches_per_epoch: int, batches_per_step: int) -> int:
-    """Return the optimiser steps of an epoch; arguments as in `num_steps`."""
+    """Return the number of optimiser steps in an epoch; arguments as in `num_steps`."""
     return -(-batches_per_epoch // batches_per_step)
 
 
 def num_steps(batches_per_epoch: int, batches_per_step: int, max_epochs: int | float | None, max_steps: int) -> int:
-    """Return the optimiser steps of a run. Raises UserError if it has no end.
+    """Return the number of optimiser steps in a run. Raises UserError if neither key limits it.
 
     Args:
-        batches_per_epoch: Micro-batches of each device in an epoch.
-        batches_per_step: Micro-batches of each device in an optimiser step; the last step of an epoch may have fewer.
-        max_epochs: Epochs; a fraction of the steps of one is rounded up to whole steps. None or -1: max_steps decides.
-        max_steps: Optimiser steps; -1: max_epochs decides.
+        batches_per_epoch: Micro-batches per device in an epoch.
+        batches_per_step: Micro-batches per device in an optimiser step; the last step of an epoch may have fewer.
+        max_epochs: Number of epochs; a partial epoch is rounded up to whole steps. None or -1 uses max_steps.
+        max_steps: Number of optimiser steps; -1 uses max_epochs.
     """
     check_length(max_epochs, max_steps)
-    by_epochs = math.inf
+    steps_by_epochs = math.inf
     if max_epochs is not None and max_epochs != -1:
-        whole, part = divmod(Fraction(str(max_epochs)), 1)  # as written: 1.1 is no more than eleven tenths
+        # From the decimal digits: as a float, 1.1 is a little more than eleven tenths.
+        full_epochs, partial_epoch = divmod(Fraction(str(max_epochs)), 1)
         steps = steps_per_epoch(batches_per_epoch, batches_per_step)
-        by_epochs = whole * steps + math.ceil(part * steps)
-    length = min(by_epochs, math.inf if max_steps == -1 else max_steps)
+        steps_by_epochs = full_epochs * steps + math.ceil(partial_epoch * steps)
+    length = min(steps_by_epochs, math.inf if max_steps == -1 else max_steps)
     if math.isinf(length):
         raise UserError("trainer.max_steps or trainer.max_epochs is missing. Set one of them.")
     return int(length)
 
 
 def limit_batches(num_batches: int, limit: int | float | None, role: str) -> int:
-    """Global micro-batches of a pass over a set, limited by `trainer.limit_<role>_batches`: a number or a share.
+    """Return the number of micro-batches in a pass over a set, limited by `trainer.limit_<role>_batches`.
+
+    Args:
+        num_batches: Number of micro-batches in the set, each counted once for all devices.
+        limit: Number or fraction of the micro-batches; None does not limit them.
 
     Raises:
-        UserError: Nothing is left to train on.
+        UserError: No micro-batch is left to train on.
     """
     if limit is None:
         return num_batches
-    wanted = int(num_batches * limit) if isinstance(limit, float) else limit
-    if wanted < 1 and role == "train":
-        raise UserError(f"trainer.limit_train_batches is {limit}: of {num_batches} micro-batches nothing is left.")
-    return min(wanted, num_batches)
+    count = int(num_batches * limit) if isinstance(limit, float) else limit
+    if count < 1 and role == "train":
+        raise UserError(f"trainer.limit_train_batches is {limit}, which leaves none of {num_batches} micro-batches. "
+                        "Raise it.")
+    return min(count, num_batches)

@@ -354,7 +354,7 @@ def test_a_mistake_is_told_whose_message_has_the_word_of_another_key(told):
 
 def test_each_layer_is_held_to_the_class_that_counts_in_the_end(told):
     assert told(options=("--model.beta", "2", "--model", "Preference")) == (
-        "model.class_path is Preference, which trains on PreferenceData, but data.class_path is SFTData: set it to "
+        "model.class_path is Preference, which trains on PreferenceData, but data.class_path is SFTData. Set it to "
         "PreferenceData, or model.class_path to SFT.")
     assert told(options=("--model.beta", "2")) == "--model.beta is not a key of SFT: GRPO and Preference have it."
 

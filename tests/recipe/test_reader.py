@@ -21,7 +21,7 @@ from lmmods.recipe.classes import (
     declared,
     implementation,
     module_of,
-    reason_against,
+    unsupported_reason,
 )
 from lmmods.recipe.engines import load_engine
 from lmmods.recipe.keys import TRAINERS, keys_of, library_classes, members, recipe_keys, task_classes, walk
@@ -109,7 +109,7 @@ def test_classes_of_libraries_are_listed_as_they_are(engine):
                   and kind.__module__.startswith(("lightning.", "lmmods.", "jax_engine."))} - OWN - {
                       base.__name__ for base in bases if key != "trainer.strategy" and base.__subclasses__()}
         if key == "trainer.callbacks":
-            listed = {name for name in listed if not reason_against(f"lightning.pytorch.callbacks.{name}")}
+            listed = {name for name in listed if not unsupported_reason(f"lightning.pytorch.callbacks.{name}")}
         if key in ("trainer.logger", "trainer.profiler"):
             listed -= UNTRIED
         if key == "trainer.strategy":
@@ -282,7 +282,7 @@ def test_a_task_on_data_of_another_is_refused(recipe, engine, task, other):
         return
     for command in ("fit", "validate", "test", "predict", "inspect", "plan", "find"):
         with pytest.raises(UserError, match=f"^model.class_path is {task}, which trains on {own}, but "
-                                            f"data.class_path is {data}: set it to {own}, or model.class_path to "
+                                            f"data.class_path is {data}. Set it to {own}, or model.class_path to "
                                             f"{other}.$"):
             read([command, *layers, *(["--on", "cpu"] if command == "plan" else [])], engine)
 
@@ -293,7 +293,7 @@ def test_classes_of_ones_own_are_of_the_kind_that_they_inherit(engine):
     causal = import_module(f"{FOLDERS[engine]['model']}.clm").CLM
     own = type("Own", (causal,), {})(pretrained="m")
     mine = type("Mine", (sft.SFTDataFields,), {})("rows.jsonl")
-    with pytest.raises(UserError, match="model.class_path is Own, .* but data.class_path is Mine: set it to CLMData"):
+    with pytest.raises(UserError, match="model.class_path is Own, .* but data.class_path is Mine. Set it to CLMData"):
         own.check_data(mine)
     own.check_data(type("Texts", (clm.CLMDataFields,), {})("rows.jsonl"))
     own.check_data(type("Plain", (base.DataFields,), {})("rows.jsonl"))

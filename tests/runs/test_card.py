@@ -73,7 +73,7 @@ def test_reinforcement_learning_is_described(run):
                      "rewards": rewards, "loss": "dr_grpo", "ratio": "sequence", "num_generations": 4, "beta": 0.1}})
     card = model_card(folder, "me/base", False, "AutoModelForCausalLM")
     assert ("Trained by reinforcement learning on its own answers: reward `exact_match`, reward `is_short`, loss "
-            "`dr_grpo`, ratio of sequences, 4 answers to each prompt, beta 0.1.") in " ".join(card.split())
+            "`dr_grpo`, sequence ratio, 4 answers per prompt, beta 0.1.") in " ".join(card.split())
     told = ModelCard(card).data
     assert told.tags == ["lmmods", "reinforcement-learning", "grpo"]
     assert {(r.metric_type, r.metric_value) for r in told.eval_results} == {("reward", 0.5), ("pass@8", 0.75)}

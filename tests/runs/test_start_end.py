@@ -73,15 +73,15 @@ def test_the_start(capsys):
                       num_generations=4, max_new_tokens=10, steps_per_rollout=2, num_iterations=3)
     RunSummary(task, "", schedule(), 2, memory(0)).say(DATA)
     assert capsys.readouterr().out.splitlines()[2:5] == [
-        "Step: 6 prompts x 4 answers (4 x 3 micro-batches x 2 devices), about 60 tokens of prompts and at most 240 of "
-        "answers.", "Rollouts: 4 in an epoch, each of 12 prompts x 4 answers for 2 steps, 3 passes.",
+        "Step: 6 prompts x 4 answers (4 x 3 micro-batches x 2 devices), about 60 prompt tokens and at most 240 "
+        "answer tokens.", "Rollouts: 4 per epoch, each of 12 prompts x 4 answers for 2 steps, 3 passes.",
         "Rewards: exact_match (weight 1), f1 (weight 0.5)."]
     few.batch_size = 8
     RunSummary(task, "", schedule(batches_per_epoch=3), 1, memory(0)).say(few)
     assert capsys.readouterr().out.splitlines()[2:4] == [
         "Step: 5 prompts x 4 answers (an epoch, which is less than data.batch_size 8 x 3 micro-batches), about 50 "
-        "tokens of prompts and at most 200 of answers.",
-        "Rollouts: 1 in an epoch, each of 5 prompts x 4 answers for 2 steps, 3 passes."]
+        "prompt tokens and at most 200 answer tokens.",
+        "Rollouts: 1 per epoch, each of 5 prompts x 4 answers for 2 steps, 3 passes."]
     say_engine("jax", 2, "CPU", "bf16-mixed", "this CPU multiplies bfloat16")
     assert capsys.readouterr().out == ("Engine jax on 2 devices (CPU), precision bf16-mixed: this CPU multiplies "
                                        "bfloat16; trainer.precision sets another.\n")

@@ -19,12 +19,12 @@ from lmmods.recipe.mixing import Mixing
 from lmmods.recipe.source import SourceLike, as_sources
 
 Quantize = Literal["nf4", "fp4", "int8"]
-Scorer = Callable[[list[Any]], Sequence[float | None]]  # scores of texts and conversations by a reward model
+Scorer = Callable[[list[Any]], Sequence[float | None]]  # a reward model: texts or conversations -> scores
 ReadScorer = Callable[[str, str], Scorer]
 
-MOST = 2**31 - 1  # what array libraries count rows and tokens with
-# Tokens of a micro-batch. With a width of 768, one layer's inputs alone would take 400 GB in 16 bits.
-MOST_TOKENS = 2**28
+MAX_COUNT = 2**31 - 1  # array libraries count rows and tokens in 32 bits
+# Maximum tokens of a micro-batch. At a width of 768, the inputs of one layer alone would take 400 GB in 16 bits.
+MAX_TOKENS = 2**28
 TOKENIZER_OPTIONS = ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
 TURN_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "scored")
 RowsAre = Literal["conversations", "texts", "questions"]
@@ -32,16 +32,16 @@ Overflow = Literal["error", "skip", "truncate_turns", "truncate_prompt", "trunca
 
 
 def check_range(**limits: tuple[int | float | None, int] | tuple[int | float | None, int, int]) -> None:
-    """Each keyword names a setting and gives (value, least value[, greatest value]); None is unset.
+    """Raise UserError for a value of a data key that is too small or too large.
 
-    Raises:
-        UserError: A value is too small or too large.
+    Args:
+        limits: By key, its value (None is unset), the minimum and optionally the maximum.
     """
-    for key, (value, least, *most) in limits.items():
-        if value is not None and not value >= least:
-            refuse_value(f"data.{key} is {value}, but must be {least} or more.", f"data.{key}")
-        if value is not None and value > (most[0] if most else MOST):
-            refuse_value(f"data.{key} is {value}, but must be {most[0] if most else MOST} or less.",
+    for key, (value, minimum, *maximum) in limits.items():
+        if value is not None and not value >= minimum:
+            refuse_value(f"data.{key} is {value}, but must be {minimum} or more.", f"data.{key}")
+        if value is not None and value > (maximum[0] if maximum else MAX_COUNT):
+            refuse_value(f"data.{key} is {value}, but must be {maximum[0] if maximum else MAX_COUNT} or less.",
                          f"data.{key}")
 
 
@@ -125,27 +125,27 @@ class TaskFields:
             on each GPU (20GiB), or by device ({0: 10GiB, 1: 20GiB}). Torch only.
     """
 
-    takes: ClassVar[str | None] = None  # kind of the data that the loss is made for; None leaves it to the user
-    adapter_drops: ClassVar[bool] = True  # whether `adapter` keeps its own dropout
+    takes: ClassVar[str | None] = None  # `kind` of the data that the loss is for; None accepts any
+    adapter_drops: ClassVar[bool] = True  # True if `adapter` keeps its dropout
     auto_class: ClassVar[str] = "AutoModel"  # transformers' class that loads the model
     pipeline_tag: ClassVar[str | None] = None  # the hub's name of the task
-    head_in_full: ClassVar[bool] = False  # True if the head is not a vocabulary, and trains with an adapter
-    own_files: ClassVar[tuple[str, ...]] = ()  # names of files in the run folder that other tasks do not write
+    head_in_full: ClassVar[bool] = False  # True if a new head, not over the vocabulary, trains next to an adapter
+    own_files: ClassVar[tuple[str, ...]] = ()  # files in the run folder that only this task writes
     own_folders: ClassVar[tuple[str, ...]] = ()  # like own_files, folders with files by step: step=50.jsonl
     # Keys of this class whose content identifies a run: folders or hub ids of models, configurations and adapters, and
-    # classes of the user's, of which `identity` of the data module has a fingerprint.
+    # the user's classes, whose fingerprint is in the data module's `identity`.
     model_keys: ClassVar[tuple[str, ...]] = ("pretrained", "config", "adapter")
     class_keys: ClassVar[tuple[str, ...]] = ()
     accuracy: ClassVar[str | None] = None  # metric that may still rise when val/loss no longer falls
-    ranked_by: ClassVar[tuple[str, Literal["min", "max"]]] = ("val/loss", "min")  # of checkpoints, unless set
-    loss_falls: ClassVar[bool] = True  # False if the loss says nothing of how good the model is
+    ranked_by: ClassVar[tuple[str, Literal["min", "max"]]] = ("val/loss", "min")  # default monitor of checkpoints
+    loss_falls: ClassVar[bool] = True  # False if the loss does not measure how good the model is
     usual: ClassVar[Usual] = Usual()
-    # Keys of this class that may change when a run is resumed; a change of the others would make it another run.
+    # Keys of this class that may change when a run resumes; a change of any other key would make it another run.
     may_change: ClassVar[tuple[str, ...]] = (
         "gradient_checkpointing", "attention", "save_dtype", "piece_tokens", "fast_kernels", "compile", "quant_storage",
         "max_memory", "trust_remote_code", "optimizer.lr", "optimizer.weight_decay", "optimizer.schedule",
         "optimizer.warmup", "optimizer.decay", "optimizer.min_lr_ratio")
-    not_compared: ClassVar[tuple[str, ...]] = ()  # keys that leave the network as it is, for `inspect --parity`
+    not_compared: ClassVar[tuple[str, ...]] = ()  # keys that do not change the network; `inspect --parity` skips them
 
     pretrained: str | None = None
     config: str | dict[str, Any] | None = None
@@ -208,12 +208,12 @@ class TaskFields:
         """Raise UserError if a data module belongs to another task.
 
         Args:
-            data: Fields of data, whose `kind` is the name of the class that a task `takes`.
+            data: Fields of the data module; its `kind` is the class name that a task `takes`.
         """
         if self.takes is not None and data.kind not in (None, self.takes):
-            model, other = (type(each).__name__.removesuffix("Fields") for each in (self, data))
-            raise UserError(f"model.class_path is {model}, which trains on {self.takes}, but data.class_path is "
-                            f"{other}: set it to {self.takes}, or model.class_path to "
+            task, data_module = (type(fields).__name__.removesuffix("Fields") for fields in (self, data))
+            raise UserError(f"model.class_path is {task}, which trains on {self.takes}, but data.class_path is "
+                            f"{data_module}. Set it to {self.takes}, or model.class_path to "
                             f"{data.trained_by or data.kind.removesuffix('Data')}.", "model.class_path",
                             "data.class_path")
 
@@ -221,7 +221,7 @@ class TaskFields:
         """Unset fields that a command does not use. Default: none."""
 
     def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
-        """Return what the data module must know of the model, as arguments of its `connect`.
+        """Return the facts about the model that the data module needs, as arguments of its `connect`.
 
         Args:
             read_scorer: Reads a reward model, given its name and recipe key.
@@ -275,7 +275,7 @@ class TaskFields:
 
     @property
     def divergence(self) -> Divergence | None:
-        """Divergence from a teacher, which training mixes into the cross-entropy of tokens; None without one."""
+        """Divergence from a teacher, which training mixes into the cross-entropy of tokens; None without a teacher."""
         return None
 
     @property
@@ -285,22 +285,22 @@ class TaskFields:
 
     @property
     def answers(self) -> Literal["pair", "single", "mismatched"]:
-        """What a row of preferences is to the loss."""
+        """How the loss treats a row of preferences."""
         return "pair"
 
     @property
     def reference_kind(self) -> Literal["base", "copy", "cache"] | None:
-        """Frozen network that training compares with."""
+        """Type of the frozen reference model that training compares with; None without one."""
         return None
 
     @property
     def starts_at_base(self) -> bool:
-        """False if the network without its adapter is not the model that it starts from: `lora.init` pissa."""
+        """False if the base without its adapter is not the model that training starts from: `lora.init` pissa."""
         return not (self.lora and self.lora.is_principal)
 
     @property
     def trains_adapter(self) -> bool:
-        """True if an adapter trains instead of the model itself."""
+        """True if an adapter trains instead of the model."""
         return self.lora is not None or self.adapter is not None
 
     @property
@@ -310,7 +310,7 @@ class TaskFields:
 
     @property
     def new_tokens(self) -> int:
-        """Maximum number of tokens of an answer, which a prompt must leave free."""
+        """Maximum number of tokens in an answer, for which a prompt must leave space."""
         return 1
 
     @property
@@ -324,18 +324,18 @@ class TaskFields:
         return self.config_overrides
 
     def _without_dropout(self) -> dict[str, Any]:
-        """Return `config_overrides`, and rates of 0 for the dropout that the recipe does not name.
+        """Return `config_overrides` and a rate of 0 for all dropout that the recipe does not set.
 
         Raises UserError for an unknown model.
         """
-        given = self.config_overrides or {}
-        named = {*given, *(self.config if isinstance(self.config, dict) else {})}
-        config = load_config(self._start, given, self.revision, self.trust_remote_code)
-        return {**{name: 0.0 for name in dropout_rates(config) if name not in named}, **given}
+        overrides = self.config_overrides or {}
+        explicit = {*overrides, *(self.config if isinstance(self.config, dict) else {})}
+        config = load_config(self._pretrained_or_config, overrides, self.revision, self.trust_remote_code)
+        return {**{name: 0.0 for name in dropout_rates(config) if name not in explicit}, **overrides}
 
     @property
-    def _start(self) -> str | dict[str, Any]:
-        """Model or configuration that the network is made from."""
+    def _pretrained_or_config(self) -> str | dict[str, Any]:
+        """Model or configuration that the network is built from."""
         start = self.pretrained or self.config
         assert start is not None, "checked by __post_init__"
         return start
@@ -345,16 +345,16 @@ class TaskFields:
         return position_limit(self.config_fields())
 
     def label_names(self) -> list[str] | None:
-        """Return the label names of `pretrained`, in the order of its outputs; None if they are only numbers."""
+        """Return the label names of `pretrained`, in the order of its outputs; None if it has no names."""
         if self.pretrained is None:
             return None
-        found = load_config(self.pretrained, self.config_overrides, self.revision, self.trust_remote_code).id2label
-        names = [str(found[place]) for place in sorted(found)]
-        return None if names == [f"LABEL_{place}" for place in range(len(names))] else names
+        config = load_config(self.pretrained, self.config_overrides, self.revision, self.trust_remote_code)
+        names = [str(config.id2label[index]) for index in sorted(config.id2label)]
+        return None if names == [f"LABEL_{index}" for index in range(len(names))] else names
 
     def config_fields(self) -> dict[str, Any]:
-        """`hf_config.FIELDS` of the configuration, as far as set. Raises UserError for an unknown model."""
-        return known_fields(load_config(self._start, self.config_overrides, self.revision,
+        """Return the configuration's values of `hf_config.FIELDS`, if set. Raises UserError for an unknown model."""
+        return known_fields(load_config(self._pretrained_or_config, self.config_overrides, self.revision,
                                         self.trust_remote_code))
 
 
@@ -391,9 +391,9 @@ class TokenLossFields(TaskFields):
         teacher = settings.get("teacher")
         if not teacher:
             return [], ""
-        share = teacher.get("on_policy")
-        drawn = f", on {share:.0%} of the rows with answers of its own" if share else ""
-        return ["distillation"], f"Distilled from {code(str(teacher.get('pretrained')))}{drawn}."
+        fraction = teacher.get("on_policy")
+        sampled = f", on {fraction:.0%} of the rows with answers of its own" if fraction else ""
+        return ["distillation"], f"Distilled from {code(str(teacher.get('pretrained')))}{sampled}."
 
     def drop_unused(self, command: str) -> None:
         if command == "predict":
@@ -417,18 +417,18 @@ class TokenLossFields(TaskFields):
         return 0.0 if self.teacher is None else self.teacher.on_policy
 
     def _refuse_on_policy(self, words: str) -> None:
-        """Raise UserError if answers are to be sampled; `words` name the task."""
+        """Raise UserError if the recipe requests sampled answers; `words` name the task."""
         require(not self.on_policy, "model.teacher.on_policy", self.on_policy,
                 f"0 for {words}: only SFT samples answers")
 
     @property
     def teacher_fields(self) -> TaskFields:
-        """Fields of the teacher's network, which is only run forwards."""
+        """Fields of the teacher's network, which only runs forward."""
         assert self.teacher is not None
-        found = TaskFields(pretrained=self.teacher.pretrained, adapter=self.teacher.adapter, attention=self.attention,
-                           trust_remote_code=self.trust_remote_code, fast_kernels=self.fast_kernels)
-        found.quantize = self.teacher.quantize  # of what is frozen, so it needs no adapter
-        return found
+        fields = TaskFields(pretrained=self.teacher.pretrained, adapter=self.teacher.adapter, attention=self.attention,
+                            trust_remote_code=self.trust_remote_code, fast_kernels=self.fast_kernels)
+        fields.quantize = self.teacher.quantize  # set afterwards: a frozen model needs no adapter
+        return fields
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -464,7 +464,7 @@ class CausalFields(TaskFields):
 
     @property
     def num_answers(self) -> int:
-        """Answers to each prompt of predict."""
+        """Number of answers per prompt in predict."""
         return self.best_of.answers if self.best_of is not None else 1
 
 
@@ -491,7 +491,7 @@ class LabelFields(TaskFields):
 
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
-        return [], "Trained with weights of the classes." if settings.get("class_weights") else ""
+        return [], "Trained with class weights." if settings.get("class_weights") else ""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -543,12 +543,12 @@ class DataFields:
         seed: Seed of splits and data order. Default: `seed_everything`.
     """
 
-    kind: ClassVar[str | None] = None  # what a task names in `takes`; None works with any task
+    kind: ClassVar[str | None] = None  # class name that a task `takes`; None works with any task
     trained_by: ClassVar[str | None] = None  # the task that takes it; None is `kind` without Data
-    # How `new` chooses lengths: of conversations by the rows, of texts in full blocks, of questions in windows.
+    # How `new` chooses lengths: for conversations by the rows, for texts full blocks, for questions windows.
     rows_are: ClassVar[RowsAre] = "conversations"
     has_chats: ClassVar[bool] = False  # True if rows are conversations in a template
-    generality: ClassVar[int] = 0  # `new` asks the more special data first whether rows are theirs
+    generality: ClassVar[int] = 0  # `new` tries data with a lower value first
     may_change: ClassVar[tuple[str, ...]] = (  # as in TaskFields
         "val_source", "test_source", "predict_source", "eval_batch_size", "pad_to_multiple_of", "num_workers",
         "num_proc", "cache_dir", "rebuild_cache")
@@ -620,19 +620,19 @@ class DataFields:
 
     @property
     def mixes(self) -> bool:
-        """True if sources have shares other than their numbers of rows."""
+        """True if the sources' shares are not their numbers of rows."""
         return self.mixing is not None and self.mixing.rule != "concat"
 
     def check_tokens(self) -> None:
-        """Raise UserError if a micro-batch has more tokens than fit on any device, as far as lengths are set."""
+        """Raise UserError if a micro-batch has more tokens than fit on any device; an unset length counts as 1."""
         length = self.max_length or 1
         for name in ("batch_size", "eval_batch_size"):
             rows = getattr(self, name) or 0
-            if rows * length > MOST_TOKENS:
-                most = MOST_TOKENS // length
+            if rows * length > MAX_TOKENS:
+                max_rows = MAX_TOKENS // length
                 raise UserError(f"data.{name} is {rows:,} and data.max_length {length:,}: {rows * length:,} tokens in "
-                                f"a micro-batch, but no device fits more than {MOST_TOKENS:,}. Lower "
-                                + (f"data.{name} to {most:,} or less" if most else "data.max_length")
+                                f"a micro-batch, but no device fits more than {MAX_TOKENS:,}. Lower "
+                                + (f"data.{name} to {max_rows:,} or less" if max_rows else "data.max_length")
                                 + "; trainer.accumulate_grad_batches makes larger steps", f"data.{name}",
                                 "data.max_length")
 
@@ -651,7 +651,7 @@ class TextDataFields(DataFields):
 
     rows_are: ClassVar[RowsAre] = "texts"
     generality: ClassVar[int] = 1
-    block: ClassVar[int] = 1024  # usual tokens of a row
+    block: ClassVar[int] = 1024  # usual number of tokens in a row
 
     text_column: str = "text"
     documents: Literal["file", "paragraph", "line"] = "file"
@@ -674,8 +674,8 @@ class LabelDataFields(DataFields):
             raise UserError("data.packing is not supported for tasks with labels, which read each row separately; use "
                             "data.group_by_length to save most of the padding", "data.packing")
         if self.labels is not None:
-            twice = next((name for name in self.labels if self.labels.count(name) > 1), None)
-            require(twice is None, "data.labels", self.labels, f"a list that names {twice!r} once")
+            duplicate = next((name for name in self.labels if self.labels.count(name) > 1), None)
+            require(duplicate is None, "data.labels", self.labels, f"a list that names {duplicate!r} once")
             require(bool(self.labels), "data.labels", self.labels, "null or a list of names")
 
 

@@ -74,7 +74,7 @@ class GRPOFields(CausalFields):
                                    prompt="Name three fruits.")
     may_change: ClassVar[tuple[str, ...]] = ("reward_timeout", "reward_processes", "num_generations_eval",
                                              "pass_reward", "keep_rollouts")
-    # They need log-probabilities that a rollout computes.
+    # These keys need log-probabilities that a rollout computes.
     not_compared: ClassVar[tuple[str, ...]] = ("steps_per_rollout", "num_iterations", "beta", "reference", "rollouts",
                                                "importance_sampling_cap", "prompts_per_step")
 
@@ -107,12 +107,12 @@ class GRPOFields(CausalFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, least in (("num_generations", 2), ("steps_per_rollout", 1), ("num_iterations", 1),
-                           ("max_new_tokens", 1), ("reward_processes", 1), ("max_turns", 1), ("dynamic_sampling", 0)):
-            require(getattr(self, key) >= least, f"model.{key}", getattr(self, key), f"{least} or more")
-        for key, least in (("prompts_per_step", 1), ("num_generations_eval", 0), ("keep_rollouts", 0)):
+        for key, minimum in (("num_generations", 2), ("steps_per_rollout", 1), ("num_iterations", 1),
+                             ("max_new_tokens", 1), ("reward_processes", 1), ("max_turns", 1), ("dynamic_sampling", 0)):
+            require(getattr(self, key) >= minimum, f"model.{key}", getattr(self, key), f"{minimum} or more")
+        for key, minimum in (("prompts_per_step", 1), ("num_generations_eval", 0), ("keep_rollouts", 0)):
             value = getattr(self, key)
-            require(value is None or value >= least, f"model.{key}", value, f"null, or {least} or more")
+            require(value is None or value >= minimum, f"model.{key}", value, f"null, or {minimum} or more")
         require(self.num_generations_eval != 1, "model.num_generations_eval", self.num_generations_eval,
                 "null, 0, or 2 or more: there is always one greedy answer")
         require(self.temperature > 0, "model.temperature", self.temperature, "more than 0")
@@ -143,24 +143,25 @@ class GRPOFields(CausalFields):
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
         loss, beta = settings.get("loss", "dapo"), settings.get("beta", 0.0)
-        names = "".join(f"reward {code(each.name)}, " for each in read_rewards(settings.get("rewards") or []))
-        ratio = ", ratio of sequences" if settings.get("ratio") == "sequence" else ""
+        names = "".join(f"reward {code(reward.name)}, " for reward in read_rewards(settings.get("rewards") or []))
+        ratio = ", sequence ratio" if settings.get("ratio") == "sequence" else ""
         return ["reinforcement-learning", "grpo"], (
             f"Trained by reinforcement learning on its own answers: {names}loss {code(str(loss))}{ratio}, "
-            f"{settings.get('num_generations', 8)} answers to each prompt, beta {beta}.")
+            f"{settings.get('num_generations', 8)} answers per prompt, beta {beta}.")
 
     def describe_step(self, rows: int, tokens: float | None) -> tuple[str, str]:
         size = self.num_generations
-        asked = "" if tokens is None else f"about {tokens / size:.0f} tokens of prompts and "
-        return f"{_prompts(rows // size)} x {size} answers", f"{asked}at most {rows * self.max_new_tokens} of answers"
+        prompt_tokens = "" if tokens is None else f"about {tokens / size:.0f} prompt tokens and "
+        return (f"{_count_prompts(rows // size)} x {size} answers",
+                f"{prompt_tokens}at most {rows * self.max_new_tokens} answer tokens")
 
     def describe_training(self, rows: int, num_rows: int | None) -> list[str]:
         steps, prompts = self.steps_per_rollout, rows // self.num_generations * self.steps_per_rollout
         prompts = prompts if num_rows is None else min(prompts, num_rows)
-        count = "" if num_rows is None else f"{-(-num_rows // prompts)} in an epoch, each "
+        count = "" if num_rows is None else f"{-(-num_rows // prompts)} per epoch, each "
         times = f", {self.num_iterations} passes" if self.num_iterations > 1 else ""
-        weights = ", ".join(f"{each.name} (weight {each.weight:g})" for each in read_rewards(self.rewards or []))
-        return [f"Rollouts: {count}of {_prompts(prompts)} x {self.num_generations} answers for "
+        weights = ", ".join(f"{reward.name} (weight {reward.weight:g})" for reward in read_rewards(self.rewards or []))
+        return [f"Rollouts: {count}of {_count_prompts(prompts)} x {self.num_generations} answers for "
                 f"{steps} step{'s' if steps > 1 else ''}{times}.", f"Rewards: {weights}."]
 
     def sampling_load(self, rows: int, eval_batch_size: int) -> SamplingLoad | None:
@@ -171,14 +172,16 @@ class GRPOFields(CausalFields):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Fields changed in the configuration: no dropout, which would change probabilities between drawing an answer
-        and training on it, unless the recipe names a rate. Raises UserError for an unknown model.
+        """Fields changed in the configuration: no dropout, unless the recipe sets a rate.
+
+        Dropout would change probabilities between sampling an answer and training on it. Raises UserError for an
+        unknown model.
         """
         return self._without_dropout()
 
     @property
     def policy_loss(self) -> PolicyLoss:
-        """The loss with its settings. Raises UserError where they do not go together."""
+        """The loss with its settings. Raises UserError if they cannot be combined."""
         return PolicyLoss(self.loss, self.ratio, self.epsilon, self.epsilon_high, self.beta,
                           self.use_bias_correction_kl, self.max_new_tokens)
 
@@ -192,23 +195,23 @@ class GRPOFields(CausalFields):
 
     @property
     def eval_samples(self) -> int:
-        """`num_generations_eval`, with what null means."""
+        """`num_generations_eval` with its default filled in."""
         return self.num_generations if self.num_generations_eval is None else self.num_generations_eval
 
     @property
     def is_on_policy(self) -> bool:
-        """True if a step trains with the weights that drew its answers, so that every ratio is 1."""
+        """True if a step trains with the weights that sampled its answers, so that every ratio is 1."""
         return self.steps_per_rollout * self.num_iterations == 1
 
     @property
     def reference_kind(self) -> Literal["base", "copy"] | None:
-        """`reference`, with what null means."""
+        """`reference` with its default filled in."""
         if not self.beta:
             return None
         return self.reference or ("base" if self.lora and self.starts_at_base else "copy")
 
 
-def _prompts(count: int) -> str:
+def _count_prompts(count: int) -> str:
     return f"{count} prompt{'s' if count != 1 else ''}"
 
 

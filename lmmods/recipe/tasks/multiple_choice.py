@@ -1,4 +1,4 @@
-"""Multiple choice: which of several texts continues, or answers, another one."""
+"""Multiple choice: choose which of several texts continues or answers another text."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

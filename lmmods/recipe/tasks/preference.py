@@ -69,27 +69,27 @@ class PreferenceFields(CausalFields):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Fields changed in the configuration: no dropout, which a reference has not, unless the recipe names a rate.
+        """Fields changed in the configuration: no dropout, unless the recipe sets a rate.
 
-        Of the recipe's own fields none is changed. Raises UserError for an unknown model.
+        The reference model has no dropout either. Raises UserError for an unknown model.
         """
         return self._without_dropout()
 
     @property
     def preference_loss(self) -> PreferenceLoss:
-        """The loss with its settings. Raises UserError where they do not go together."""
+        """The loss with its settings. Raises UserError if they cannot be combined."""
         return PreferenceLoss(self.loss, self.beta, self.label_smoothing, self.gamma, self.sft_weight,
                               self.desirable_weight, self.undesirable_weight)
 
     @property
     def answers(self) -> Literal["pair", "single", "mismatched"]:
-        """What a row of preferences is to the loss."""
+        """How the loss treats a row of preferences."""
         method = self.preference_loss.method
         return "pair" if method.is_paired else "mismatched" if method.has_baseline else "single"
 
     @property
     def reference_kind(self) -> Literal["base", "copy", "cache"] | None:
-        """`reference`, with what null means."""
+        """`reference` with its default filled in."""
         if not self.preference_loss.method.has_reference:
             return None
         return self.reference or ("base" if self.lora and self.starts_at_base else "copy")

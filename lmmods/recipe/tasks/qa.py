@@ -50,7 +50,7 @@ class QADataFields(DataFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing:
-            raise UserError("data.packing is not supported for question answering, where each window is a row",
-                            "data.packing")
+            raise UserError("data.packing is not supported for question answering, where each window is a row; remove "
+                            "it", "data.packing")
         check_range(stride=(self.stride, 0), question_max_length=(self.question_max_length, 1),
                     n_best_size=(self.n_best_size, 1), max_answer_length=(self.max_answer_length, 1))

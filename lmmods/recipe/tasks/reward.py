@@ -1,4 +1,4 @@
-"""Reward models: scores of answers, learnt from pairs of which one is better."""
+"""Reward models: score answers, trained on pairs of a better and a worse one."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -41,14 +41,14 @@ class RewardFields(TaskFields):
     @classmethod
     def method(cls, settings: dict[str, Any]) -> tuple[list[str], str]:
         weight = settings.get("center_rewards_coefficient")
-        centred = f", center_rewards_coefficient {weight}" if weight else ""
-        return ["reward-trainer"], f"Trained as a reward model on pairs of answers{centred}."
+        coefficient = f", center_rewards_coefficient {weight}" if weight else ""
+        return ["reward-trainer"], f"Trained as a reward model on pairs of answers{coefficient}."
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Fields changed in the configuration: one label, and no dropout unless the recipe names a rate.
+        """Fields changed in the configuration: one label, and no dropout unless the recipe sets a rate.
 
-        Both answers of a pair are compared, so noise that differs between them is noise in the loss. Raises UserError
+        The answers of a pair are compared, so different dropout in each would be noise in the loss. Raises UserError
         for an unknown model.
         """
         return {**self._without_dropout(), "num_labels": 1}

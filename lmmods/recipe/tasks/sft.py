@@ -81,9 +81,9 @@ class SFTDataFields(ConversationFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked: TrainOn | None = "all" if self.train_on_prompt else "last" if self.train_on_last else None
-        if asked and self.train_on not in (None, asked):
+        shorthand: TrainOn | None = "all" if self.train_on_prompt else "last" if self.train_on_last else None
+        if shorthand and self.train_on not in (None, shorthand):
             key = "train_on_prompt" if self.train_on_prompt else "train_on_last"
-            raise UserError(f"data.train_on is {self.train_on}, but data.{key} means {asked}; keep one of them",
+            raise UserError(f"data.train_on is {self.train_on}, but data.{key} means {shorthand}; keep one of them",
                             "data.train_on", f"data.{key}")
-        self.train_on = self.train_on or asked or "responses"
+        self.train_on = self.train_on or shorthand or "responses"

@@ -1,4 +1,4 @@
-"""Tagging of words: named entities, parts of speech."""
+"""Word tagging: named entities, parts of speech."""
 
 from dataclasses import dataclass
 from typing import ClassVar
