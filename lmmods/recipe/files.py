@@ -42,8 +42,10 @@ class RecipeLoader(Loader):
 class Scalar(str):
     """A value or key with its original text in a recipe.
 
-    `yaml_value` is its YAML value, `line` its line. `is_text` is True if the text itself is the value, as in `revision:
-    1234567`.
+    Attributes:
+        yaml_value: Its value in YAML.
+        line: Its line in the file.
+        is_text: True if the text itself is the value, as in `revision: 1234567`.
     """
 
     yaml_value: Any
@@ -52,9 +54,10 @@ class Scalar(str):
 
     @classmethod
     def of(cls, text: str, yaml_value: Any, line: int = 1) -> "Scalar":
-        made = cls(text)
-        made.yaml_value, made.line = yaml_value, line
-        return made
+        """Return a scalar with these attributes."""
+        scalar = cls(text)
+        scalar.yaml_value, scalar.line = yaml_value, line
+        return scalar
 
 
 class ScalarLoader(RecipeLoader):
@@ -65,14 +68,14 @@ class ScalarLoader(RecipeLoader):
                                for first, resolvers in RecipeLoader.yaml_implicit_resolvers.items()}
 
 
-def _constructor(kind: str) -> Callable[[Any, yaml.ScalarNode], Scalar]:
-    plain = yaml.constructor.SafeConstructor.yaml_constructors[f"tag:yaml.org,2002:{kind}"]
-    return lambda loader, node: Scalar.of(node.value, plain(loader, node), node.start_mark.line + 1)
+def _make_constructor(name: str) -> Callable[[Any, yaml.ScalarNode], Scalar]:
+    construct = yaml.constructor.SafeConstructor.yaml_constructors[f"tag:yaml.org,2002:{name}"]
+    return lambda loader, node: Scalar.of(node.value, construct(loader, node), node.start_mark.line + 1)
 
 
 # Every scalar keeps its text next to the value that YAML gives it.
 for _kind in ("null", "bool", "int", "float", "str"):
-    ScalarLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _constructor(_kind))
+    ScalarLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _make_constructor(_kind))
 # PyYAML's pattern of floats, except that the dot and the sign of an exponent are optional.
 ScalarLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(
     r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+][0-9]+)?
@@ -81,7 +84,7 @@ ScalarLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(
 
 
 class RecipeDumper(yaml.SafeDumper):
-    """YAML's safe dumper, but strings that others read as numbers are quoted: `1e5`, 12345e67 of an id or a commit."""
+    """YAML's safe dumper, but strings that other readers take for numbers are quoted: `1e5`, a commit `12345e67`."""
 
 
 RecipeDumper.add_implicit_resolver(
@@ -89,7 +92,7 @@ RecipeDumper.add_implicit_resolver(
 
 
 class BrokenRecipe(yaml.YAMLError):
-    """Invalid recipe; the message says where and why."""
+    """Invalid recipe; the message has the line and the reason."""
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
@@ -112,31 +115,31 @@ def config_argument(value: str) -> dict[str, Any]:
     Raises:
         UserError: It is neither.
     """
-    _check_given(value)
-    # A recipe given inline has a brace, a second line or a `key: value`; an existing file comes first.
+    _check_config_value(value)
+    # An inline recipe has a brace, a second line or a `key: value`; an existing file takes precedence.
     return _mapping(value, "--config") if is_inline(value) else read_recipe(value)
 
 
 def read_with_lines(value: str) -> dict[str, Any]:
     """Like `config_argument`, with `Scalar` keys and values."""
-    _check_given(value)
+    _check_config_value(value)
     inline = is_inline(value)
     return _mapping(value if inline else read_text(value), "--config" if inline else value, ScalarLoader)
 
 
 def is_inline(value: str) -> bool:
-    """True if the argument of `--config` is a recipe itself and not the path of a file."""
-    return bool(re.search(r"[{\n]|:\s", value)) and not _exists(value)
+    """True if the argument of `--config` is an inline recipe, not the path of a file."""
+    return bool(re.search(r"[{\n]|:\s", value)) and not _path_exists(value)
 
 
-def _check_given(value: str) -> None:
+def _check_config_value(value: str) -> None:
     if not value.strip() or value.startswith("--"):  # missing, or the next option
         raise UserError("--config has no value. Add a recipe, for example --config configs/sft_qlora.yaml; "
                         "python train.py recipes lists the shipped ones.")
 
 
 def read_value(text: str) -> Any:
-    """Parse the text of a value to `Scalar`; a text that is not YAML is a string."""
+    """Parse a value to `Scalar`; text that is not YAML is a string."""
     try:
         value = guard(lambda checked: yaml.load(checked, Loader=ScalarLoader))(str(text))
     except yaml.YAMLError:
@@ -150,39 +153,39 @@ def plain(value: Any) -> Any:
     if isinstance(value, Scalar):
         return str(value) if value.is_text else value.yaml_value
     if isinstance(value, dict):
-        return {plain(key): plain(each) for key, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list) else value
+        return {plain(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 def option_values(arguments: list[str], *names: str) -> list[str]:
-    """Values of an option, which may have several names, on a command line; "" if a value is missing."""
-    found = []
+    """Return the values of an option, which may have several names, on a command line; "" for a missing value."""
+    values = []
     for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if name in names:
-            found.append(value if equals else following)
-    return found
+            values.append(value if equals else following)
+    return values
 
 
 def with_shipped_recipes(arguments: list[str]) -> list[str]:
     """Replace names of shipped recipes in the arguments of `--config` by their paths."""
-    found: list[str] = []
+    words: list[str] = []
     for word in arguments:
         name, equals, value = word.partition("=")
         # The word after --config.
-        if found and found[-1] in CONFIG_OPTIONS:
+        if words and words[-1] in CONFIG_OPTIONS:
             word = as_file(word)
         elif name in CONFIG_OPTIONS and equals:
             word = f"{name}={as_file(value)}"
-        found.append(word)
-    return found
+        words.append(word)
+    return words
 
 
 def read_text(path: str | Path) -> str:
     """Return the text of a regular UTF-8 file.
 
     Raises:
-        UserError: It is missing; it is a folder, a pipe or a device; it is too large; or it is not UTF-8.
+        UserError: It is missing, too large, not UTF-8, or a folder, a pipe or a device.
     """
     shown = repr(str(path)) if "\0" in str(path) else shorten(str(path))
     try:
@@ -191,7 +194,8 @@ def read_text(path: str | Path) -> str:
         raise UserError(f"--config {shown}: a recipe must be a regular file, not a folder, a pipe or a device."
                         ) from error
     except files.TooLarge as error:
-        raise UserError(f"--config {shown}: larger than {MAX_BYTES // 2**20} MiB, so it is not a recipe.") from error
+        raise UserError(f"--config {shown}: larger than {MAX_BYTES // 2**20} MiB, so it is not a recipe. Use another "
+                        "file.") from error
     except FileNotFoundError as error:
         raise UserError(f"--config {shown}: no such file in {Path.cwd()}, and no shipped recipe of this name. Use one "
                         "that python train.py recipes lists.") from error
@@ -234,21 +238,21 @@ def _mapping(text: str, name: str, loader: type = RecipeLoader) -> dict[str, Any
     except BrokenRecipe as error:
         raise UserError(f"{name}: {error}") from error
     except yaml.YAMLError as error:
-        raise UserError(f"{name}: broken YAML: {_reason(error)}") from error
+        raise UserError(f"{name}: broken YAML: {_format_yaml_error(error)}") from error
     if not isinstance(content, dict):
         kind = {list: "a list", type(None): "empty"}.get(type(plain(content)), "a single value")
         raise UserError(f"{name}: a recipe must be a mapping of keys to values, but this is {kind}.")
     return content
 
 
-def _exists(value: str) -> bool:
+def _path_exists(value: str) -> bool:
     try:
         return Path(value).exists()
     except (OSError, ValueError):
         return False
 
 
-def _reason(error: yaml.YAMLError) -> str:
+def _format_yaml_error(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     text = getattr(error, "problem", None) or " ".join(str(error).split())
     return f"line {mark.line + 1}: {text}" if mark else shorten(text, 200)
@@ -273,7 +277,7 @@ def check(text: str) -> None:
 
     Raises:
         BrokenRecipe: It is nested too deeply or, with aliases expanded, too large; a mapping has a duplicate key; a
-            value has a tag, or more digits than any number; or it contains the key that is for the command line only.
+            value has a tag or too many digits; or it contains the key that only the command line may set.
         yaml.YAMLError: It is not YAML.
     """
     try:
@@ -286,56 +290,56 @@ def check(text: str) -> None:
 
 
 def _check_events(events: Iterable[yaml.Event]) -> None:
-    # Number of values under each anchor, its own aliases expanded; and the collections that are open at this event.
+    # Number of values under each anchor, with aliases expanded; and the collections that are open at this event.
     anchors: dict[str, int] = {}
-    open_ones: list[_Collection] = []
+    open_collections: list[_Collection] = []
     for event in events:
-        where = f"line {event.start_mark.line + 1}"
+        line = f"line {event.start_mark.line + 1}"
         # "!" is the non-specific tag, which constructs nothing of its own.
         if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent) and event.tag not in (None, "!"):
-            raise BrokenRecipe(f"{where}: the tag {shorten(event.tag)} is not allowed in a recipe. Write the "
+            raise BrokenRecipe(f"{line}: the tag {shorten(event.tag)} is not allowed in a recipe. Write the "
                                "value without it.")
         if isinstance(event, yaml.CollectionStartEvent):
-            open_ones.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
-            if len(open_ones) > MAX_DEPTH:
-                raise BrokenRecipe(f"{where}: more than {MAX_DEPTH} levels of nesting.")
+            open_collections.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
+            if len(open_collections) > MAX_DEPTH:
+                raise BrokenRecipe(f"{line}: more than {MAX_DEPTH} levels of nesting. Use fewer.")
             continue
         if isinstance(event, yaml.CollectionEndEvent):
-            done = open_ones.pop()
+            done = open_collections.pop()
             size, anchor = done.size, done.anchor
         elif isinstance(event, yaml.ScalarEvent):
             size, anchor = 1, event.anchor
-            _check_scalar(event, open_ones, where)
+            _check_scalar(event, open_collections, line)
         elif isinstance(event, yaml.AliasEvent):
             # Anchors are entered at their end, so a collection cannot contain itself.
             if event.anchor not in anchors:
-                raise BrokenRecipe(f"{where}: the alias *{event.anchor} has no complete anchor &{event.anchor} "
+                raise BrokenRecipe(f"{line}: the alias *{event.anchor} has no complete anchor &{event.anchor} "
                                    "before it.")
             size, anchor = anchors[event.anchor], None
         else:
             continue
         if anchor is not None:
             anchors[anchor] = size
-        if open_ones:
-            # Sizes add up towards the outside, so an alias of aliases is counted in full without being expanded.
-            open_ones[-1].size += size
-            open_ones[-1].children += 1
-            if open_ones[-1].size > MAX_NODES:
-                raise BrokenRecipe(f"{where}: more than {MAX_NODES:,} values, with aliases expanded.")
+        if open_collections:
+            # Sizes add up towards the root, so an alias of aliases is counted in full without being expanded.
+            open_collections[-1].size += size
+            open_collections[-1].children += 1
+            if open_collections[-1].size > MAX_NODES:
+                raise BrokenRecipe(f"{line}: more than {MAX_NODES:,} values, with aliases expanded. Remove some.")
 
 
-def _check_scalar(event: yaml.ScalarEvent, open_ones: list[_Collection], where: str) -> None:
-    # Conversion to an integer takes quadratic time. Quoted digits (not implicit) are a text.
+def _check_scalar(event: yaml.ScalarEvent, open_collections: list[_Collection], line: str) -> None:
+    # Conversion to an integer takes quadratic time. Quoted digits (not implicit) are a string.
     if len(event.value) > MAX_DIGITS and re.fullmatch(r"[-+]?[0-9_]+", event.value) and event.implicit[0]:
-        raise BrokenRecipe(f"{where}: a number of {len(event.value)} digits.")
+        raise BrokenRecipe(f"{line}: a number of {len(event.value)} digits. Use at most {MAX_DIGITS}.")
     # Children of a mapping alternate: a key, its value, ...
-    parent = open_ones[-1] if open_ones else None
+    parent = open_collections[-1] if open_collections else None
     if parent is None or not parent.is_mapping or parent.children % 2:
         return
     if event.value in parent.keys:
-        raise BrokenRecipe(f"{where}: the key {shorten(event.value)} occurs twice in one mapping; keep one.")
+        raise BrokenRecipe(f"{line}: the key {shorten(event.value)} occurs twice in one mapping; keep one.")
     if event.value == TRUST_KEY:
-        raise BrokenRecipe(f"{where}: trust_recipe_code is allowed on the command line only. Remove it from the file.")
+        raise BrokenRecipe(f"{line}: trust_recipe_code is allowed on the command line only. Remove it from the file.")
     parent.keys.add(event.value)
 
 
@@ -361,13 +365,13 @@ class Header:
 
 
 def recipe_folder() -> Path:
-    """The folder `configs`: inside the installed package, or in a clone."""
+    """Return the folder `configs`: inside the installed package, or in a clone."""
     inside = PACKAGE / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """All shipped recipes by name; those on the demo's files come first."""
+    """Return all shipped recipes by name; recipes for the demo's files come first."""
     folder = recipe_folder()
     return {path.stem: path for path in [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("recipes/*.yaml"))]}
 

@@ -1,4 +1,4 @@
-"""Mixing of training sources, without any library, as help reads it too."""
+"""Mixing of training sources. Imports no library, as help reads it too."""
 
 import math
 from dataclasses import dataclass
@@ -62,25 +62,25 @@ class Mixing:
                 self.interpolation, "linear without data.mixing.schedule", "data.mixing.schedule")
         if self.schedule is not None:
             self.schedule = [MixingPoint(**point) if isinstance(point, dict) else point for point in self.schedule]
-            places = [point.at for point in self.schedule]
-            require(places[:1] == [0] and all(a < b for a, b in zip(places, places[1:], strict=False)),
-                    "data.mixing.schedule", f"at {places}", "a list of points that starts at 0.0, each later than the "
-                    "one before")
+            positions = [point.at for point in self.schedule]
+            require(positions[:1] == [0] and all(a < b for a, b in zip(positions, positions[1:], strict=False)),
+                    "data.mixing.schedule", f"at {positions}", "a list of points that starts at 0.0, each later than "
+                    "the one before")
 
     def check(self, weights: list[float | None], streaming: bool, group_by_length: bool) -> None:
         """Raise UserError unless the shares of these sources are defined.
 
         Args:
-            weights: Weight of each source; None for those that name none.
+            weights: Weight of each source; None if it has none.
         """
         if self.rule == "concat":
             return
-        named = [weight is not None for weight in weights]
-        if any(named) and not all(named):
+        has_weight = [weight is not None for weight in weights]
+        if any(has_weight) and not all(has_weight):
             raise UserError("data.mixing: some sources have a weight and others do not; set it for all, or for none "
                             "to mix them by their numbers of rows", "data.mixing", "data.source")
         if self.schedule is not None:
-            if any(named):
+            if any(has_weight):
                 raise UserError("data.mixing.schedule and the weight of a source are both set; keep one of them",
                                 "data.mixing.schedule", "data.source")
             wrong = next((point for point in self.schedule if len(point.weights) != len(weights)), None)
@@ -88,10 +88,10 @@ class Mixing:
                 raise UserError(f"data.mixing.schedule: the point at {wrong.at} has {len(wrong.weights)} weights, but "
                                 f"data.source has {len(weights)} sources; set one for each", "data.mixing.schedule",
                                 "data.source")
-            never = next((place for place in range(len(weights))
-                          if not any(point.weights[place] for point in self._used_points())), None)
-            if never is not None:
-                raise UserError(f"data.mixing.schedule: source {never + 1} has weight 0 throughout the epoch; remove "
+            unused = next((index for index in range(len(weights))
+                           if not any(point.weights[index] for point in self._used_points())), None)
+            if unused is not None:
+                raise UserError(f"data.mixing.schedule: source {unused + 1} has weight 0 throughout the epoch; remove "
                                 "it from data.source, or raise its weight", "data.mixing.schedule", "data.source")
             if group_by_length:
                 raise UserError("data.mixing.schedule and data.group_by_length both decide the order of rows; keep one "
@@ -99,7 +99,7 @@ class Mixing:
         if streaming and self.schedule is not None:
             raise UserError("data.mixing.schedule needs the length of an epoch, which a stream does not have; set it "
                             "to null, or data.streaming to false", "data.mixing.schedule", "data.streaming")
-        if streaming and not all(named):
+        if streaming and not all(has_weight):
             raise UserError("data.mixing of a stream needs a weight for each source, as their numbers of rows are "
                             "unknown; set it as in {path: ..., weight: 0.3}", "data.mixing", "data.source",
                             "data.streaming")
@@ -110,7 +110,7 @@ class Mixing:
         return points if self.interpolation == "linear" else [point for point in points if point.at < 1]
 
     def shares(self, weights: list[float]) -> list[float]:
-        """Return the shares of weights, which sum to 1."""
-        largest = max(weights)  # divided by it, no power overflows
+        """Return the shares that these weights give, which sum to 1."""
+        largest = max(weights)  # powers of weight / largest do not overflow
         powers = [(weight / largest) ** (1 / self.temperature) for weight in weights]
         return [power / sum(powers) for power in powers]

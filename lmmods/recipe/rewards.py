@@ -12,7 +12,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import as_yaml_word, require
 from lmmods.recipe.reader import read_object
 
-WAYS = ("name", "function", "model")  # keys that name what scores an answer
+SCORER_KEYS = ("name", "function", "model")  # keys that name a reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +29,18 @@ class RewardSettings:
 
     @property
     def name(self) -> str:
-        """The label, with what null means."""
-        return self.label if self.label is not None else self._own_name
+        """Name in metrics and files: the label or its default."""
+        return self.label if self.label is not None else self._default_name
 
     @property
-    def _own_name(self) -> str:
-        return next(name for name, kind in NAMED.items() if kind is type(self))
+    def _default_name(self) -> str:
+        return next(name for name, cls in NAMED.items() if cls is type(self))
 
     def check(self, key: str) -> None:
         """Raise UserError for a value that no reward can use.
 
         Args:
-            key: Of the reward, for messages.
+            key: Key of the reward, for messages.
         """
         require(math.isfinite(self.weight), f"{key}.weight", self.weight, "a finite number")
         require(bool(self.name.strip()) and "/" not in self.name, f"{key}.label", repr(self.name),
@@ -77,8 +77,8 @@ class ExactMatch(Compared):
     def check(self, key: str) -> None:
         super().check(key)
         if self.extract is not None:
-            found = _pattern(f"{key}.extract", self.extract)
-            require(found is None or found.groups > 0, f"{key}.extract", self.extract,
+            pattern = _compile(f"{key}.extract", self.extract)
+            require(pattern is None or pattern.groups > 0, f"{key}.extract", self.extract,
                     "an expression with a group in parentheses")
 
 
@@ -116,7 +116,7 @@ class Regex(RewardSettings):
 
     def check(self, key: str) -> None:
         super().check(key)
-        _pattern(f"{key}.pattern", self.pattern)
+        _compile(f"{key}.pattern", self.pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class Function(RewardSettings):
     function: str
 
     @property
-    def _own_name(self) -> str:
+    def _default_name(self) -> str:
         return self.function.rpartition(".")[2]
 
     def check(self, key: str) -> None:
@@ -225,7 +225,7 @@ class Model(RewardSettings):
     model: str
 
     @property
-    def _own_name(self) -> str:
+    def _default_name(self) -> str:
         return PurePath(self.model).name
 
     def check(self, key: str) -> None:
@@ -240,61 +240,61 @@ OTHERS: dict[str, type[RewardSettings]] = {"function": Function, "model": Model}
 
 
 def read_rewards(rewards: list[dict[str, Any]], key: str = "model.rewards") -> list[RewardSettings]:
-    """Return the settings of the rewards. Raises UserError for one that does not exist, or has other options.
+    """Return the settings of the rewards. Raises UserError for a reward that does not exist, or for wrong options.
 
     Args:
-        key: Of the list, for messages.
+        key: Key of the list, for messages.
     """
-    found: dict[str, RewardSettings] = {}  # by key
+    by_key: dict[str, RewardSettings] = {}
     for index, settings in enumerate(rewards):
         item = f"{key}[{index}]"
-        reward = read_object(_kind_of(settings, item), {
+        reward = read_object(_class_of(settings, item), {
             name: value for name, value in settings.items() if name != "name" and (
-                name not in WAYS or value is not None)}, item)
+                name not in SCORER_KEYS or value is not None)}, item)
         if reward is None:
             continue
         reward.check(item)
-        if same := next((other for other, each in found.items() if each.name == reward.name), None):
+        if same := next((other for other, earlier in by_key.items() if earlier.name == reward.name), None):
             raise UserError(f"{item} and {same} have the same name, {reward.name}. Set the label of one of them.", item)
-        found[item] = reward
-    return list(found.values())
+        by_key[item] = reward
+    return list(by_key.values())
 
 
 def columns_of(rewards: Sequence[RewardSettings], has_environment: bool = False) -> tuple[str, ...] | None:
-    """Return the columns of a row that rewards read; None if code of the user's may read any.
+    """Return the columns of a row that rewards read; None if the user's code may read any.
 
     Args:
-        has_environment: Answers have an environment, which sees the row, too.
+        has_environment: Answers have an environment, which reads the row too.
     """
-    if has_environment or any(isinstance(each, Function) for each in rewards):
+    if has_environment or any(isinstance(reward, Function) for reward in rewards):
         return None
-    names = (getattr(each, "tests", None) or getattr(each, "column", None) for each in rewards)
+    names = (getattr(reward, "tests", None) or getattr(reward, "column", None) for reward in rewards)
     return tuple(sorted({name for name in names if name is not None}))
 
 
-def _kind_of(settings: Any, key: str) -> type[RewardSettings]:
-    """Return the class that a mapping names. Raises UserError: it names none."""
+def _class_of(settings: Any, key: str) -> type[RewardSettings]:
+    """Return the class of the reward that a mapping names. Raises UserError if it does not name one."""
     if not isinstance(settings, dict):
         raise UserError(f"{key} is {as_yaml_word(settings)}, but must be a mapping such as {{name: exact_match}}.", key)
-    ways = [way for way in WAYS if settings.get(way) is not None]
-    if len(ways) != 1:
-        what = f"has {' and '.join(ways)}" if ways else "is incomplete"
-        raise UserError(f"{key} {what}, but must have one of {', '.join(WAYS)}: {{name: exact_match}}, "
+    keys = [name for name in SCORER_KEYS if settings.get(name) is not None]
+    if len(keys) != 1:
+        problem = f"has {' and '.join(keys)}" if keys else "is incomplete"
+        raise UserError(f"{key} {problem}, but must have one of {', '.join(SCORER_KEYS)}: {{name: exact_match}}, "
                         "{function: my.module.function} or {model: runs/reward}.", key)
-    name = settings["name"] if ways == ["name"] else None
+    name = settings["name"] if keys == ["name"] else None
     if name is not None and not (isinstance(name, str) and name in NAMED):
         raise UserError(f"{key}.name is {name}, but must be one of {', '.join(NAMED)}."
                         + did_you_mean(name, list(NAMED)), f"{key}.name")
-    return OTHERS[ways[0]] if name is None else NAMED[name]
+    return OTHERS[keys[0]] if name is None else NAMED[name]
 
 
-def did_you_mean(name: object, known: list[str]) -> str:
-    """Return a sentence that names the nearest known name, for the end of a message; "" if none is near."""
-    near = difflib.get_close_matches(str(name), known, 1)
+def did_you_mean(name: object, names: list[str]) -> str:
+    """Return the end of a message that suggests the most similar of `names`; "" if none is similar."""
+    near = difflib.get_close_matches(str(name), names, 1)
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def _pattern(key: str, text: str) -> re.Pattern[str] | None:
+def _compile(key: str, text: str) -> re.Pattern[str] | None:
     """Compile a regular expression. Raises UserError if it is not valid."""
     try:
         return re.compile(text)

@@ -1,4 +1,4 @@
-"""Sources of rows: file, folder, glob, URL, hub id, or a list of these; without any library, as help reads it too."""
+"""Sources of rows: file, folder, glob, URL, hub id, or a list of these. Imports no library, as help reads it too."""
 
 import os
 import stat
@@ -40,9 +40,9 @@ class Source:
             raise UserError(f"source {self.path}: limit is {self.limit}, but must be 1 or more")
         if self.weight is not None and self.weight <= 0:
             raise UserError(f"source {self.path}: weight is {self.weight}, but must be more than 0")
-        twice = [name for name, times in Counter((self.columns or {}).values()).items() if times > 1]
-        if twice:
-            raise UserError(f"source {self.path}: columns maps several columns to {twice[0]!r}; map only one of "
+        duplicates = [name for name, count in Counter((self.columns or {}).values()).items() if count > 1]
+        if duplicates:
+            raise UserError(f"source {self.path}: columns maps several columns to {duplicates[0]!r}; map only one of "
                             "them")
 
     @property
@@ -72,19 +72,19 @@ def as_sources(source: SourceLike | dict, key: str, columns: dict[str, str] | No
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the name and the kind of a file say before anything opens it.
+# Checks of a file by its name and type, before anything opens it.
 
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
 
 
 def check_regular(path: str) -> None:
-    """Raise UserError for a local path that is not a regular file: opening it could block for ever."""
+    """Raise UserError if a local path is not a regular file: opening it could block for ever."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError as error:
-        what = f"this is a link to {os.readlink(path)}, which" if os.path.islink(path) else "the file"
-        raise UserError(f"{path}: {what} does not exist; fix or remove it") from error
+        subject = f"this is a link to {os.readlink(path)}, which" if os.path.islink(path) else "the file"
+        raise UserError(f"{path}: {subject} does not exist; fix or remove it") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
     if not stat.S_ISREG(mode):
@@ -94,7 +94,7 @@ def check_regular(path: str) -> None:
 
 
 def file_type(path: str) -> str:
-    """Return the extension that decides how `path` is read, without compression: `.jsonl` for `a.jsonl.gz`."""
+    """Return the extension that determines how `path` is read, without compression: `.jsonl` for `a.jsonl.gz`."""
     name = _name(path)
     for ending in CODECS:
         name = name.removesuffix(ending)
@@ -107,7 +107,8 @@ def compression(path: str) -> str | None:
 
 
 def _name(path: str) -> str:
-    """Last component in lower case, of a URL without its query; of a chain (zip://a.jsonl::box.zip) its first URL's."""
+    """Return the file name in lower case, without a URL's query; for a chain (zip://a.jsonl::box.zip) the first URL's.
+    """
     if "://" in path:
         path = next((part for part in path.split("::") if "://" in part), path)
         path = path.split("?")[0] if path.startswith("http") else path

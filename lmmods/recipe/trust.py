@@ -1,8 +1,8 @@
 """Restrict the code that a recipe may run to lightning, torch and this project, unless the command line allows more.
 
-Recipes are shared: a run's config.yaml is published, copied and mailed. It is therefore treated as data unless
-`--trust_recipe_code true` is given, which a file cannot contain. Three checks enforce this: nothing outside `PACKAGES`
-is imported, as importing already runs code; only classes of the key's type are built, never functions; and code shipped
+Recipes are shared: a run's config.yaml is published, copied and mailed. It is therefore treated as data without
+`--trust_recipe_code true`, which a file cannot contain. Three checks enforce this: nothing outside `PACKAGES` is
+imported, as importing already runs code; only classes of the key's type are built, never functions; and code shipped
 with a model runs only if the command line, not the file, asks for it.
 """
 
@@ -72,54 +72,55 @@ def refuse_import(key: str | None, path: str) -> None:
 
 
 def import_class(path: str, bases: tuple[Any, ...], key: str) -> Any:
-    """Import the class at an import path. A function is returned, too, if the command line trusts the recipe.
+    """Import the class at an import path, or a function if the command line trusts the recipe.
 
     Args:
-        bases: Classes, of one of which it must be a subclass.
+        bases: Allowed base classes.
 
     Raises:
-        UserError: There is no such class, it is of another kind, or the recipe may not name it.
+        UserError: There is no such class, it has another base, or the recipe may not name it.
     """
     if path.partition(".")[0] not in PACKAGES and not is_trusted():
         refuse_import(key, path)
     try:
-        kind = pkgutil.resolve_name(path)
+        cls = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"{key} is {path}, but there is no such class ({one_line(error)}).", key) from error
-    if inspect.isclass(kind):
-        return check_class(kind, bases, key)
-    if not (callable(kind) and is_trusted() and collections.abc.Callable in bases):
+    if inspect.isclass(cls):
+        return check_class(cls, bases, key)
+    if not (callable(cls) and is_trusted() and collections.abc.Callable in bases):
         raise UserError(f"{key}: {path} is not a class. A recipe may name functions only with {FLAG} true on the "
                         "command line, where a function is expected.", key)
-    return kind
+    return cls
 
 
-def check_class(kind: type, bases: tuple[Any, ...], key: str) -> type:
-    """Return a class. Raises UserError: it is not a subclass of one of `bases`, or the recipe may not name it."""
-    path = f"{kind.__module__}.{kind.__qualname__}"
-    if not issubclass(kind, bases):
+def check_class(cls: type, bases: tuple[Any, ...], key: str) -> type:
+    """Return the class. Raises UserError if it is not a subclass of `bases`, or the recipe may not name it."""
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    if not issubclass(cls, bases):
         names = " or ".join(f"{base.__module__}.{base.__name__}" for base in bases)
         raise UserError(f"{key} is {path}, but must be a subclass of {names}.", key)
     # The allowed packages have many classes, some of which run code when built: check the base class too.
-    if path.partition(".")[0] not in ("lmmods", "jax_engine") and not is_trusted() and not issubclass(kind, _kinds()):
+    is_ours = path.partition(".")[0] in ("lmmods", "jax_engine")
+    if not is_ours and not is_trusted() and not issubclass(cls, _library_bases()):
         raise UserError(f"{key}: {path} is not a callback, logger, strategy, profiler or cluster environment. If you "
                         f"trust the recipe, add {FLAG} true to the command line.", key)
-    return kind
+    return cls
 
 
 def refuse_function(key: str, path: str) -> None:
-    """Raise ForeignCode for a function that a recipe names, unless the command line trusts it."""
+    """Raise ForeignCode for a function named by a recipe, unless the command line trusts the recipe."""
     if not is_trusted():
         raise ForeignCode(f"{key}: {path} is code that a recipe may not run. It has not run. If you have read it and "
                           f"trust it, add {FLAG} true to the command line.")
 
 
 def check_recipe(model: dict[str, Any], remote_code_typed: bool) -> None:
-    """Check that a model runs no code of the hub, before it is built.
+    """Check that a model does not run code from the hub, before it is built.
 
     Args:
         model: Settings of the model.
-        remote_code_typed: True if the command line itself requests the code shipped with the model.
+        remote_code_typed: True if the command line, not a file, requests the code shipped with the model.
 
     Raises:
         UserError: A key requests code from the hub.
@@ -128,9 +129,9 @@ def check_recipe(model: dict[str, Any], remote_code_typed: bool) -> None:
         return
     check_remote_code(model, remote_code_typed)
     for name in ("config", "config_overrides"):
-        if isinstance(given := model.get(name), dict):
+        if isinstance(fields := model.get(name), dict):
             for key in ("attn_implementation", "_attn_implementation"):
-                _check_kernel(f"model.{name}.{key}", given.get(key))
+                _check_kernel(f"model.{name}.{key}", fields.get(key))
     _check_kernel("model.attention", model.get("attention"))
 
 
@@ -152,7 +153,7 @@ def _check_kernel(key: str, name: object) -> None:
                         f"{FLAG} true to the command line.")
 
 
-def _kinds() -> tuple[type, ...]:
+def _library_bases() -> tuple[type, ...]:
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.plugins import ClusterEnvironment

@@ -21,24 +21,25 @@ PATHS = ("pretrained", "adapter", "config", "tokenizer", "cache_dir", "source", 
          "run", "runs", "out", "file", "folder", "name", "model", "data", "show", "space", "task_folder", "plot",
          "result")
 NEVER_EMPTY = ("pretrained", "adapter", "tokenizer", "cache_dir", "default_root_dir", "out", "folder")
-SHARES = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
-LEAST = {"num_nodes": 1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 1,
-         "max_steps": -1, "num_sanity_val_steps": -1, "min_steps": 0, "min_epochs": 0}
+FRACTION_KEYS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
+                 "overfit_batches")
+MINIMUMS = {"num_nodes": 1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 1,
+            "max_steps": -1, "num_sanity_val_steps": -1, "min_steps": 0, "min_epochs": 0}
 
 
 def check_values(recipe: dict[str, Any], engine: str) -> None:
-    """Reject numbers, names and paths that no engine can use. Raises UserError: names the key and the value."""
+    """Raise UserError for numbers, names and paths that no engine can use; the message has the key and the value."""
     check_texts(recipe, "")
     check_ckpt_path(recipe.get("ckpt_path"))
     check_seed(recipe.get("seed_everything"))
     trainer = recipe["trainer"]
     check_devices(trainer.get("accelerator", "auto"), trainer.get("devices", "auto"), engine)
-    for name, least in LEAST.items():
+    for name, minimum in MINIMUMS.items():
         value = trainer.get(name)
-        if value is not None and value < least:
-            _refuse(f"trainer.{name}", value, f"{least} or more")
-    for name in SHARES:
-        check_share(f"trainer.{name}", trainer.get(name))
+        if value is not None and value < minimum:
+            _refuse(f"trainer.{name}", value, f"{minimum} or more")
+    for name in FRACTION_KEYS:
+        check_fraction(f"trainer.{name}", trainer.get(name))
     clip, interval = trainer.get("gradient_clip_val"), trainer.get("val_check_interval")
     if trainer["max_steps"] == 0:
         _refuse("trainer.max_steps", 0, "1 or more, or -1 to use trainer.max_epochs")
@@ -67,7 +68,7 @@ def check_ckpt_path(ckpt_path: str | None) -> None:
 
 
 def check_time(value: str | dict[str, int] | timedelta | None) -> None:
-    """Check that a time limit is positive: otherwise the run would end without a step."""
+    """Raise UserError unless a time limit is positive: otherwise the run would end without a step."""
     try:
         if isinstance(value, str):
             match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value)
@@ -83,62 +84,58 @@ def check_time(value: str | dict[str, int] | timedelta | None) -> None:
 
 
 def check_seed(seed: bool | int | None) -> None:
-    """Check that a seed fits 32 bits; true picks one at random."""
+    """Raise UserError unless a seed fits 32 bits; true picks one at random."""
     if seed is not True and (seed is None or seed is False or not 0 <= seed <= MAX_SEED):
         _refuse("seed_everything", seed, f"an integer from 0 to {MAX_SEED}, or true to pick one at random")
 
 
 def check_texts(value: object, key: str) -> None:
-    """Check that no string contains a NUL byte, and no path or hub id is empty or longer than a file system allows.
-
-    Raises:
-        UserError: One of these is wrong.
-    """
+    """Raise UserError for a string with a NUL byte, and for a path or hub id that is empty or too long for a path."""
     if isinstance(value, str):
         if "\0" in value:
             _refuse(key, value, "a string without NUL bytes")
         if not value.strip() and key.rsplit(".", 1)[-1] in NEVER_EMPTY:
             _refuse(key, value, "a path or a name. Remove the key if there is none")
-        longest = max(len(part.encode(errors="replace")) for part in value.split("/"))
-        if key.rsplit(".", 1)[-1] in PATHS and "://" not in value and (longest > 255 or len(value) > 4095):
-            raise UserError(f"{key} is {shorten(value)}: too long for a path.", key)
+        max_bytes = max(len(part.encode(errors="replace")) for part in value.split("/"))
+        if key.rsplit(".", 1)[-1] in PATHS and "://" not in value and (max_bytes > 255 or len(value) > 4095):
+            raise UserError(f"{key} is {shorten(value)}, which is too long for a path. Use a shorter one.", key)
         if DEMO.match(value) and not Path("demo").is_dir():
             raise UserError(f"{key} is {value}, but {Path.cwd()} has no demo files. Run the command in a clone of the "
-                            "project, or set the key to a path of your own.", key)
+                            "project, or set the key to your own path.", key)
     elif isinstance(value, list | tuple):
-        for each in value:
-            check_texts(each, key)
+        for item in value:
+            check_texts(item, key)
     elif isinstance(value, dict):
-        for name, each in value.items():
-            check_texts(each, f"{key}.{name}".removeprefix(".").replace(".init_args", ""))
+        for name, item in value.items():
+            check_texts(item, f"{key}.{name}".removeprefix(".").replace(".init_args", ""))
 
 
 def check_devices(accelerator: str, devices: str | int | list[int] | None, engine: str) -> None:
-    """Check the accelerator's name and the number or list of devices."""
+    """Raise UserError for an unknown accelerator, or a wrong number or list of devices."""
     if accelerator not in ACCELERATORS[engine]:
         _refuse("trainer.accelerator", accelerator, f"one of {', '.join(ACCELERATORS[engine])}")
-    wanted = "auto or a number from 1" + (", or on GPUs a list of their indices" if engine == "torch" else "")
+    expected = "auto or a number from 1" + (", or on GPUs a list of their indices" if engine == "torch" else "")
     if isinstance(devices, str) and devices != "auto":
         parts = devices.strip("[] ").split(",")
-        numbers = [int(part) if part.strip().isdigit() and len(part) < 9 else -2 for part in parts if part.strip()]
-        whole = devices.strip() == "-1" or numbers and -2 not in numbers
-        if not whole or accelerator == "cpu" and len(numbers) != 1 and devices.strip() != "-1":
-            _refuse("trainer.devices", devices, wanted)
-        devices = numbers[0] if len(numbers) == 1 and "," not in devices and "[" not in devices else numbers
+        indices = [int(part) if part.strip().isdigit() and len(part) < 9 else -2 for part in parts if part.strip()]
+        is_valid = devices.strip() == "-1" or indices and -2 not in indices
+        if not is_valid or accelerator == "cpu" and len(indices) != 1 and devices.strip() != "-1":
+            _refuse("trainer.devices", devices, expected)
+        devices = indices[0] if len(indices) == 1 and "," not in devices and "[" not in devices else indices
     if isinstance(devices, list):
         if accelerator == "cpu" or not devices or len(set(devices)) < len(devices) or min(devices) < 0:
-            _refuse("trainer.devices", devices, wanted)
+            _refuse("trainer.devices", devices, expected)
     elif devices is None or isinstance(devices, int) and devices != -1 and not 1 <= devices <= MAX_DEVICES:
-        _refuse("trainer.devices", devices, wanted)
+        _refuse("trainer.devices", devices, expected)
 
 
-def check_share(key: str, value: int | float | None) -> None:
-    """Check a number of micro-batches, or a fraction of all."""
+def check_fraction(key: str, value: int | float | None) -> None:
+    """Raise UserError unless a value is a number of micro-batches, or a fraction of all."""
     if value is not None and not (value >= 0 if isinstance(value, int) else 0 <= value <= 1):
         _refuse(key, value, "an integer number of micro-batches from 0, or a fraction from 0.0 to 1.0")
 
 
-def _refuse(key: str, value: object, wanted: str) -> None:
+def _refuse(key: str, value: object, expected: str) -> None:
     is_word = value is None or isinstance(value, bool)
-    refuse_value(f"{key} is {as_yaml_word(value) if is_word else shorten(repr(value))}, but must be {wanted}.",
+    refuse_value(f"{key} is {as_yaml_word(value) if is_word else shorten(repr(value))}, but must be {expected}.",
                  key)
