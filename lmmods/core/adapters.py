@@ -25,11 +25,11 @@ KEY = "model.adapter"  # the key that names an adapter, unless a command has an 
 # Names of the output layer for answer spans; it is newly initialised, so it trains fully alongside an adapter.
 ANSWER_HEADS = ("qa_outputs", "classifier")
 # Layers by model type that PEFT (0.21) mistakes for experts, which used to have these names.
-_TAKEN_FOR_EXPERTS = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
+_MISTAKEN_FOR_EXPERTS = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 
 
 def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False, model_type: str = "") -> set[str]:
-    """Names of the layers that get an adapter. A target matches the modules whose name ends in it, as in PEFT.
+    """Return the names of the layers that get an adapter. A target matches module names that end in it, as in PEFT.
 
     Args:
         lora: Settings of the adapter.
@@ -40,18 +40,18 @@ def adapted_layers(lora: LoRA, linear: Iterable[str], has_experts: bool = False,
     Raises:
         UserError: A target matches none of them.
     """
-    named, taken = list(linear), _TAKEN_FOR_EXPERTS.get(model_type, ())
-    linear = [name for name in named if name.rpartition(".")[2] not in taken]
+    names, skipped = list(linear), _MISTAKEN_FOR_EXPERTS.get(model_type, ())
+    linear = [name for name in names if name.rpartition(".")[2] not in skipped]
     targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
     if "all-linear" in targets:
-        if len(linear) < len(named):
-            say(f"lora.targets: all-linear skips {', '.join(taken)} in layers without experts: PEFT takes these "
+        if len(linear) < len(names):
+            say(f"lora.targets: all-linear skips {', '.join(skipped)} in layers without experts: PEFT takes these "
                 "names for experts.")
-        # Most routers are not linear layers; that of Gemma 4 has one, which is omitted like them.
+        # Most routers are not linear layers; Gemma 4's has one, which gets no adapter either.
         return {name for name in linear if not has_experts or "router" not in name.split(".")}
     note = (" Experts and their router are not linear layers: lora.target_parameters gives experts adapters, and "
             "lora.modules_to_save trains both fully.") if has_experts else ""
-    return _matching("lora.targets", targets, linear, linear, note)
+    return _match("lora.targets", targets, linear, linear, note)
 
 
 def adapted_parameters(lora: LoRA, stacked: Iterable[str], in_full: Collection[str]) -> set[str]:
@@ -68,20 +68,20 @@ def adapted_parameters(lora: LoRA, stacked: Iterable[str], in_full: Collection[s
     stacked = list(stacked)
     if lora.target_parameters and not stacked:
         raise UserError("lora.target_parameters: this model has no stacked experts. Remove it.")
-    found = _matching("lora.target_parameters", lora.target_parameters or [], stacked, stacked, kind="parameter")
-    if both := sorted(name for name in found if name.rpartition(".")[0] in in_full):
+    matches = _match("lora.target_parameters", lora.target_parameters or [], stacked, stacked, kind="parameter")
+    if both := sorted(name for name in matches if name.rpartition(".")[0] in in_full):
         raise UserError(f"lora.target_parameters: {both[0]} is in a module that lora.modules_to_save trains fully. "
                         "Remove it from one of them.")
-    return found
+    return matches
 
 
 def modules_in_full(lora: LoRA, modules: Iterable[str], linear: Iterable[str]) -> set[str]:
-    """Return the names of the modules that `modules_to_save` names. Raises UserError: one matches none of them."""
-    return _matching("lora.modules_to_save", lora.modules_to_save or [], list(modules), linear)
+    """Return the names of the modules that `modules_to_save` matches. Raises UserError if an entry matches none."""
+    return _match("lora.modules_to_save", lora.modules_to_save or [], list(modules), linear)
 
 
 class Vocabulary(Protocol):
-    """What a data module tells of its tokens."""
+    """A data module's tokens."""
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -93,7 +93,7 @@ class Vocabulary(Protocol):
 
 
 def tokens_to_train(data: Vocabulary, num_rows: int) -> list[int]:
-    """Ids of tokens whose rows train alongside an adapter: new ones, and those without a row in the model's embedding.
+    """Return the ids of tokens whose rows train alongside an adapter: new ones, and ones that the embedding lacks.
 
     Args:
         data: The data module. A token used only for padding is never learned.
@@ -117,7 +117,7 @@ def trained_rows(tokens: list[int], embedding: str, output: str | None, in_full:
         embedding: Name of the embedding.
         output: Name of the output layer of the vocabulary, if there is one.
         in_full: Names of the modules that train fully, including these rows.
-        tied: True if embedding and output layer share one matrix.
+        tied: True if the embedding and the output layer share one matrix.
         has_bias: True if the output layer has a bias.
 
     Raises:
@@ -138,14 +138,15 @@ def trained_rows(tokens: list[int], embedding: str, output: str | None, in_full:
 
 
 def token_indices(rows: dict[str, list[int]], embedding: str) -> dict[str, list[int]] | list[int] | None:
-    """`trained_rows` in the form of PEFT's `trainable_token_indices`: a list if only the embedding has some."""
+    """Convert `trained_rows` to PEFT's `trainable_token_indices`: a list if only the embedding has trained rows."""
     return rows.get(embedding) if rows.keys() <= {embedding} else rows
 
 
 def check_rows(folder: str | Path, num_rows: int) -> None:
     """Raise UserError if an adapter has rows of tokens beyond the `num_rows` rows of the base model's embedding."""
-    found = adapter_config(folder).get("trainable_token_indices") or []
-    largest = max((max(ids) for ids in (found.values() if isinstance(found, dict) else [found]) if ids), default=0)
+    token_ids = adapter_config(folder).get("trainable_token_indices") or []
+    id_lists = token_ids.values() if isinstance(token_ids, dict) else [token_ids]
+    largest = max((max(ids) for ids in id_lists if ids), default=0)
     if largest >= num_rows:
         raise UserError(f"model.adapter: the adapter in {folder} has an embedding for token {largest}, but the model "
                         f"has {num_rows} tokens. Set data.tokenizer to that folder.")
@@ -159,7 +160,7 @@ def quantised_in_full(module: str, kind: str) -> str:
 
 
 def saved_name(name: str) -> str:
-    """PEFT's name of a parameter in its file, from its name in the model, which contains the adapter's name."""
+    """Return PEFT's name of a parameter in its file, given its name in the model, which includes the adapter's."""
     name = name.replace(".modules_to_save.default.", ".").replace(".lora_magnitude_vector.default.weight",
                                                                   ".lora_magnitude_vector")
     # For example q_proj.lora_A.default.weight -> q_proj.lora_A.weight.
@@ -180,11 +181,11 @@ def _is_number(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= MAX_NUMBER  # False for NaN
 
 
-def _is_list(value: object, of: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(of, value))
+def _is_list(value: object, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_item, value))
 
 
-def _is_text(value: object) -> bool:
+def _is_string(value: object) -> bool:
     return isinstance(value, str)
 
 
@@ -196,9 +197,9 @@ def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
-_NAMES = ("a list of names or null", lambda value: value is None or _is_list(value, _is_text))
-_TEXT = ("a string or null", lambda value: value is None or _is_text(value))
-_PATTERN = ("a pattern, a list of names or null", lambda value: _TEXT[1](value) or _NAMES[1](value))
+_NAMES = ("a list of names or null", lambda value: value is None or _is_list(value, _is_string))
+_STRING = ("a string or null", lambda value: value is None or _is_string(value))
+_PATTERN = ("a pattern, a list of names or null", lambda value: _STRING[1](value) or _NAMES[1](value))
 _FLAG = ("true or false", _is_bool)
 # LoRA settings whose types are relied on, here or by PEFT, without further checks.
 _LORA = {
@@ -217,41 +218,41 @@ _LORA = {
     "trainable_token_indices": ("a list of token ids, such lists by name, or null", lambda value: value is None or all(
         _is_list(ids, _is_id) for ids in (value.values() if isinstance(value, dict) else [value]))),
 }
-_ANY_KIND = {"peft_type": ("a text", _is_text), "base_model_name_or_path": _TEXT, "revision": _TEXT,
-             "task_type": _TEXT, "inference_mode": _FLAG}
+_EVERY_TYPE = {"peft_type": ("a string", _is_string), "base_model_name_or_path": _STRING, "revision": _STRING,
+               "task_type": _STRING, "inference_mode": _FLAG}  # settings of every peft_type
 
 
 def adapter_config(folder: str | Path, key: str = KEY) -> dict[str, Any]:
-    """Settings in a PEFT folder, checked for the types that PEFT gives them.
+    """Read the settings in a PEFT folder and check their types.
 
     Args:
         key: Recipe key or option that names the folder.
 
     Raises:
-        UserError: There are none, they cannot be read, or one has an invalid value.
+        UserError: They are missing, cannot be read, or have an invalid value.
     """
     path = Path(folder) / SETTINGS
     try:
-        found = json.loads(read_text(path, MAX_SETTINGS))
+        settings = json.loads(read_text(path, MAX_SETTINGS))
     except FileNotFoundError as error:
         raise UserError(f"{key}: {folder} has no {SETTINGS}. Use a folder written by PEFT's "
                         "save_pretrained, for example runs/NAME/model.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{key}: {path} cannot be read ({error}). Download or save the adapter again.") from error
-    if not isinstance(found, dict) or "peft_type" not in found:
+    if not isinstance(settings, dict) or "peft_type" not in settings:
         raise UserError(f"{key}: {path} has no peft_type, so PEFT did not write it. Download or save the "
                         "adapter again.")
-    for name, (kind, fits) in {**_ANY_KIND, **(_LORA if found["peft_type"] == "LORA" else {})}.items():
-        if name in found and not fits(found[name]):
-            shown = repr(found[name])
+    for name, (expected, fits) in {**_EVERY_TYPE, **(_LORA if settings["peft_type"] == "LORA" else {})}.items():
+        if name in settings and not fits(settings[name]):
+            shown = repr(settings[name])
             raise UserError(f"{key}: {path} has {name}: {shown if len(shown) <= 60 else f'{shown[:60]}…'}, which must "
-                            f"be {kind}. Fix it, or download or save the adapter again.")
-    return found
+                            f"be {expected}. Fix it, or download or save the adapter again.")
+    return settings
 
 
 def adapter_weights(folder: str | Path, key: str = KEY) -> Path:
-    """The weights file of an adapter that PEFT reads. Raises UserError: it is missing, or clearly no weights file."""
-    # In PEFT's order. A dangling link exists here, so that it is reported rather than skipped.
+    """Return the weights file that PEFT reads. Raises UserError if it is missing, or clearly not a weights file."""
+    # In PEFT's order. A dangling link counts as existing, so that it is reported rather than skipped.
     for name in (WEIGHTS, "adapter_model.bin"):
         if os.path.lexists(path := Path(folder) / name):
             check_file(key, path)
@@ -263,10 +264,10 @@ def check_head(folder: str | Path, head: str) -> None:
     """Raise UserError if an adapter to continue from lacks a task's output layer, which is new to its base.
 
     Args:
-        head: Name of the layer.
+        head: Name of the output layer.
     """
     saved = adapter_config(folder).get("modules_to_save") or []
-    # A module is saved with all that is inside it.
+    # A module is saved with its submodules.
     if not any(f".{name}." in f".{head}." for name in saved):
         raise UserError(f"model.adapter: the adapter in {folder} is for another task, without {head}. Merge it (python "
                         "train.py merge), set model.pretrained to the merged model, and train a new one with "
@@ -279,7 +280,7 @@ def does_not_fit(folder: str | Path, reason: object, key: str = KEY) -> UserErro
 
 
 def left_over(missing: Iterable[str], extra: Iterable[str]) -> str:
-    """Reason why an adapter does not fit: weights missing from its file, and weights unknown to the model."""
+    """Return the reason why an adapter does not fit: weights that its file lacks, or that the model does not have."""
     missing, extra = sorted(missing)[:5], sorted(extra)[:5]
     return f"Missing: {', '.join(missing) or 'nothing'}. Not expected: {', '.join(extra) or 'nothing'}."
 
@@ -291,29 +292,29 @@ def no_numbers(name: str) -> str:
 
 @contextmanager
 def fitting_adapter(folder: str | Path, key: str = KEY) -> Iterator[None]:
-    """Wrap loading of an adapter by PEFT or safetensors. Raises UserError for any way in which they reject it."""
+    """Wrap loading of an adapter by PEFT or safetensors. Raises UserError if they reject it in any way."""
     try:
         yield
     except (*UNREADABLE, ArithmeticError, AssertionError, ImportError, LookupError, re.error) as error:
         if is_out_of_memory(error):
             raise
         reason = first_line(error)
-        plain = isinstance(error, OSError | ValueError | RuntimeError)
-        raise does_not_fit(folder, reason if plain else f"{type(error).__name__}: {reason}", key) from error
+        is_clear = isinstance(error, OSError | ValueError | RuntimeError)
+        raise does_not_fit(folder, reason if is_clear else f"{type(error).__name__}: {reason}", key) from error
 
 
-def _matching(key: str, wanted: list[str], present: list[str], linear: Iterable[str], note: str = "",
-              kind: str = "module") -> set[str]:
-    found = set()
-    for target in wanted:
+def _match(key: str, targets: list[str], names: list[str], linear: Iterable[str], note: str = "",
+           kind: str = "module") -> set[str]:
+    matches = set()
+    for target in targets:
         # Dots in front, so that a target matches whole parts of a name: `proj` is not the end of `q_proj`.
-        hits = {name for name in present if f".{name}".endswith(f".{target}")}
+        hits = {name for name in names if f".{name}".endswith(f".{target}")}
         if not hits:
             candidates = sorted({name.rsplit(".", 1)[-1] for name in linear})
             raise UserError(f"{key}: {target!r} matches no {kind} of this model. Candidates: {', '.join(candidates)}."
                             + note)
-        found |= hits
-    return found
+        matches |= hits
+    return matches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -348,13 +349,17 @@ def reading_weights(pretrained: str) -> Iterator[None]:
 def check_weights(pretrained: str) -> None:
     """Raise UserError for files that are not weights at all, for which libraries have unhelpful messages."""
     folder = Path(pretrained)
-    # Files of torch are read only where there are none of safetensors.
+    # torch's files are read only if there are no safetensors files.
     for file in sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
         check_file("model.pretrained", file)
 
 
 def check_file(key: str, file: Path) -> None:
-    """`check_weights` for one file, named by `key`."""
+    """Like `check_weights`, for one file.
+
+    Args:
+        key: Recipe key or option that names it, for messages.
+    """
     if not file.is_file():
         raise UserError(f"{key}: {file} is not a regular file. Download it again.")
     with open(file, "rb") as opened:

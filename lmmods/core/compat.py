@@ -1,4 +1,4 @@
-"""Uses of libraries' private names by both engines; those of the torch engine alone are in torch_engine/compat.
+"""Uses of libraries' private names by both engines; the torch engine's own uses are in torch_engine/compat.
 
 Each use is checked by tests/compat/test_core.py.
 """
@@ -24,25 +24,24 @@ def chat_template_environment() -> Any:
 
 
 @contextmanager
-def rendering_by(compiled: Callable[[str], Any]) -> Iterator[None]:
-    """Context in which `apply_chat_template` renders by `compiled(source).render(messages=…, …)`:
-    `_compile_jinja_template`.
+def rendering_by(compile_: Callable[[str], Any]) -> Iterator[None]:
+    """Make `apply_chat_template` render by `compile_(source).render(messages=…, …)`: `_compile_jinja_template`.
 
     As of transformers 5.23, where no argument sets the renderer.
     """
     from transformers.utils import chat_template_utils
 
-    chat_template_environment()  # cache it before the patch: `compiled` needs the original
-    theirs: Any = chat_template_utils._compile_jinja_template
-    chat_template_utils._compile_jinja_template = compiled  # type: ignore[assignment]  # it replaces a cached function
+    chat_template_environment()  # cache it before the patch: `compile_` needs the original
+    original: Any = chat_template_utils._compile_jinja_template
+    chat_template_utils._compile_jinja_template = compile_  # type: ignore[assignment]  # it replaces a cached function
     try:
         yield
     finally:
-        chat_template_utils._compile_jinja_template = theirs
+        chat_template_utils._compile_jinja_template = original
 
 
 def namespace_values(namespace: Any) -> dict[str, Any]:
-    """Values that a template has set in a `namespace()`: its private dictionary, which no template can access.
+    """Return the values that a template has set in a `namespace()`: its private dictionary, hidden from templates.
 
     As of jinja2 3.1, whose Namespace returns single values only.
     """
@@ -58,7 +57,7 @@ def rows_fingerprint(rows: object) -> str | None:
 
 
 def logged_checkpoints(logger: object) -> bool | str:
-    """The argument `log_model` of Lightning's WandbLogger, which is stored in `_log_model` only; False for others.
+    """Return the argument `log_model` of Lightning's WandbLogger, stored only in `_log_model`; False for other loggers.
 
     As of lightning 2.6.
     """

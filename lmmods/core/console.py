@@ -38,9 +38,9 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 
 def _above_bars(stream: TextIO) -> AbstractContextManager[None]:
-    """Take progress bars off the terminal for the time of a message; that of another process redraws itself."""
+    """Remove progress bars from the terminal while a message is printed; another process's bar redraws itself."""
     if is_terminal(stream) and (parent_process() is not None or os.environ.get("LOCAL_RANK", "0") != "0"):
-        stream.write(ERASE)  # a worker, or a process launched by Lightning: the bar is that of the first process
+        stream.write(ERASE)  # a worker, or a process launched by Lightning: the first process has the bar
         return nullcontext()
     return open_bars[-1].external_write_mode(stream) if open_bars else nullcontext()
 
@@ -56,7 +56,7 @@ def shows_colour(stream: TextIO | None) -> bool:
 
 
 def printable(text: str) -> str:
-    """Replace characters by which data or models could control the terminal."""
+    """Replace control characters, with which data or models could change the terminal."""
     return text.translate({0x1B: "␛", 0x9B: "␛"})
 
 

@@ -1,11 +1,11 @@
 """Dropout masks and noise as a function of (seed, epoch, row, position, site), the same bits on both engines.
 
-A token's seed is MurmurHash3 (Austin Appleby, SMHasher, `MurmurHash3_x86_32`) of its epoch, row and position. All else
-is that hash's finaliser, in which each of 32 bits affects all others: the token's seed and a site's give the token's
-word at that site; that word and a feature's seed (in attention: a key's) give 32 bits, which decide about two features.
+A token's seed is MurmurHash3 (Austin Appleby, SMHasher, `MurmurHash3_x86_32`) of its epoch, row and position. All other
+steps use that hash's finaliser, in which each of 32 bits affects all others. The token's seed and a site's seed give
+the token's word at that site. That word and a feature's seed (in attention: a key's) give 32 bits for two features.
 
-So a mask does not depend on batches, padding, devices, or other draws. This is the reference, in numpy; the engines
-compute the same in torch and in JAX. Arrays of 32 bits are uint32 here; token seeds are passed as int32.
+So a mask does not depend on batches, padding, devices, or other random numbers. This is the reference, in numpy; the
+engines compute the same in torch and in JAX. Arrays of 32 bits are uint32 here; token seeds are passed as int32.
 """
 
 import zlib
@@ -22,7 +22,7 @@ STEPS = 2**16  # a rate is a multiple of 1 / STEPS
 
 
 def finalise(h: np.ndarray) -> np.ndarray:
-    """MurmurHash3's finaliser, a bijection of 32 bits."""
+    """Apply MurmurHash3's finaliser, a bijection of 32 bits."""
     # uint32 products wrap modulo 2^32, as the hash requires: silently for arrays, with a warning for numpy scalars.
     h = (h ^ (h >> np.uint32(16))) * np.uint32(FINAL_1)
     h = (h ^ (h >> np.uint32(13))) * np.uint32(FINAL_2)
@@ -30,7 +30,7 @@ def finalise(h: np.ndarray) -> np.ndarray:
 
 
 def murmur3(seed: int, blocks: list[np.ndarray]) -> np.ndarray:
-    """MurmurHash3_x86_32 of each sequence of 4-byte blocks; blocks are uint32 and broadcast against each other."""
+    """Return MurmurHash3_x86_32 of each sequence of 4-byte blocks; blocks are uint32 and broadcast to each other."""
     # An array rather than a scalar, so that overflow is silent.
     h = np.full((1,), seed, np.uint32)
     for block in blocks:
@@ -50,18 +50,18 @@ def token_seeds(seed: int, epoch: int | np.ndarray, row: int | np.ndarray, posit
 
     Args:
         seed: Seed of the run.
-        epoch: Number of the epoch.
-        row: Number of the row in the epoch's data, independent of its place in a batch.
+        epoch: Index of the epoch.
+        row: Index of the row in the epoch's data, independent of its position in a batch.
         position: Position in the row, from 0.
     """
     # Epoch and row are 64 bits, low half first as MurmurHash3 reads them; a position fits in 32.
-    wide = [part for number in (epoch, row) for part in _halves(np.asarray(number, np.int64))]
-    return murmur3(seed, [*wide, np.asarray(position).astype(np.uint32)]).view(np.int32)
+    words = [part for index in (epoch, row) for part in _split_halves(np.asarray(index, np.int64))]
+    return murmur3(seed, [*words, np.asarray(position).astype(np.uint32)]).view(np.int32)
 
 
-def _halves(number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    number = np.atleast_1d(number)
-    return (number & 0xFFFFFFFF).astype(np.uint32), (number >> 32).astype(np.uint32)  # low, high
+def _split_halves(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    values = np.atleast_1d(values)
+    return (values & 0xFFFFFFFF).astype(np.uint32), (values >> 32).astype(np.uint32)  # low, high
 
 
 @lru_cache(2**14)
@@ -77,28 +77,28 @@ def site_seed(site: str, call: int = 0) -> int:
 
 
 def feature_seeds(num: int) -> np.ndarray:
-    """[num] uint32, one per two features."""
+    """Return [num] uint32, one for every two features."""
     return finalise(np.arange(1, num + 1, dtype=np.uint32) * np.uint32(GOLDEN))
 
 
 def dropped_steps(rate: float) -> int:
-    """`rate` as a multiple of 1 / STEPS. Raises UserError unless 0 <= rate < 1."""
+    """Return `rate` as a multiple of 1 / STEPS. Raises UserError unless 0 <= rate < 1."""
     if not 0 <= rate < 1:
         raise UserError(f"A dropout rate of the model's configuration is {rate}. Set it to a value from 0 up to but "
                         "not including 1.")
-    # A rate above 0 drops something, and none below 1 drops everything: `keep_scale` stays finite.
+    # A rate above 0 drops something, and a rate below 1 keeps something: `keep_scale` stays finite.
     return min(max(round(rate * STEPS), int(rate > 0)), STEPS - 1)
 
 
 def keep_scale(rate: float) -> float:
-    """Return the factor of kept features: 1 / the fraction that is kept."""
+    """Return the factor of kept features: 1 / (fraction of kept features)."""
     return STEPS / (STEPS - dropped_steps(rate))
 
 
 def least_kept(rate: float) -> int:
     """Return the smallest int32 whose upper half keeps a feature."""
-    # Words are read as signed, so they start at -STEPS / 2 * STEPS: dropped_steps of STEPS equal parts lie below the
-    # result. Its lower half is 0, so the lower half of a word never decides.
+    # Words are read as signed, so they start at -STEPS / 2 * STEPS: dropped_steps of STEPS equal parts are below the
+    # result. Its lower half is 0, so the lower half of a word has no effect.
     return (dropped_steps(rate) - STEPS // 2) * STEPS
 
 
@@ -121,7 +121,7 @@ NOISE_SITE = "neftune"
 
 
 def feature_noise(seeds: np.ndarray, site: int, num: int) -> np.ndarray:
-    """Uniform numbers in (-1, 1) for features of tokens, float32: odd multiples of 2^-24, each with 32 separate bits.
+    """Return uniform numbers in (-1, 1) for features of tokens: odd multiples of 2^-24, each from 32 separate bits.
 
     Args:
         seeds: [...] int32, seeds of tokens.
@@ -132,15 +132,15 @@ def feature_noise(seeds: np.ndarray, site: int, num: int) -> np.ndarray:
     """
     words = finalise(seeds.view(np.uint32) ^ np.uint32(site))
     bits = finalise(words[..., None] ^ feature_seeds(num)).view(np.int32)
-    # The upper 24 bits, read as signed, and a half: 25 bits with the sign, which float32 holds.
+    # The upper 24 bits, read as signed, and a half: 25 bits with the sign, which fit in float32.
     return ((bits >> 8).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
 def attention_mask(seeds: np.ndarray, site: int, num_heads: int, rate: float) -> np.ndarray:
-    """Mask of kept attention weights: [B, num_heads, T, T] bool, query by key; heads share bits as features do.
+    """Return the mask of kept attention weights: [B, num_heads, T, T] bool, query by key; heads share bits as features.
 
     Args:
-        seeds: [B, T] int32, seeds of tokens. The mask of a weight depends on its two tokens alone.
+        seeds: [B, T] int32, seeds of tokens. The mask of a weight depends only on its two tokens.
     """
     queries = finalise(seeds.view(np.uint32) ^ np.uint32(site))  # [B, T]
     pairs = feature_seeds(-(-num_heads // 2))  # [P], P = ceil(num_heads / 2)
@@ -150,7 +150,7 @@ def attention_mask(seeds: np.ndarray, site: int, num_heads: int, rate: float) ->
 
 
 def _split(mixed: np.ndarray, rate: float, axis: int) -> np.ndarray:
-    """Two decisions from each word, those of the upper halves first."""
+    """Return two decisions per word, the ones of the upper halves first."""
     bits = finalise(mixed)
     # The shift moves the lower half up, where `least_kept` compares.
     halves = np.concatenate([bits, bits << np.uint32(16)], axis)

@@ -29,7 +29,7 @@ _gathered: ContextVar[list[UserError] | None] = ContextVar("gathered", default=N
 
 @contextlib.contextmanager
 def gathering() -> Iterator[list[UserError]]:
-    """Context that collects errors about single wrong values in a list, so that all of them can be reported."""
+    """Collect errors about wrong values in a list, so that all of them can be reported."""
     errors: list[UserError] = []
     token = _gathered.set(errors)
     try:
@@ -39,7 +39,7 @@ def gathering() -> Iterator[list[UserError]]:
 
 
 def refuse_value(message: str, *keys: str) -> None:
-    """Raise a UserError about one value, or record it within `gathering`; arguments as of UserError."""
+    """Raise a UserError about one value, or record it within `gathering`; see UserError for the arguments."""
     error, errors = UserError(message, *keys), _gathered.get()
     if errors is None:
         raise error
@@ -61,12 +61,12 @@ def user_error_in(error: BaseException | None) -> UserError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's message, without the advice that follows; empty if there is no message."""
+    """Return the first line of a library's message, without the advice after it; empty if there is no message."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
 def one_line(error: BaseException) -> str:
-    """A library's whole message on one line."""
+    """Return a library's whole message on one line."""
     return " ".join(str(error).split())
 
 
@@ -78,7 +78,7 @@ KINDS = ("OutOfMemoryError", "XlaRuntimeError", "JaxRuntimeError", "RuntimeError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if torch (which has no exception type for it on CPUs), XLA, numpy or Python itself ran out of memory."""
+    """Return True if torch (without an exception type for it on CPUs), XLA, numpy or Python ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, ValueError):  # from XLA when a compiled program is called again
@@ -89,9 +89,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def what_to_lower(error: BaseException, checkpoint: str | None) -> UserError:
     """Build the error for running out of memory. `checkpoint` is the last checkpoint, if any."""
     reason = next(iter(str(error).strip().splitlines()), "")[:300] or type(error).__name__
-    goes_on = f" Resume from the last checkpoint, {checkpoint}, with --ckpt_path last." if checkpoint else ""
+    resume = f" Resume from the last checkpoint, {checkpoint}, with --ckpt_path last." if checkpoint else ""
     return UserError(
         f"Out of memory ({reason}). Try, in this order: a lower data.batch_size (raise "
         "trainer.accumulate_grad_batches by the same factor to keep the step) and data.eval_batch_size; "
         "data.max_length; model.gradient_checkpointing: true; model.lora instead of full fine-tuning, with "
-        f"model.quantize: nf4; an 8-bit optimiser; on several devices trainer.strategy: fsdp.{goes_on}")
+        f"model.quantize: nf4; an 8-bit optimiser; on several devices trainer.strategy: fsdp.{resume}")

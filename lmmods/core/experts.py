@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # Means over rows, weighted by target tokens: the balance loss before its weight, and the load of a row's most and least
-# used experts, as multiples of an even share.
+# used experts, as multiples of an even load.
 METRICS = ("experts/balance", "experts/max_load", "experts/min_load")
 _INSTEAD = ("Transformers' loss multiplies two means over a micro-batch, so it depends on the batch split. "
             "model.balance_loss does so row by row, which does not.")
@@ -22,8 +22,8 @@ class Mixture:
 
     Args:
         num: Number of experts.
-        per_token: Experts used by a token.
-        beside_mlp: Layers with experts have an MLP as well.
+        per_token: Number of experts used by a token.
+        beside_mlp: True if layers with experts also have an MLP.
     """
 
     num: int
@@ -38,12 +38,12 @@ class Mixture:
 
 def mixture_of(config: "PreTrainedConfig") -> Mixture | None:
     """Return the mixture in a transformers configuration, if it has one."""
-    # Of a model with several parts (text and images), the language model is meant.
+    # In a model with several parts (text and images), the language model has the experts.
     text = config.get_text_config()
     # Mixtral and gpt-oss use the first name, Qwen and OLMoE the second.
     num: Any = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     per_token = getattr(text, "num_experts_per_tok", None)
-    if getattr(text, "enable_moe_block", False):  # of Gemma 4, whose dense models may have these numbers too
+    if getattr(text, "enable_moe_block", False):  # Gemma 4, whose dense models may have these numbers too
         return Mixture(num, text.top_k_experts, beside_mlp=True)
     return Mixture(num, per_token) if num and per_token else None
 
@@ -52,7 +52,7 @@ def note_quantized(config: "PreTrainedConfig", quantize: str | None, in_files: b
     """Report that a quantised base has experts that are not quantised.
 
     Args:
-        in_files: True if its files are quantised already.
+        in_files: True if the files of the base are quantised.
     """
     if mixture_of(config) is not None and (in_files or quantize == "int8"):
         say(f"model.{'pretrained' if in_files else 'quantize'}: experts are not stored in {quantize}: "
@@ -69,7 +69,8 @@ def check_balance(config: "PreTrainedConfig", balance_loss: float, routes: bool)
         raise UserError(f"model.balance_loss is {balance_loss}, but {config.model_type} has no experts whose router it "
                         "could reach. Set it to 0.")
     if getattr(config, "output_router_logits", False) and not balance_loss:
-        say(f"Experts: config.json sets transformers' balance loss (output_router_logits), ignored here. {_INSTEAD}")
+        say("Experts: config.json sets transformers' balance loss (output_router_logits), which is ignored here. "
+            f"{_INSTEAD}")
 
 
 def check_overrides(fields: dict[str, Any]) -> None:
@@ -77,4 +78,5 @@ def check_overrides(fields: dict[str, Any]) -> None:
     for name in ("output_router_logits", "router_aux_loss_coef"):
         if fields.get(name):
             raise UserError(f"model.config: {name} is {fields[name]}, which sets transformers' own balance loss. "
-                            f"{_INSTEAD} Remove it and set that.", "model.config", "model.config_overrides")
+                            f"{_INSTEAD} Remove it and set model.balance_loss.", "model.config",
+                            "model.config_overrides")

@@ -19,7 +19,7 @@ BLOCKS, BLOCK_BYTES = 256, 2**14
 
 
 def combine_fingerprints(parts: Iterable[str]) -> str:
-    """Return one fingerprint (32 hex digits) of several parts, in order."""
+    """Combine the fingerprints of several parts, in order, into one of 32 hex digits."""
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -38,9 +38,9 @@ def whole_file(path: str | os.PathLike) -> str:
 
 
 def hash_sampled(path: str | os.PathLike) -> str:
-    """Hash of the size and of 256 evenly spaced blocks, because weights and streams are too large to read twice.
+    """Return the hash of the size and of 256 evenly spaced blocks, as weights and streams are too large to read twice.
 
-    Files of up to 16 MiB are hashed whole. Raises UserError: it cannot be read.
+    Files of up to 16 MiB are hashed whole. Raises UserError if the file cannot be read.
     """
     try:
         size = os.path.getsize(path)
@@ -48,8 +48,8 @@ def hash_sampled(path: str | os.PathLike) -> str:
             return whole_file(path)
         digest = hashlib.blake2b(str(size).encode(), digest_size=16)
         with open(path, "rb") as file:
-            for number in range(BLOCKS):
-                file.seek(number * (size - BLOCK_BYTES) // (BLOCKS - 1))
+            for index in range(BLOCKS):
+                file.seek(index * (size - BLOCK_BYTES) // (BLOCKS - 1))
                 digest.update(file.read(BLOCK_BYTES))
         return digest.hexdigest()
     except OSError as error:
@@ -60,7 +60,7 @@ def hash_sampled(path: str | os.PathLike) -> str:
 
 
 def describe_file(path: str | os.PathLike, digest: str | None = None, sampled: bool = True) -> dict[str, Any]:
-    """`bytes` and `hash` of an input: `blake2b:…` of all bytes, `blocks:…` of 256 blocks, or `sha256:…` of the hub.
+    """Return `bytes` and `hash` of an input: `blake2b:…` of all bytes, `blocks:…` of 256 blocks, or `sha256:…`.
 
     Large files in the hub's cache are named by their SHA-256, so the hash of weights is known without reading them.
 
@@ -80,7 +80,7 @@ def describe_file(path: str | os.PathLike, digest: str | None = None, sampled: b
 
 
 def sha256(path: str | os.PathLike) -> dict[str, Any]:
-    """`bytes` and `hash` of a file that a run has written, as shown by `sha256sum` and the hub. Raises UserError."""
+    """Return `bytes` and `hash` of a run's file, as shown by `sha256sum` and the hub. Raises UserError."""
     try:
         with open(path, "rb") as file:
             return {"bytes": os.path.getsize(path), "hash": f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"}
@@ -90,12 +90,12 @@ def sha256(path: str | os.PathLike) -> dict[str, Any]:
 
 def is_as_described(path: str | os.PathLike, described: dict[str, Any]) -> bool:
     """Return True if a file has this `bytes` and `hash`; a file of another size is not read. Raises UserError."""
-    kind = described["hash"].partition(":")[0]
+    method = described["hash"].partition(":")[0]
     if os.path.getsize(path) != described["bytes"]:
         return False
-    hashed = {"sha256": lambda: sha256(path)["hash"], "blake2b": lambda: f"blake2b:{whole_file(path)}",
-              "blocks": lambda: f"blocks:{hash_sampled(path)}"}[kind]
-    return hashed() == described["hash"]
+    compute = {"sha256": lambda: sha256(path)["hash"], "blake2b": lambda: f"blake2b:{whole_file(path)}",
+               "blocks": lambda: f"blocks:{hash_sampled(path)}"}[method]
+    return compute() == described["hash"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ BLOCK = 2**24  # bytes
 
 
 def stamp(path: Path) -> list[int]:
-    """Size and CRC-32 of a file."""
+    """Return size and CRC-32 of a file."""
     checksum = 0
     with open(path, "rb") as file:
         while block := file.read(BLOCK):
@@ -122,7 +122,7 @@ def first_damaged(folder: Path, manifest: object, contents: bool = True) -> str 
     """Return the name of the first file of a folder that is missing, truncated or altered; None if all are intact.
 
     Args:
-        manifest: Stamps by file name, as read from disk, so not to be trusted.
+        manifest: Stamps by file name, as read from disk, so untrusted.
         contents: Also verify contents; otherwise only sizes.
 
     Raises:
@@ -131,12 +131,12 @@ def first_damaged(folder: Path, manifest: object, contents: bool = True) -> str 
     """
     if not isinstance(manifest, dict) or not manifest:
         raise ValueError("it names no file")
-    for name, noted in manifest.items():
+    for name, recorded in manifest.items():
         if not is_plain_name(name):
             raise ValueError(f"it names {name!r}, which is not a file of this folder")
         path = folder / name
-        if not isinstance(noted, list) or len(noted) != 2:
+        if not isinstance(recorded, list) or len(recorded) != 2:
             raise ValueError(f"it has no size and checksum of {name}")
-        if not path.is_file() or path.stat().st_size != noted[0] or (contents and stamp(path) != noted):
+        if not path.is_file() or path.stat().st_size != recorded[0] or (contents and stamp(path) != recorded):
             return name
     return None

@@ -20,33 +20,33 @@ def check_patterns(key: str, patterns: Sequence[str] | None) -> None:
 
 def chosen(names: Mapping[str, Collection[str]], trainable: Sequence[str] | None, frozen: Sequence[str] | None
            ) -> set[str]:
-    """Return the parameters that train: those that `trainable` matches, without those that `frozen` matches.
+    """Return the parameters that train: `trainable` matches them and `frozen` does not.
 
     Args:
         names: All names of each parameter; tied ones have several, and one that matches is enough.
         trainable: Regular expressions that match anywhere in a name; None matches all.
-        frozen: The same; None matches none.
+        frozen: Regular expressions too; None matches none.
 
     Raises:
         UserError: A pattern matches nothing, or nothing trains.
     """
-    found = set(names) if trainable is None else _match("model.trainable_parameters", names, trainable)
-    found -= _match("model.frozen_parameters", names, frozen or [])
-    if not found:
+    trained = set(names) if trainable is None else _match("model.trainable_parameters", names, trainable)
+    trained -= _match("model.frozen_parameters", names, frozen or [])
+    if not trained:
         raise UserError("model.frozen_parameters matches all parameters that would train. Remove patterns from it.")
-    return found
+    return trained
 
 
 def _match(key: str, names: Mapping[str, Collection[str]], patterns: Sequence[str]) -> set[str]:
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
-        hits = {name for name, own in names.items() if any(re.search(pattern, each) for each in own)}
+        hits = {name for name, aliases in names.items() if any(re.search(pattern, alias) for alias in aliases)}
         if not hits:
-            some = list(names)
-            raise UserError(f"{key}: '{pattern}' matches no parameter of this model. Its {len(some)} parameters have "
-                            f"names like {some[0]}, {some[len(some) // 2]} and {some[-1]}.")
-        found |= hits
-    return found
+            all_names = list(names)
+            raise UserError(f"{key}: '{pattern}' matches no parameter of this model. Its {len(all_names)} parameters "
+                            f"have names like {all_names[0]}, {all_names[len(all_names) // 2]} and {all_names[-1]}.")
+        matched |= hits
+    return matched
 
 
 def check_new_tokens(tokens: Collection[int], trains: bool) -> None:

@@ -23,7 +23,7 @@ BOOKKEEPING = ("_from_model_config", "transformers_version")
 
 
 def saved_end_ids(folder: Path) -> list[int]:
-    """Return the tokens that end an answer by the file of a model folder; none without it."""
+    """Return the tokens that end an answer, from the file in a model folder; [] without it."""
     path = folder / GENERATION_CONFIG
     return _end_ids(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []
 
@@ -42,22 +42,22 @@ def exported_generation(settings: Generation, base: dict[str, Any], stop_token_i
 
     Args:
         base: Content of the file of the model that the run started from.
-        stop_token_ids: Tokens that end an answer; those of the base are kept, too.
-        bos: Id of the begin token, if there is one.
+        stop_token_ids: Tokens that end an answer, in addition to the base's.
+        bos: Id of the start token, if there is one.
         pad: Id of the padding token.
     """
     ends = _end_ids(base)
-    chosen = {name: value for name, default in SILENT.items() if (value := getattr(settings, name)) != default}
-    if {"num_beams", "penalty_alpha"} & chosen.keys():  # these methods do not sample, whatever the base does
-        chosen = {"do_sample": False, **chosen}
+    explicit = {name: value for name, default in SILENT.items() if (value := getattr(settings, name)) != default}
+    if {"num_beams", "penalty_alpha"} & explicit.keys():  # these methods do not sample, even if the base does
+        explicit = {"do_sample": False, **explicit}
     if not {"max_new_tokens", "max_length"} & base.keys():
-        chosen["max_new_tokens"] = settings.max_new_tokens  # transformers' own default is 20 tokens with the prompt
-    found = {**base, **chosen, "eos_token_id": list(dict.fromkeys([*stop_token_ids, *ends]))}
-    found |= {name: token for name, token in (("bos_token_id", bos), ("pad_token_id", pad)) if token is not None}
-    left_out = [*GONE, *BOOKKEEPING, *(() if found.get("do_sample") else SAMPLING),
-                *(() if (found.get("num_beams") or 1) > 1 else BEAMS),
-                *(["max_length"] if "max_new_tokens" in chosen else [])]
-    return {name: value for name, value in sorted(found.items()) if name not in left_out}
+        explicit["max_new_tokens"] = settings.max_new_tokens  # transformers' own default is 20 tokens with the prompt
+    content = {**base, **explicit, "eos_token_id": list(dict.fromkeys([*stop_token_ids, *ends]))}
+    content |= {name: token for name, token in (("bos_token_id", bos), ("pad_token_id", pad)) if token is not None}
+    omitted = [*GONE, *BOOKKEEPING, *(() if content.get("do_sample") else SAMPLING),
+               *(() if (content.get("num_beams") or 1) > 1 else BEAMS),
+               *(["max_length"] if "max_new_tokens" in explicit else [])]
+    return {name: value for name, value in sorted(content.items()) if name not in omitted}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -67,22 +67,22 @@ UNIT = 2**-30  # of probability; sums stay below 2^31 for any vocabulary
 
 
 def draws(seed: int, rows: Iterable[int], count: int, answers: int = 1, step: int | None = None) -> np.ndarray:
-    """Uniform numbers in [0, 1), [rows * answers, count] float32; those of an answer do not depend on the others.
+    """Return uniform numbers in [0, 1), [rows * answers, count] float32; an answer's numbers do not depend on others.
 
     Each answer to a row has its own stream of Philox4x64 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1,
-    2, 3"), with seed and row as its key and the numbers of the step and of the answer as the highest words of its
-    counter. The drawn token is the first at which the cumulative probability, in the order of the vocabulary, exceeds
-    the row's number. Probabilities are summed as multiples of `UNIT`: a parallel sum of floats can also grow at tokens
-    of probability zero, which would then be drawn occasionally.
+    2, 3"), with seed and row as its key and the step and the answer's index as the highest words of its counter. The
+    sampled token is the first at which the cumulative probability, in the order of the vocabulary, exceeds the uniform
+    number. Probabilities are summed as multiples of `UNIT`: a parallel sum of floats can also grow at tokens of
+    probability zero, which would then be sampled occasionally.
 
     Args:
-        rows: Numbers of rows, -1 (padding) or more.
-        count: Tokens of the longest answer.
-        answers: Answers to each row, which follow each other.
-        step: Steps trained before the answers are drawn, or the epoch of the rows if these are answered once in each;
-            None for numbers that do not change in training.
+        rows: Indices of rows, -1 (padding) or more.
+        count: Maximum number of tokens in an answer.
+        answers: Number of answers per row, which are neighbours in the result.
+        step: Number of steps trained before sampling, or the epoch if each row is answered once per epoch; None for
+            numbers that do not change in training.
     """
-    time = 0 if step is None else step + 1
-    streams = (np.random.Generator(np.random.Philox(key=[seed, row + 1], counter=[0, 0, time, answer]))
+    step_word = 0 if step is None else step + 1
+    streams = (np.random.Generator(np.random.Philox(key=[seed, row + 1], counter=[0, 0, step_word, answer]))
                for row in rows for answer in range(answers))
     return np.array([stream.random(count, np.float32) for stream in streams], np.float32).reshape(-1, count)

@@ -64,7 +64,7 @@ def _convert_scalar(value: Any, types: tuple[Any, ...]) -> Any:
 
 
 def _fits(value: Any, types: tuple[Any, ...]) -> bool:
-    """True if a value has one of these types other than string."""
+    """Return True if a value has one of these types other than string."""
     return any(member is Any or member is type(value) and member is not str or member is float and type(value) is int
                for member in types)
 

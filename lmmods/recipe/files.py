@@ -128,7 +128,7 @@ def read_with_lines(value: str) -> dict[str, Any]:
 
 
 def is_inline(value: str) -> bool:
-    """True if the argument of `--config` is an inline recipe, not the path of a file."""
+    """Return True if the argument of `--config` is an inline recipe, not the path of a file."""
     return bool(re.search(r"[{\n]|:\s", value)) and not _path_exists(value)
 
 

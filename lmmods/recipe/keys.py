@@ -68,7 +68,7 @@ def _arguments(cls: Callable[..., Any]) -> dict[str, tuple[Any, Any, str]]:
 
 
 def takes_any_key(cls: Callable[..., Any]) -> bool:
-    """True if a function or constructor has `**kwargs` that do not go to the constructor of a base class."""
+    """Return True if a function or constructor has `**kwargs` that do not go to the constructor of a base class."""
     return _signature_of(cls)[1]
 
 

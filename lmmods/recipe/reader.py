@@ -138,7 +138,7 @@ class Recipe:
                 "engine": self.engine, **{name: blocks[name] for name in BLOCKS}}
 
     def is_typed_true(self, key: str) -> bool:
-        """True if the last option of the command line for a key sets it to true, whatever files say."""
+        """Return True if the last option of the command line for a key sets it to true, whatever files say."""
         return find_typed_value(self.layers, key) is True
 
 
@@ -245,7 +245,7 @@ def find_typed_value(layers: list[Layer], key: str) -> Any:
 
 
 def _may_overwrite(layers: list[Layer], folder: str | None) -> bool:
-    """True if a recipe lets `fit` start over in a run folder: its key counts only for the folder named next to it."""
+    """Return True if a recipe lets `fit` start over in a run folder: its key counts only for the folder next to it."""
     overwrites = False
     for layer in layers:
         if "overwrite" in layer.tree:
@@ -816,7 +816,7 @@ class Reader:
         return None if errors else result
 
     def _is_rejected(self, *keys: str) -> bool:
-        """True if one of these keys was already rejected; they may lack the name of their block."""
+        """Return True if one of these keys was already rejected; they may lack the name of their block."""
         return any(f".{rejected_key}".endswith(f".{key}") for key in keys for rejected_key in self.rejected)
 
     def _build_recipe(self) -> dict[str, Any]:
@@ -837,7 +837,7 @@ class Reader:
 
 
 def _is_complete(value: dict[str, Any], cls: type, hint: Any) -> bool:
-    """True if a mapping is as complete as a string: `{path: rows.jsonl}` is `rows.jsonl`."""
+    """Return True if a mapping is as complete as a string: `{path: rows.jsonl}` is `rows.jsonl`."""
     required = {name for name, key in keys_of(cls).items() if key.default is REQUIRED}
     return str in members(hint) and bool(required) and required <= value.keys()
 

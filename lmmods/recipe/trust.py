@@ -56,7 +56,7 @@ def trusting(trusted: bool) -> Iterator[None]:
 
 
 def is_trusted() -> bool:
-    """True if the command line lets recipes run any code."""
+    """Return True if the command line lets recipes run any code."""
     return _trusted.get()
 
 

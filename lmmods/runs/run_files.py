@@ -58,7 +58,7 @@ def check_links(root: Path, names: Iterable[str]) -> None:
 def _belongs(link: Path, root: Path) -> bool:
     """True if the target of a link names this run folder as its owner."""
     try:
-        owner = Path(read_text(link / OWNER, most=2**16).strip())
+        owner = Path(read_text(link / OWNER, max_bytes=2**16).strip())
         return owner.is_absolute() and os.path.samefile(owner, root)
     except (OSError, ValueError):
         return False

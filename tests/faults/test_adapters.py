@@ -54,7 +54,7 @@ UNREADABLE = {
     "deep": (written(SETTINGS, b"[" * 100_000), "cannot be read"),
     "a list": (written(SETTINGS, b"[]"), "has no peft_type"),
     "a pipe": (written(SETTINGS, None), "is not a regular file"),
-    "huge": (lambda folder: os.truncate(folder / SETTINGS, 2**30), "are read"),
+    "huge": (lambda folder: os.truncate(folder / SETTINGS, 2**30), "more than 16 MiB"),
     "a folder": (lambda folder: ((folder / SETTINGS).unlink(), (folder / SETTINGS).mkdir()), "is not a regular file"),
     "alpha": (settings(lora_alpha="x"), "lora_alpha: 'x', which must be a number"),
     "alpha is no number": (settings(lora_alpha=float("nan")), "lora_alpha: nan"),
@@ -69,7 +69,7 @@ UNREADABLE = {
     "ranks": (settings(rank_pattern={"q_proj": 0}), "rank_pattern: {'q_proj': 0}"),
     "alphas": (settings(alpha_pattern=["q_proj"]), "alpha_pattern: ['q_proj']"),
     "tokens": (settings(trainable_token_indices={"embed_tokens": ["a"]}), "trainable_token_indices"),
-    "kind": (settings(peft_type={}), "peft_type: {}, which must be a text"),
+    "kind": (settings(peft_type={}), "peft_type: {}, which must be a string"),
     "base": (settings(base_model_name_or_path=3), "base_model_name_or_path: 3"),
 }
 
