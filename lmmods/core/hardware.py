@@ -22,8 +22,8 @@ from lmmods.core.redaction import redacted
 Platform = Literal["cpu", "gpu", "tpu"]  # as JAX calls them
 
 GIGA, TERA = 10**9, 10**12
-# Fraction of a GPU's memory for a run on either engine. The rest is for what no allocator of theirs counts: the CUDA
-# context (half a GiB on an H100), kernels, workspaces of cuBLAS and cuDNN, and NCCL's buffers.
+# Fraction of a GPU's memory for a run on either engine. The rest is for memory that the engines' allocators do not
+# count: the CUDA context (half a GiB on an H100), kernels, workspaces of cuBLAS and cuDNN, and NCCL's buffers.
 USABLE = 0.9
 
 
@@ -32,14 +32,14 @@ class DeviceKind:
     """A device with the figures of its data sheet.
 
     Args:
-        name: As in a target's name.
+        name: Name in a target's name.
         driver: Part of the name that its driver reports.
         memory: Bytes.
         peak: Dense FLOP/s by dtype: `bfloat16`, `float16`, `float32` (TF32, or one pass of bfloat16 on a TPU, if that
             is the device's default for products).
         bandwidth: Bytes/s of its memory.
         link: Bytes/s in each direction to devices of its node; for a TPU, of its slice.
-        network: Bytes/s of its share of the node's network, as in the vendor's own servers.
+        network: Bytes/s of the node's network per device, as in the vendor's own servers.
         per_node: Number of linked devices.
         cores: Cores per chip that the name of a TPU slice counts.
     """
@@ -63,7 +63,7 @@ class DeviceKind:
 
 def _gpu(name: str, driver: str, gigabytes: float, tera: float, tera32: float, bandwidth: float, link: float,
          network: float, per_node: int = 8, bfloat16: bool = True) -> DeviceKind:
-    """Arguments: memory in GB, arithmetic in TFLOP/s, the rest in GB/s."""
+    """Build the entry of a GPU: memory in GB, arithmetic in TFLOP/s, the rest in GB/s."""
     narrow = {"float16": tera * TERA} | ({"bfloat16": tera * TERA} if bfloat16 else {})
     return DeviceKind(name, "gpu", driver, gigabytes * GIGA, narrow | {"float32": tera32 * TERA}, bandwidth * GIGA,
                       link * GIGA, network * GIGA, per_node)
@@ -71,7 +71,7 @@ def _gpu(name: str, driver: str, gigabytes: float, tera: float, tera32: float, b
 
 def _tpu(name: str, driver: str, gibibytes: int, tera: float, bandwidth: float, link: float, cores: int = 1
          ) -> DeviceKind:
-    """Like `_gpu`; memory in GiB."""
+    """Build the entry of a TPU, like `_gpu`, but with memory in GiB."""
     return DeviceKind(name, "tpu", driver, gibibytes * 2**30, dict.fromkeys(("bfloat16", "float32"), tera * TERA),
                       bandwidth * GIGA, link * GIGA, 3.125 * GIGA, 10**6, cores=cores)
 
@@ -108,7 +108,7 @@ class Target:
 
     Args:
         device: Name of a device, as its driver reports it.
-        memory: Bytes of one device; on CPUs of all together.
+        memory: Bytes of one device; on CPUs, of all devices together.
         kind: Its entry in the table; None for processors and unknown devices.
         is_here: True if programs can run on it, so that kernels can be tried before use.
         is_simulated: True if its programs are compiled for CPU devices instead, which lack its kernels.
@@ -127,22 +127,22 @@ class Target:
         return None if self.kind is None else self.kind.peak.get(dtype)
 
     def link(self, num_devices: int) -> float | None:
-        """Bytes/s between one of `num_devices` devices and the others, over the slowest link among them."""
+        """Return the bytes/s between one of `num_devices` devices and the others, over the slowest link among them."""
         if self.kind is None:
             return None
         return self.kind.link if num_devices <= self.kind.per_node else min(self.kind.link, self.kind.network)
 
-    def room(self, share: float) -> float:
+    def room(self, fraction: float) -> float:
         """Return the bytes of one device that are available to a run.
 
         Args:
-            share: Fraction of a GPU's memory.
+            fraction: Fraction of a GPU's memory.
         """
         if self.platform == "cpu":
             return self.memory / self.num_devices
-        return self.memory * share if self.platform == "gpu" else self.memory
+        return self.memory * fraction if self.platform == "gpu" else self.memory
 
-    def streams(self, num_bytes: float) -> float | None:
+    def access_seconds(self, num_bytes: float) -> float | None:
         """Return the seconds in which one device reads or writes this many bytes of its memory; None if unknown."""
         return None if self.kind is None else num_bytes / self.kind.bandwidth
 
@@ -151,13 +151,13 @@ class Target:
 
 
 def no_device(accelerator: str, engine: str, reason: str = "") -> UserError:
-    """Build the error for an engine that finds no device of the kind in `trainer.accelerator`.
+    """Build the error for an engine that does not find the device type of `trainer.accelerator`.
 
     Args:
-        reason: Message of its library.
+        reason: Message of the engine's library.
     """
-    told = f" ({reason.rstrip('.')})" if reason else ""
-    return UserError(f"trainer.accelerator is {accelerator}, but {engine} finds none on this machine{told}. Set it "
+    details = f" ({reason.rstrip('.')})" if reason else ""
+    return UserError(f"trainer.accelerator is {accelerator}, but {engine} finds none on this machine{details}. Set it "
                      "to auto, which uses what is available; python train.py doctor lists that.")
 
 
@@ -176,15 +176,15 @@ def target_named(name: str) -> Target:
     """Return the target described by a name like 8xH100, v5e-16 or cpu.
 
     Raises:
-        UserError: It describes none.
+        UserError: The name is not valid, or the device is unknown.
     """
     tpu = re.fullmatch(r"(?:TPU)?(v\d[a-z]*)-(\d+)", name, re.I)
     other = re.fullmatch(r"(?:(\d+)x)?([A-Za-z]\S*)", name)
-    wanted = (tpu[1] if tpu else other[2] if other else "").lower()
+    device = (tpu[1] if tpu else other[2] if other else "").lower()
     count = int(tpu[2] if tpu else (other and other[1]) or 1)
-    if wanted == "cpu" and count:
+    if device == "cpu" and count:
         return Target("cpu", "CPU", count, memory_limit() or psutil.virtual_memory().total, is_here=False)
-    kind = next((kind for kind in KINDS if kind.name.lower() == wanted and (kind.platform == "tpu") == bool(tpu)), None)
+    kind = next((kind for kind in KINDS if kind.name.lower() == device and (kind.platform == "tpu") == bool(tpu)), None)
     if kind is None or not count or count % kind.cores:
         gpus, tpus = (", ".join(kind.name for kind in KINDS if kind.platform == platform)
                       for platform in ("gpu", "tpu"))
@@ -211,25 +211,25 @@ _NO_NUMBERS = re.compile(r"\w+_(?:DIR|PATH|HOME|CACHE|LOG|LOGS|VERBOSE|DUMP_TO|W
 def processor() -> str:
     """Return the name of the processor."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        match = None
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def variables() -> dict[str, str]:
-    """Environment variables that change numbers, redacted."""
+    """Return the environment variables that change numbers, redacted."""
     return redacted({name: value for name, value in sorted(os.environ.items())
                      if _CHANGES_NUMBERS.fullmatch(name) and not _NO_NUMBERS.fullmatch(name)})
 
 
 def memory_limit() -> int | None:
-    """Memory limit of a container in bytes (cgroups 1 and 2); None if there is none."""
+    """Return the memory limit of a container in bytes (cgroups 1 and 2); None if there is none."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text().strip()
@@ -240,19 +240,19 @@ def memory_limit() -> int | None:
     return None
 
 
-def cache_folder(named: str | None = None) -> Path:
-    """Folder of tokenised data and compiled programs: `named`, else $LMMODS_CACHE, else lmmods in ~/.cache.
+def cache_folder(folder: str | None = None) -> Path:
+    """Return the folder of tokenised data and compiled programs: `folder`, else $LMMODS_CACHE, else ~/.cache/lmmods.
 
     Raises:
         UserError: It cannot be a path.
     """
-    named = named or os.environ.get("LMMODS_CACHE")
+    folder = folder or os.environ.get("LMMODS_CACHE")
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lmmods"
     try:
-        path = Path(named or default).expanduser()
+        path = Path(folder or default).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):  # created, or rejected, at the first write
             path.stat()
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{named!r} cannot be a folder for the cache ({error}); set data.cache_dir or LMMODS_CACHE "
-                        "to one that can be read and written") from error
+        raise UserError(f"{folder!r} cannot be used as the cache folder ({error}); set data.cache_dir or LMMODS_CACHE "
+                        "to a folder that can be read and written") from error
     return path

@@ -14,7 +14,7 @@ from lmmods.core.errors import UserError, first_line, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-# Fields of a configuration that the data modules need, see the functions below.
+# Fields of a configuration that the data modules need.
 FIELDS = ("model_type", "max_position_embeddings", "pad_token_id", "type_vocab_size")
 # Rows of the table of per-layer embeddings (Gemma 4), which tokens index as they do the embedding's.
 PER_LAYER_VOCABULARY = "vocab_size_per_layer_input"
@@ -24,7 +24,7 @@ COUNT_FROM_PADDING = ("roberta", "camembert", "data2vec-text", "mpnet", "longfor
 
 def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None = None, revision: str | None = None,
                 trust_remote_code: bool = False, defaults: dict[str, Any] | None = None) -> Any:
-    """Load the configuration of a model and override fields; of a checkpoint with images or sound, that of its text.
+    """Load the configuration of a model and override fields; for a checkpoint with images or sound, of its text part.
 
     Args:
         source: Folder or hub id of a model or configuration, or `{model_type: llama, hidden_size: 256, ...}`.
@@ -32,10 +32,10 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
         defaults: Fields that a mapping may omit (`vocabulary_fields`).
 
     Raises:
-        UserError: Nothing is there, the type or a field is unknown, or the type rejects a value.
+        UserError: There is no such model, the type or a field is unknown, or the type rejects a value.
     """
     if isinstance(source, dict):
-        # a copy, because transformers fills defaults into nested mappings
+        # A copy, because transformers fills defaults into nested mappings.
         return _new_config(copy.deepcopy({**(defaults or {}), **source, **(overrides or {})}))
     config = _read_config(source, revision, trust_remote_code)
     config = text_part(config) or config
@@ -50,7 +50,7 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
             setattr(config, name, value)
         except (StrictDataclassError, TypeError, ValueError) as error:
             raise UserError(f"model.config_overrides.{name}: {one_line(error)}") from error
-    # After all fields are set, as each may be valid only together with the others.
+    # Check after all fields are set, as each may be valid only together with the others.
     if overrides and not set(ROPE_FIELDS).isdisjoint(overrides):
         check_rope(config)
     return config
@@ -79,9 +79,9 @@ def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> An
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints of text and other inputs, such as images: the text network inside is loaded alone.
+# Checkpoints of text and other inputs, such as images: only the text network inside is loaded.
 
-# Names in their files (patterns), to those of the text network. Older files have the first two.
+# Names in their files (patterns) -> names in the text network. Older files have the first two.
 TEXT_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^language_model\.model\.": "model.",
               r"^model\.language_model\.": "model."}
 _HEADS_FOR_TEXT = ("ForConditionalGeneration", "ForCausalLM")
@@ -101,7 +101,7 @@ def text_part(config: "PreTrainedConfig") -> Any | None:
     if not all(name.endswith(_HEADS_FOR_TEXT) for name in config.architectures or ()):
         return None
     text = copy.deepcopy(text)
-    # transformers goes by the whole checkpoint's field, and text_config may have another default.
+    # transformers uses the whole checkpoint's field, and text_config may have another default.
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     if (saved := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = saved
@@ -129,9 +129,9 @@ def is_of_text_part(name: str) -> bool:
 
 
 def text_name(name: str) -> str | None:
-    """Return the text network's name of a weight in a checkpoint with other parts; None if it belongs to those."""
-    found = next((re.sub(old, new, name) for old, new in TEXT_NAMES.items() if re.match(old, name)), name)
-    return found if is_of_text_part(name) or name.startswith("lm_head.") else None
+    """Return the text network's name of a weight in a checkpoint with other parts; None for a weight of those parts."""
+    converted = next((re.sub(old, new, name) for old, new in TEXT_NAMES.items() if re.match(old, name)), name)
+    return converted if is_of_text_part(name) or name.startswith("lm_head.") else None
 
 
 def no_model(name: str, error: Exception) -> UserError:
@@ -148,14 +148,15 @@ def _new_config(fields: dict[str, Any]) -> Any:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UserError(f"model.config.model_type is {model_type!r}, which transformers does not support. "
                         "Examples: gpt2, llama, bert.")
-    kind = CONFIG_MAPPING[model_type]
-    if "vocab_size" in fields and hasattr(kind, PER_LAYER_VOCABULARY):
+    config_class = CONFIG_MAPPING[model_type]
+    if "vocab_size" in fields and hasattr(config_class, PER_LAYER_VOCABULARY):
         fields.setdefault(PER_LAYER_VOCABULARY, fields["vocab_size"])
-    _check_fields(kind(), fields, "model.config")
+    _check_fields(config_class(), fields, "model.config")
     try:
-        config = kind(**fields)  # all at once: head sizes are derived from other fields
+        config = config_class(**fields)  # all at once: head sizes are derived from other fields
     except (StrictDataclassError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"model.config: {kind.__name__} does not accept these fields: {one_line(error)}") from error
+        raise UserError(f"model.config: {config_class.__name__} does not accept these fields: {one_line(error)}"
+                        ) from error
     check_rope(config)
     return config
 
@@ -178,16 +179,16 @@ def _check_fields(config: "PreTrainedConfig", fields: dict[str, Any], key: str) 
                             + (f" Did you mean {near[0]}?" if near else ""))
 
 
-def fields_read(kind: type) -> set[str]:
-    """Return the names that the code of a model type reads from its configuration, declared by its class or not.
+def fields_read(config_class: type) -> set[str]:
+    """Return the names that the code of a model type reads from its configuration, even if its class lacks them.
 
-    Many models read `head_dim`, which only some of their classes declare. The names are taken from the source code,
-    as importing it would import torch.
+    Many models read `head_dim`, which only some of their classes declare. The names are read from the source code, as
+    importing it would import torch.
 
     Args:
-        kind: Class of the configuration. The code of the model is in the file next to it.
+        config_class: Class of the configuration. The code of the model is in the file next to it.
     """
-    path = Path(inspect.getfile(kind))
+    path = Path(inspect.getfile(config_class))
     code = path.with_name(path.name.replace("configuration_", "modeling_"))
     if not code.is_file():
         return set()
@@ -221,7 +222,7 @@ def known_fields(config: "PreTrainedConfig") -> dict[str, Any]:
 
 
 def layer_config(config: "PreTrainedConfig", layer: int) -> Any:
-    """Return the configuration that holds for a layer, where layers may differ in the sizes of their heads."""
+    """Return the configuration of a layer, as layers may differ in the sizes of their heads."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
@@ -247,12 +248,12 @@ def tells_token_types(fields: dict[str, Any]) -> bool:
     model_type = str(fields.get("model_type"))
     if model_type not in CONFIG_MAPPING or model_type == "xlnet":  # remote code; types without an embedding table
         return True
-    default = getattr(CONFIG_MAPPING[model_type](), "type_vocab_size", None)  # other types may carry a stray field
+    default = getattr(CONFIG_MAPPING[model_type](), "type_vocab_size", None)  # other types may have an unused field
     return default is not None and fields.get("type_vocab_size", default) > 1
 
 
 def special_ids(tokenizer: "PreTrainedTokenizerBase", is_causal: bool) -> dict[str, int | None]:
-    """Return the ids of the begin, end and padding tokens for a configuration.
+    """Return the ids of the start, end and padding tokens for a configuration.
 
     If a causal model pads with a token that has another role too, `pad_token_id` is None: torch would never train the
     embedding of the padding token, and that other role needs it.
@@ -264,7 +265,7 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase", is_causal: bool) -> dict[s
 
 
 def set_special_ids(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase", is_causal: bool) -> None:
-    """Set the ids of a tokenizer's begin, end and padding tokens in a configuration."""
+    """Set the ids of a tokenizer's start, end and padding tokens in a configuration."""
     for name, token in special_ids(tokenizer, is_causal).items():
         if token is not None:
             setattr(config, name, token)
@@ -302,7 +303,7 @@ MXFP4 = "mxfp4"
 
 
 def saved_quantization(config: "PreTrainedConfig") -> str | None:
-    """Storage format of a folder's weights: nf4, fp4 or int8 (bitsandbytes), the name of another method, or None."""
+    """Return the storage format of a folder's weights: nf4, fp4, int8 (bitsandbytes), another method's name or None."""
     saved = getattr(config, "quantization_config", None)
     if saved is None:
         return None
@@ -317,15 +318,15 @@ def is_double_quantized(config: "PreTrainedConfig") -> bool:
     return bool((getattr(config, "quantization_config", None) or {}).get("bnb_4bit_use_double_quant"))
 
 
-def check_saved_quantization(kind: str | None, pretrained: str, quantize: str | None, trains_adapter: bool) -> None:
+def check_saved_quantization(storage: str | None, pretrained: str, quantize: str | None, trains_adapter: bool) -> None:
     """Raise UserError unless a quantised folder keeps its quantisation and trains only an adapter."""
-    if kind in (None, MXFP4):  # MXFP4 is dequantised on loading, then quantised if requested
+    if storage in (None, MXFP4):  # MXFP4 is dequantised on loading, then quantised if requested
         return
-    if quantize not in (None, kind):
-        raise UserError(f"model.quantize is {quantize}, but {pretrained} is saved in {kind}. Set model.quantize to "
-                        f"{kind} or null.")
+    if quantize not in (None, storage):
+        raise UserError(f"model.quantize is {quantize}, but {pretrained} is saved in {storage}. Set model.quantize to "
+                        f"{storage} or null.")
     if not trains_adapter:
-        raise UserError(f"model.pretrained: {pretrained} is saved in {kind}, so it cannot be trained fully. Set "
+        raise UserError(f"model.pretrained: {pretrained} is saved in {storage}, so it cannot be trained fully. Set "
                         "model.lora.")
 
 
@@ -340,25 +341,26 @@ KEPT = ("rope_theta", "partial_rotary_factor")  # belong to the trained model, n
 def rope_with(config: "PreTrainedConfig", field: str, value: object) -> dict[str, Any]:
     """Return the `rope_parameters` of a configuration with one of `ROPE_FIELDS` set.
 
-    If layers of several types have their own, as in Gemma 3, a field without types is that of `full_attention`, as
-    transformers reads `rope_scaling` there. `KEPT` keep the model's values unless given.
+    If layer types have separate parameters, as in Gemma 3, a field without types sets `full_attention`, as transformers
+    reads `rope_scaling` there. The fields of `KEPT` keep the model's values unless set.
     """
-    before = config.rope_parameters or {}
+    parameters = config.rope_parameters or {}
     # One set of parameters for all layers.
-    if not any(isinstance(part, dict) for part in before.values()):
-        return _merge(before, field, value)
-    parts = value if isinstance(value, dict) and value.keys() <= before.keys() else {"full_attention": value}
-    return {**before, **{kind: _merge(before.get(kind) or {}, field, part) for kind, part in parts.items()}}
+    if not any(isinstance(part, dict) for part in parameters.values()):
+        return _merge(parameters, field, value)
+    parts = value if isinstance(value, dict) and value.keys() <= parameters.keys() else {"full_attention": value}
+    return {**parameters, **{layer_type: _merge(parameters.get(layer_type) or {}, field, part)
+                             for layer_type, part in parts.items()}}
 
 
-def _merge(before: dict[str, Any], field: str, value: object) -> dict[str, Any]:
+def _merge(parameters: dict[str, Any], field: str, value: object) -> dict[str, Any]:
     if field in KEPT:
-        return {**before, field: value}
+        return {**parameters, field: value}
     if not isinstance(value, dict):
         raise UserError(f"model.config_overrides.{field} is {value!r}, but must be a mapping, for example "
                         "{rope_type: yarn, factor: 4.0}.")
-    named = {"rope_type" if name == "type" else name: part for name, part in value.items()}
-    return {**{name: before[name] for name in KEPT if name in before}, **named}
+    renamed = {"rope_type" if name == "type" else name: part for name, part in value.items()}
+    return {**{name: parameters[name] for name in KEPT if name in parameters}, **renamed}
 
 
 def check_rope(config: "PreTrainedConfig") -> None:
@@ -368,7 +370,7 @@ def check_rope(config: "PreTrainedConfig") -> None:
         return
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    # Fills in `rope_type` and merges older fields, so that the checks below find them.
+    # Fill in `rope_type` and merge older fields, for the checks below.
     config.standardize_rope_params()
     parts = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
     known = {"default", *ROPE_INIT_FUNCTIONS}

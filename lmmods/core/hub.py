@@ -1,4 +1,4 @@
-"""The Hugging Face hub: form of its names, reachability, and messages if it cannot provide something."""
+"""The Hugging Face hub: form of its names, reachability, and messages if it lacks something."""
 
 import functools
 import os
@@ -24,13 +24,13 @@ NETWORK = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp")  # p
 @contextmanager
 def loading(key: str, name: str, kind: Kind = "model", revision: str | None = None,
             missing: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Context in which a library loads `name`: a local folder or file, or else from the hub or its cache.
+    """Wrap the loading of `name` by a library: a local folder or file, or else from the hub or its cache.
 
-    Once per process it checks first whether the hub answers. If not, libraries work offline from then on: they use the
+    Once per process it first checks whether the hub answers. If not, libraries work offline from then on: they use the
     cache at once, instead of six attempts for each file.
 
     Args:
-        key: Recipe key or option that holds the name.
+        key: Recipe key or option that has the name.
         missing: Exceptions of the library for a missing file.
 
     Raises:
@@ -42,34 +42,35 @@ def loading(key: str, name: str, kind: Kind = "model", revision: str | None = No
         except ValueError as error:
             from huggingface_hub.errors import HFValidationError
 
-            if not isinstance(error, HFValidationError):  # raised by libraries that take a file's path for an id
+            if not isinstance(error, HFValidationError):  # raised by libraries that mistake a file's path for an id
                 raise
             raise UserError(f"{key}: {name} is a file. Use its folder, or a hub id.") from error
         return
     _check_name(key, name)
-    quiet = silence()
+    hub_problem = silence()
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if reason := _refusal(error, name, kind, revision):
+        if reason := _rejection_reason(error, name, kind, revision):
             raise UserError(f"{key}: there is no folder {name!r}, and the hub rejects it as an id: {reason}."
                             ) from error
-        if isinstance(error, missing) if quiet else _is_of_network(error):
-            raise _out_of_reach(key, name, kind, revision, quiet or _broken(_innermost(error)), error) from error
+        if isinstance(error, missing) if hub_problem else _is_network_error(error):
+            problem = hub_problem or _describe_failure(_innermost(error))
+            raise _unreachable_error(key, name, kind, revision, problem, error) from error
         raise
-    if quiet:
-        _tell_once(quiet)
+    if hub_problem:
+        _warn_once(hub_problem)
 
 
 def check_answers(name: str) -> None:
-    """Raise UserError if the hub does not answer: `name`, an address on it (hf://), is never cached."""
+    """Raise UserError if the hub does not answer: a file that `name` (hf://) addresses is never cached."""
     from huggingface_hub import constants
 
-    if quiet := silence():
-        raise UserError(f"{name}: the hub ({redact(constants.ENDPOINT)}) {quiet}. Download the file where there is "
-                        "network access (hf download) and use its path.")
+    if hub_problem := silence():
+        raise UserError(f"{name}: the hub ({redact(constants.ENDPOINT)}) {hub_problem}. Download the file where there "
+                        "is network access (hf download) and use its path.")
 
 
 def offline_by() -> str | None:
@@ -93,36 +94,37 @@ def unreachable(seconds: float) -> str:
 
 
 def without_answer(ask: Callable[[], str], seconds: float) -> str:
-    """Run `ask` in a thread, since resolving a name can hang; return the problem it reports, or a timeout, or ""."""
-    said: list[str] = []
-    thread = threading.Thread(target=lambda: said.append(ask()), daemon=True)
+    """Run `ask` in a thread, since resolving a name can hang; return the problem that it reports, or a timeout, or "".
+    """
+    problems: list[str] = []
+    thread = threading.Thread(target=lambda: problems.append(ask()), daemon=True)
     thread.start()
     thread.join(seconds)
-    return said[0] if said else f"no answer within {seconds:g} seconds"
+    return problems[0] if problems else f"no answer within {seconds:g} seconds"
 
 
 @functools.cache
 def silence() -> str:
-    """State of the hub in words if it does not answer; empty if it does."""
-    if named := offline_by():
-        return f"is not asked, as {named} is set"
-    wrong = unreachable(float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS))
-    if not wrong:
+    """Return in words why the hub does not answer; empty if it does."""
+    if variable := offline_by():
+        return f"is not asked, as {variable} is set"
+    problem = unreachable(float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS))
+    if not problem:
         return ""
     compat.work_offline()
-    return _broken(wrong)
+    return _describe_failure(problem)
 
 
-def _broken(why: str) -> str:
-    return f"cannot be reached ({why})"
+def _describe_failure(reason: str) -> str:
+    return f"cannot be reached ({reason})"
 
 
 @functools.cache
-def _tell_once(quiet: str) -> None:
+def _warn_once(hub_problem: str) -> None:
     from huggingface_hub import constants
 
-    if not quiet.startswith("is not asked"):  # the user has set that
-        warn(f"The hub ({redact(constants.ENDPOINT)}) {quiet}; using cached files.")
+    if not hub_problem.startswith("is not asked"):  # the user has set this
+        warn(f"The hub ({redact(constants.ENDPOINT)}) {hub_problem}; using cached files.")
 
 
 def _check_name(key: str, name: str) -> None:
@@ -142,60 +144,60 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _innermost(error: BaseException) -> str:
-    """Return the text of the innermost cause, which is most specific, without the system's error number."""
+    """Return the message of the innermost cause, which is most specific, without the system's error number."""
     *_, last = _chain(error)
     return re.sub(r"^\[Errno -?\d+\] ", "", first_line(last)) or type(last).__name__
 
 
-def _is_of_network(error: BaseException) -> bool:
-    return any(type(each).__module__.split(".")[0] in NETWORK or isinstance(each, ConnectionError | TimeoutError)
-               for each in _chain(error))
+def _is_network_error(error: BaseException) -> bool:
+    return any(type(cause).__module__.split(".")[0] in NETWORK or isinstance(cause, ConnectionError | TimeoutError)
+               for cause in _chain(error))
 
 
-def _refusal(error: BaseException, name: str, kind: Kind, revision: str | None) -> str:
-    """Return the reason for which the hub rejects a name; empty if it does not."""
+def _rejection_reason(error: BaseException, name: str, kind: Kind, revision: str | None) -> str:
+    """Return the reason why the hub rejects a name; empty if it does not."""
     from huggingface_hub import constants, errors
 
     page = redact(f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}")
-    told = {errors.GatedRepoError: f"it is gated. Accept its terms at {page}, then run hf auth login",
-            errors.RepositoryNotFoundError: f"it has no {kind} of this name, or a private one (hf auth login)",
-            errors.RevisionNotFoundError: f"this {kind} has no revision {revision!r}"}
-    return next((reason for each in _chain(error) for of, reason in told.items() if isinstance(each, of)), "")
+    reasons = {errors.GatedRepoError: f"it is gated. Accept its terms at {page}, then run hf auth login",
+               errors.RepositoryNotFoundError: f"it has no {kind} of this name, or a private one (hf auth login)",
+               errors.RevisionNotFoundError: f"this {kind} has no revision {revision!r}"}
+    return next((reason for cause in _chain(error) for cls, reason in reasons.items() if isinstance(cause, cls)), "")
 
 
-def _out_of_reach(key: str, name: str, kind: Kind, revision: str | None, quiet: str, error: Exception
-                  ) -> UserError:
+def _unreachable_error(key: str, name: str, kind: Kind, revision: str | None, hub_problem: str, error: Exception
+                       ) -> UserError:
     """Build the error for a name that neither the hub nor its cache provides."""
     from huggingface_hub import constants
 
     root, cached = _find_cached(name, kind, revision)
-    says_more = not any(type(each).__module__.startswith("huggingface_hub") for each in _chain(error))
+    has_details = not any(type(cause).__module__.startswith("huggingface_hub") for cause in _chain(error))
     cached = f"{cached}, which is not enough" if cached else "nothing"
-    cached += f" ({redact(first_line(error))})" if cached != "nothing" and says_more else ""
+    cached += f" ({redact(first_line(error))})" if cached != "nothing" and has_details else ""
     fetch = "run inspect" if kind == "dataset" else f"run hf download {name}" + (
         f" --revision {revision}" if revision else "")
     return UserError(
-        f"{key}: there is no folder {name!r}, and the hub ({redact(constants.ENDPOINT)}) {quiet}. Of it, the cache "
-        f"{root} has {cached}. Use a local folder; or {fetch} where there is a network, share the cache ($HF_HOME), "
-        "and set HF_HUB_OFFLINE=1 to skip the hub.")
+        f"{key}: there is no folder {name!r}, and the hub ({redact(constants.ENDPOINT)}) {hub_problem}. Of it, the "
+        f"cache {root} has {cached}. Use a local folder; or {fetch} where there is a network, share the cache "
+        "($HF_HOME), and set HF_HUB_OFFLINE=1 to skip the hub.")
 
 
 def _find_cached(name: str, kind: Kind, revision: str | None) -> tuple[Path, str]:
-    """Return the cache that a library looks into, and a description of a repository's files there."""
+    """Return the cache that a library uses, and a description of a repository's files there."""
     from huggingface_hub import constants
 
     if kind == "dataset":
         root, folder = compat.cached_as(name)
-        return root, _list(path.name for path in (root / folder).glob("*"))
+        return root, _join_names(path.name for path in (root / folder).glob("*"))
     root = Path(constants.HF_HUB_CACHE)
-    place = root / f"models--{name.replace('/', '--')}"
-    reference = place / "refs" / (revision or "main")
-    commit = place / "snapshots" / (reference.read_text().strip() if reference.is_file() else revision or "main")
-    files = _list(str(path.relative_to(commit)) for path in commit.rglob("*") if path.is_file())
-    others = _list(path.name for path in place.glob("snapshots/*"))
-    return root, files or others and f"other revisions ({others})"
+    repository = root / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / (revision or "main")
+    commit = repository / "snapshots" / (reference.read_text().strip() if reference.is_file() else revision or "main")
+    files = _join_names(str(path.relative_to(commit)) for path in commit.rglob("*") if path.is_file())
+    revisions = _join_names(path.name for path in repository.glob("snapshots/*"))
+    return root, files or revisions and f"other revisions ({revisions})"
 
 
-def _list(names: Iterator[str], limit: int = 8) -> str:
-    found = sorted(names)
-    return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
+def _join_names(names: Iterator[str], limit: int = 8) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:limit]) + (f" and {len(shown) - limit} more" if len(shown) > limit else "")

@@ -1,9 +1,9 @@
-"""Initial values of parameters that no file holds: the same on both engines.
+"""Initial values of parameters that are not in any file: the same on both engines.
 
 Each parameter has its own Philox generator (Salmon et al. 2011), whose key is derived from the run's seed and the
-parameter's name in the Hugging Face folder (for an adapter: in PEFT's folder). Its values are drawn in row-major order,
-in blocks with separate counters: they depend neither on the engine, the device, the number of threads or processes,
-nor on the order in which parameters are created.
+parameter's name in the Hugging Face folder (for an adapter: in PEFT's folder). Its values are generated in row-major
+order, in blocks with separate counters. They do not depend on the engine, the device, the number of threads or
+processes, or the order in which parameters are created.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 BLOCK = 1 << 16  # values per counter; changing it changes the values
-PART = 1 << 22  # values drawn at once if a process keeps only some columns of a parameter
+PART = 1 << 22  # values generated at once if a process keeps only some columns of a parameter
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Normal:
     """A normal distribution, float32.
 
     Args:
-        cut: Values further from the mean than this many standard deviations are redrawn.
+        cut: Values further from the mean than this many standard deviations are sampled again.
     """
 
     std: float
@@ -32,7 +32,7 @@ class Normal:
 
     def fill(self, generator: np.random.Generator, out: np.ndarray) -> None:
         values = standard_normal(generator, out.size)
-        # Redrawing continues the block's own generator, so other blocks are not affected.
+        # Sampling again continues the block's own generator, so other blocks are not affected.
         while self.cut is not None and (outside := np.flatnonzero(np.abs(values) > np.float32(self.cut))).size:
             values[outside] = standard_normal(generator, outside.size)
         np.multiply(values, np.float32(self.std), out=out)
@@ -75,7 +75,7 @@ def stream_key(seed: int, name: str) -> int:
 
 
 def lora_a(num_inputs: int) -> Uniform:
-    """Distribution of PEFT's initial A: `torch.nn.init.kaiming_uniform_` with a = sqrt(5), as torch computes it."""
+    """Return the distribution of PEFT's initial A: `torch.nn.init.kaiming_uniform_` with a = sqrt(5), as in torch."""
     # Equals 1 / sqrt(num_inputs), but in torch's order of operations, so that it rounds the same.
     gain = math.sqrt(2 / (1 + math.sqrt(5) ** 2))
     bound = math.sqrt(3) * (gain / math.sqrt(num_inputs))
@@ -90,7 +90,7 @@ def draw(seed: int, name: str, distribution: Distribution, shape: tuple[int, ...
 
 
 def fill(seed: int, name: str, distribution: Distribution, out: np.ndarray) -> None:
-    """`draw` into an existing array, float32 and contiguous."""
+    """Like `draw`, but write to an existing array, float32 and contiguous."""
     if not out.flags.c_contiguous:
         raise ValueError(f"the array for {name} is not contiguous")
     _fill_blocks(seed, name, distribution, 0, out.reshape(-1))
@@ -98,28 +98,29 @@ def fill(seed: int, name: str, distribution: Distribution, out: np.ndarray) -> N
 
 def draw_part(seed: int, name: str, distribution: Distribution, shape: tuple[int, ...],
               part: tuple[slice, ...]) -> np.ndarray:
-    """`draw(...)[part]`, but drawing only the blocks that contain the part's rows.
+    """Return `draw(...)[part]`, but generate only the blocks that contain the part's rows.
 
     Args:
         part: A slice for each dimension, without steps.
     """
-    ranges = [range(length)[cut] for cut, length in zip(part, shape, strict=True)]
+    ranges = [range(length)[bounds] for bounds, length in zip(part, shape, strict=True)]
     values = np.empty([len(span) for span in ranges], np.float32)
     if not values.size:
         return values
-    # Rows are consecutive in the draw, columns are not: draw whole rows, a bounded number at a time, and cut them.
+    # Values of a row are consecutive, values of a column are not: generate whole rows, a bounded number at a time, and
+    # slice them.
     rows, row_size = ranges[0], math.prod(shape[1:])
-    at_once = max(1, PART // row_size)
-    for first in range(rows.start, rows.stop, at_once):
-        last = min(first + at_once, rows.stop)
-        drawn = draw_range(seed, name, distribution, math.prod(shape), first * row_size, last * row_size)
-        values[first - rows.start:last - rows.start] = drawn.reshape(last - first, *shape[1:])[:, *part[1:]]
+    rows_at_once = max(1, PART // row_size)
+    for first in range(rows.start, rows.stop, rows_at_once):
+        last = min(first + rows_at_once, rows.stop)
+        chunk = draw_range(seed, name, distribution, math.prod(shape), first * row_size, last * row_size)
+        values[first - rows.start:last - rows.start] = chunk.reshape(last - first, *shape[1:])[:, *part[1:]]
     return values
 
 
 def draw_range(seed: int, name: str, distribution: Distribution, size: int, start: int, stop: int) -> np.ndarray:
-    """Values `start` to `stop` of a parameter of `size` values, in row-major order: float32 [stop - start]."""
-    # Extend to whole blocks: a block can only be drawn from its start.
+    """Return values `start` to `stop` of a parameter of `size` values, in row-major order: float32 [stop - start]."""
+    # Extend to whole blocks: a block can only be generated from its start.
     first = start // BLOCK * BLOCK
     last = min(math.ceil(stop / BLOCK) * BLOCK, size)  # the values of a block depend on its length
     values = np.empty(last - first, np.float32)
@@ -128,11 +129,11 @@ def draw_range(seed: int, name: str, distribution: Distribution, size: int, star
 
 
 def _fill_blocks(seed: int, name: str, distribution: Distribution, first: int, flat: np.ndarray) -> None:
-    """Fill `flat` with the values from number `first` on, which must be the start of a block."""
+    """Fill `flat` with the values from index `first` on, which must be the start of a block."""
     key = stream_key(seed, name)
 
     def fill_block(start: int) -> None:
-        # The block number is in the upper bits of the 256-bit counter, so each block has 2^64 steps before the next.
+        # The block index is in the upper bits of the 256-bit counter, so each block has 2^64 steps before the next.
         generator = np.random.Generator(np.random.Philox(key=key, counter=(first + start) // BLOCK << 64))
         distribution.fill(generator, flat[start:start + BLOCK])
 
@@ -140,12 +141,12 @@ def _fill_blocks(seed: int, name: str, distribution: Distribution, first: int, f
     if len(starts) == 1:
         fill_block(0)
     else:
-        with ThreadPoolExecutor(os.cpu_count()) as threads:  # numpy releases the GIL while it draws
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # numpy's generators release the GIL
             list(threads.map(fill_block, starts))
 
 
 def mean_row(table: np.ndarray) -> np.ndarray:
-    """Initial row [1, ...] of tokens new to a model, float32: the mean of the table's rows."""
+    """Return the initial row [1, ...] of tokens new to a model, float32: the mean of the table's rows."""
     # float64, as a sum over a whole vocabulary loses digits in float32.
     return table.mean(0, keepdims=True, dtype=np.float64).astype(np.float32)
 
@@ -162,14 +163,14 @@ def row_norms(matrix: np.ndarray, conv1d: bool) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------------------------
 # Standard normal numbers in float32 by the ziggurat method (Marsaglia and Tsang 2000), vectorised.
 #
-# Almost twice as fast as numpy's own, which draws one number after the other. All but one in seventy need a single
+# Almost twice as fast as numpy's own, which generates one number after the other. All but one in seventy need a single
 # comparison.
 
 TAIL, AREA = 3.6541528853610088, 0.00492867323399  # start of the tail, and area of each of 256 layers
-BITS = 23  # bits of the place within a layer; eight more select the layer, one is the sign
+BITS = 23  # bits of the position within a layer; eight more select the layer, one is the sign
 
 
-def _edges() -> np.ndarray:
+def _compute_edges() -> np.ndarray:
     """Return the right edges of the layers, the widest first, then 0: [257]."""
     edges = [AREA / math.exp(-TAIL**2 / 2), TAIL]  # the first: a box as large as the base layer with its tail
     while len(edges) < 256:
@@ -179,48 +180,48 @@ def _edges() -> np.ndarray:
     return np.array([*edges, 0.0])
 
 
-EDGES = _edges()
+EDGES = _compute_edges()
 HEIGHTS = np.exp(-EDGES**2 / 2)  # of the unnormalised density at each edge: [257]
-STEP = (EDGES[:-1] / 2**BITS).astype(np.float32)  # distance of two places in each layer: [256]
-INSIDE = (EDGES[1:] / EDGES[:-1] * 2**BITS).astype(np.int32)  # places under the next layer, hence under the curve
+STEP = (EDGES[:-1] / 2**BITS).astype(np.float32)  # distance of two positions in each layer: [256]
+INSIDE = (EDGES[1:] / EDGES[:-1] * 2**BITS).astype(np.int32)  # positions under the next layer, hence under the curve
 
 
 def standard_normal(generator: np.random.Generator, size: int) -> np.ndarray:
     """Return independent numbers, float32 [size]."""
-    # 32 bits per number: 0 to 7 select the layer, 8 is the sign, 9 to 31 the place.
+    # 32 bits per number: 0 to 7 select the layer, 8 is the sign, 9 to 31 the position.
     bits = generator.bit_generator.random_raw((size + 1) // 2).view(np.uint32)[:size]
     layers = (bits & np.uint32(255)).astype(np.intp)
-    places = (bits >> np.uint32(9)).view(np.int32)
-    values = places.astype(np.float32)
+    positions = (bits >> np.uint32(9)).view(np.int32)
+    values = positions.astype(np.float32)
     values *= np.take(STEP, layers, mode="clip")
-    # Rare: a place that is not under the next layer needs a look at the curve itself.
-    outside = np.flatnonzero(places >= np.take(INSIDE, layers, mode="clip"))
+    # Rare: a position that is not under the next layer must be compared with the curve itself.
+    outside = np.flatnonzero(positions >= np.take(INSIDE, layers, mode="clip"))
     if outside.size:
-        values[outside] = _outside(generator, layers[outside], values[outside])
+        values[outside] = _resample_outside(generator, layers[outside], values[outside])
     # Values are not negative so far: set the sign bit of each float in place, bit 8 -> bit 31.
     sign = values.view(np.uint32)
     sign |= (bits & np.uint32(256)) << np.uint32(23)
     return values
 
 
-def _outside(generator: np.random.Generator, layers: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the absolute values [N] for places that may lie above the curve."""
-    # Draw a height within the layer: at or above the curve, the point is rejected.
+def _resample_outside(generator: np.random.Generator, layers: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the absolute values [N] for positions that may be above the curve."""
+    # Sample a height within the layer: at or above the curve, the point is rejected.
     low, high = HEIGHTS[layers], HEIGHTS[layers + 1]
     above = low + generator.random(len(layers)) * (high - low) >= np.exp(-values.astype(np.float64)**2 / 2)
-    # The base layer has no curve to compare with: its places beyond TAIL stand for the tail.
+    # The base layer has no curve to compare with: its positions beyond TAIL stand for the tail.
     above &= layers > 0
-    values[above] = np.abs(generator.standard_normal(np.count_nonzero(above)))  # rejected: redrawn
-    values[layers == 0] = _tail(generator, int(np.count_nonzero(layers == 0)))
+    values[above] = np.abs(generator.standard_normal(np.count_nonzero(above)))  # rejected: sampled again
+    values[layers == 0] = _sample_tail(generator, int(np.count_nonzero(layers == 0)))
     return values
 
 
-def _tail(generator: np.random.Generator, size: int) -> np.ndarray:
-    """Numbers beyond `TAIL` (Marsaglia 1964)."""
-    found = np.empty(0)
-    while len(found) < size:
+def _sample_tail(generator: np.random.Generator, size: int) -> np.ndarray:
+    """Sample numbers beyond `TAIL` (Marsaglia 1964)."""
+    accepted = np.empty(0)
+    while len(accepted) < size:
         x, y = generator.standard_exponential((2, size))
         x /= TAIL
-        # Drawn in pairs until enough are accepted; the last round may yield more than needed.
-        found = np.concatenate([found, TAIL + x[2 * y > x * x]])
-    return found[:size]
+        # Sample pairs until enough are accepted; the last round may yield more than needed.
+        accepted = np.concatenate([accepted, TAIL + x[2 * y > x * x]])
+    return accepted[:size]

@@ -1,6 +1,6 @@
 """Labels of a batch, as written by data modules and read by losses."""
 
-IGNORED = -100  # label of a position that no loss counts
+IGNORED = -100  # label of a position that is not a target
 
 
 def has_tokens(name: str, ndim: int, is_float: bool, token_axis: int) -> bool:

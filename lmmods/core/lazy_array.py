@@ -28,7 +28,7 @@ class LazyArray:
     def __getitem__(self, part: Part) -> np.ndarray:
         """Read a part, given by a slice for each dimension."""
         # Fill in open and negative bounds; readers get neither these nor empty parts.
-        part = tuple(slice(*cut.indices(length)[:2]) for cut, length in zip(part, self.shape, strict=True))
+        part = tuple(slice(*bounds.indices(length)[:2]) for bounds, length in zip(part, self.shape, strict=True))
         sizes = size_of(part)
         return self._read(part) if all(sizes) else self.empty(sizes, dtype=self.dtype)
 
@@ -36,11 +36,11 @@ class LazyArray:
         return np.asarray(self[(slice(None),) * self.ndim], dtype or self.dtype)
 
     def astype(self, dtype: Any) -> "LazyArray":
-        """Return the same values in another dtype, for arrays of numpy."""
+        """Return the same values in another dtype, for numpy arrays."""
         return LazyArray(self.shape, dtype, lambda part: self[part].astype(dtype, copy=False))
 
     def scaled(self, factor: np.generic | float) -> "LazyArray":
-        """Each value times a factor of the same dtype, or a Python number for arrays of torch."""
+        """Multiply each value by a factor of the same dtype, or by a Python number for torch arrays."""
         return LazyArray(self.shape, self.dtype, lambda part: self[part] * factor, self.empty)
 
     def transposed(self) -> "LazyArray":
@@ -48,17 +48,18 @@ class LazyArray:
         return LazyArray(self.shape[::-1], self.dtype, lambda part: self[part[::-1]].T, self.empty)
 
     def below_each_other(self) -> "LazyArray":
-        """Matrices [N, rows, columns] stacked to one matrix [N * rows, columns]."""
-        num, length, columns = self.shape
+        """Stack matrices [N, rows, columns] to one matrix [N * rows, columns]."""
+        num, num_rows, columns = self.shape
 
         def read(part: Part) -> np.ndarray:
-            rows, cut = part
-            # Read all matrices that the rows overlap, then cut to the rows.
-            first, last = rows.start // length, -(-rows.stop // length)
-            found = self[slice(first, last), slice(0, length), cut].reshape(-1, cut.stop - cut.start)
-            return found[rows.start - first * length:rows.stop - first * length]
+            rows, columns_part = part
+            # Read all matrices that the rows overlap, then select the rows.
+            first, last = rows.start // num_rows, -(-rows.stop // num_rows)
+            matrices = self[slice(first, last), slice(0, num_rows), columns_part]
+            stacked = matrices.reshape(-1, columns_part.stop - columns_part.start)
+            return stacked[rows.start - first * num_rows:rows.stop - first * num_rows]
 
-        return LazyArray((num * length, columns), self.dtype, read, self.empty)
+        return LazyArray((num * num_rows, columns), self.dtype, read, self.empty)
 
     def over_first(self, first: slice) -> np.ndarray:
         """Read a slice of the first dimension."""
@@ -88,53 +89,55 @@ def lazy_file(file: Path, framework: str = "numpy", empty: Callable = np.empty) 
         # A scalar has no slice `[:0]`, which gives the dtype below; it is small enough to read at once.
         if not shape:
             return lazy(opened.get_tensor(name), empty)
-        # The header names the dtype in safetensors' terms; an empty slice has that of the library.
+        # The header names the dtype in safetensors' terms; an empty slice has the library's dtype.
         return LazyArray(shape, stored[:0].dtype, lambda part: stored[part], empty)
 
     return {name: array(name) for name in opened.keys()}
 
 
 def zeros(shape: Sequence[int], dtype: Any = np.float32) -> LazyArray:
-    """Lazy zeros."""
+    """Return lazy zeros."""
     return LazyArray(shape, dtype, lambda part: np.zeros(size_of(part), dtype))
 
 
-def assemble_shards(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], LazyArray]]) -> LazyArray:
+def assemble_shards(shape: Sequence[int], shards: Sequence[tuple[Sequence[int], LazyArray]]) -> LazyArray:
     """Assemble an array from shards, each with its offset."""
-    first = pieces[0][1]
+    first_shard = shards[0][1]
 
     def read(part: Part) -> np.ndarray:
         # Uninitialised: the shards must cover the array.
-        whole = first.empty(size_of(part), dtype=first.dtype)
-        for begin, piece in pieces:
+        whole = first_shard.empty(size_of(part), dtype=first_shard.dtype)
+        for offset, shard in shards:
             # Overlap of the part and the shard in each dimension, [first, last) in the whole array.
-            both = [(max(cut.start, at), min(cut.stop, at + size))
-                    for cut, at, size in zip(part, begin, piece.shape, strict=True)]
-            if all(first < last for first, last in both):
-                whole[tuple(slice(first - cut.start, last - cut.start) for (first, last), cut in zip(both, part))] = (
-                    piece[tuple(slice(first - at, last - at) for (first, last), at in zip(both, begin))])
+            overlaps = [(max(bounds.start, start), min(bounds.stop, start + size))
+                        for bounds, start, size in zip(part, offset, shard.shape, strict=True)]
+            if all(first < last for first, last in overlaps):
+                target = tuple(slice(first - bounds.start, last - bounds.start)
+                               for (first, last), bounds in zip(overlaps, part))
+                whole[target] = shard[tuple(slice(first - start, last - start)
+                                            for (first, last), start in zip(overlaps, offset))]
         return whole
 
-    return LazyArray(shape, first.dtype, read, first.empty)
+    return LazyArray(shape, first_shard.dtype, read, first_shard.empty)
 
 
-def row(array: LazyArray, place: int) -> LazyArray:
+def row(array: LazyArray, index: int) -> LazyArray:
     """Return the values at one index of the first dimension, without that dimension."""
-    return LazyArray(array.shape[1:], array.dtype, lambda part: array[(slice(place, place + 1), *part)][0], array.empty)
+    return LazyArray(array.shape[1:], array.dtype, lambda part: array[(slice(index, index + 1), *part)][0], array.empty)
 
 
 def stack(layers: Sequence[LazyArray]) -> LazyArray:
     """Stack arrays of one shape and dtype along a new first dimension; they are read one after the other."""
     def read(part: Part) -> np.ndarray:
-        chosen = layers[part[0]]  # a slice of the first dimension selects layers
-        whole = np.empty([len(chosen), *size_of(part[1:])], layers[0].dtype)
-        for place, layer in enumerate(chosen):
-            whole[place] = layer[part[1:]]
+        selected = layers[part[0]]  # a slice of the first dimension selects layers
+        whole = np.empty([len(selected), *size_of(part[1:])], layers[0].dtype)
+        for index, layer in enumerate(selected):
+            whole[index] = layer[part[1:]]
         return whole
 
     return LazyArray((len(layers), *layers[0].shape), layers[0].dtype, read)
 
 
 def size_of(part: Part) -> list[int]:
-    """Shape of a part whose slices have both bounds."""
-    return [max(cut.stop - cut.start, 0) for cut in part]
+    """Return the shape of a part whose slices have both bounds."""
+    return [max(bounds.stop - bounds.start, 0) for bounds in part]

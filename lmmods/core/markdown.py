@@ -1,16 +1,16 @@
-"""Untrusted text in Markdown, with nothing in it read as markup: no HTML, no link, no end of its block."""
+"""Untrusted text in Markdown, in which nothing is read as markup: no HTML, no link, no end of its block."""
 
 import re
 
-# Everything that some Markdown reader takes for a line end, after which a new block could start.
+# All characters that some Markdown reader treats as a line end, after which a new block could start.
 _LINE_END = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+.!|~&-])")
 
 
 def fence(text: str, language: str = "") -> str:
     """Return a code block with fences longer than any run of backticks in it (CommonMark 0.31, section 4.5)."""
-    fence = "`" * max(3, _longest_run(text) + 1)
-    return f"{fence}{language}\n" + "\n".join(_LINE_END.split(text)) + f"\n{fence}"
+    ticks = "`" * max(3, _longest_run(text) + 1)
+    return f"{ticks}{language}\n" + "\n".join(_LINE_END.split(text)) + f"\n{ticks}"
 
 
 def indent(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Size of a model, and memory of a training step: what it needs on a device, whether that fits, and how it was found.
+"""Size of a model, and memory of a training step: bytes on a device, whether they fit, and how they were determined.
 
 The start of a run, `inspect`, `new`, `find` and `plan` all answer with a `StepMemory`.
 """
@@ -27,15 +27,15 @@ class Widths:
     """Dimensions that determine the size of activations.
 
     Args:
-        num_layers: Blocks.
+        num_layers: Number of blocks.
         hidden: Width of the residual stream.
-        wide: Width within the MLP.
-        query: Query heads times their size, the mean over layers.
-        key_value: Key heads times their size, the same.
-        vocabulary: Tokens that the output head scores.
+        wide: Width of the MLP's inner features.
+        query: Number of query heads times their size, the mean over layers.
+        key_value: Number of key heads times their size, the mean over layers.
+        vocabulary: Number of tokens that the output head scores.
         has_rms_norm: True for RMSNorm, which transformers computes by single operations on float32 copies, and a gated
-            MLP; False for LayerNorm, which torch computes at once, and a plain MLP.
-        has_qk_norm: True if queries and keys have norms, too.
+            MLP; False for LayerNorm, which torch computes in one operation, and a plain MLP.
+        has_qk_norm: True if queries and keys have norms too.
     """
 
     num_layers: int
@@ -54,15 +54,15 @@ def widths_of(config: "PreTrainedConfig", has_qk_norm: bool = False) -> Widths:
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     if mixture is not None:
         # Activations exist only for the experts that a token uses.
-        beside = wide if mixture.beside_mlp else 0
-        wide = mixture.per_token * (getattr(text, "moe_intermediate_size", None) or wide) + beside
+        shared_mlp = wide if mixture.beside_mlp else 0
+        wide = mixture.per_token * (getattr(text, "moe_intermediate_size", None) or wide) + shared_mlp
     queries, keys = zip(*(_attention_widths(layer_config(text, layer)) for layer in range(text.num_hidden_layers)))
     return Widths(text.num_hidden_layers, text.hidden_size, wide, sum(queries) // len(queries), sum(keys) // len(keys),
                   getattr(text, "vocab_size", 0), hasattr(text, "rms_norm_eps"), has_qk_norm)
 
 
 def _attention_widths(layer: Any) -> tuple[int, int]:
-    """Return the query heads times their size, and the key heads times their size, of a layer's configuration."""
+    """Return the number of query heads times their size, and of key heads times their size, of a layer."""
     heads, size, key_value_heads = (value if isinstance(value := getattr(layer, name, None), int) else 0 for name in (
         "num_attention_heads", "head_dim", "num_key_value_heads"))  # a few families have a list or none
     heads = heads or 1
@@ -75,11 +75,11 @@ class NetworkShape:
     """Size of a model before anything is quantised or adapted.
 
     Args:
-        num_params: All parameters, tied ones once.
-        num_linear: Those in linear layers other than the output head, and in experts: the ones that get quantised.
-        lora_per_rank: Parameters of adapters on these layers per rank.
+        num_params: Number of all parameters, tied ones once.
+        num_linear: Number of parameters that can be quantised: in experts, and in linear layers except the output head.
+        lora_per_rank: Number of parameters per rank of adapters on these layers.
         widths: Dimensions of its activations.
-        head: Parameters of the output head over the vocabulary; 0 if there is none.
+        head: Number of parameters of the output head over the vocabulary; 0 if there is none.
     """
 
     num_params: int
@@ -89,22 +89,22 @@ class NetworkShape:
     head: int = 0
 
     def base_bytes(self, quantized: bool, compute_bytes: int) -> float:
-        """Memory of the weights of a frozen base, whose linear layers may be in 4 bits."""
-        kept = self.num_params - self.num_linear if quantized else self.num_params
-        return kept * compute_bytes + (self.num_linear * NF4_BYTES if quantized else 0)
+        """Return the bytes of a frozen base's weights, whose linear layers may be in 4 bits."""
+        num_unquantised = self.num_params - self.num_linear if quantized else self.num_params
+        return num_unquantised * compute_bytes + (self.num_linear * NF4_BYTES if quantized else 0)
 
 
 def describe_sizes(num_params: int, num_trainable: int, by_type: dict[str, int]) -> str:
     """Return the number of parameters and the types they are stored in, in one line."""
-    share = ", ".join(f"{name} {count / num_params:.1%}" for name, count in by_type.items())
+    fractions = ", ".join(f"{name} {count / num_params:.1%}" for name, count in by_type.items())
     return (f"Parameters: {num_params:,}, of which {num_trainable:,} train ({num_trainable / num_params:.2%}). "
-            f"Stored as: {share}.")
+            f"Stored as: {fractions}.")
 
 
 def describe_teacher(name: str, num_params: int, by_type: dict[str, int]) -> str:
     """Return a description of the frozen model that a run learns from, on a separate line."""
-    share = ", ".join(f"{kind} {count / num_params:.1%}" for kind, count in by_type.items())
-    return f"\nTeacher: {name}, {num_params:,} parameters, frozen. Stored as: {share}."
+    fractions = ", ".join(f"{dtype} {count / num_params:.1%}" for dtype, count in by_type.items())
+    return f"\nTeacher: {name}, {num_params:,} parameters, frozen. Stored as: {fractions}."
 
 
 def flops_per_token(num_params: int, num_trainable: int) -> int:
@@ -113,9 +113,9 @@ def flops_per_token(num_params: int, num_trainable: int) -> int:
     Attention scores are not counted, as is usual (Kaplan et al. 2020).
 
     Args:
-        num_params: Without an embedding that is only looked up, and with experts counted by the share that a token
-            uses.
-        num_trainable: The trained ones of these.
+        num_params: Number of parameters, without an embedding that is only looked up, and with the fraction of the
+            experts that a token uses.
+        num_trainable: Number of these that train.
     """
     # The backward pass needs the gradient of each layer's input (2 per weight), and of the weight if it trains (2).
     return 4 * num_params + 2 * num_trainable
@@ -125,10 +125,10 @@ def score_flops(length: int, windows: Iterable[int | None], features: int, causa
     """Return the FLOP of attention scores, and of the values that they weight, in one forward pass of a row.
 
     Args:
-        length: Tokens of the row.
-        windows: For each layer, the tokens back that one attends to, itself included (not causal: to each side); None:
-            all.
-        features: Heads times features per head.
+        length: Number of tokens in the row.
+        windows: For each layer, the number of past tokens that a token attends to, itself included (not causal: on each
+            side); None is all.
+        features: Number of heads times features per head.
     """
     def pairs(window: int | None) -> int:
         reach = length if window is None else min(window, length)
@@ -141,32 +141,35 @@ def score_flops(length: int, windows: Iterable[int | None], features: int, causa
 
 
 def cache_bytes(config: "PreTrainedConfig", length: int, itemsize: int) -> int:
-    """Return the bytes of the keys and values in all layers of a text of `length` tokens, and of the states that Gated
-    DeltaNet keeps instead; in architectures that neither compress keys and values nor keep another state.
+    """Return the bytes of the keys and values in all layers of a text, and of the states that Gated DeltaNet keeps.
+
+    Architectures that compress keys and values or keep another state are not supported.
 
     Args:
         config: transformers configuration.
+        length: Number of tokens in the text.
         itemsize: Bytes of an element.
     """
     text = config.get_text_config()
-    num = text.num_hidden_layers
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * num
+    num_layers = text.num_hidden_layers
+    layer_types = getattr(text, "layer_types", None) or ["full_attention"] * num_layers
     window = min(length, getattr(text, "sliding_window", None) or length)
-    known = {"full_attention": length, "sliding_attention": window}
-    has_own = num - (getattr(text, "num_kv_shared_layers", None) or 0)  # later layers take those of earlier ones
+    lengths = {"full_attention": length, "sliding_attention": window}
+    # The last layers may share the keys and values of earlier ones.
+    num_with_cache = num_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
     total = 0
-    for layer, kind in enumerate(kinds[:has_own]):
-        own = layer_config(text, layer)
-        if kind == "linear_attention" and hasattr(own, "linear_num_value_heads"):
-            keys = own.linear_num_key_heads * own.linear_key_head_dim
-            values = own.linear_num_value_heads * own.linear_value_head_dim
+    for layer, layer_type in enumerate(layer_types[:num_with_cache]):
+        settings = layer_config(text, layer)
+        if layer_type == "linear_attention" and hasattr(settings, "linear_num_value_heads"):
+            keys = settings.linear_num_key_heads * settings.linear_key_head_dim
+            values = settings.linear_num_value_heads * settings.linear_value_head_dim
             # A float32 matrix of each value head, and the last inputs of the convolution.
-            total += 4 * values * own.linear_key_head_dim
-            total += itemsize * (2 * keys + values) * (own.linear_conv_kernel_dim - 1)
+            total += 4 * values * settings.linear_key_head_dim
+            total += itemsize * (2 * keys + values) * (settings.linear_conv_kernel_dim - 1)
             continue
-        heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
-        size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-        total += 2 * itemsize * heads * size * known.get(kind, 0)
+        heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
+        size = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+        total += 2 * itemsize * heads * size * lengths.get(layer_type, 0)
     return total
 
 
@@ -175,16 +178,16 @@ def cache_bytes(config: "PreTrainedConfig", length: int, itemsize: int) -> int:
 
 GIB = 2**30
 # Losses over the vocabulary, on both engines: approximate bytes of the float32 logits that are computed at once. Each
-# chunk reads the head's weights, and their gradient if they train, once more: on GPUs this costs more than the memory
-# of larger chunks; on CPUs larger chunks are not faster.
+# chunk reads the head's weights, and their gradient if they train, again: on GPUs this costs more than the memory of
+# larger chunks; on CPUs larger chunks are not faster.
 CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
-LEAST_CHUNK = 128  # positions of a chunk, over which reading the weights of a large vocabulary is spread
+LEAST_CHUNK = 128  # minimum positions of a chunk, so that reading the weights of a large vocabulary pays
 Method = Literal["counted from the configuration", "counted on fake tensors", "compiled by XLA", "measured"]
 
 
-# A block that takes more than this fraction of the gap for it fits only just: a batch or a result that is placed inside
-# the gap divides it, and another release of XLA may need a few percent more than the one that compiled a plan.
+# A block larger than this fraction of its gap fits only just: a batch or a result that is placed inside the gap divides
+# it, and another release of XLA may need a few percent more than the one that compiled a plan.
 TIGHT = 0.8
 
 
@@ -193,13 +196,13 @@ class StepMemory:
     """Peak memory of a training step on each device.
 
     Args:
-        parts: Bytes by part; together they are the peak.
-        available: Bytes that the step may take; infinite if there is no limit to compare with.
-        method: How `parts` was found.
+        parts: Bytes by part; their sum is the peak.
+        available: Bytes available to the step; infinite if there is no known limit.
+        method: How `parts` was determined.
         refusal: Message of a compiler that ran out of memory, if any.
         trusts_compiler: Only `refusal` decides whether the step fits, as the compiler may move what it counts.
         block: Bytes of `parts` that must be one block, such as XLA's temporaries.
-        gap: Bytes of the largest free block of memory once all but this block is placed.
+        gap: Bytes of the largest free block of memory after everything else is placed.
     """
 
     parts: Mapping[str, float]
@@ -228,9 +231,9 @@ class StepMemory:
 
     def __str__(self) -> str:
         limit = "" if math.isinf(self.available) else f" of {gibibytes(self.available)}"
-        piece = (f"; {gibibytes(self.block)} of it must be one block, and the largest free block has "
-                 f"{gibibytes(self.gap)}" if self.block > TIGHT * self.gap else "")
-        return f"about {gibibytes(self.needed)}{limit} for a step, {self.method}{piece}"
+        block_note = (f"; {gibibytes(self.block)} of it must be one block, and the largest free block has "
+                      f"{gibibytes(self.gap)}" if self.block > TIGHT * self.gap else "")
+        return f"about {gibibytes(self.needed)}{limit} for a step, {self.method}{block_note}"
 
 
 def gibibytes(num_bytes: float) -> str:
@@ -241,23 +244,23 @@ def gibibytes(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """How an engine takes a step, as far as its memory depends on it.
+    """How an engine runs a step: all settings that its memory depends on.
 
     Args:
-        num_trainable: Parameters that train.
+        num_trainable: Number of parameters that train.
         optimizer: A key of `OPTIMIZERS`.
-        checkpointing: True if only the blocks' inputs are kept, and a block is computed again to differentiate it.
+        checkpointing: True if only the blocks' inputs are kept, and the backward pass recomputes each block.
         compute_bytes: Bytes of an activation.
         param_bytes: Bytes of a parameter that trains, and of its gradient.
         runs: `eager` by single operations of torch; `compiled` by torch.compile; `scanned` by XLA, block after block.
-        recomputes: True if a block keeps its input and what products and attention return, and computes the rest again.
+        recomputes: True if a block keeps its input and the results of products and attention, and recomputes the rest.
         averages: True if parameters are averaged over steps, in float32.
-        sums_gradients: True if gradients are added up over micro-batches apart from those of each, in float32.
-        in_full: True if all weights train, no adapter.
+        sums_gradients: True if gradients are summed over micro-batches in separate float32 arrays.
+        in_full: True if all weights train, without an adapter.
         has_dropout: True if adapters drop features of their inputs, and masks are saved.
         chunk_bytes: Bytes of the float32 logits that the loss computes at once, infinite for all; 0 if it is not over
             the vocabulary.
-        trained_head: Parameters of the output head, if it trains.
+        trained_head: Number of parameters of the output head if it trains, else 0.
     """
 
     num_trainable: int
@@ -276,39 +279,39 @@ class Step:
 
     @property
     def is_mixed(self) -> bool:
-        """True if products are of fewer bytes than the parameters that train."""
+        """True if products use fewer bytes per element than the parameters that train."""
         return self.compute_bytes < self.param_bytes
 
     def kept_in_block(self, widths: Widths) -> float:
-        """Return the bytes that a block keeps for the backward pass, for each token."""
+        """Return the bytes per token that a block keeps for the backward pass."""
         hidden, wide, query, size = widths.hidden, widths.wide, widths.query, self.compute_bytes
         is_wide = self.in_full and self.is_mixed
         if self.recomputes:
             products = hidden + 2 * query + 2 * widths.key_value + wide * (2 if widths.has_rms_norm else 1)
             return size * products + hidden * (4 if is_wide else size)
-        # Both norms' results, which are the inputs of products; queries, keys, values and what attention makes of them.
-        kept: float = size * (2 * hidden + 2 * query + 2 * widths.key_value)
-        # Inputs of the norms: the residual stream, which is float32 if all weights are, or a copy in float32 that the
-        # operations of transformers make. A compiler computes what is inside of a norm again.
+        # Both norms' results, which are the inputs of products; queries, keys, values and the result of attention.
+        total: float = size * (2 * hidden + 2 * query + 2 * widths.key_value)
+        # Inputs of the norms: the residual stream, which is float32 if all weights are, or a float32 copy made by the
+        # operations of transformers. A compiler recomputes what is inside of a norm.
         normed, is_eager = 2 * hidden + widths.has_qk_norm * (query + widths.key_value), self.runs == "eager"
-        kept += normed * (4 if is_eager and widths.has_rms_norm or is_wide else size)
+        total += normed * (4 if is_eager and widths.has_rms_norm or is_wide else size)
         # The MLP's inner features, and with a gate: gate, up and product; by single operations also the gate's SiLU.
-        kept += size * wide * (2 if not widths.has_rms_norm else 4 if is_eager else 3)
+        total += size * wide * (2 if not widths.has_rms_norm else 4 if is_eager else 3)
         if self.in_full and is_eager and widths.has_rms_norm:
-            kept += self.param_bytes * normed  # results of the norms before their weights
+            total += self.param_bytes * normed  # results of the norms before their weights
         if is_wide and self.runs != "compiled":
-            kept += size * 3 * hidden  # each of the five products casts its own input
+            total += size * 3 * hidden  # each of the five products casts its own input
         if self.has_dropout:
-            # A result of a norm is dropped separately for each product that takes it, and is not kept then. So is
-            # attention's, which is kept, and the MLP's. A mask takes a byte.
+            # A norm's result is dropped separately for each product that reads it, and is then not kept. Attention's
+            # result (which is kept) and the MLP's are dropped too. A mask takes a byte.
             drops = 5 if widths.has_rms_norm else 4
-            kept += size * ((drops - 2) * hidden + query) + drops * hidden + query + wide
-        return kept
+            total += size * ((drops - 2) * hidden + query) + drops * hidden + query + wide
+        return total
 
     def loss_bytes(self, vocabulary: int, num_tokens: int) -> float:
-        """Return the bytes that the loss takes while it is computed.
+        """Return the bytes that the loss needs while it is computed.
 
-        A chunk's logits and their softmax, and the gradient of a head that trains, in float32.
+        These are a chunk's logits and their softmax, and the gradient of a head that trains, in float32.
         """
         if not (self.chunk_bytes and vocabulary):
             return 0
@@ -317,18 +320,18 @@ class Step:
 
 
 def estimate_step(widths: Widths, weight_bytes: float, step: Step, num_tokens: int, available: float) -> StepMemory:
-    """Count the memory of a step from the dimensions of its network; attention is taken to keep no scores.
+    """Estimate the memory of a step from the dimensions of its network, assuming that attention keeps no scores.
 
     Args:
-        weight_bytes: Memory of all weights, adapters included.
-        num_tokens: Tokens of a micro-batch, padding included.
-        available: As in `StepMemory`.
+        weight_bytes: Bytes of all weights, adapters included.
+        num_tokens: Number of tokens in a micro-batch, padding included.
+        available: See `StepMemory`.
     """
     inputs, block = widths.hidden * step.compute_bytes, step.kept_in_block(widths)
-    kept = num_tokens * ((inputs if step.checkpointing else block) * widths.num_layers + 4 * inputs)
-    # The peak is at the loss, or at the first block of the backward pass: what it computes again, or in a loop of XLA
-    # the gradients of what it has kept.
-    working = num_tokens * block if step.checkpointing or step.runs == "scanned" else 0
+    kept_bytes = num_tokens * ((inputs if step.checkpointing else block) * widths.num_layers + 4 * inputs)
+    # The peak is at the loss, or at the first block of the backward pass: its recomputed activations, or in a loop of
+    # XLA the gradients of its kept ones.
+    recomputed = num_tokens * block if step.checkpointing or step.runs == "scanned" else 0
     loss = step.loss_bytes(widths.vocabulary, num_tokens)
     state = OPTIMIZERS[step.optimizer].bytes_per_parameter(step.param_bytes)
     gradients = step.param_bytes + 4 * step.sums_gradients
@@ -336,5 +339,5 @@ def estimate_step(widths: Widths, weight_bytes: float, step: Step, num_tokens: i
     copies = step.compute_bytes * step.num_trainable if step.is_mixed and step.runs != "scanned" else 0
     return StepMemory({"parameters": weight_bytes, "gradients": gradients * step.num_trainable,
                        "optimiser state": step.num_trainable * (state + 4 * step.averages),
-                       "activations": kept + copies + max(working - loss, 0), "loss": loss},
+                       "activations": kept_bytes + copies + max(recomputed - loss, 0), "loss": loss},
                       available, "counted from the configuration")

@@ -13,8 +13,8 @@ from lmmods.core.settings import LoRA
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# compiled: from the target's own compiler. simulated: counted in the program of simulated devices of this machine, or
-# in a step on meta tensors. assumed: calculated, or known only to the device.
+# compiled: from the target's own compiler. simulated: counted in the program of simulated devices on this machine, or
+# in a step on meta tensors. assumed: calculated, not confirmed by the device.
 Source = Literal["compiled", "simulated", "assumed"]
 # Fraction of a collective's whole array that each of n devices sends, multiplied by (n - 1) / n (ring algorithms).
 _SENT = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
@@ -28,7 +28,7 @@ class Variant:
         rows: Rows of a micro-batch on each rank.
         accumulated: Micro-batches of a step.
         strategy: `trainer.strategy`.
-        changed: Differences to the recipe, as its keys.
+        changed: Changed keys of the recipe, as text.
     """
 
     rows: int
@@ -40,10 +40,10 @@ class Variant:
     changed: tuple[str, ...] = ()
 
     def smaller(self) -> Iterator["Variant"]:
-        """Yield variants with the same rows in a step and fewer in a micro-batch, down to one."""
+        """Yield variants with the same rows per step and fewer per micro-batch, down to one."""
         rows, accumulated = self.rows, self.accumulated
         while rows > 1:
-            factor = next(number for number in range(2, rows + 1) if rows % number == 0)
+            factor = next(divisor for divisor in range(2, rows + 1) if rows % divisor == 0)
             rows, accumulated = rows // factor, accumulated * factor
             yield replace(self, rows=rows, accumulated=accumulated, changed=(
                 *self.changed, f"data.batch_size: {rows}, trainer.accumulate_grad_batches: {accumulated}"))
@@ -53,22 +53,22 @@ def remedies(recipe: Variant, num_devices: int, may_quantize: bool, may_shard: b
     """Return ways to save memory, the cheapest first; each includes those before it.
 
     Args:
-        may_quantize: True if the model starts from weights that can be frozen.
+        may_quantize: True if the model starts from weights, which can be frozen.
         may_shard: True if the rest of the recipe supports `fsdp`.
     """
-    found, last = [], recipe
+    variants, last = [], recipe
     if not recipe.checkpointing:
         last = replace(last, checkpointing=True, changed=(*last.changed, "model.gradient_checkpointing: true"))
-        found.append(last)
+        variants.append(last)
     if may_shard and num_devices > 1 and recipe.strategy in ("auto", "ddp"):
         last = replace(last, strategy="fsdp", changed=(*last.changed, "trainer.strategy: fsdp"))
-        found.append(last)
+        variants.append(last)
     if may_quantize and recipe.quantize is None:
         lora = recipe.lora or LoRA(rank=16, alpha=32, dropout=0.05)
         added = () if recipe.lora else ("model.lora: {rank: 16, alpha: 32, dropout: 0.05}",)
-        found.append(replace(last, quantize="nf4", lora=lora,
-                             changed=(*last.changed, *added, "model.quantize: nf4")))
-    return found
+        variants.append(replace(last, quantize="nf4", lora=lora,
+                                changed=(*last.changed, *added, "model.quantize: nf4")))
+    return variants
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Traffic:
     """The collectives of one kind in a step.
 
     Args:
-        count: Number that each device takes part in.
+        count: Number of collectives per device.
         num_bytes: Total size of the whole arrays: the result of an all-gather, the input of a reduce-scatter or an
             all-reduce.
-        group: Devices that take part in one.
+        group: Number of devices in one collective.
         span: Number of neighbouring devices that contains the group; 0: the group consists of neighbours.
     """
 
@@ -94,7 +94,7 @@ class Traffic:
                        max(self.group, other.group), max(self.span, other.span))
 
     def sent(self, kind: str) -> float:
-        """Bytes that each device sends."""
+        """Return the bytes that each device sends."""
         return _SENT.get(kind.partition(" ")[0], 1) * self.num_bytes * (self.group - 1) / max(self.group, 1)
 
 
@@ -103,10 +103,10 @@ class Drawing:
     """Sampling of the answers that training needs, on a device.
 
     Args:
-        answers: Answers that the device samples.
-        at_once: Answers sampled together.
-        steps: Optimiser steps that train on them.
-        new_tokens: Tokens of each.
+        answers: Number of answers that the device samples.
+        at_once: Number of answers sampled together.
+        steps: Number of optimiser steps that train on them.
+        new_tokens: Number of tokens per answer.
         weights: Bytes of the weights, which are read for each token of the answers sampled together.
         cache: Bytes of keys and values that are read to sample an answer.
         held: Bytes of keys and values of a whole answer with its prompt.
@@ -125,32 +125,33 @@ class Drawing:
 
     @staticmethod
     def of(config: "PreTrainedConfig", answers: int, at_once: int, steps: int, lengths: tuple[int, int], itemsize: int,
-           weights: Iterable[tuple[str, float]], over: int = 1) -> "Drawing":
-        """Return the drawing of answers of full length to prompts that are as long as they may be.
+           weights: Iterable[tuple[str, float]], num_devices: int = 1) -> "Drawing":
+        """Return the sampling of answers of maximum length to prompts of maximum length.
 
         Args:
             config: transformers configuration.
-            lengths: Tokens of a prompt with its answer, and of the answer alone.
+            lengths: Number of tokens in a prompt with its answer, and in the answer alone.
             itemsize: Bytes of an element of a key or value.
-            weights: Names and bytes of all weights that are read, of which experts have `experts` in their names.
-            over: Devices that share the work on each answer.
+            weights: Names and bytes of all weights that are read; weights of experts have `experts` in their names.
+            num_devices: Number of devices that share the work on each answer.
         """
         at_once, (length, new_tokens) = min(at_once, answers), lengths
         mixture = mixture_of(config)
-        share = 1.0 if mixture is None else min(at_once * mixture.per_token / mixture.num, 1.0)
-        read = sum(num_bytes * (share if "experts" in name else 1) for name, num_bytes in weights)
-        cached = sum(cache_bytes(config, number, itemsize) for number in range(length - new_tokens, length))
-        return Drawing(answers, at_once, steps, new_tokens, read / over, cached / over,
-                       cache_bytes(config, length, itemsize) / over)
+        expert_fraction = 1.0 if mixture is None else min(at_once * mixture.per_token / mixture.num, 1.0)
+        weight_bytes = sum(num_bytes * (expert_fraction if "experts" in name else 1) for name, num_bytes in weights)
+        cache_read = sum(cache_bytes(config, position, itemsize) for position in range(length - new_tokens, length))
+        return Drawing(answers, at_once, steps, new_tokens, weight_bytes / num_devices, cache_read / num_devices,
+                       cache_bytes(config, length, itemsize) / num_devices)
 
     def seconds(self, target: Target) -> float | None:
         """Return the minimum sampling time of an optimiser step; None if the target's figures are unknown."""
         passes = -(-self.answers // self.at_once) * self.new_tokens
-        read, link = target.streams(passes * self.weights + self.answers * self.cache), target.link(self.group)
-        if read is None or link is None:
+        read_seconds = target.access_seconds(passes * self.weights + self.answers * self.cache)
+        bandwidth = target.link(self.group)
+        if read_seconds is None or bandwidth is None:
             return None
-        sent = passes * self.gathered * (self.group - 1) / self.group / link
-        return max(read, sent) / self.steps
+        send_seconds = passes * self.gathered * (self.group - 1) / self.group / bandwidth
+        return max(read_seconds, send_seconds) / self.steps
 
 
 @dataclass(frozen=True)
@@ -163,15 +164,15 @@ class StepPlan:
         parts: Rough bytes by part of the temporaries among them.
         room: Bytes available to a run.
         refusal: Error of the compiler; None if the program compiles.
-        traffic: Collectives by kind; those of fewer devices than others of the kind as `KIND of N`.
+        traffic: Collectives by kind; if groups of a kind differ in size, the smaller ones as `KIND of N`.
         flops: Floating-point operations.
         dtype: Type of the matrix products.
-        num_tokens: Tokens over all devices, padding included.
+        num_tokens: Number of tokens on all devices, padding included.
         notes: Further assumptions.
         counted: Source of `flops`.
         kernels: Number of calls of each fused attention kernel in the programs.
         method: How `memory` was found.
-        drawing: Answers that are sampled for it, if any; their time comes on top of `bounds`.
+        drawing: Answers that are sampled for the step, if any; their time is added to `bounds`.
         gap: As in `StepMemory`, for the temporaries.
     """
 
@@ -195,7 +196,7 @@ class StepPlan:
 
     @property
     def step_memory(self) -> StepMemory:
-        """Memory of each device."""
+        """Memory of each device, as a step's memory on either engine."""
         on_tpu = self.source == "compiled" and self.target.platform == "tpu"  # whose compiler may offload to the host
         return StepMemory(self.memory, self.room, self.method, self.refusal, on_tpu, self.memory.get("temporaries", 0),
                           self.gap)
@@ -216,10 +217,10 @@ class StepPlan:
         return self.step_memory.fits
 
     def bounds(self) -> dict[str, float]:
-        """Lower bounds of the time of a step in seconds, by resource; empty if the target's figures are unknown."""
+        """Return minimum times of a step in seconds, by resource; empty if the target's figures are unknown."""
         target, links = self.target, 0.0
         # Parameters and optimiser state are read and written once.
-        peak, memory = target.peak(self.dtype), target.streams(2 * self.kept)
+        peak, memory = target.peak(self.dtype), target.access_seconds(2 * self.kept)
         if peak is None or memory is None:
             return {}
         for kind, traffic in self.traffic.items():
@@ -229,10 +230,10 @@ class StepPlan:
         return {"arithmetic": self.flops / peak, "links": links, "memory": memory}
 
     def lines(self, num_steps: int | None) -> Iterator[str]:
-        """Return the plan as text, each line with its source.
+        """Yield the lines of the plan, each with its source.
 
         Args:
-            num_steps: Steps of the whole run; None if it has no end.
+            num_steps: Number of steps in the run; None if it is unlimited.
         """
         memory = self.step_memory
         verdict = "fits, but only just" if memory.is_tight else "fits" if memory.fits else "does not fit"
@@ -243,27 +244,29 @@ class StepPlan:
             yield _line("compiler", self.source, self.refusal)
         if self.kernels:
             yield _line("fused attention", self.source, ", ".join(f"{name} x {n}" for name, n in self.kernels.items()))
-        for kind, found in sorted(self.traffic.items()):
-            yield _line(kind, self.source, f"{found.count} a step, {_size(found.num_bytes)} among "
-                        f"{found.group} devices")
+        for kind, traffic in sorted(self.traffic.items()):
+            yield _line(kind, self.source, f"{traffic.count} a step, {_size(traffic.num_bytes)} among "
+                        f"{traffic.group} devices")
         yield _line("arithmetic of a step", self.counted, f"{self.flops / 1e12:,.3g} TFLOP on each device")
         if self.drawing:
-            drawn = self.drawing
-            yield _line("answers", "assumed", f"{drawn.answers} on each device that samples, for "
-                        f"{drawn.steps} step{'s' if drawn.steps > 1 else ''}, {drawn.at_once} at once, whose keys and "
-                        f"values take {_size(drawn.at_once * drawn.held)}")
+            sampling = self.drawing
+            yield _line("answers", "assumed", f"{sampling.answers} on each device that samples, for "
+                        f"{sampling.steps} step{'s' if sampling.steps > 1 else ''}, {sampling.at_once} at once, whose "
+                        f"keys and values take {_size(sampling.at_once * sampling.held)}")
         if bounds := self.bounds():
-            each = ", ".join(f"{name} {_time(value)}" for name, value in bounds.items())
-            drawing = (self.drawing.seconds(self.target) if self.drawing else None) or 0.0
-            seconds = max(bounds.values()) + drawing
-            if drawing:
-                each = f"{_time(max(bounds.values()))} to train: {each}; {_time(drawing)} to sample answers"
-            yield _line("a step takes at least", "assumed", f"{_time(seconds)} ({each})")
+            details = ", ".join(f"{name} {_time(value)}" for name, value in bounds.items())
+            sampling_seconds = (self.drawing.seconds(self.target) if self.drawing else None) or 0.0
+            seconds = max(bounds.values()) + sampling_seconds
+            if sampling_seconds:
+                details = (f"{_time(max(bounds.values()))} to train: {details}; {_time(sampling_seconds)} to sample "
+                           "answers")
+            yield _line("a step takes at least", "assumed", f"{_time(seconds)} ({details})")
             yield _line("so at most", "assumed", f"{self.num_tokens / seconds:,.0f} tokens per second, "
                         f"{self.num_tokens:,} a step")
-            if self.drawing and drawing:
-                yield _line("sampling takes at least", "assumed", f"{drawing / seconds:.0%} of it, if all answers have "
-                            f"{self.drawing.new_tokens} tokens, each of which reads the weights and the cache")
+            if self.drawing and sampling_seconds:
+                yield _line("sampling takes at least", "assumed", f"{sampling_seconds / seconds:.0%} of it, if all "
+                            f"answers have {self.drawing.new_tokens} tokens, each of which reads the weights and the "
+                            "cache")
             if num_steps is not None:
                 hours = num_steps * seconds / 3600 * self.target.num_devices
                 yield _line("the whole run at least", "assumed", f"{num_steps:,} steps, {_time(num_steps * seconds)}, "

@@ -55,7 +55,7 @@ def test_drawing_reads_weights_and_cache_for_each_token():
     assert Drawing.of(config, 5, 9, 4, (7, 3), 2, []).at_once == 5 and found.seconds(target_named("cpu")) is None
     config.num_local_experts, config.num_experts_per_tok = 8, 1
     assert Drawing.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0), ("experts.up", 500.0)]).weights == 1000 + 125
-    halved = Drawing.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0)], over=2)
+    halved = Drawing.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0)], num_devices=2)
     assert (halved.weights, halved.cache, halved.held) == (500, found.cache / 2, found.held / 2)
 
 

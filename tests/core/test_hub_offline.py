@@ -29,9 +29,9 @@ def online(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.5")
-    hub.silence.cache_clear(), hub._tell_once.cache_clear()
+    hub.silence.cache_clear(), hub._warn_once.cache_clear()
     yield lambda address: monkeypatch.setattr(constants, "ENDPOINT", address)
-    hub.silence.cache_clear(), hub._tell_once.cache_clear()
+    hub.silence.cache_clear(), hub._warn_once.cache_clear()
 
 
 @pytest.fixture
