@@ -16,9 +16,9 @@ from lmmods.core.errors import UserError
 from lmmods.core.initialization import Normal, draw
 
 Row = dict[str, np.ndarray]
-# Relative differences above those of rounding in float32, and below those of a model that really differs.
+# Relative differences: more than rounding in float32 causes, less than between models that really differ.
 TOLERANCES = {"logits": 1e-4, "loss": 1e-4, "gradient": 1e-3}
-SMALL = 1e-3  # of the largest gradient: smaller ones are measured relative to this, as they may be rounding errors
+SMALL = 1e-3  # fraction of the largest gradient; smaller gradients, possibly rounding errors, are compared with this
 POSITIONS = 256  # number of compared positions, over all rows
 LOSS, LOGITS, GRADIENTS = "loss.json", "logits.safetensors", "gradients.safetensors"
 
@@ -28,13 +28,13 @@ class Difference:
     """The largest difference between the results of both engines.
 
     Args:
-        what: A key of `TOLERANCES`.
+        quantity: A key of `TOLERANCES`.
         absolute: Absolute difference.
         relative: Relative to the largest value; for a gradient, to the largest of its parameter.
         name: Parameter whose gradient has the largest relative difference.
     """
 
-    what: str
+    quantity: str
     absolute: float
     relative: float
     name: str = ""
@@ -42,13 +42,13 @@ class Difference:
     @property
     def passes(self) -> bool:
         """True if the difference is within rounding."""
-        return self.relative <= TOLERANCES[self.what]  # False for NaN
+        return self.relative <= TOLERANCES[self.quantity]  # False for NaN
 
     def __str__(self) -> str:
-        of = f" ({self.name})" if self.name else ""
-        return (f"{self.what:<9} differ{'s' if self.what != 'logits' else ''} by {self.absolute:.1e}, relative "
-                f"{self.relative:.1e}{of}: {'pass' if self.passes else 'FAIL'}, tolerance "
-                f"{TOLERANCES[self.what]:.0e}")
+        parameter = f" ({self.name})" if self.name else ""
+        return (f"{self.quantity:<9} differ{'s' if self.quantity != 'logits' else ''} by {self.absolute:.1e}, relative "
+                f"{self.relative:.1e}{parameter}: {'pass' if self.passes else 'FAIL'}, tolerance "
+                f"{TOLERANCES[self.quantity]:.0e}")
 
 
 def sequences(row: Row) -> Row:
@@ -59,21 +59,21 @@ def sequences(row: Row) -> Row:
 
 
 def compared_positions(row: Row, num_rows: int) -> np.ndarray:
-    """Positions [P] among the A × T tokens of a row whose logits are compared: real tokens, evenly spaced."""
+    """Return the positions [P] among a row's A × T tokens whose logits are compared: real tokens, evenly spaced."""
     # Logits at padding are arbitrary and may differ between attention kernels.
     real = np.flatnonzero(row["attention_mask"])
-    # First to last, so that errors which grow along the row are seen.
+    # From first to last, to find errors that grow along the row.
     return real[np.linspace(0, len(real) - 1, max(POSITIONS // num_rows, 1)).round().astype(int)]
 
 
-def row_logits(logits: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Logits [P, K] of a classifier that are compared: those of tokens at `places`, or all of a row [1, ...].
+def row_logits(logits: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the logits [P, K] of a classifier that are compared: of tokens at `positions`, or all of a row [1, ...].
 
     Args:
         logits: [1, T, K] of a row's tokens, or [1, K] of the row itself or its choices.
-        places: As `compared_positions` returns them.
+        positions: Result of `compared_positions`.
     """
-    return logits[0, places] if logits.ndim == 3 else logits.reshape(-1, 1)
+    return logits[0, positions] if logits.ndim == 3 else logits.reshape(-1, 1)
 
 
 def moved_adapter(name: str, values: np.ndarray) -> np.ndarray:
@@ -92,7 +92,7 @@ def write(folder: Path, loss: float, weight: float, logits: np.ndarray, gradient
     Args:
         loss: Mean over target positions.
         weight: Weight of the target positions.
-        logits: [P, V] float32, of all rows.
+        logits: [P, V] float32, for all rows.
         gradients: Gradients of the loss, by torch's names of the parameters.
     """
     from safetensors.numpy import save_file
@@ -104,32 +104,34 @@ def write(folder: Path, loss: float, weight: float, logits: np.ndarray, gradient
     save_file({name: np.ascontiguousarray(values) for name, values in gradients.items()}, folder / GRADIENTS)
 
 
-def compare(expected: Path, found: Path) -> list[Difference]:
+def compare(expected: Path, actual: Path) -> list[Difference]:
     """Return the largest differences between the results of two engines, by kind."""
     from safetensors import safe_open
 
-    one_loss, other_loss = (np.array(json.loads((folder / LOSS).read_text())) for folder in (expected, found))
-    with safe_open(expected / LOGITS, "np") as one, safe_open(found / LOGITS, "np") as other:
-        logits = _difference("logits", one.get_tensor("logits"), other.get_tensor("logits"))
-    with safe_open(expected / GRADIENTS, "np") as one, safe_open(found / GRADIENTS, "np") as other:
-        return [logits, _difference("loss", one_loss, other_loss), _worst_gradient(one, other)]
+    expected_loss, actual_loss = (np.array(json.loads((folder / LOSS).read_text())) for folder in (expected, actual))
+    with safe_open(expected / LOGITS, "np") as expected_file, safe_open(actual / LOGITS, "np") as actual_file:
+        logits = _measure("logits", expected_file.get_tensor("logits"), actual_file.get_tensor("logits"))
+    with safe_open(expected / GRADIENTS, "np") as expected_file, safe_open(actual / GRADIENTS, "np") as actual_file:
+        return [logits, _measure("loss", expected_loss, actual_loss), _worst_gradient(expected_file, actual_file)]
 
 
-def _worst_gradient(one: Any, other: Any) -> Difference:
+def _worst_gradient(expected: Any, actual: Any) -> Difference:
     """Return the parameter with the largest difference, read one at a time; infinity if an engine lacks a parameter."""
-    names = sorted(one.keys())
-    # A parameter that trains on one engine alone is a difference, too.
-    if apart := sorted(set(names).symmetric_difference(other.keys())):
-        return Difference("gradient", math.inf, math.inf, apart[0])
-    least = SMALL * max(np.abs(one.get_tensor(name)).max() for name in names)
-    found = [_difference("gradient", one.get_tensor(name), other.get_tensor(name), name, least) for name in names]
+    names = sorted(expected.keys())
+    # A parameter that trains on only one engine is a difference, too.
+    if unmatched := sorted(set(names).symmetric_difference(actual.keys())):
+        return Difference("gradient", math.inf, math.inf, unmatched[0])
+    min_scale = SMALL * max(np.abs(expected.get_tensor(name)).max() for name in names)
+    differences = [_measure("gradient", expected.get_tensor(name), actual.get_tensor(name), name, min_scale)
+                   for name in names]
     # NaN compares as False, so `max` could pass over it.
-    return max(found, key=lambda each: math.inf if math.isnan(each.relative) else each.relative)
+    return max(differences, key=lambda difference: math.inf if math.isnan(difference.relative) else difference.relative)
 
 
-def _difference(what: str, expected: np.ndarray, found: np.ndarray, name: str = "", least: float = 0.0) -> Difference:
-    if expected.shape != found.shape:
-        return Difference(what, math.inf, math.inf, name)
-    absolute, scale = float(np.abs(expected - found).max()), max(float(np.abs(expected).max()), float(least))
-    # Without a scale: equal zeros are no difference, anything else is infinitely large. NaN stays NaN.
-    return Difference(what, absolute, absolute / scale if scale else math.inf * absolute if absolute else 0.0, name)
+def _measure(quantity: str, expected: np.ndarray, actual: np.ndarray, name: str = "", min_scale: float = 0.0
+             ) -> Difference:
+    if expected.shape != actual.shape:
+        return Difference(quantity, math.inf, math.inf, name)
+    absolute, scale = float(np.abs(expected - actual).max()), max(float(np.abs(expected).max()), float(min_scale))
+    # Without a scale, equal zeros differ by 0 and anything else by infinity. NaN stays NaN.
+    return Difference(quantity, absolute, absolute / scale if scale else math.inf * absolute if absolute else 0.0, name)

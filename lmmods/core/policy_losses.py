@@ -13,7 +13,7 @@ Array = Any  # of the calling engine
 LOSSES = ("dapo", "grpo", "dr_grpo", "cispo")
 RATIOS = ("token", "sequence")
 EPSILON = 0.2
-GREATEST_RATIO = 5.0  # of cispo, unless a recipe sets it; as in ScaleRL (Khatri et al. 2025)
+MAX_RATIO = 5.0  # default for cispo; as in ScaleRL (Khatri et al. 2025)
 
 
 class Operations(Protocol):
@@ -28,16 +28,16 @@ class Operations(Protocol):
 class PolicyLoss:
     """A loss with its settings, see `GRPOFields`. Raises UserError if they are inconsistent.
 
-    With the advantage A of an answer and the ratio r of probabilities now and when it was drawn, the loss of a token is
+    With an answer's advantage A and the ratio r of its probabilities now and at sampling, the loss of a token is
     -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) (PPO, Schulman et al. 2017; without a critic: GRPO, Shao et al.
-    2024), or -min(r, epsilon_high) A log p, where the ratio has no gradient (CISPO, MiniMax 2025). To it is added
-    `beta` times the divergence k3 = exp(d) - d - 1, where d is the log-probability under the reference minus log p
-    (Schulman 2020); it is multiplied by r with `use_bias_correction_kl`, so that its gradient is that of the divergence
-    (DeepSeek-V3.2, 2025).
+    2024), or -min(r, epsilon_high) A log p, where the ratio has no gradient (CISPO, MiniMax 2025). The divergence
+    k3 = exp(d) - d - 1 is added, times `beta`; d is the log-probability under the reference minus log p (Schulman
+    2020). With `use_bias_correction_kl` k3 is multiplied by r, so that its gradient is the divergence's (DeepSeek-V3.2,
+    2025).
 
     A step divides the summed losses by the summed weights: by tokens (dapo: Yu et al. 2025; cispo), by answers, each of
     which is the mean over its tokens (grpo), or by answers of `max_new_tokens` tokens (dr_grpo: Liu et al. 2025). Rows
-    without tokens, as padding, have no weight.
+    without tokens, such as padding, have no weight.
     """
 
     loss: str = "dapo"
@@ -67,32 +67,31 @@ class PolicyLoss:
 
     @property
     def max_ratio(self) -> float:
-        """Ratio above which it does not count."""
+        """Ratio above which the loss is clipped."""
         if self.loss == "cispo":
-            return GREATEST_RATIO if self.epsilon_high is None else self.epsilon_high
+            return MAX_RATIO if self.epsilon_high is None else self.epsilon_high
         return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
 
     def of_rows(self, ops: Operations, logps: Array, mask: Array, advantages: Array, old: Array | None = None,
                 reference: Array | None = None, sampler_weights: Array | None = None,
                 row_sums: Callable[[Array], Array] = lambda x: x.sum(-1)
                 ) -> tuple[Array, Array, dict[str, tuple[Array, Array]]]:
-        """Summed loss [N] and weight [N] of each answer, and metrics by name: summed value [N] and weight [N].
+        """Return summed loss [N] and weight [N] of each answer, and metrics by name: summed value [N] and weight [N].
 
-        `ratio` is the mean ratio, `clip_ratio/low` and `clip_ratio/high` the shares in which it is clipped: below with
-        a negative advantage, above with a positive one. They are means over tokens, or over answers where the ratio is
-        of an answer. `kl` is the divergence of a token as it is in the loss.
+        `ratio` is the mean ratio; `clip_ratio/low` and `clip_ratio/high` are the fractions that are clipped: below with
+        a negative advantage, above with a positive one. They are means over tokens, or over answers if an answer has
+        one ratio. `kl` is the divergence of a token as in the loss.
 
         Args:
-            logps: [N, T] float32, log-probability of each token. What it is at other positions does not matter, nor in
-                the arrays that follow.
+            logps: [N, T] float32, log-probability of each token. Other positions are ignored, here and in the arrays
+                below.
             mask: [N, T] float32, 1 where the policy sampled the token, else 0.
             advantages: [N] float32.
-            old: [N, T] `logps` when the answers were drawn; None if the weights are still the same, so that every ratio
-                is 1.
+            old: [N, T] `logps` at sampling; None if the weights are still the same, so that every ratio is 1.
             reference: [N, T] `logps` under the reference; only needed with `beta`.
-            sampler_weights: [N, T] factors of the loss without the divergence, where another program drew the answers.
-            row_sums: Sums [N, T] over all tokens of a row, [N]. Where each process has a part of the tokens, this is
-                the sum over all processes; results are those of this process, and add up.
+            sampler_weights: [N, T] factors of the loss without the divergence, if another program sampled the answers.
+            row_sums: Sums [N, T] over all tokens of a row, [N]. If each process has a part of the tokens, it sums over
+                all processes; the results are this process's parts, and add up.
         """
         def at_tokens(values: Array) -> Array:
             return ops.where(mask > 0, values, 0.0)  # a product with 0 would keep infinities and NaN
@@ -132,14 +131,14 @@ class PolicyLoss:
         elif self.loss == "dr_grpo":
             total, weight = total / self.max_new_tokens, rows
 
-        def summed(values: Array) -> tuple[Array, Array]:
+        def sum_rows(values: Array) -> tuple[Array, Array]:
             values = ops.stop_gradient(values)
             return (values[:, 0] * rows, rows) if self.ratio == "sequence" else ((values * mask).sum(-1), tokens)
 
-        metrics = {"ratio": summed(ratio)}
+        metrics = {"ratio": sum_rows(ratio)}
         if is_low is not None:
-            metrics["clip_ratio/low"] = summed(ops.where(is_low, 1.0, 0.0))
-        metrics["clip_ratio/high"] = summed(ops.where(is_high, 1.0, 0.0))
+            metrics["clip_ratio/low"] = sum_rows(ops.where(is_low, 1.0, 0.0))
+        metrics["clip_ratio/high"] = sum_rows(ops.where(is_high, 1.0, 0.0))
         if kl is not None:
             metrics["kl"] = ((ops.stop_gradient(kl) * mask).sum(-1), tokens)
         return total, weight, metrics

@@ -1,8 +1,8 @@
 """Losses of preference optimisation, written once for both engines.
 
 Each is a function of single pairs, or of single answers, so that its sum does not depend on the batch split. A score is
-the log-probability of an answer, minus that under the reference model if the method has one, divided by the number of
-its tokens if the method is per token.
+the log-probability of an answer, minus its log-probability under the reference model if the method has one, divided by
+the number of its tokens if the method is per token.
 """
 
 import math
@@ -15,7 +15,7 @@ from lmmods.core.settings import require
 
 Array = Any  # of the calling engine
 GAMMA = 0.5
-LEAST = 1e-7  # negative log-probability per token below which odds are infinite in float32
+MIN_NEGATIVE_LOGP = 1e-7  # negative log-probability per token below which odds are infinite in float32
 TIE = 2.0**-17  # 64 roundings of float32: relative difference of two scores in a tie
 
 
@@ -61,7 +61,7 @@ class Method:
 
 
 def _smooth(ops: Operations, s: "PreferenceLoss", logits: Array) -> Array:
-    """Cross-entropy if the labels are wrong with probability `label_smoothing`."""
+    """Return the cross-entropy if the labels are wrong with probability `label_smoothing`."""
     return -(1 - s.label_smoothing) * ops.log_sigmoid(logits) - s.label_smoothing * ops.log_sigmoid(-logits)
 
 
@@ -86,7 +86,7 @@ def _ipo(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -
 
 
 def _nca_pair(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
-    # The chosen answer is in both classes: its score is bounded from above, too, instead of only the difference.
+    # The chosen answer is in both classes: its score is bounded from above, too, not only the difference.
     return (-ops.log_sigmoid(s.beta * chosen) - 0.5 * ops.log_sigmoid(-s.beta * chosen)
             - 0.5 * ops.log_sigmoid(-s.beta * rejected))
 
@@ -112,7 +112,7 @@ def _apo_down(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Arr
 
 
 def _exo_pair(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) -> Array:
-    """KL divergence of the model's preference from the smoothed label."""
+    """Return the KL divergence of the model's preference from the smoothed label."""
     # The label is (1 - smoothing, smoothing); `smoothing` is above 0, or the divergence would be infinite.
     logits, smoothing = s.beta * (chosen - rejected), s.label_smoothing
     return (ops.sigmoid(logits) * (ops.log_sigmoid(logits) - math.log1p(-smoothing))
@@ -128,10 +128,10 @@ def _orpo(ops: Operations, s: "PreferenceLoss", chosen: Array, rejected: Array) 
 
 
 def _log_odds(ops: Operations, score: Array) -> Array:
-    """log(p / (1 - p)) of p = exp(score)."""
+    """Return log(p / (1 - p)) for p = exp(score)."""
     # At p = 1 the odds are infinite; clamp before the logarithm, so that gradients stay finite, too. NaN is not
-    # greater, so it stays: a run must end on it.
-    score = ops.where(score > -LEAST, -LEAST, score)
+    # greater, so it stays NaN, which ends the run.
+    score = ops.where(score > -MIN_NEGATIVE_LOGP, -MIN_NEGATIVE_LOGP, score)
     # -expm1(score) is 1 - p without cancellation for p near 1.
     return score - ops.log(-ops.expm1(score))
 
@@ -209,13 +209,13 @@ class PreferenceLoss:
         """Return the loss [B] of each pair, and metrics by name: value [B], and weight [B] of the pair in it.
 
         `rewards/accuracy` is 1 if the chosen answer has the higher score, 0 if it has the lower one, and 1/2 in a tie:
-        a margin no larger than `TIE` times the log-probabilities that it is a difference of. The sign of such a margin
-        is that of rounding errors, for example as long as the policy equals the reference.
+        a margin of at most `TIE` times the log-probabilities that it is a difference of. The sign of such a margin is
+        due to rounding, for example as long as the policy equals the reference.
 
         Args:
             logps: [B, 2] float32, summed log-probability of the tokens of the chosen and of the rejected answer.
-            lengths: [B, 2], the number of those tokens.
-            reference: [B, 2], `logps` under the reference model; None for a method without.
+            lengths: [B, 2], the number of these tokens.
+            reference: [B, 2], `logps` under the reference model; None for a method without one.
         """
         # Padding rows have no tokens: 0 / 0 would be NaN, which a weight of 0 does not remove.
         lengths = ops.where(lengths > 0, lengths, 1)
@@ -230,13 +230,13 @@ class PreferenceLoss:
         sft_weight = self.method.sft_weight if self.sft_weight is None else self.sft_weight
         if sft_weight:
             losses = losses - sft_weight * logps[:, 0] / lengths[:, 0]
-        once = chosen * 0 + 1  # ones [B] of the engine's array type
+        ones = chosen * 0 + 1  # ones [B] of the engine's array type
         margin, tie = chosen - rejected, TIE * (sizes[:, 0] + sizes[:, 1])
         values = {"rewards/chosen": self.beta * chosen, "rewards/rejected": self.beta * rejected,
                   "rewards/margin": self.beta * margin,
-                  "rewards/accuracy": ops.where(margin > tie, once, ops.where(margin < -tie, 0 * once, once / 2)),
+                  "rewards/accuracy": ops.where(margin > tie, ones, ops.where(margin < -tie, 0 * ones, ones / 2)),
                   "logps/chosen": logps[:, 0], "logps/rejected": logps[:, 1]}
-        return losses, {name: (value, once) for name, value in values.items()}
+        return losses, {name: (value, ones) for name, value in values.items()}
 
     def of_answers(self, ops: Operations, logps: Array, desirable: Array, reference: Array, baseline: Array | float
                    ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
@@ -244,23 +244,23 @@ class PreferenceLoss:
 
         Args:
             logps: [B] float32, summed log-probability of the tokens of the answer.
-            desirable: [B] bool, True if the answer is wanted.
+            desirable: [B] bool, True for desirable answers.
             reference: [B], `logps` under the reference model.
             baseline: Estimated divergence from the reference, without gradient and the same for all rows of a step, or
                 of an evaluated set; 0 for a method without.
         """
         scores = logps - reference
         logits = self.beta * (scores - baseline)
-        # Relative to the baseline, the loss 1 - sigmoid(x) = sigmoid(-x) falls with the score of a wanted answer.
+        # Relative to the baseline, the loss 1 - sigmoid(x) = sigmoid(-x) falls with the score of a desirable answer.
         losses = ops.where(desirable, self.desirable_weight * ops.sigmoid(-logits),
                            self.undesirable_weight * ops.sigmoid(logits))
-        once = scores * 0 + 1
-        # As weights these restrict a metric to the answers of its kind.
-        wanted = ops.where(desirable, once, 0.0)
-        metrics = {"rewards/chosen": (self.beta * scores, wanted), "rewards/rejected": (self.beta * scores, 1 - wanted),
-                   "logps/chosen": (logps, wanted), "logps/rejected": (logps, 1 - wanted)}
+        ones = scores * 0 + 1
+        # As weights, these restrict a metric to desirable or undesirable answers.
+        weight = ops.where(desirable, ones, 0.0)
+        metrics = {"rewards/chosen": (self.beta * scores, weight), "rewards/rejected": (self.beta * scores, 1 - weight),
+                   "logps/chosen": (logps, weight), "logps/rejected": (logps, 1 - weight)}
         if self.method.has_baseline:
-            metrics["kl"] = (once * baseline, once)
+            metrics["kl"] = (ones * baseline, ones)
         return losses, metrics
 
     @property

@@ -1,12 +1,12 @@
 """Adapters that start as the principal part of the base (PiSSA, Meng et al. 2024): the same on both engines.
 
-With the singular values S and vectors U, V of an adapted matrix W [out, in], cut to the rank r, and the scaling s of
-the update, A is sqrt(S / s) V^T and B is U sqrt(S / s), and the base keeps the residual W - s B A. Only A and B train
-and are in checkpoints: each start recomputes the residual from the stored weights, by the same functions.
+With the singular values S and vectors U, V of an adapted matrix W [out, in], truncated to the rank r, and the scaling s
+of the update, A is sqrt(S / s) V^T and B is U sqrt(S / s), and the base keeps the residual W - s B A. Only A and B
+train and are in checkpoints: each start recomputes the residual from the stored weights, by the same functions.
 
-As an adapter is exported for the original base, its update is that of training, s (B A - B0 A0) with the first values
-B0 and A0: an ordinary adapter of rank 2 r with the factors [B - B0, B0] and [A; A - A0]. PEFT's factors [B, -B0] and
-[A; A0] have the same product, but cast to 16 bits they lose small changes.
+An exported adapter is for the original base, so its update is the change in training, s (B A - B0 A0) with the first
+values B0 and A0. This is an ordinary adapter of rank 2 r with the factors [B - B0, B0] and [A; A - A0]. PEFT's factors
+[B, -B0] and [A; A0] have the same product, but cast to 16 bits they lose small changes.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from lmmods.core.lazy_array import LazyArray, Part
 
 
 def principal_factors(matrix: np.ndarray, rank: int, scaling: float) -> tuple[np.ndarray, np.ndarray]:
-    """First A [rank, in] and B [out, rank] of an adapter, float32.
+    """Return the first A [rank, in] and B [out, rank] of an adapter, float32.
 
     Computed in float64 from the Gram matrix of the shorter side, whose condition number is the square of the matrix's:
     the principal vectors keep float32's digits, in a fraction of the time of a singular value decomposition. The
@@ -30,18 +30,19 @@ def principal_factors(matrix: np.ndarray, rank: int, scaling: float) -> tuple[np
     """
     import scipy.linalg  # takes half a second
 
-    wide = matrix.astype(np.float64)
-    is_tall = wide.shape[0] > wide.shape[1]
+    matrix64 = matrix.astype(np.float64)
+    is_tall = matrix64.shape[0] > matrix64.shape[1]
     if is_tall:
-        wide = wide.T
-    last = wide.shape[0] - 1
-    squares, vectors = scipy.linalg.eigh(wide @ wide.T, subset_by_index=[last - rank + 1, last])  # ascending
+        matrix64 = matrix64.T
+    last = matrix64.shape[0] - 1
+    # In ascending order.
+    squares, vectors = scipy.linalg.eigh(matrix64 @ matrix64.T, subset_by_index=[last - rank + 1, last])
     values, left = np.sqrt(np.maximum(squares[::-1], 0)), vectors[:, ::-1]
-    right = left.T @ wide
-    # Rows of U^T W are S V^T. Where the matrix has a lower rank than the adapter, both factors are zero.
-    safe = np.where(values > values[:1] * 1e-7, values, np.inf)
-    right /= np.sqrt(safe * scaling)[:, None]
-    left = left * np.sqrt(np.where(np.isinf(safe), 0, values) / scaling)
+    right = left.T @ matrix64
+    # Rows of U^T W are S V^T. If the matrix has a lower rank than the adapter, both factors are zero there.
+    scales = np.where(values > values[:1] * 1e-7, values, np.inf)
+    right /= np.sqrt(scales * scaling)[:, None]
+    left = left * np.sqrt(np.where(np.isinf(scales), 0, values) / scaling)
     a, b = (left.T, right.T) if is_tall else (right, left)
     signs = np.where(np.take_along_axis(b, np.abs(b).argmax(0)[None], 0) < 0, -1.0, 1.0)  # [1, rank]
     return (a * signs.T).astype(np.float32), (b * signs).astype(np.float32)
@@ -53,11 +54,11 @@ def residual(matrix: np.ndarray, a: np.ndarray, b: np.ndarray, scaling: float) -
 
 
 class Principal:
-    """Splits a matrix [out, in] that is read lazily; it is read as a whole once, when A and B are first needed.
+    """Split of a matrix [out, in] that is read lazily: as a whole only once, when A and B are first needed.
 
     Args:
         name: Name of the layer, for messages.
-        to_float: Returns values of the matrix's library as float32 of numpy; `from_float` the other way round, in the
+        to_float: Converts values of the matrix's library to numpy's float32; `from_float` converts them back, to the
             matrix's dtype.
 
     Raises:
@@ -84,8 +85,8 @@ class Principal:
         """The residual, in the dtype and the library of the matrix."""
         def read(part: Part) -> Any:
             a, b = self.factors
-            kept = residual(self._to_float(self._matrix[part]), a[:, part[1]], b[part[0]], self._scaling)
-            return self._from_float(kept)
+            remainder = residual(self._to_float(self._matrix[part]), a[:, part[1]], b[part[0]], self._scaling)
+            return self._from_float(remainder)
 
         return LazyArray(self._matrix.shape, self._matrix.dtype, read, self._matrix.empty)
 
@@ -99,7 +100,7 @@ def check_rank(shape: tuple[int, ...], rank: int, name: str) -> None:
 
 
 def no_whole_weights(name: str) -> UserError:
-    """Build the error for a base that is saved quantised."""
+    """Build the error for a base whose weights are saved quantised."""
     return UserError(f"lora.init is pissa, which splits matrices before they are quantised, but {name} is saved "
                      "quantised. Set model.pretrained to the unquantised model, with model.quantize, or set "
                      "lora.init to kaiming.")

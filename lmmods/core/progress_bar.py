@@ -22,20 +22,20 @@ class Bar:
     Args:
         enabled: False shows nothing (`trainer.enable_progress_bar`, or not the first process).
         device_memory: Peak bytes in use on the accelerator; without one, those of the process are shown.
-        clock: Seconds; may stand still while time should not count, for example during compilation.
+        clock: Returns seconds; may stop while time should not count, for example during compilation.
     """
 
     def __init__(self, enabled: bool = True, device_memory: Callable[[], int | None] = lambda: None,
                  clock: Callable[[], float] | None = None):
         self._enabled, self._device_memory, self._clock = enabled, device_memory, clock
-        self._draws = enabled and is_terminal(sys.stderr)
-        self._prints = enabled and not (self._draws and is_terminal(sys.stdout))
+        self._has_bar = enabled and is_terminal(sys.stderr)
+        self._prints_lines = enabled and not (self._has_bar and is_terminal(sys.stdout))
         self._bar: tqdm | None = None
         self._text = ""
         self._count = self._total = 0
         self._pace = Pace(1, clock)
         self._validations: Callable[[int], int] = lambda step: 0
-        self._expected = False  # True once the expected time has been printed
+        self._is_estimate_done = False  # True once the expected time has been printed, or if it is not needed
 
     def open(self, phase: str, total: int, initial: int = 0, first: str = "",
              validations: Callable[[int], int] = lambda step: 0) -> None:
@@ -43,16 +43,16 @@ class Bar:
 
         Args:
             phase: `train`, whose steps may be printed, or another phase, counted in batches.
-            total: Steps, or batches.
-            initial: Number of those already done.
-            first: What happens before the first is done, such as compiling.
+            total: Number of steps, or batches.
+            initial: Number of steps already done.
+            first: Text to show before the first step is done, such as "compiling".
             validations: Returns the number of validations after a step.
         """
         self.close()
         self._count, self._total, self._text = initial, total, first
         self._pace, self._validations = Pace(total, self._clock), validations
-        self._expected = phase != "train" or not self._enabled
-        if self._draws:
+        self._is_estimate_done = phase != "train" or not self._enabled
+        if self._has_bar:
             counts = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}" if total else "{desc}{postfix}"
             self._bar = TerminalBar(desc=phase, total=total, initial=initial, postfix=first, bar_format=counts,
                                     leave=False, miniters=1, nrows=ROWS)
@@ -62,28 +62,29 @@ class Bar:
         """Advance the bar.
 
         Args:
-            count: Steps done; None adds one.
-            text: Shown next to the bar; without a terminal, printed as a line.
+            count: Number of steps done; None adds one.
+            text: Text next to the bar; without a terminal, it is printed as a line.
         """
         done = self._count + 1 if count is None else count
         if done > self._count:
             self._count = done
             self._pace.mark(done)
-            if not self._expected:
-                self._say_expected()
+            if not self._is_estimate_done:
+                self._print_estimate()
         if text and self._enabled:
             memory = self._device_memory() or psutil.Process().memory_info().rss
             self._text = f"{text}  memory {memory / 2**30:.1f} GiB"
-            if self._prints:
-                print(f"step {count}/{self._total}  {self._text}{self._time_left()}", flush=True)
+            if self._prints_lines:
+                print(f"step {count}/{self._total}  {self._text}{self._format_time_left()}", flush=True)
         if self._bar is not None:
-            self._bar.set_postfix_str("  ".join(filter(None, [self._time_left().strip(), self._text])), refresh=False)
+            texts = filter(None, [self._format_time_left().strip(), self._text])
+            self._bar.set_postfix_str("  ".join(texts), refresh=False)
             self._bar.update(self._count - self._bar.n)
             if text:
                 self._bar.refresh()
 
     def note(self, text: str) -> None:
-        """Show on a terminal what happens before the next step."""
+        """Show a text on the terminal until the next step."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
 
@@ -105,21 +106,21 @@ class Bar:
             self._bar.close()
             self._bar = None
 
-    def _say_expected(self) -> None:
+    def _print_estimate(self) -> None:
         """Print the expected time of the run once it can be estimated."""
         steps, seconds = self._pace.measured
-        left = self._pace.left(self._count, self._validations(self._count))
-        if left is None or not steps or steps < STEPS_MEASURED and seconds < SECONDS_MEASURED:
+        seconds_left = self._pace.left(self._count, self._validations(self._count))
+        if seconds_left is None or not steps or steps < STEPS_MEASURED and seconds < SECONDS_MEASURED:
             return
-        self._expected = True
-        to_come = self._validations(self._count)
-        without = "; validations not counted, as none has run yet" if to_come and not self._pace.has_paused else ""
-        say(f"Expected: about {clock(left)} for the remaining {self._total - self._count} steps, from "
-            f"{steps} measured steps{without}.")
+        self._is_estimate_done = True
+        is_incomplete = self._validations(self._count) and not self._pace.has_paused
+        note = "; validations not counted, as none has run yet" if is_incomplete else ""
+        say(f"Expected: about {clock(seconds_left)} for the remaining {self._total - self._count} steps, from "
+            f"{steps} measured steps{note}.")
 
-    def _time_left(self) -> str:
-        left = self._pace.left(self._count, self._validations(self._count))
-        return "" if left is None else f"  {clock(left)} left"
+    def _format_time_left(self) -> str:
+        seconds_left = self._pace.left(self._count, self._validations(self._count))
+        return "" if seconds_left is None else f"  {clock(seconds_left)} left"
 
 
 class TerminalBar(tqdm):
@@ -134,7 +135,7 @@ class TerminalBar(tqdm):
     @staticmethod
     def status_printer(file: TextIO) -> Callable[[str], None]:
         def show(text: str) -> None:
-            # tqdm pads with blanks instead, which a window narrowed since then folds.
+            # tqdm pads with blanks instead, which wrap if the window has become narrower.
             file.write(f"{ERASE}{text}\r" if text else ERASE)
             file.flush()
 

@@ -24,18 +24,18 @@ _HEADER = re.compile(rf"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:{_SCHEME}\s+)?(
 # Tokens with a known prefix: Hugging Face, GitHub, GitLab, AWS, Slack.
 _BEGINNINGS = r"(?<![A-Za-z0-9])(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|xox[abprs]-)"
 _TOKEN = re.compile(rf"{_BEGINNINGS}[A-Za-z0-9_-]{{16,}}")
-_LEFT_OUT = re.compile(rf"://\*\*\*@|[?&;#]{_SECRET_NAME}=\*\*\*|{_BEGINNINGS}\*\*\*", re.IGNORECASE)
+_REDACTED = re.compile(rf"://\*\*\*@|[?&;#]{_SECRET_NAME}=\*\*\*|{_BEGINNINGS}\*\*\*", re.IGNORECASE)
 
 # Keys whose whole value is a secret, such as options of loggers; not `pad_token` or `max_new_tokens`.
 _SECRET_KEY = re.compile(r"(?:.*_)?(?:api_?key|passw(?:or)?d|secret|secret_key|access_key|private_key|credentials?"
                          r"|(?:auth|access|refresh|session|security|hf|hub|api|bearer|use_auth)_token)|token|authorization",
                          re.IGNORECASE)
-_NAMES_OF_DATA = ("columns", "roles")  # mappings whose keys are the user's own words
+_OWN_NAMES = ("columns", "roles")  # mappings whose keys are the user's own names
 
 
-def redact(text: str, *known: str | None) -> str:
-    """Replace passwords and tokens in a text, and `known` secrets of any form."""
-    for secret in known:
+def redact(text: str, *secrets: str | None) -> str:
+    """Replace passwords and tokens in a text, and these `secrets` of any form."""
+    for secret in secrets:
         text = text.replace(secret, HIDDEN) if secret else text
     if "://" in text:
         text = _LONE_TOKEN.sub(rf"\g<1>{HIDDEN}@", _PASSWORD.sub(f"{HIDDEN}@", text))
@@ -44,19 +44,19 @@ def redact(text: str, *known: str | None) -> str:
     return _TOKEN.sub(rf"\g<1>{HIDDEN}", _HEADER.sub(rf"\g<1>{HIDDEN}", text))
 
 
-def redacted(value: Any, names_of_data: bool = False) -> Any:
+def redacted(value: Any, has_own_names: bool = False) -> Any:
     """Return a copy of nested mappings and lists, such as a recipe, with passwords and tokens redacted.
 
     Args:
-        names_of_data: The keys of this mapping are the user's own words and say nothing about the values.
+        has_own_names: True if the keys of this mapping are the user's own names, whatever the values are.
     """
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, list | tuple):
         return [redacted(item) for item in value]
     if isinstance(value, dict):
-        return {redacted(key): HIDDEN if not names_of_data and _is_secret(key, item) else
-                redacted(item, key in _NAMES_OF_DATA) for key, item in value.items()}
+        return {redacted(key): HIDDEN if not has_own_names and _is_secret(key, item) else
+                redacted(item, key in _OWN_NAMES) for key, item in value.items()}
     return value
 
 
@@ -67,7 +67,7 @@ def _is_secret(key: object, value: object) -> bool:
 def find_redacted(value: object, key: str = "") -> Iterator[str]:
     """Yield dotted keys of a recipe whose value contains a redacted password or token."""
     if isinstance(value, str) and (value == HIDDEN and _SECRET_KEY.fullmatch(key.rsplit(".", 1)[-1])
-                                   or _LEFT_OUT.search(value)):
+                                   or _REDACTED.search(value)):
         yield key
     elif isinstance(value, list | tuple):
         for item in value:

@@ -12,21 +12,21 @@ from typing import Any, Literal, NamedTuple, get_args
 from lmmods.core.errors import UserError, refuse_value
 from lmmods.core.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec
 
-# Of Muon: coefficients of a Newton-Schulz iteration, and the least norm that a matrix is divided by; as in
+# Muon's coefficients of a Newton-Schulz iteration, and the minimum norm that a matrix is divided by, as in
 # torch.optim.Muon.
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NS_EPS = 1e-7
 
 
 def decays(name: str, num_dims: int) -> bool:
-    """Whether weight decay applies to a parameter of this name: not to biases, which experts have several rows of."""
+    """Return True if weight decay applies to a parameter: not to biases, which in experts have several rows."""
     return num_dims >= 2 and not name.endswith("bias")
 
 
 def is_hidden_matrix(name: str, num_dims: int) -> bool:
-    """Whether Muon orthogonalises the updates of a parameter, by torch's name of it: the matrices of numbered layers.
+    """Return True if Muon orthogonalises the updates of a parameter: a matrix of a numbered layer, by torch's name.
 
-    Embeddings, heads and what projects embeddings are outside of these. Experts are stacks of matrices; adapters of
+    Embeddings, their projections and heads are outside of numbered layers. Experts are stacks of matrices; adapters of
     such stacks are not, as they have the ranks of all experts in one dimension.
     """
     of_experts = ".experts." in name
@@ -35,21 +35,21 @@ def is_hidden_matrix(name: str, num_dims: int) -> bool:
     return (is_matrix or is_stack) and decays(name, num_dims) and re.search(r"\.\d+\.", name) is not None
 
 
-# What comes before the layers, by names of transformers: embeddings with all that is applied to them alone. GPT-NeoX
-# calls its head embed_out; the first name of RoBERTa's tied embedding is that of its head.
+# Parameters before the layers, by transformers' names: embeddings and their own projections and norms. GPT-NeoX's head
+# is named embed_out; the first name of RoBERTa's tied embedding is its head's.
 _EMBEDDING = re.compile(r"embed(?!_out)|per_layer|\.(wte|wpe|w)\.|encoder\.(conv|LayerNorm)\.|"
                         r"lm_head\.decoder\.weight")
 
 
 def num_layers(names: Iterable[str]) -> int:
     """Return the number of layers of a model, by torch's names of all its parameters."""
-    return max((int(found[1]) + 1 for name in names if (found := re.search(r"\.(\d+)\.", name))), default=0)
+    return max((int(match[1]) + 1 for name in names if (match := re.search(r"\.(\d+)\.", name))), default=0)
 
 
 def depth(name: str, layers: int) -> int:
     """Return a parameter's depth in a model of `layers` layers: 0 embeddings, 1 first layer, layers + 1 the rest."""
-    if found := re.search(r"\.(\d+)\.", name):
-        return int(found[1]) + 1
+    if match := re.search(r"\.(\d+)\.", name):
+        return int(match[1]) + 1
     return 0 if _EMBEDDING.search(name) else layers + 1
 
 
@@ -113,9 +113,9 @@ class Optimizer:
         require(0 < self.layer_decay <= 1, "optimizer.layer_decay", self.layer_decay, "more than 0 and at most 1")
         require(self.ema_decay is None or 0 < self.ema_decay < 1, "optimizer.ema_decay", self.ema_decay,
                 "null, or more than 0 and less than 1")
-        *others, last = (name for name, spec in OPTIMIZERS.items() if not spec.is_bitsandbytes)
+        *rest, last = (name for name, spec in OPTIMIZERS.items() if not spec.is_bitsandbytes)
         require(self.ema_decay is None or not self.spec.is_bitsandbytes, "optimizer.ema_decay", self.ema_decay,
-                f"null with optimizer.name {self.name}: {', '.join(others)} and {last} keep averages",
+                f"null with optimizer.name {self.name}: {', '.join(rest)} and {last} keep averages",
                 "optimizer.name")
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas,
                 "two numbers from 0 up to but not including 1")
@@ -129,66 +129,68 @@ class Optimizer:
         require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", self.min_lr_ratio, "from 0 to 1")
         for key in ("warmup", "decay"):
             value = getattr(self, key)
-            whole = isinstance(value, int)
-            require(value >= 0 and (whole or value <= 1), f"optimizer.{key}", value,
+            is_integer = isinstance(value, int)
+            require(value >= 0 and (is_integer or value <= 1), f"optimizer.{key}", value,
                     "an integer number of steps, or a fraction of the run from 0.0 to 1.0")
 
     @property
     def spec(self) -> OptimizerSpec:
-        """What is known of the update rule."""
+        """Facts about the update rule."""
         return OPTIMIZERS[self.name]
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the update rule in torch; under muon, of parameters that are not its matrices."""
+        """Arguments of the update rule in torch; with muon, for parameters that adamw updates."""
         return {name: tuple(self.betas) if name == "betas" else getattr(self, name) for name in self.spec.options}
 
     @property
     def muon_options(self) -> dict[str, Any]:
-        """Arguments of the rule of muon's matrices, as torch.optim.Muon names them."""
+        """Arguments of muon's update rule, by the names of torch.optim.Muon."""
         return {"momentum": self.muon_momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
 
     def muon_factor(self, num_rows: int, num_columns: int) -> float:
-        """What the learning rate of a matrix is multiplied by under muon."""
+        """Return muon's factor on the learning rate of a matrix."""
         if self.adjust_lr == "original":
             return math.sqrt(max(1, num_rows / num_columns))
         return 0.2 * math.sqrt(max(num_rows, num_columns))
 
     def scales(self, layers: int) -> list[float]:
         """Return the learning-rate factors by `depth` in a model of `layers` layers; a single one if all are alike."""
-        return [1.0] if self.layer_decay == 1 else [self.layer_decay**(layers + 1 - at) for at in range(layers + 2)]
+        if self.layer_decay == 1:
+            return [1.0]
+        return [self.layer_decay**(layers + 1 - level) for level in range(layers + 2)]
 
     def group_of(self, name: str, num_dims: int, layers: int = 0) -> int:
         """Return the index of a parameter's group in `groups`, by torch's name of the parameter."""
-        kind = 4
+        group = 4
         if decays(name, num_dims):
             is_b = self.b_lr_ratio != 1 and ".lora_B." in name
-            kind = is_b + (0 if self.spec.has_matrix_rule and is_hidden_matrix(name, num_dims) else 2)
-        return kind if self.layer_decay == 1 else kind * (layers + 2) + depth(name, layers)
+            group = is_b + (0 if self.spec.has_matrix_rule and is_hidden_matrix(name, num_dims) else 2)
+        return group if self.layer_decay == 1 else group * (layers + 2) + depth(name, layers)
 
     def groups(self, layers: int = 0) -> list[dict[str, float]]:
-        """Settings of torch's groups of parameters, in their order: two kinds of muon's matrices, then two of others,
-        then those without weight decay, each with a group for every rate of `scales`.
+        """Return the settings of torch's parameter groups, in order.
 
-        torch omits those without parameters.
+        First muon's matrices, then other matrices, each without and with `b_lr_ratio`, then parameters without weight
+        decay; each of these five has a group for every factor of `scales`. torch omits groups without parameters.
 
         Args:
             layers: Number of layers of the model, for `layer_decay`.
         """
         ratios = (1.0, self.b_lr_ratio)
-        kinds = [*((ratio, self.weight_decay) for ratio in (*ratios, *ratios)), (1.0, 0.0)]
-        return [{"lr": self.lr * ratio * scale, "weight_decay": decay} for ratio, decay in kinds
+        ratios_and_decays = [*((ratio, self.weight_decay) for ratio in (*ratios, *ratios)), (1.0, 0.0)]
+        return [{"lr": self.lr * ratio * scale, "weight_decay": decay} for ratio, decay in ratios_and_decays
                 for scale in self.scales(layers)]
 
-    def is_of_muon(self, place: int, layers: int = 0) -> bool:
+    def is_of_muon(self, index: int, layers: int = 0) -> bool:
         """Return True if the group at this index in `groups` has muon's matrices."""
-        return place < 2 * len(self.scales(layers))
+        return index < 2 * len(self.scales(layers))
 
     def lr_at(self, step: int, num_steps: int) -> float:
-        """Learning rate of optimiser step `step` (0 for the first) in a run of `num_steps` steps.
+        """Return the learning rate of optimiser step `step` (0 for the first) in a run of `num_steps` steps.
 
-        Warm-up raises the rate linearly and reaches `lr` at step `warmup`; the last step of a falling schedule would
-        be followed by `min_lr_ratio * lr`, as in transformers' schedules.
+        Warmup raises the rate linearly and reaches `lr` at step `warmup`. A falling schedule would reach
+        `min_lr_ratio * lr` one step after the last, as in transformers' schedules.
         """
         warmup = _as_steps(self.warmup, num_steps)
         if step < warmup:
@@ -200,8 +202,8 @@ class Optimizer:
             return 1.0
         if self.schedule == "wsd":
             warmup = max(warmup, num_steps - _as_steps(self.decay, num_steps))
-        fallen = min(max((step - warmup) / max(num_steps - warmup, 1), 0.0), 1.0)
-        return 0.5 * (1 + math.cos(math.pi * fallen)) if self.schedule == "cosine" else 1 - fallen
+        progress = min(max((step - warmup) / max(num_steps - warmup, 1), 0.0), 1.0)
+        return 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
 
 
 @dataclass(frozen=True)
@@ -257,11 +259,11 @@ class LoRA:
 
     @property
     def is_principal(self) -> bool:
-        """True if adapters start as a part of the base, which keeps the rest (`core.principal`)."""
+        """True if adapters start as the principal part of the base, which keeps the residual (`core.principal`)."""
         return self.init == "pissa"
 
     def of_change(self) -> "LoRA":
-        """Settings of the adapter of rank 2 r that a principal one is exported as, with the same scaling."""
+        """Return the settings of the adapter of rank 2 r that a principal one is exported as, with the same scaling."""
         alpha = self.alpha * (math.sqrt(2) if self.rslora else 2)
         return replace(self, rank=2 * self.rank, alpha=alpha, init="kaiming")
 
@@ -290,19 +292,17 @@ class Divergence(NamedTuple):
 
     @property
     def evaluated(self) -> "Divergence":
-        """The divergence of evaluation: it is measured, and no part of the loss."""
+        """The divergence in evaluation, which is measured but not part of the loss."""
         return self._replace(ratio=0.0, on_policy=False)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of the parts of the loss, and of the fraction of tokens that the student has sampled: metrics of
-        training.
-        """
+        """Names of training metrics: the parts of the loss, and the fraction of tokens that the student sampled."""
         return ("divergence", "cross_entropy", *(("drawn",) if self.on_policy else ()))
 
 
 class TokenLoss(NamedTuple):
-    """What training changes in the cross-entropy of tokens.
+    """Changes to the cross-entropy of tokens in training.
 
     A token's loss is w (log Z - (1 - s) x_target - s mean(x)) + z (log Z)^2, with logits x and Z = sum exp(x). The
     weight w is 1, or with `dft` the token's probability exp(x_target) / Z, which has no gradient.
@@ -353,7 +353,7 @@ class Teacher:
     def __post_init__(self) -> None:
         check_set(self, "teacher")
         require(self.top_k is None or self.top_k >= 1, "teacher.top_k", self.top_k, "null, or 1 or more")
-        # How much of the others another temperature would leave is not known.
+        # With another temperature, the probability of all other tokens together is unknown.
         require(self.top_k is None or self.temperature == 1, "teacher.temperature", self.temperature,
                 "1 with teacher.top_k", "teacher.top_k")
         require(bool(self.pretrained), "teacher.pretrained", self.pretrained, "a folder or hub id of a model")
@@ -426,10 +426,10 @@ class Generation:
                     "generation.do_sample")
 
     def check_positions(self, prompt_length: int, num_positions: int) -> None:
-        """Raise UserError where prompt and answer together go beyond a model's learned positions."""
+        """Raise UserError if prompt and answer together exceed a model's learned positions."""
         if prompt_length + self.max_new_tokens > num_positions:
             raise UserError(f"generation.max_new_tokens is {self.max_new_tokens}: with a prompt of {prompt_length} "
-                            f"tokens that is more than the {num_positions} positions of this model. Lower it, or "
+                            f"tokens, this exceeds the {num_positions} positions of this model. Lower it, or "
                             "data.max_length.")
 
 
@@ -460,7 +460,7 @@ class BestOf:
 
 
 def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: float, do_sample: bool | None) -> None:
-    """Raise UserError unless these beams can be searched in these groups."""
+    """Raise UserError unless beam search works with these groups."""
     if num_beam_groups <= 1:
         return
     if num_beams % num_beam_groups:
@@ -473,23 +473,23 @@ def check_beam_groups(num_beams: int, num_beam_groups: int, diversity_penalty: f
                         "above 0: try 1.0")
 
 
-def require(holds: bool, key: str, value: object, wanted: str, *others: str) -> None:
+def require(holds: bool, key: str, value: object, expected: str, *others: str) -> None:
     """Raise a UserError that names key, value and remedy, unless the condition holds (or keep it: `gathering`).
 
     Args:
         others: Other keys that the condition depends on.
     """
     if not holds:
-        refuse_value(f"{key} is {as_yaml_word(value)}, but must be {wanted}.", key, *others)
+        refuse_value(f"{key} is {as_yaml_word(value)}, but must be {expected}.", key, *others)
 
 
 def as_yaml_word(value: object) -> object:
-    """null, true or false for what YAML calls so; any other value as it is."""
+    """Return null, true or false as YAML writes them; any other value unchanged."""
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
 
 
 def check_set(settings: Any, block: str) -> None:
-    """Raise a UserError where a field of a dataclass is None that has another default and no None in its type.
+    """Raise UserError if a field of a dataclass is None, but neither its default nor its type includes None.
 
     Args:
         block: Block of the recipe whose keys are the fields.

@@ -1,7 +1,7 @@
 """Ctrl+C, SIGTERM and `--stop_at`.
 
-Before training, signals end the program; during training the first saves a checkpoint and ends the run, a second one
-ends it at once. Nothing of this project is imported at the top: the program starts with `end_at_signals`.
+Before training, signals end the program; during training the first one saves a checkpoint and ends the run, a second
+one ends it at once. No module of this project is imported at the top: the program starts with `end_at_signals`.
 """
 
 import os
@@ -12,34 +12,33 @@ from typing import NoReturn
 ASKED = signal.SIGINT, signal.SIGTERM
 STATUS = 130
 BEFORE = "Interrupted before training started; nothing was written."
-# A launcher forwards signals that the process has received itself, too: within this many seconds they count as one.
+# A launcher forwards signals that the process has received itself: within this many seconds, two count as one.
 FORWARDING_SECONDS = 2.0
 UNSAVED = "Nothing was saved: trainer.enable_checkpointing is false."
-BLOCKED = 3.0  # seconds that a library call may continue after a signal, before training
+BLOCKED_SECONDS = 3.0  # seconds that a library call may continue after a signal, before training
 
 
 def end_at_signals() -> None:
     """Make signals end the program at once, with one line.
 
-    For its first seconds, in which it has nothing to clean up, and an exception could get lost in the import of a
-    library.
+    For the first seconds, when there is nothing to clean up and an exception could get lost in a library's import.
     """
-    for number in ASKED:
-        signal.signal(number, _end)
+    for signal_number in ASKED:
+        signal.signal(signal_number, _end)
 
 
 def raise_at_signals(message: str) -> None:
     """Make signals raise `Interrupted`, so that the program can clean up.
 
-    If a library call does not return to Python, such as a rendezvous that waits for other machines, the program ends
-    all the same.
+    If a library call does not return to Python, such as a rendezvous that waits for other machines,
+    `watch_blocked_calls` ends the program.
     """
-    def interrupt(number: int, frame: object) -> None:
-        _taken.append(number)
+    def interrupt(signal_number: int, frame: object) -> None:
+        _handled.append(signal_number)
         raise Interrupted(message)
 
-    for number in ASKED:
-        signal.signal(number, interrupt)
+    for signal_number in ASKED:
+        signal.signal(signal_number, interrupt)
 
 
 def watch_blocked_calls() -> None:
@@ -53,18 +52,18 @@ def watch_blocked_calls() -> None:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def watch() -> None:
-        while number := os.read(reader, 1):
-            deadline = time.monotonic() + BLOCKED
-            while number[0] in ASKED and not _taken:
+        while signal_byte := os.read(reader, 1):
+            deadline = time.monotonic() + BLOCKED_SECONDS
+            while signal_byte[0] in ASKED and not _handled:
                 if time.monotonic() > deadline:
                     _end()
                 time.sleep(0.05)
-            _taken.clear()
+            _handled.clear()
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
 
 
-_taken: list[int] = []  # signals that a handler has received
+_handled: list[int] = []  # signals that a handler has received
 
 
 def _end(*_: object) -> NoReturn:
@@ -93,13 +92,13 @@ class Interruption:
         self.stop_at: int | None = None  # optimiser step after which the run saves and ends
         self._is_reached = False
         self._saves = saves
-        self._when = 0.0
+        self._requested_at = 0.0
 
     def listen(self) -> None:
         """Install the signal handlers."""
         signal.set_wakeup_fd(-1)  # not `watch_blocked_calls`: a step may take long
-        for number in (*ASKED, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
+        for signal_number in (*ASKED, signal.SIGUSR1):
+            signal.signal(signal_number, self._on_signal)
 
     def note_step(self, step: int) -> None:
         """Check whether the run must stop after optimiser step `step`."""
@@ -117,14 +116,14 @@ class Interruption:
             raise Stopped(f"Stopped at step {step}, as set by --stop_at. {saved}")
         raise Interrupted(f"Interrupted at step {step}. {saved}")
 
-    def _on_signal(self, number: int, _frame: object) -> None:
+    def _on_signal(self, _signal_number: int, _frame: object) -> None:
         if self.requested:
-            if time.monotonic() - self._when < FORWARDING_SECONDS:
+            if time.monotonic() - self._requested_at < FORWARDING_SECONDS:
                 return
             raise Interrupted("Stopped at once; resume from the last checkpoint." if self._saves
                               else f"Stopped at once. {UNSAVED}")
         from lmmods.core.console import say
 
-        self.requested, self._when = True, time.monotonic()
+        self.requested, self._requested_at = True, time.monotonic()
         say("Interrupted: saving a checkpoint, then stopping. Again stops at once, without saving." if self._saves
             else "Interrupted: stopping after this step. Again stops at once.")

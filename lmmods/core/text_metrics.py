@@ -17,9 +17,9 @@ def perplexity(loss: float) -> float:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case without punctuation, articles and extra spaces, as SQuAD's evaluation defines it."""
-    kept = "".join(character for character in text.lower() if character not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+    """Return lower case without punctuation, articles and extra spaces, as defined by SQuAD's evaluation."""
+    without_punctuation = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", without_punctuation).split())
 
 
 def exact_match(prediction: str, gold: str) -> float:
@@ -28,12 +28,12 @@ def exact_match(prediction: str, gold: str) -> float:
 
 
 def token_f1(prediction: str, gold: str) -> float:
-    """Harmonic mean of precision and recall over normalised words; an empty side is right only if both are."""
-    words, wanted = normalize_answer(prediction).split(), normalize_answer(gold).split()
-    if not words or not wanted:
-        return float(words == wanted)
-    common = sum((collections.Counter(words) & collections.Counter(wanted)).values())
-    return 2 * common / (len(words) + len(wanted))
+    """Return the harmonic mean of precision and recall over normalised words; if one side is empty, both must be."""
+    predicted, expected = normalize_answer(prediction).split(), normalize_answer(gold).split()
+    if not predicted or not expected:
+        return float(predicted == expected)
+    common = sum((collections.Counter(predicted) & collections.Counter(expected)).values())
+    return 2 * common / (len(predicted) + len(expected))
 
 
 def best_over_golds(score: Callable[[str, str], float], prediction: str, golds: Sequence[str]) -> float:
@@ -45,7 +45,10 @@ def best_over_golds(score: Callable[[str, str], float], prediction: str, golds: 
 
 
 def _version_1(score: Callable[[str, str], float], prediction: str, golds: Sequence[str]) -> float:
-    """v1.1's evaluation keeps such golds, but an empty prediction shares no words with them, so its F1 is 0."""
+    """Return the best score by v1.1's evaluation, which keeps golds that normalise to nothing.
+
+    An empty prediction shares no words with them, so its F1 is 0.
+    """
     if score is token_f1 and not normalize_answer(prediction):
         return 0.0
     return max(score(prediction, gold) for gold in golds)
@@ -60,15 +63,15 @@ def squad_scores(predictions: dict[str, str], golds: Mapping[str, Sequence[str]]
         predictions: Texts by question id; a missing one counts as the empty answer.
         golds: Right answers by question id, none for an unanswerable question (v2.0).
     """
-    best = best_over_golds if version_2 else _version_1
-    scored = {name: {key: best(score, predictions.get(key, ""), texts) for key, texts in golds.items()}
+    best_score = best_over_golds if version_2 else _version_1
+    scores = {name: {key: best_score(score, predictions.get(key, ""), texts) for key, texts in golds.items()}
               for name, score in (("exact_match", exact_match), ("f1", token_f1))}
     answerable = {key for key, texts in golds.items() if texts}
     parts = {"": set(golds)}
     if version_2:
         parts |= {"HasAns_": answerable, "NoAns_": set(golds) - answerable}
     return {f"{part}{name}": 100 * sum(values[key] for key in keys) / len(keys)
-            for part, keys in parts.items() if keys for name, values in scored.items()}
+            for part, keys in parts.items() if keys for name, values in scores.items()}
 
 
 def best_threshold(predictions: dict[str, str], golds: Mapping[str, Sequence[str]], null_odds: dict[str, float],
@@ -78,7 +81,7 @@ def best_threshold(predictions: dict[str, str], golds: Mapping[str, Sequence[str
     Args:
         predictions: Best non-empty answers.
         golds: Right answers, none for an unanswerable question.
-        null_odds: Score of no answer minus that of the best answer; above the threshold the answer is "".
+        null_odds: Score of no answer minus the best answer's score; above the threshold the answer is "".
         score: `exact_match` or `token_f1`.
     """
     current: float = sum(not texts for texts in golds.values())  # score of always answering nothing
@@ -94,10 +97,10 @@ def best_threshold(predictions: dict[str, str], golds: Mapping[str, Sequence[str
 
 
 def choice_scores(logits: np.ndarray, answers: np.ndarray, subjects: Sequence[str]) -> dict[str, float]:
-    """Accuracy over the questions and over the subjects' means, mean cross-entropy, and accuracy of each subject.
+    """Return accuracy over questions, mean accuracy of the subjects, mean cross-entropy and accuracy by subject.
 
     Args:
-        logits: [N, C] of the choices.
+        logits: [N, C], of the choices.
         answers: [N] index of the right choice.
         subjects: [N], none of them one of CHOICE_SCORES.
     """

@@ -37,7 +37,7 @@ class Stopwatch:
 
 
 class Laps:
-    """Speed between two logged rows, over exactly those steps whose time was measured."""
+    """Speed between two log entries, over exactly the steps whose time was measured."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
@@ -47,28 +47,28 @@ class Laps:
         """Count steps.
 
         Args:
-            num_tokens: Their real tokens.
-            seconds: Stopwatch time when the device had finished the last of them.
+            num_tokens: Number of their real tokens.
+            seconds: Stopwatch time when the device had finished the last step.
         """
         self._num_tokens += num_tokens
         self._end = seconds
 
     def tokens_per_second(self) -> float:
-        """Speed of the steps counted since the last call."""
+        """Return the speed of the steps counted since the last call."""
         speed = self._num_tokens / (self._end - self._begin)
         self._num_tokens, self._begin = 0, self._end
         return speed
 
 
 class Pace:
-    """Estimate of the rest of a phase from the steps measured so far.
+    """Estimate of a phase's remaining time, from the steps measured so far.
 
-    The first step of the process is excluded: it is slower than the others. Validations are timed separately; all else
-    between steps (saving, samples) counts as part of these.
+    The first step of the process is excluded: it is slower than the others. Validations are timed separately; all other
+    work between steps (saving, samples) counts as part of the steps.
 
     Args:
-        total: Steps of the phase.
-        clock: Seconds.
+        total: Number of steps in the phase.
+        clock: Returns seconds.
     """
 
     def __init__(self, total: int, clock: Callable[[], float] | None = None) -> None:
@@ -76,13 +76,13 @@ class Pace:
         self._clock = clock or now
         self._first: tuple[int, float] | None = None  # (step, clock) at the start of the measurement
         self._latest = (0, 0.0)
-        self._paused = 0.0  # since then
+        self._paused = 0.0  # seconds of pauses so far
         self._pauses: list[float] = []
         self._since = 0.0
 
     def mark(self, step: int) -> None:
         """Record that `step` steps are done."""
-        # A clock that stops during validations.
+        # The clock without validations.
         self._latest = step, self._clock() - self._paused
         # Measurement starts after the first step, which compiles and allocates.
         self._first = self._first or self._latest
@@ -111,11 +111,11 @@ class Pace:
         """Return the seconds from `step` to the end; None as long as no step has been measured.
 
         Args:
-            validations: Number of validations to come.
+            validations: Number of remaining validations.
         """
         steps, seconds = self.measured
         if not steps:
             return None
-        # Until one has been timed, validations to come count as free.
-        each = sum(self._pauses) / len(self._pauses) if self._pauses else 0.0
-        return seconds / steps * (self._total - step) + each * validations
+        # Until one has been timed, remaining validations count as free.
+        validation_seconds = sum(self._pauses) / len(self._pauses) if self._pauses else 0.0
+        return seconds / steps * (self._total - step) + validation_seconds * validations

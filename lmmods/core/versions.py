@@ -27,7 +27,7 @@ class Dependency:
 
     Args:
         tried: Tested versions, as in pyproject.toml; empty for any.
-        extra: The extra that it belongs to; None if every run needs it.
+        extra: Extra that the library belongs to; None if every run needs it.
     """
 
     name: str
@@ -59,31 +59,37 @@ class Project:
 
     @classmethod
     def read(cls, root: Path = ROOT) -> "Project":
-        """Read the metadata. A checkout's pyproject.toml wins: an editable installation keeps outdated metadata."""
+        """Read the metadata. A checkout's pyproject.toml takes precedence: an editable install keeps outdated metadata.
+        """
         try:
-            told = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         except (OSError, KeyError, tomllib.TOMLDecodeError):
-            told = {}
-        if told.get("name") == NAME:
-            listed: list[tuple[str, str | None]] = [(line, None) for line in told["dependencies"]]
-            listed += [(line, extra) for extra, lines in told["optional-dependencies"].items() for line in lines]
-            return cls(told["version"], told["requires-python"], _dependencies(listed))
-        found = metadata.metadata(NAME)
-        extras = found.get_all("Provides-Extra") or []
-        listed = [(line, extra) for line in found.get_all("Requires-Dist") or [] for extra in (None, *extras)
+            project = {}
+        if project.get("name") == NAME:
+            listed: list[tuple[str, str | None]] = [(line, None) for line in project["dependencies"]]
+            listed += [(line, extra) for extra, lines in project["optional-dependencies"].items() for line in lines]
+            return cls(project["version"], project["requires-python"], _dependencies(listed))
+        installed = metadata.metadata(NAME)
+        extras = installed.get_all("Provides-Extra") or []
+        listed = [(line, extra) for line in installed.get_all("Requires-Dist") or [] for extra in (None, *extras)
                   if (extra is None) == ("extra ==" not in line)]
-        return cls(found["Version"], found["Requires-Python"], _dependencies(listed))
+        return cls(installed["Version"], installed["Requires-Python"], _dependencies(listed))
 
 
 def _dependencies(listed: list[tuple[str, str | None]]) -> tuple[Dependency, ...]:
-    """Dependencies for this Python and platform; `listed` has each requirement with the extra it may belong to."""
-    found = []
+    """Return the dependencies for this Python and platform.
+
+    Args:
+        listed: Requirements, each with the extra that it belongs to, if any.
+    """
+    dependencies = []
     for line, extra in listed:
-        wanted = Requirement(line)
-        if wanted.name != NAME and (wanted.marker is None or wanted.marker.evaluate({"extra": extra or ""})):
-            tried = ",".join(sorted(map(str, wanted.specifier), reverse=True))  # the lowest first
-            found.append(Dependency(wanted.name, tried, extra))
-    return tuple(found)
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if requirement.name != NAME and (marker is None or marker.evaluate({"extra": extra or ""})):
+            tried = ",".join(sorted(map(str, requirement.specifier), reverse=True))  # the lowest first
+            dependencies.append(Dependency(requirement.name, tried, extra))
+    return tuple(dependencies)
 
 
 @cache  # imported libraries do not change during the process
@@ -100,9 +106,9 @@ def python_version() -> str:
 
 def installed_packages() -> dict[str, str]:
     """Return the versions of the libraries that training may use and that are installed, by name."""
-    declared = [each for each in Project.read().dependencies if each.extra != "dev"]
+    declared = [library for library in Project.read().dependencies if library.extra != "dev"]
     compiled = Dependency("jaxlib", "", None)  # jax chooses it
-    return {each.name: each.installed for each in (*declared, compiled) if each.installed is not None}
+    return {library.name: library.installed for library in (*declared, compiled) if library.installed is not None}
 
 
 def code_version(root: Path = ROOT) -> dict[str, Any]:
@@ -112,10 +118,10 @@ def code_version(root: Path = ROOT) -> dict[str, Any]:
         `version`; `content`, a fingerprint of all source files; in a git checkout also `commit`, and `changed`, the
         files that differ from it.
     """
-    found: dict[str, Any] = {"version": Project.read().version, "content": _content(root)}
+    version: dict[str, Any] = {"version": Project.read().version, "content": _content(root)}
     if (root / ".git").exists():
-        found |= _git_state(root)
-    return found
+        version |= _git_state(root)
+    return version
 
 
 def _content(root: Path) -> str:
@@ -125,19 +131,19 @@ def _content(root: Path) -> str:
 
 
 def _git_state(root: Path) -> dict[str, Any]:
-    """`commit` and `changed` from git; empty if git is missing or fails."""
+    """Return `commit` and `changed` from git; empty if git is missing or fails."""
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--no-renames", "--", *SOURCES]
     try:
-        said = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=GIT_SECONDS, check=True,
-                              env={**os.environ, "LC_ALL": "C"}).stdout
+        status = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=GIT_SECONDS, check=True,
+                                env={**os.environ, "LC_ALL": "C"}).stdout
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}
-    found: dict[str, Any] = {"commit": None, "changed": []}
-    for line in said.splitlines():
+    state: dict[str, Any] = {"commit": None, "changed": []}
+    for line in status.splitlines():
         kind, _, rest = line.partition(" ")
         if rest.startswith("branch.oid "):
-            found["commit"] = rest.split()[1]
+            state["commit"] = rest.split()[1]
         elif kind != "#":
             fields = {"1": 7, "u": 9, "?": 0}[kind]  # number of fields before the path
-            found["changed"].append(rest.split(" ", fields)[fields])
-    return found
+            state["changed"].append(rest.split(" ", fields)[fields])
+    return state

@@ -1,8 +1,8 @@
 """How torch's threads wait for each other on a CPU: spinning, or asleep.
 
-By default a thread that has finished its part of an operation spins until the others have finished theirs. That is
+By default a thread that has finished its part of an operation spins until the other threads have finished. That is
 fastest while every thread has a core. Next to another busy program it is several times slower: the spinning thread uses
-up time in which the thread that it waits for could run. OpenMP reads the setting once, when torch is imported.
+time in which the thread that it waits for could run. OpenMP reads the setting once, when torch is imported.
 """
 
 import os
@@ -10,17 +10,17 @@ import time
 
 import psutil
 
-# Variables by which users choose; with one thread there is nothing to wait for.
+# Variables by which users choose; with OMP_NUM_THREADS, possibly 1, there may be nothing to wait for.
 CHOSEN_BY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
-SECONDS = 0.1  # of measuring; the system counts in hundredths of a second
-BUSY_CORES = 0.5  # of other programs, from which on threads sleep
+SECONDS = 0.1  # duration of the measurement; the system counts in hundredths of a second
+BUSY_CORES = 0.5  # cores used by other programs from which on threads sleep
 
 
 def sleep_if_busy() -> str | None:
     """Make torch's threads sleep while they wait, if other programs use the cores. Call before torch is imported.
 
-    Changes nothing if the user has set one of `CHOSEN_BY`, or in a process that a launcher has started: the others
-    that it started would count as other programs.
+    Changes nothing if the user has set one of `CHOSEN_BY`, or in a process that a launcher has started: the launcher's
+    other processes would count as other programs.
 
     Returns:
         A line for the console if threads will sleep.

@@ -190,8 +190,8 @@ def written(folder, loss=2.0, logits=((1.0, 5.0),), gradients=GRADIENTS):
 ])
 def test_differences_by_hand(tmp_path, changes, what, absolute, relative, name):
     found = parity.compare(written(tmp_path / "torch"), written(tmp_path / "jax", **changes))
-    assert [each.what for each in found if not each.passes] == [what]
-    worst, = (each for each in found if each.what == what)
+    assert [each.quantity for each in found if not each.passes] == [what]
+    worst, = (each for each in found if each.quantity == what)
     assert worst.name == name and "FAIL" in str(worst)
     for number, wanted in ((worst.absolute, absolute), (worst.relative, relative)):
         assert number == pytest.approx(wanted, rel=1e-4) if wanted is not None else np.isnan(number)
