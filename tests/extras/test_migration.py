@@ -273,12 +273,12 @@ def test_axolotl(migrated, tmp_path):
     text = (tmp_path / "recipe.yaml").read_text()
     assert "lr: 0.0002  # learning_rate: 0.0002" in text and "schedule: cosine  # default of lr_scheduler" in text
     for lost in ("no_such_option: not known here", "trust_remote_code: on the command line",
-                 "at most 100 steps", "loss_watchdog_threshold: a loss that is no number stops the run, one that is",
+                 "at most 100 steps", "loss_watchdog_threshold: a loss that is not a number stops the run, a high loss",
                  "val_set_size: the rows set aside"):
         assert lost in said and lost in " ".join(text.replace("\n#", "").split()), lost
-    kernels = "(model.fast_kernels is on already: the same function, computed faster)"
+    kernels = "(model.fast_kernels is on by default: the same functions, faster)"
     for unneeded in (f"plugins: [axolotl.integrations.liger.LigerPlugin], liger_rope: true {kernels}",
-                     "datasets[].train_on_eos: turn (the token that ends a scored turn is scored"):
+                     "datasets[].train_on_eos: turn (the end token of a target turn is a target"):
         assert unneeded in said and unneeded in " ".join(text.replace("\n#", "").split()), unneeded
     assert said.index("Not needed here:") > said.index("No counterpart:")
     _, said = migrated(AXOLOTL.replace("liger.LigerPlugin", "spectrum.SpectrumPlugin"), "--overwrite", "true")
@@ -292,7 +292,7 @@ def test_which_ends_of_turns_axolotl_scores(key, value):
     chats = f"[{{path: some/chats, type: chat_template, {key}: {value}, shards: 7}}]"
     draft = as_draft(yaml.safe_load(f"{{base_model: a/b, datasets: {chats}, test_datasets: {chats}}}"), Path("a.yaml"))
     for name in ("datasets", "test_datasets"):
-        assert draft.lost[f"{name}[].{key}"].startswith(f"{value}: the token that ends a scored turn is scored")
+        assert draft.lost[f"{name}[].{key}"].startswith(f"{value}: the end token of a target turn is a target")
         assert draft.lost[f"{name}[].shards"] == "rows are taken as they are"
     assert not draft.unneeded
 
@@ -318,7 +318,7 @@ def test_llamafactory(migrated, tmp_path):
     assert trainer["strategy"] == {"class_path": "lmmods.strategies.DeepSpeed",
                                    "init_args": {"stage": 2, "offload_optimizer": True}}
     assert "there is no cosine_with_restarts; cosine takes its place" in said
-    assert "Not needed here:\n  - plot_loss: true (loss.png is always drawn)\n" in said
+    assert "Not needed here:\n  - plot_loss: true (loss.png is always plotted)\n" in said
 
 
 def test_trl(migrated):
