@@ -1,4 +1,4 @@
-"""Bounded reads of untrusted files, such as those of an unpacked run; errors of paths and disks."""
+"""Bounded reads of untrusted files, such as the files of an unpacked run; errors of paths and disks."""
 
 import errno
 import os

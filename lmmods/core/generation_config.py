@@ -37,7 +37,7 @@ def exported_generation(settings: Generation, base: dict[str, Any], stop_token_i
                         pad: int | None) -> dict[str, Any]:
     """Return the content of generation_config.json.
 
-    Values that differ from the defaults of `settings` override those of the base. Options that the decoding method does
+    Values that differ from the defaults of `settings` override the base's. Options that the decoding method does
     not use are omitted, since transformers warns of them.
 
     Args:

@@ -174,7 +174,7 @@ def _compute_edges() -> np.ndarray:
     """Return the right edges of the layers, the widest first, then 0: [257]."""
     edges = [AREA / math.exp(-TAIL**2 / 2), TAIL]  # the first: a box as large as the base layer with its tail
     while len(edges) < 256:
-        # A layer is a box from 0 to its right edge; its area and the height of its bottom give that of its top.
+        # A layer is a box from 0 to its right edge; its area and the height of its bottom give the height of its top.
         height = AREA / edges[-1] + math.exp(-edges[-1]**2 / 2)
         edges.append(math.sqrt(-2 * math.log(height)))
     return np.array([*edges, 0.0])

@@ -1,4 +1,4 @@
-"""The optimisers of both engines: all facts about one besides its update rule.
+"""The optimisers of both engines: all facts about each except its update rule.
 
 An optimiser is an entry of `OPTIMIZERS` and a factory of the same name in each engine that has it: `FACTORIES` in
 `torch_engine/nn/optim.py`, `RULES` in `jax_engine/optim.py`.
@@ -17,12 +17,12 @@ class OptimizerSpec:
         state_bytes: Bytes of its state per trained parameter in float32.
         state_follows_dtype: The state has the dtype of its parameter, not float32.
         options: Settings that its rule reads, by the names of its arguments.
-        group: Entries of a parameter group besides `options`, `lr` and `weight_decay`.
-        counters: Entries of a parameter's state besides arrays of its size, after so many steps.
+        group: Entries of a parameter group other than `options`, `lr` and `weight_decay`.
+        counters: Entries of a parameter's state other than arrays of its size, after this many steps.
         has_matrix_rule: Matrices of layers follow a separate rule (`settings.is_hidden_matrix`).
         needs_momentum: It has no form without momentum.
-        is_shardable: FSDP2 and DeepSpeed take it.
-        is_bitsandbytes: It is in bitsandbytes on torch, whose steps need values and which keeps no averages.
+        is_shardable: FSDP2 and DeepSpeed support it.
+        is_bitsandbytes: On torch it is bitsandbytes', whose steps need values and which keeps no averages.
     """
 
     state_bytes: float
@@ -67,7 +67,7 @@ OPTIMIZERS = {
     "lion": OptimizerSpec(
         4, options=("betas",), is_bitsandbytes=True,
         group={"eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None}, counters=lambda step: {"step": step}),
-    # What is not a matrix of a layer follows adamw.
+    # Parameters that are not matrices of layers follow adamw.
     "muon": replace(_ADAMW, state_bytes=4, has_matrix_rule=True, is_shardable=False),
     "adamw_8bit": _ADAMW_8BIT,
     "lion_8bit": _LION_8BIT,

@@ -111,7 +111,7 @@ class PolicyLoss:
             losses = -ops.stop_gradient(ops.where(ratio > self.max_ratio, self.max_ratio, ratio)) * advantages * logps
         else:
             is_low = (ratio < 1 - self.epsilon) & (advantages < 0)
-            # This is the minimum of the clipped and the unclipped objective, without its ties, whose gradients differ
+            # This is the minimum of the clipped and the unclipped objective, without ties: their gradients differ
             # between engines.
             clipped = ops.where(is_high, self.max_ratio, ops.where(is_low, 1 - self.epsilon, ratio))
             losses = -clipped * advantages

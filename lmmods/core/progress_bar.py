@@ -21,7 +21,7 @@ class Bar:
 
     Args:
         enabled: False shows nothing (`trainer.enable_progress_bar`, or not the first process).
-        device_memory: Peak bytes in use on the accelerator; without one, those of the process are shown.
+        device_memory: Returns the peak bytes in use on the accelerator; None shows the process's memory instead.
         clock: Returns seconds; may stop while time should not count, for example during compilation.
     """
 

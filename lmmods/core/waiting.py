@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-# Variables by which users choose; with OMP_NUM_THREADS, possibly 1, there may be nothing to wait for.
+# Variables by which users choose; with one thread there is nothing to wait for.
 CHOSEN_BY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 SECONDS = 0.1  # duration of the measurement; the system counts in hundredths of a second
 BUSY_CORES = 0.5  # cores used by other programs from which on threads sleep

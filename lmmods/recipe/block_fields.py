@@ -17,8 +17,8 @@ class CheckpointFields:
         keep_last: Number of newest checkpoints to keep.
         keep_best: Number of best checkpoints, by `monitor`, to keep in addition.
         monitor: Metric that ranks checkpoints. Default: val/loss; for GRPO val/reward.
-        mode: `min` if lower values of `monitor` are better, `max` if higher ones are. Default: that of the default
-            metric, otherwise min.
+        mode: `min` if lower values of `monitor` are better, `max` if higher values are. Default: the right one for the
+            default metric, otherwise min.
     """
 
     every_n_steps: int | None = 250

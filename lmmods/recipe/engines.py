@@ -7,8 +7,8 @@ from typing import Any
 
 ENGINES = ("torch", "jax")
 ENTRIES = {"torch": "lmmods.torch_engine.engine", "jax": "jax_engine.engine"}
-# Loggers that a recipe may give by short name -> the file whose SUPPORT says how runs use it (lmmods.runs.loggers). If
-# the class is ours, it is defined there, too.
+# Loggers that a recipe may name without their import path -> the file whose SUPPORT defines how runs use them
+# (lmmods.runs.loggers). The project's own logger classes are defined in these files, too.
 LOGGERS = {
     "CSVLogger": "lmmods.runs.csv_logger",
     "MLFlowLogger": "lmmods.runs.mlflow",
@@ -37,9 +37,9 @@ class EngineTypes:
 
 
 def load_engine(engine: str) -> EngineTypes:
-    """Import an engine. Raises UserError: one of its libraries is missing or of the wrong version."""
+    """Import an engine. Raises UserError if one of its libraries is missing or has a wrong version."""
     types = importlib.import_module(ENTRIES[engine]).load()
-    for module in LOGGERS.values():  # short names are found among the classes that are imported
+    for module in LOGGERS.values():  # short names are looked up among imported classes
         importlib.import_module(module)
     return types
 

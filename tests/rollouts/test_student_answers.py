@@ -62,4 +62,4 @@ def test_what_is_said_of_a_run():
     assert "25% of the rows" in line and "2.5 of 10, with at most 9 tokens" in line
     assert task_of().describe_training(10, None) == []
     tags, words = SFTFields.method({"teacher": {"pretrained": "big", "on_policy": 0.25}})
-    assert tags == ["distillation"] and "on 25% of the rows with answers of its own" in words
+    assert tags == ["distillation"] and "on 25% of the rows with its own answers" in words

@@ -392,7 +392,7 @@ class TokenLossFields(TaskFields):
         if not teacher:
             return [], ""
         fraction = teacher.get("on_policy")
-        sampled = f", on {fraction:.0%} of the rows with answers of its own" if fraction else ""
+        sampled = f", on {fraction:.0%} of the rows with its own answers" if fraction else ""
         return ["distillation"], f"Distilled from {code(str(teacher.get('pretrained')))}{sampled}."
 
     def drop_unused(self, command: str) -> None:

@@ -24,7 +24,8 @@ class GRPOFields(CausalFields):
         num_generations: Number of answers per prompt in training.
         prompts_per_step: Number of prompts per optimiser step. Must agree with data.batch_size,
             trainer.accumulate_grad_batches and the number of devices. Default: what these give.
-        steps_per_rollout: Number of optimiser steps whose answers are sampled together, with the same weights.
+        steps_per_rollout: Number of optimiser steps per rollout. Their answers are sampled together, with the same
+            weights.
         num_iterations: Number of passes over the steps of a rollout.
         max_new_tokens: Maximum number of tokens in an answer; longer answers are truncated.
         temperature: Temperature for sampling answers and for their probabilities in the loss.
@@ -43,8 +44,8 @@ class GRPOFields(CausalFields):
         scale_rewards: Divide reward differences by their standard deviation over a prompt's answers (group) or over a
             rollout (batch), or not at all (none).
         mask_truncated: Exclude truncated answers from the loss.
-        dynamic_sampling: Number of times that prompts whose answers all have the same reward are replaced before a
-            rollout is trained on. 0 keeps them.
+        dynamic_sampling: Before training on a rollout, replace prompts whose answers all have the same reward, at most
+            this many times. 0 keeps them.
         reference: Model that the divergence is measured from: `base` is the model without its adapter, `copy` a frozen
             copy from before the first step. Default: none with `beta` 0, `base` with `lora`, otherwise `copy`.
         reward_timeout: Maximum time to score one answer, in seconds.

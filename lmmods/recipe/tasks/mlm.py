@@ -39,7 +39,8 @@ class MLMDataFields(TextDataFields):
     """Text for masked language modelling.
 
     Args:
-        join: Concatenate documents before splitting them, with a separator. Otherwise each fills rows of its own.
+        join: Concatenate documents before splitting them, with a separator. Otherwise each document fills separate
+            rows.
         mlm_probability: Fraction of tokens to predict; 80 % of these are masked, 10 % replaced by others and 10 % kept.
         whole_word_masking: Mask whole words instead of tokens.
     """

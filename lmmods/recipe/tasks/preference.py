@@ -19,8 +19,8 @@ class PreferenceFields(CausalFields):
             apo_down, exo_pair, or without a reference simpo, orpo, cpo. Of single labelled answers: kto,
             apo_zero_unpaired.
         beta: Weight of changes in log-probability; for ipo, of staying near the reference; for orpo, of the odds ratio.
-        label_smoothing: Fraction of pairs whose answers are assumed to be swapped (sigmoid, robust, sigmoid_norm,
-            exo_pair, simpo, cpo).
+        label_smoothing: Assumed fraction of pairs with swapped answers (sigmoid, robust, sigmoid_norm, exo_pair, simpo,
+            cpo).
         gamma: Margin between the answers in simpo.
         sft_weight: Weight of the chosen answer's negative log-likelihood per token, for each pair. Default: 1 for orpo
             and cpo, as in their papers, otherwise 0.
