@@ -292,7 +292,7 @@ def test_which_ends_of_turns_axolotl_scores(key, value):
     chats = f"[{{path: some/chats, type: chat_template, {key}: {value}, shards: 7}}]"
     draft = as_draft(yaml.safe_load(f"{{base_model: a/b, datasets: {chats}, test_datasets: {chats}}}"), Path("a.yaml"))
     for name in ("datasets", "test_datasets"):
-        assert draft.lost[f"{name}[].{key}"].startswith(f"{value}: the end token of a target turn is a target")
+        assert draft.lost[f"{name}[].{key}"].startswith(f"{value}: the token that ends a scored turn is scored")
         assert draft.lost[f"{name}[].shards"] == "rows are taken as they are"
     assert not draft.unneeded
 
