@@ -1,7 +1,7 @@
-"""Tests that are Python code, without what their asserts compare with.
+"""Compile tests that are Python code, without the literals that their asserts compare with.
 
-A program runs in the process of its test, where it could read the right values, or return an object that equals
-everything. So the literals that asserts compare with stay in the process that judges, and values are sent there.
+A program runs in the process of its test. There it could read the expected values, or return an object that equals
+everything. So the expected literals stay in the judging process, and the test sends it the values to compare.
 """
 
 import ast
@@ -21,13 +21,13 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, 
 
 
 class Comparison(NamedTuple):
-    """A comparison of a value with a literal, of an assert.
+    """An assert's comparison of a value with a literal.
 
     Args:
-        compare: Its operator, as a function of the left and the right side.
-        literal: One of the sides.
+        compare: The operator, as a function of the left and the right side.
+        literal: The expected side.
         is_left: True if the literal is the left side.
-        is_required: True if each run of the test makes this comparison, so that it must have been reported.
+        is_required: True if every run of the test makes this comparison, so its value must be reported.
     """
 
     compare: Callable[[Any, Any], Any]
@@ -36,21 +36,21 @@ class Comparison(NamedTuple):
     is_required: bool
 
     def holds(self, value: Any) -> bool:
-        """True if the assert passes for a value."""
+        """Return whether the assert passes for a value."""
         return bool(self.compare(self.literal, value) if self.is_left else self.compare(value, self.literal))
 
 
 def compile_test(code: str) -> tuple[bytes, list[Comparison]]:
-    """Return the code of a test, marshalled, and the comparisons that it leaves to others by calls of `REPORT`.
+    """Return the test's marshalled code, and the comparisons for which it reports values by calling `REPORT`.
 
     Raises:
-        ValueError: It is not Python code, or only defines functions that nothing calls, which would let all pass.
+        ValueError: It is not Python code, or it calls nothing, so every program would pass.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(code)
             if all(map(_is_definition, tree.body)):
-                raise ValueError("a test only defines functions or variables; call what it defines")
+                raise ValueError("a test only defines functions or variables. Call them")
             asserts = _Asserts(tree)
             return marshal.dumps(compile(asserts.visit(tree), "test.py", "exec", dont_inherit=True, optimize=0)), (
                 asserts.comparisons)
@@ -61,18 +61,18 @@ def compile_test(code: str) -> tuple[bytes, list[Comparison]]:
 
 
 def _is_definition(statement: ast.stmt) -> bool:
-    """True for a statement that tests nothing."""
-    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr):  # of constants, such as a docstring
-        return statement.value is None or _literal(statement.value) is not NONE
+    """Return whether a statement only defines something, so that it tests nothing."""
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr):  # a constant, such as a docstring
+        return statement.value is None or _read_literal(statement.value) is not NO_LITERAL
     return isinstance(statement, DEFINITIONS)
 
 
-def _statements_that_run(tree: ast.Module) -> set[int]:
-    """Return the ids of the statements that every run of a test reaches, unless it ends with an exception.
+def _reached_statements(tree: ast.Module) -> set[int]:
+    """Return the ids of the statements that every run of a test reaches, unless an exception ends it.
 
-    These are its own and those of functions that such statements call by name, as HumanEval's `check(candidate)`.
+    They include statements of functions that a reached statement calls by name, such as HumanEval's `check(candidate)`.
     """
-    # Without those that may return early, and generators, which a call does not run.
+    # Functions may return early, and calling a generator does not run it, so both are left out.
     functions = {statement.name: statement.body for statement in tree.body if isinstance(statement, ast.FunctionDef)
                  and not any(isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) for node in ast.walk(statement))}
     reached, bodies = set[int](), [tree.body]
@@ -86,15 +86,15 @@ def _statements_that_run(tree: ast.Module) -> set[int]:
 
 
 class _Asserts(ast.NodeTransformer):
-    """Replaces asserts that compare with literals by reports of the values.
+    """Replaces asserts that compare a value with a literal by reports of the value.
 
-    A failed one no longer raises an exception. Where the test may catch it, they stay as they are.
+    A failed comparison then raises no exception, so asserts whose exception the test may catch stay as they are.
     """
 
     def __init__(self, tree: ast.Module) -> None:
         self.comparisons: list[Comparison] = []
         self._top = {id(statement) for statement in tree.body}
-        self._required = _statements_that_run(tree)
+        self._required = _reached_statements(tree)
         self._may_catch = any(isinstance(node, ast.Try | ast.TryStar | ast.With | ast.AsyncWith)
                               for node in ast.walk(tree))
 
@@ -108,31 +108,32 @@ class _Asserts(ast.NodeTransformer):
             value = self._compare(part, is_required)
             statements.append(ast.Assert(part, node.msg) if value is None else ast.Expr(ast.Call(
                 ast.Name(REPORT, ast.Load()), [ast.Constant(len(self.comparisons) - 1), value], [])))
-        return [ast.fix_missing_locations(ast.copy_location(each, node)) for each in statements]
+        return [ast.fix_missing_locations(ast.copy_location(statement, node)) for statement in statements]
 
     def _compare(self, node: ast.expr, is_required: bool) -> ast.expr | None:
-        """Add the comparison of an expression; return what is compared with a literal. None if there is no such."""
+        """Add an expression's comparison and return the side to report; None unless it compares with a literal."""
         if not isinstance(node, ast.Compare) or len(node.ops) != 1:
             return None
-        left, right, operation = node.left, node.comparators[0], type(node.ops[0])
+        left, right, operator_type = node.left, node.comparators[0], type(node.ops[0])
         for value, side in ((left, right), (right, left)):
-            literal = _literal(side)
-            if literal is NONE or (
-                    # The identity of others than these is lost on the way, and so is what else may have members.
-                    operation in (ast.Is, ast.IsNot) and not (literal is None or isinstance(literal, bool))
-                    or operation in (ast.In, ast.NotIn) and side is left):
+            literal = _read_literal(side)
+            if literal is NO_LITERAL or (
+                    # Values are copied on their way to the judge. That loses the identity of all but these, and the
+                    # members of containers that are not Python's own.
+                    operator_type in (ast.Is, ast.IsNot) and not (literal is None or isinstance(literal, bool))
+                    or operator_type in (ast.In, ast.NotIn) and side is left):
                 continue
-            self.comparisons.append(Comparison(OPERATORS[operation], literal, side is left, is_required))
+            self.comparisons.append(Comparison(OPERATORS[operator_type], literal, side is left, is_required))
             return value
         return None
 
 
-NONE = object()
+NO_LITERAL = object()  # None is a literal
 
 
-def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal; `NONE` for other expressions."""
+def _read_literal(node: ast.expr) -> Any:
+    """Return the value of a literal; `NO_LITERAL` for other expressions."""
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
-        return NONE
+        return NO_LITERAL

@@ -1,7 +1,7 @@
-"""Tests of programs that answers hold, each in a fresh interpreter with limits.
+"""Test the programs in answers, each in a fresh interpreter with limits.
 
-The limits keep a faulty program from harming the run. They are no prison for a hostile one, which may read what the
-user may, and without Landlock write it, too. But no program may report its own success: that is decided here.
+The limits keep a faulty program from harming the run. They do not contain a hostile one: it can read what the user can
+read, and without Landlock also write it. But no program can report its own success: that is decided here.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ from lmmods.rollouts.sandbox import Process
 
 CHILD = program_child.__file__
 FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
-MEMORY = 2**30  # bytes that a program may allocate
-FILE_SIZE = 2**24  # bytes of a file that it writes, its output too
+MEMORY = 2**30  # maximum bytes that a program may allocate
+FILE_SIZE = 2**24  # maximum bytes of each file that it writes, including its output
 PROGRAM, INPUT, OUTPUT = "program.py", "input", "output"  # files of a test
-# Threads of libraries would take the memory, and the order in sets and dicts must not change from run to run.
+# Library threads would use up the memory; the order of sets must not change from run to run.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8",
                "PYTHONUTF8": "1"}
-KEPT = ("PATH", "LD_LIBRARY_PATH")
+INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH")
 
 
 class ProgramTest(NamedTuple):
-    """A test of a program: Python code that runs after it, or what it must write for some input.
+    """A test of a program: Python code that runs after it, or the output that it must write for an input.
 
     Args:
-        code: As `compile_test` returns it, with `comparisons`.
+        code: Compiled code from `compile_test`, together with `comparisons`; None for a test of input and output.
     """
 
     code: bytes | None = None
@@ -48,98 +48,98 @@ class ProgramTest(NamedTuple):
     output: str = ""
 
 
-def share_passed(text: str, tests: Any, timeout: float, count_all: bool) -> float:
-    """Return the share of the tests that the program in an answer passes.
+def run_tests(text: str, tests: Any, timeout: float, count_all: bool) -> float:
+    """Return the fraction of the tests that the program in an answer passes.
 
     Args:
-        tests: As in the column of a row (`read_tests`).
-        timeout: Seconds that all tests may take together; those left over have failed.
-        count_all: Go on after a test that failed.
+        tests: Value of the row's column of tests (see `read_tests`).
+        timeout: Seconds for all tests together; tests that have not run by then fail.
+        count_all: Continue after a failed test.
 
     Raises:
-        ValueError: The column holds no tests, or unknown ones.
+        ValueError: The column has no tests, or tests in an unknown form.
     """
-    found, program = read_tests(tests), program_in(text)
-    deadline, passed = time.monotonic() + timeout, 0
-    for test in found:
+    program_tests, program = read_tests(tests), extract_program(text)
+    deadline, num_passed = time.monotonic() + timeout, 0
+    for test in program_tests:
         seconds = deadline - time.monotonic()
-        passes = seconds > 0 and is_passed(program, test, seconds)
-        passed += passes
-        if not passes and not count_all:
+        has_passed = seconds > 0 and is_passed(program, test, seconds)
+        num_passed += has_passed
+        if not has_passed and not count_all:
             break
-    return passed / len(found)
+    return num_passed / len(program_tests)
 
 
-def program_in(text: str) -> str:
-    """Return the last fenced block of an answer, or else all of it."""
+def extract_program(text: str) -> str:
+    """Return the last fenced code block of an answer, or the whole answer if there is none."""
     blocks = FENCED.findall(text)
     return blocks[-1] if blocks else text
 
 
 def read_tests(tests: Any) -> list[ProgramTest]:
-    """Return the tests of a column: Python code, a list of such, pairs of input and output, or these as JSON.
+    """Return the tests in a column: Python code, a list of such code, pairs of input and output, or these as JSON.
 
     Raises:
-        ValueError: It holds no tests, or unknown ones.
+        ValueError: The column has no tests, or tests in an unknown form.
     """
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
-        with contextlib.suppress(json.JSONDecodeError):  # then it is code
+        with contextlib.suppress(json.JSONDecodeError):  # then it is Python code
             tests = json.loads(tests)
     if isinstance(tests, dict):
         if tests.get("fn_name") is not None:
-            raise ValueError("tests that call a function by fn_name are not supported; write them as Python code")
+            raise ValueError("tests that call a function by fn_name are not supported. Write them as Python code")
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-            raise ValueError("a mapping of tests must have inputs and outputs, lists of the same length")
-        tests = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
-    found = [_read_test(each) for each in (tests if isinstance(tests, list | tuple) else [tests])]
-    if not found:
-        raise ValueError("there are no tests")
-    return found
+            raise ValueError("a mapping of tests must have inputs and outputs, two lists of the same length")
+        tests = [{"input": text, "output": expected} for text, expected in zip(inputs, outputs, strict=True)]
+    program_tests = [_read_test(test) for test in (tests if isinstance(tests, list | tuple) else [tests])]
+    if not program_tests:
+        raise ValueError("the list of tests is empty")
+    return program_tests
 
 
 def _read_test(test: Any) -> ProgramTest:
     if isinstance(test, str) and test.strip():
         return ProgramTest(*compile_test(test))
     if isinstance(test, dict) and test.keys() >= {"input", "output"}:
-        return ProgramTest(input=_stream(test["input"]), output=_stream(test["output"]))
+        return ProgramTest(input=_join_lines(test["input"]), output=_join_lines(test["output"]))
     raise ValueError(f"a test is {test!r:.40}, but must be Python code, or a mapping of input and output")
 
 
-def _stream(value: Any) -> str:
+def _join_lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def is_passed(program: str, test: ProgramTest, seconds: float) -> bool:
-    """True if a program passes a test within a time."""
+    """Return whether a program passes a test within some seconds."""
     deadline = time.monotonic() + seconds
     folder = Path(tempfile.mkdtemp())
     try:
         (folder / PROGRAM).write_bytes(program.encode(errors="surrogatepass"))
         (folder / INPUT).write_bytes(test.input.encode(errors="surrogatepass"))
         if test.code is not None:
-            process = start(folder, "test", seconds)
+            process = start_program(folder, "test", seconds)
             try:
                 return _judge(process.channel, test.code, test.comparisons, deadline)
             finally:
                 process.end()
-        # A program that fails after its last line has still failed.
-        return start(folder, "input", seconds).end(seconds) == 0 and (
-            _lines((folder / OUTPUT).read_bytes().decode(errors="replace")) == _lines(test.output))
+        # A program that fails after writing the right output has still failed.
+        return start_program(folder, "input", seconds).end(seconds) == 0 and (
+            _split_lines((folder / OUTPUT).read_bytes().decode(errors="replace")) == _split_lines(test.output))
     finally:
-        with contextlib.suppress(RecursionError):  # at folders that a program has nested deeply
+        with contextlib.suppress(RecursionError):  # raised for folders that a program has nested deeply
             shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
             subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
 
 
 def _judge(channel: socket.socket, code: bytes, comparisons: Sequence[Comparison], deadline: float) -> bool:
-    """True if a process of `program_child` passes a test: all values are right, and the test has run to its end.
+    """Return whether a process of `program_child` passes a test: all values match, and the test has run to its end.
 
-    The process is the program's, so nothing that it sends is trusted.
+    The program runs in that process, so nothing that it sends is trusted.
     """
     key, token = secrets.token_bytes(32), secrets.token_bytes(32)
-    right = set[int]()
+    matched = set[int]()
     try:
         _send(channel, _frame(key), deadline)
         if _receive(channel, deadline) != key:
@@ -147,13 +147,13 @@ def _judge(channel: socket.socket, code: bytes, comparisons: Sequence[Comparison
         _send(channel, _frame(token) + code, deadline)
         channel.shutdown(socket.SHUT_WR)
         while (message := _receive(channel, deadline)) != token:
-            number, value = _Values(io.BytesIO(message)).load()
-            if not comparisons[number].holds(value):
+            index, value = _Values(io.BytesIO(message)).load()
+            if not comparisons[index].holds(value):
                 return False
-            right.add(number)
-    except Exception:  # whatever its bytes lead to
+            matched.add(index)
+    except Exception:  # the bytes are the program's, so they can raise anything
         return False
-    return all(number in right for number, each in enumerate(comparisons) if each.is_required)
+    return all(index in matched for index, comparison in enumerate(comparisons) if comparison.is_required)
 
 
 def _frame(message: bytes) -> bytes:
@@ -161,28 +161,28 @@ def _frame(message: bytes) -> bytes:
 
 
 def _send(channel: socket.socket, data: bytes, deadline: float) -> None:
-    channel.settimeout(_left(deadline))
+    channel.settimeout(_seconds_left(deadline))
     channel.sendall(data)
 
 
-def _left(deadline: float) -> float:
-    """Return the seconds that are left. Raises TimeoutError: there are none."""
+def _seconds_left(deadline: float) -> float:
+    """Return the seconds until the deadline. Raises TimeoutError if it has passed."""
     if (seconds := deadline - time.monotonic()) <= 0:
         raise TimeoutError
     return seconds
 
 
 def _receive(channel: socket.socket, deadline: float) -> bytes:
-    """Return the next message. Raises OSError or EOFError: there is none in time, or it is too long."""
+    """Return the next message. Raises OSError or EOFError if none arrives in time or it is too long."""
 
     def read(size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
-            channel.settimeout(_left(deadline))
-            part = channel.recv(min(size - len(data), 2**16))
-            if not part:
+            channel.settimeout(_seconds_left(deadline))
+            chunk = channel.recv(min(size - len(data), 2**16))
+            if not chunk:
                 raise EOFError
-            data += part
+            data += chunk
         return bytes(data)
 
     size = int.from_bytes(read(program_child.HEADER), "big")
@@ -192,35 +192,35 @@ def _receive(channel: socket.socket, deadline: float) -> bytes:
 
 
 class _Values(pickle.Unpickler):
-    """Reads values of Python's own types, and nothing with which code could run."""
+    """Reads values of Python's own types; pickles that could run code are an error."""
 
     def find_class(self, module: str, name: str) -> type:
         return {("builtins", "object"): object, ("builtins", "complex"): complex}[module, name]
 
 
-def _lines(text: str) -> list[str]:
-    """Lines without white space at their ends, and without empty ones at the end of all."""
+def _split_lines(text: str) -> list[str]:
+    """Split a text into lines, without trailing white space and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def start(folder: Path, way: str, seconds: float) -> Process:
-    """Start the program of a folder.
+def start_program(folder: Path, mode: str, seconds: float) -> Process:
+    """Start the program in a folder.
 
     Args:
-        way: What to do, as `program_child` names it.
-        seconds: CPU time that it may take.
+        mode: Mode of `program_child`: test, input or probe.
+        seconds: Maximum CPU time.
     """
-    variables = {name: os.environ[name] for name in (*KEPT, *program_child.MARKS) if name in os.environ}
-    with open(folder / INPUT, "rb") as given, open(folder / OUTPUT, "wb") as output:
-        # -I would ignore the hash seed; the variables are given here, so nothing else is left of it but these.
+    variables = {name: os.environ[name] for name in (*INHERITED_VARIABLES, *program_child.MARKS) if name in os.environ}
+    with open(folder / INPUT, "rb") as program_input, open(folder / OUTPUT, "wb") as program_output:
+        # -I would ignore the hash seed. These flags do the rest of what it does: the environment is set here.
         return Process(
-            ["-s", "-P", "-B", CHILD, way, *map(str, (MEMORY, FILE_SIZE, int(seconds) + 1))],
+            ["-s", "-P", "-B", CHILD, mode, *map(str, (MEMORY, FILE_SIZE, int(seconds) + 1))],
             {**ENVIRONMENT, **variables, "HOME": str(folder), "TMPDIR": str(folder)}, is_outermost=False,
-            cwd=folder, stdin=given, stdout=output, stderr=subprocess.DEVNULL)
+            cwd=folder, stdin=program_input, stdout=program_output, stderr=subprocess.DEVNULL)
 
 
-def isolates() -> bool:
-    """True if this system lets programs run without network, and end with all that they have started."""
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / INPUT).touch()
-        return start(Path(name), "probe", 10).end(10) == 0
+def can_isolate() -> bool:
+    """Return whether this system can run programs without network and end all processes that they start."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / INPUT).touch()
+        return start_program(Path(folder), "probe", 10).end(10) == 0

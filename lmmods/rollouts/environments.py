@@ -1,7 +1,7 @@
-"""Environments of the user's own, called as TRL calls them: `reset`, methods that are tools, `get_reward`.
+"""Run the user's environments, with the interface of TRL: `reset`, methods that are tools, `get_reward`.
 
-A process imports the module and is forked for each answer. So environments all begin in the same state, one that hangs
-is killed without the others, and what one does to its process reaches no other answer.
+One process imports the module and is forked for each answer. So all environments start in the same state, one that
+hangs is killed alone, and nothing that one does to its process affects another answer.
 """
 
 import asyncio
@@ -22,33 +22,33 @@ from typing import Any, NamedTuple
 from lmmods.core.errors import UserError
 from lmmods.recipe.trust import refuse_function
 from lmmods.rollouts.own_functions import import_name, wait_for
-from lmmods.rollouts.reward_processes import LOADING, Outcome, Server, attempt, outcome, receive, send
+from lmmods.rollouts.reward_processes import LOADING, Outcome, Server, attempt, receive, send, to_outcome
 from lmmods.rollouts.sandbox import ENDING, begin, ends_within, how_it_ended, kill_group, process_variables
 
 KEY = "model.environment"
-ENVIRONMENT = "environment"  # name of its reward, and of why an answer has none
-RESET, SCORE = "reset", "get_reward"  # methods that are no tools
-LONGEST = 100_000  # characters of a text that are handed on
+ENVIRONMENT = "environment"  # name of its reward, also where a reason says why it is missing
+RESET, SCORE = "reset", "get_reward"  # methods that are not tools
+MAX_CHARACTERS = 100_000  # of a result; the rest is left out
 
 
 class Facts(NamedTuple):
-    """What environments of a class offer.
+    """What the environments of a class offer.
 
     Args:
-        tools: Specifications of the tools, [{"type": "function", "function": {...}}].
-        scores: True if they give a reward.
+        tools: Tool schemas, [{"type": "function", "function": {...}}].
+        gives_reward: True if they have a method `get_reward`.
     """
 
     tools: list[dict[str, Any]]
-    scores: bool
+    gives_reward: bool
 
 
 class Request(NamedTuple):
-    """A call of a method.
+    """A method call.
 
     Args:
-        method: `reset`, `get_reward` or a tool; None asks for the `Facts`.
-        arguments: By name; for `reset` those that it does not take are left out.
+        method: `reset`, `get_reward` or a tool; None requests the `Facts`.
+        arguments: Keyword arguments. Those that `reset` does not accept are dropped.
     """
 
     method: str | None
@@ -56,19 +56,19 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a call gave.
+    """The result of a method call.
 
     Args:
-        value: A text, or None of `reset`; of `get_reward` a number or None.
-        error: Why it failed; None if it did not.
-        has_ended: True if the environment is gone, because it hung or its process ended.
-        left_out: Characters of the text beyond `LONGEST`.
+        value: A string from a tool, a string or None from `reset`, a number or None from `get_reward`.
+        error: Why the call failed; None if it succeeded.
+        has_ended: True if the environment no longer exists, because it hung or its process ended.
+        num_left_out: Number of characters of the string beyond `MAX_CHARACTERS`.
     """
 
     value: str | float | None = None
     error: str | None = None
     has_ended: bool = False
-    left_out: int = 0
+    num_left_out: int = 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,19 +76,20 @@ class Reply(NamedTuple):
 
 
 def serve(connection: int, lifeline: int) -> None:
-    """Import what makes environments, then fork for each of them, and end the forks, until the connection closes.
+    """Import the environment class, then start and end a fork for each environment until the connection closes.
 
     Args:
-        connection: As of `Server`. The import path comes first; then None for a fork, whose connection follows and
-            whose id is sent back, or the id of a fork to end and the seconds that it may take to do so by itself.
-        lifeline: As of `Server`.
+        connection: See `Server`. The first message is the import path. Each later one is a pair (pid, seconds): None
+            starts a fork, whose connection follows and whose id is sent back; an id ends that fork, which has these
+            seconds to exit on its own.
+        lifeline: See `Server`.
     """
     begin(lifeline)
     trainer = Connection(connection)
     os.set_inheritable(connection, False)
-    make = attempt(partial(_import, receive(trainer)))
-    if isinstance(make, Outcome):
-        return send(trainer, make.reason)
+    factory = attempt(partial(_import, receive(trainer)))
+    if isinstance(factory, Outcome):
+        return send(trainer, factory.reason)
     send(trainer, None)
     while (message := receive(trainer)) is not None:
         pid, seconds = message
@@ -100,9 +101,9 @@ def serve(connection: int, lifeline: int) -> None:
         if not pid:
             trainer.close()
             os.setsid()
-            # Opened anew: a pipe that is open kills one group of processes, and each fork is a group.
+            # Opened again, as an open pipe signals only one process group, and each fork is a group.
             begin(os.open(f"/dev/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK))
-            _serve(Connection(handle), make)
+            _serve(Connection(handle), factory)
             os._exit(0)
         os.close(handle)
         send(trainer, pid)
@@ -110,45 +111,45 @@ def serve(connection: int, lifeline: int) -> None:
 
 
 def _end(pid: int, seconds: float) -> str:
-    """End a fork and its group; return how it ended."""
-    by_itself = ends_within(pid, seconds)
+    """End a fork and its process group; return how it ended."""
+    has_exited = ends_within(pid, seconds)
     kill_group(pid)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 9)  # it may not have made its group yet
+        os.kill(pid, 9)  # it may not have created its group yet
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return how_it_ended(status if by_itself else None)
+    return how_it_ended(status if has_exited else None)
 
 
 def _import(path: str) -> Callable[[], Any]:
-    made = import_name(path)
-    if not callable(made):
-        raise TypeError(f"it is no class or function, but {type(made).__name__}")
-    return made
+    factory = import_name(path)
+    if not callable(factory):
+        raise TypeError(f"it is not a class or function, but {type(factory).__name__}")
+    return factory
 
 
-def _serve(trainer: Connection, make: Callable[[], Any]) -> None:
+def _serve(trainer: Connection, factory: Callable[[], Any]) -> None:
     """Call the methods of an environment until the connection closes."""
     pid = os.getpid()
     os.register_at_fork(after_in_child=trainer.close)
-    random.seed(0)  # a fork has another state otherwise
+    random.seed(0)  # Python reseeds it in every fork
     environment: Any = None
     with asyncio.Runner() as runner:
         while (request := receive(trainer)) is not None:
             if environment is None:
-                environment = attempt(make)
+                environment = attempt(factory)
             if isinstance(environment, Outcome):
                 reply = {"error": environment.reason}
             elif request.method is None:
-                facts = attempt(partial(_facts, environment))
+                facts = attempt(partial(_read_facts, environment))
                 reply = {"error": facts.reason} if isinstance(facts, Outcome) else {"value": facts}
             else:
-                reply = _reply(partial(_result, environment, request, runner), request.method)
-            if os.getpid() != pid:  # a fork that a method has made, and that returned from it
+                reply = _build_reply(partial(_call_method, environment, request, runner), request.method)
+            if os.getpid() != pid:  # a fork that a method has started, and that returned from it
                 os._exit(0)
             send(trainer, reply)
 
 
-def _facts(environment: Any) -> tuple[list[dict[str, Any]], bool]:
+def _read_facts(environment: Any) -> tuple[list[dict[str, Any]], bool]:
     from transformers.utils import get_json_schema
 
     methods = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
@@ -159,45 +160,46 @@ def _facts(environment: Any) -> tuple[list[dict[str, Any]], bool]:
         if not name.startswith("_") and name not in (RESET, SCORE):
             try:
                 tools.append(get_json_schema(getattr(environment, name)))
-            except Exception as error:  # of several kinds, which transformers does not name
+            except Exception as error:  # transformers does not document which
                 raise TypeError(f"{name} cannot be a tool: {error}") from error
     return tools, SCORE in methods
 
 
-def _result(environment: Any, request: Request, runner: asyncio.Runner) -> Any:
-    method, given = getattr(environment, request.method), request.arguments
+def _call_method(environment: Any, request: Request, runner: asyncio.Runner) -> Any:
+    method, arguments = getattr(environment, request.method), request.arguments
     if request.method == RESET:
         parameters = inspect.signature(method).parameters.values()
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-            given = {name: value for name, value in given.items() if name in {each.name for each in parameters}}
-    result = method(**given)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            accepted = {parameter.name for parameter in parameters}
+            arguments = {name: value for name, value in arguments.items() if name in accepted}
+    result = method(**arguments)
     return runner.run(wait_for(result)) if inspect.isawaitable(result) else result
 
 
-def _reply(call: Callable[[], Any], method: str) -> dict[str, Any]:
+def _build_reply(call: Callable[[], Any], method: str) -> dict[str, Any]:
     result = attempt(call)
     if isinstance(result, Outcome):
         return {"error": result.reason}
     if method == SCORE:
-        found = outcome(result)
-        return {"value": found.value, "error": found.reason}
+        score = to_outcome(result)
+        return {"value": score.value, "error": score.reason}
     if method == RESET and result is None:
         return {}
     if method == RESET and not isinstance(result, str):
-        return {"error": f"{RESET} returned {type(result).__name__}, but must return a text or None"}
-    text = attempt(partial(_text, result))
+        return {"error": f"{RESET} returned {type(result).__name__}, but must return a string or None"}
+    text = attempt(partial(_to_text, result))
     if isinstance(text, Outcome):
         return {"error": text.reason}
-    return {"value": text[:LONGEST], "left_out": max(len(text) - LONGEST, 0)}
+    return {"value": text[:MAX_CHARACTERS], "num_left_out": max(len(text) - MAX_CHARACTERS, 0)}
 
 
-def _text(result: Any) -> str:
+def _to_text(result: Any) -> str:
     if not isinstance(result, str):
         try:
             result = json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
             result = str(result)
-    return result.encode("utf-8", "replace").decode()  # half characters
+    return result.encode("utf-8", "replace").decode()  # a lone surrogate is not valid UTF-8
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,26 +212,26 @@ class _Environment(NamedTuple):
 
 
 class Environments:
-    """The environments of answers, by number. Each is made by its first request, in a process of its own.
+    """Environments by index, one for each answer. The first request to an index starts its process.
 
     Args:
         path: Import path of a class, or of a function without arguments.
-        timeout: Seconds that a call may take; the first one makes the environment, too.
-        count: How many are called at once.
+        timeout: Maximum seconds for a call. The first call also creates the environment.
+        max_parallel: Maximum number of environments that are called at the same time.
 
     Raises:
-        UserError: It is not trusted, or cannot be imported.
+        UserError: The class is not trusted, or cannot be imported.
     """
 
-    def __init__(self, path: str, timeout: float, count: int) -> None:
+    def __init__(self, path: str, timeout: float, max_parallel: int) -> None:
         refuse_function(KEY, path)
-        self._path, self._timeout, self._count = path, timeout, count
-        self._open, self._is_closed = dict[int, _Environment](), False
+        self._path, self._timeout, self._max_parallel = path, timeout, max_parallel
+        self._environments, self._is_closed = dict[int, _Environment](), False
         self._folder = tempfile.TemporaryDirectory(prefix="lmmods-environments-", ignore_cleanup_errors=True)
-        self._first = Server("lmmods.rollouts.environments.serve", process_variables(self._folder.name))
+        self._server = Server("lmmods.rollouts.environments.serve", process_variables(self._folder.name))
         try:
-            self._first.connection.send(path)
-            is_late = not self._first.connection.poll(LOADING)
+            self._server.connection.send(path)
+            is_late = not self._server.connection.poll(LOADING)
             reason = f"it took longer than {LOADING:g} s" if is_late else self._request()
             if reason is not None:
                 raise UserError(f"{KEY}: {path} cannot be imported: {reason}")
@@ -245,11 +247,11 @@ class Environments:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the processes."""
-        return [self._first.pid, *(each.pid for each in self._open.values())]
+        """Process ids; the first one is forked for the others."""
+        return [self._server.pid, *(environment.pid for environment in self._environments.values())]
 
-    def facts(self) -> Facts:
-        """Return what the environments offer. Raises UserError: one cannot be made, or a method cannot be a tool."""
+    def read_facts(self) -> Facts:
+        """Return what environments offer. Raises UserError if one cannot be created or a method cannot be a tool."""
         [reply] = self.ask({-1: [Request(None, {})]}, LOADING)[-1]
         self.end(-1)
         if reply.error is not None:
@@ -257,98 +259,99 @@ class Environments:
         return Facts(*reply.value)
 
     def ask(self, requests: Mapping[int, list[Request]], timeout: float | None = None) -> dict[int, list[Reply]]:
-        """Call methods of environments, those of each in turn.
+        """Call methods of several environments at the same time, and those of one environment in order.
 
         Args:
-            requests: By the number of the environment.
-            timeout: Seconds for each in place of the usual ones.
+            requests: Requests by the index of the environment.
+            timeout: Maximum seconds for a call. Default: the timeout of the environments.
 
         Returns:
-            The replies to the requests of each, up to one that ended it.
+            Replies by the index of the environment; if it ended, none follows that reply.
         """
         limit = self._timeout if timeout is None else timeout
-        waiting, replies = deque(number for number in requests if requests[number]), {key: [] for key in requests}
+        waiting, replies = deque(index for index in requests if requests[index]), {index: [] for index in requests}
         deadlines: dict[int, float] = {}
         try:
             while waiting or deadlines:
-                while waiting and len(deadlines) < self._count:
+                while waiting and len(deadlines) < self._max_parallel:
                     self._send(waiting.popleft(), requests, replies, deadlines, limit)
                 if not deadlines:
                     continue
                 soonest = min(deadlines.values()) - time.monotonic()
-                wait([self._open[number].connection for number in deadlines], max(soonest, 0.0))
-                for number in list(deadlines):
-                    if self._open[number].connection.poll():
-                        self._receive(number, requests, replies, deadlines, limit)
-                    elif deadlines[number] <= time.monotonic():
-                        del deadlines[number]
-                        self.end(number)
-                        replies[number].append(Reply(error=f"took longer than {limit:g} s", has_ended=True))
-        except BaseException:  # their replies must not be taken for those to later requests
-            for number in deadlines:
-                self.end(number)
+                wait([self._environments[index].connection for index in deadlines], max(soonest, 0.0))
+                for index in list(deadlines):
+                    if self._environments[index].connection.poll():
+                        self._receive(index, requests, replies, deadlines, limit)
+                    elif deadlines[index] <= time.monotonic():
+                        del deadlines[index]
+                        self.end(index)
+                        replies[index].append(Reply(error=f"took longer than {limit:g} s", has_ended=True))
+        except BaseException:  # a pending reply would be taken for the reply to a later request
+            for index in deadlines:
+                self.end(index)
             raise
         return replies
 
-    def _send(self, number: int, requests: Mapping[int, list[Request]], replies: dict[int, list[Reply]],
+    def _send(self, index: int, requests: Mapping[int, list[Request]], replies: dict[int, list[Reply]],
               deadlines: dict[int, float], limit: float) -> None:
-        """Send the next request to an environment, which is forked if there is none."""
-        if number not in self._open:
-            self._open[number] = self._fork()
+        """Send the next request to an environment; start its fork if there is none."""
+        if index not in self._environments:
+            self._environments[index] = self._fork()
         try:
-            self._open[number].connection.send(requests[number][len(replies[number])])
-            deadlines[number] = time.monotonic() + limit
+            self._environments[index].connection.send(requests[index][len(replies[index])])
+            deadlines[index] = time.monotonic() + limit
         except OSError:
-            replies[number].append(Reply(error=self.end(number, ENDING), has_ended=True))
+            replies[index].append(Reply(error=self.end(index, ENDING), has_ended=True))
 
-    def _receive(self, number: int, requests: Mapping[int, list[Request]], replies: dict[int, list[Reply]],
+    def _receive(self, index: int, requests: Mapping[int, list[Request]], replies: dict[int, list[Reply]],
                  deadlines: dict[int, float], limit: float) -> None:
-        del deadlines[number]
+        del deadlines[index]
         try:
-            replies[number].append(Reply(**json.loads(self._open[number].connection.recv_bytes())))
+            replies[index].append(Reply(**json.loads(self._environments[index].connection.recv_bytes())))
         except (EOFError, OSError, ValueError, TypeError):
-            replies[number].append(Reply(error=self.end(number, ENDING), has_ended=True))
+            replies[index].append(Reply(error=self.end(index, ENDING), has_ended=True))
         else:
-            if len(replies[number]) < len(requests[number]):
-                self._send(number, requests, replies, deadlines, limit)
+            if len(replies[index]) < len(requests[index]):
+                self._send(index, requests, replies, deadlines, limit)
 
-    def end(self, number: int, seconds: float = 0.0) -> str:
-        """End an environment, at once or after it had some seconds to do so by itself; return how it ended."""
-        if number not in self._open:
+    def end(self, index: int, seconds: float = 0.0) -> str:
+        """End an environment and return how it ended. It has `seconds` to exit on its own."""
+        if index not in self._environments:
             return ""
-        environment = self._open.pop(number)
+        environment = self._environments.pop(index)
         environment.connection.close()
         return self._request((environment.pid, seconds))
 
     def close(self, seconds: float = 0.0) -> str:
-        """End all processes and what they have started, at once or after the first had some seconds to end by itself.
+        """End all processes and everything that they have started. The first has `seconds` to exit on its own.
 
         Returns:
-            How the first one ended; empty if that is known.
+            How the first process ended; empty if it was closed before.
         """
         if self._is_closed:
             return ""
         self._is_closed = True
-        for environment in self._open.values():
+        for environment in self._environments.values():
             environment.connection.close()
-        self._open.clear()
-        how = self._first.end(seconds)  # and the forks
+        self._environments.clear()
+        how = self._server.end(seconds)  # and the forks
         self._folder.cleanup()
         return how
 
     def _fork(self) -> _Environment:
-        ours, theirs = Pipe()
-        with theirs:
-            return _Environment(ours, self._request((None, 0.0), theirs.fileno()))
+        local, remote = Pipe()
+        with remote:
+            return _Environment(local, self._request((None, 0.0), remote.fileno()))
 
     def _request(self, message: Any = None, handle: int | None = None) -> Any:
-        """Send a message, if any, to the first process, and return its next one. Raises UserError if it has ended."""
+        """Send a message, if any, to the first process and return its reply. Raises UserError if it has ended."""
         try:
             if message is not None:
-                self._first.connection.send(message)
+                self._server.connection.send(message)
             if handle is not None:
-                send_handle(self._first.connection, handle, self._first.pid)
-            return json.loads(self._first.connection.recv_bytes())
+                send_handle(self._server.connection, handle, self._server.pid)
+            return json.loads(self._server.connection.recv_bytes())
         except (EOFError, OSError) as error:
             how = self.close(ENDING)
-            raise UserError(f"{KEY}: {self._path} {how}, of which all environments are forks.") from error
+            raise UserError(f"{KEY}: {self._path} {how}, so no environment can start. Check its code and the memory of "
+                            "this machine, then resume from the last checkpoint.") from error

@@ -1,4 +1,4 @@
-"""On-policy distillation (GKD, Agarwal et al. 2024): answers that the student draws to the prompts of training rows."""
+"""On-policy distillation (GKD, Agarwal et al. 2024): the student samples answers to the prompts of training rows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,28 +11,28 @@ from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.policy import Sampler
 
 
-def on_policy_of(task: SFTFields, data: SFTData, sampler: Callable[[], Sampler | None] = lambda: None
+def on_policy_of(task: SFTFields, data: SFTData, get_sampler: Callable[[], Sampler | None] = lambda: None
                  ) -> OnPolicy | None:
-    """Return which answers of a task's rows are drawn, and by what; None if none are.
+    """Return which answers of a task's rows are sampled, and how; None if none are.
 
     Args:
-        data: Set up.
-        sampler: Returns the network in training; None where nothing trains, so that stand-ins take the place of
-            answers.
+        data: Data module, set up.
+        get_sampler: Returns the network in training; None if nothing trains, as in `inspect`, where stand-ins replace
+            the answers.
     """
     if not task.on_policy:
         return None
     return OnPolicy(task.on_policy, task.teacher.max_new_tokens, data.max_length, data.run_seed,
-                    partial(draw_answers, task, data, sampler))
+                    partial(sample_answers, task, data, get_sampler))
 
 
-def draw_answers(task: SFTFields, data: SFTData, sampler_of: Callable[[], Sampler | None], prompts: list[np.ndarray],
-                 numbers: np.ndarray) -> list[np.ndarray]:
-    """Return the tokens of answers, as of `Draw`; each process draws a share of them."""
-    if (sampler := sampler_of()) is None:
-        return stand_ins(prompts, numbers)
-    own = list(range(sampler.rank, len(prompts), sampler.num_ranks))
-    drawn = sampler.draw([prompts[place].tolist() for place in own], numbers[own], task.teacher.sampling_temperature,
-                         numbers.shape[1], data.codec.stop_token_ids)
-    parts = sampler.gather({place: answer.tokens for place, answer in zip(own, drawn, strict=True)})
-    return [parts[place] for place in range(len(prompts))]
+def sample_answers(task: SFTFields, data: SFTData, get_sampler: Callable[[], Sampler | None], prompts: list[np.ndarray],
+                   uniforms: np.ndarray) -> list[np.ndarray]:
+    """Return the tokens of answers as in `Draw`; each process samples a part of them."""
+    if (sampler := get_sampler()) is None:
+        return stand_ins(prompts, uniforms)
+    local = list(range(sampler.rank, len(prompts), sampler.num_ranks))
+    sampled = sampler.draw([prompts[index].tolist() for index in local], uniforms[local],
+                           task.teacher.sampling_temperature, uniforms.shape[1], data.codec.stop_token_ids)
+    answers = sampler.gather({index: answer.tokens for index, answer in zip(local, sampled, strict=True)})
+    return [answers[index] for index in range(len(prompts))]

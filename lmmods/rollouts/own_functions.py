@@ -1,4 +1,4 @@
-"""Reward functions of the user's own, called as TRL calls them; they run in the processes of `reward_processes`."""
+"""Call the user's reward functions, with the interface of TRL, in the processes of `reward_processes`."""
 
 import asyncio
 import importlib
@@ -7,18 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Columns whose names the arguments have, or that they stand for.
-TAKEN = ("prompt", "completion", "prompts", "completions", "completion_ids")
+# Names of other arguments, so that no column of this name is passed.
+RESERVED = ("prompt", "completion", "prompts", "completions", "completion_ids")
 
 
 class Completion(NamedTuple):
-    """What a function sees of an answer.
+    """Inputs of a user's reward function for one answer.
 
     Args:
-        prompt: Text, or messages.
+        prompt: A string, or messages.
         text: The answer.
-        ids: Its tokens.
-        row: The row of its prompt.
+        ids: Token ids of the answer.
+        row: The row of the prompt.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -29,38 +29,38 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True)
 class FunctionScorer:
-    """Loads a function, in the process that calls it.
+    """Loads a user's function in the process that calls it.
 
     Args:
-        path: Its import path.
+        path: Import path.
     """
 
     path: str
 
     def load(self) -> Callable[[list[Completion]], list[Any]]:
-        """Return a function that scores answers with one call of the user's.
+        """Return a function that scores answers in one call of the user's function.
 
         Raises:
-            ImportError: There is no such module or function.
-            TypeError: It cannot be called.
+            ImportError: The module or function does not exist.
+            TypeError: It is not callable.
         """
         function = import_name(self.path)
         if not callable(function):
-            raise TypeError(f"{self.path} is no function, but {type(function).__name__}")
+            raise TypeError(f"{self.path} is not a function, but {type(function).__name__}")
         return lambda answers: _score(function, answers)
 
 
 def import_name(path: str) -> Any:
-    """Return what an import path names. Raises ImportError: There is no such module or name."""
-    module, _, name = path.rpartition(".")
-    imported = importlib.import_module(module)
-    if not hasattr(imported, name):
-        raise ImportError(f"{module} has no {name}")
-    return getattr(imported, name)
+    """Return the object at an import path. Raises ImportError if the module or name does not exist."""
+    module_name, _, name = path.rpartition(".")
+    module = importlib.import_module(module_name)
+    if not hasattr(module, name):
+        raise ImportError(f"{module_name} has no {name}")
+    return getattr(module, name)
 
 
 def _score(function: Callable[..., Any], answers: list[Completion]) -> list[Any]:
-    result = function(**_arguments(function, answers))
+    result = function(**_build_arguments(function, answers))
     if inspect.isawaitable(result):
         result = asyncio.run(wait_for(result))
     if isinstance(result, str | bytes | dict) or not hasattr(result, "__iter__"):
@@ -72,21 +72,21 @@ def _score(function: Callable[..., Any], answers: list[Completion]) -> list[Any]
 
 
 async def wait_for(result: Any) -> Any:
-    """Await what a function returned, which may be no coroutine."""
+    """Await an awaitable; `asyncio.run` accepts only coroutines."""
     return await result
 
 
-def _arguments(function: Callable[..., Any], answers: list[Completion]) -> dict[str, Any]:
-    """Return the arguments of the call: all columns if the function takes any, else those that it names."""
-    columns = dict.fromkeys(name for answer in answers for name in answer.row if name not in TAKEN)
-    given = {
+def _build_arguments(function: Callable[..., Any], answers: list[Completion]) -> dict[str, Any]:
+    """Return the arguments of the call: all if the function has **kwargs, otherwise those that it names."""
+    columns = dict.fromkeys(name for answer in answers for name in answer.row if name not in RESERVED)
+    arguments = {
         "prompts": [answer.prompt for answer in answers],
         "completions": [answer.text if isinstance(answer.prompt, str) else
                         [{"role": "assistant", "content": answer.text}] for answer in answers],
         "completion_ids": [answer.ids for answer in answers],
         **{name: [answer.row.get(name) for answer in answers] for name in columns}}
     parameters = inspect.signature(function).parameters.values()
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return given
-    named = {each.name for each in parameters}
-    return {name: value for name, value in given.items() if name in named}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return arguments
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in arguments.items() if name in names}

@@ -1,4 +1,4 @@
-"""What the rollouts of a run ask of an engine: drawing answers, and scoring tokens that were drawn."""
+"""Interfaces that engines implement for rollouts: sampling answers, and log-probabilities of sampled tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,13 +8,13 @@ import numpy as np
 
 
 class SampledAnswer(NamedTuple):
-    """An answer as drawn.
+    """An answer sampled from a policy.
 
     Args:
-        tokens: [T] int32, with the end token if it was drawn.
-        logps: [T] float32, log-probability of each token under the policy that drew it, at its temperature.
-        entropies: [T] float32, entropy in nats of the distribution that each token was drawn from; NaN if unknown.
-        ended: True if it ends in an end token; False if it was cut off.
+        tokens: [T] int32, with the end token if it was sampled.
+        logps: [T] float32, log-probability of each token under that policy, at the sampling temperature.
+        entropies: [T] float32, entropy in nats of the distribution that each token was sampled from; NaN if unknown.
+        ended: True if the answer ends with an end token; False if it is truncated.
     """
 
     tokens: np.ndarray
@@ -24,11 +24,11 @@ class SampledAnswer(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A prompt with its answer, whose answer is scored.
+    """A prompt with its answer.
 
     Args:
-        ids: [T] int32, prompt and answer.
-        labels: [T] int32, the id where a token was drawn by the policy, else IGNORED.
+        ids: [T] int32, token ids of prompt and answer.
+        labels: [T] int32, the token id where the policy sampled it, IGNORED elsewhere.
     """
 
     ids: np.ndarray
@@ -36,24 +36,24 @@ class Row(NamedTuple):
 
 
 class Sampler(Protocol):
-    """The network in training, as it stands, drawing. In several processes every method is called by all of them alike.
+    """Samples answers from the network in training, with its current weights. All methods are collective calls.
 
     Args:
-        rank: Number of this process.
+        rank: Index of this process.
         num_ranks: Number of processes.
     """
 
     rank: int
     num_ranks: int
 
-    def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
+    def draw(self, prompts: Sequence[Sequence[int]], uniforms: np.ndarray | None, temperature: float,
              max_new_tokens: int, ends: Sequence[int]) -> list[SampledAnswer]:
-        """Answer prompts, equal ones of which are computed once. This process's own; other processes have others.
+        """Sample an answer to each of this process's prompts. Equal prompts are computed once.
 
         Args:
-            prompts: Token ids of N prompts; may be empty in some processes.
-            numbers: [N, max_new_tokens] uniform numbers in [0, 1) that decide the tokens; None is greedy.
-            ends: Tokens that end an answer.
+            prompts: Token ids of N prompts. Processes have different prompts, and may have none.
+            uniforms: [N, max_new_tokens] random numbers in [0, 1) that determine the tokens; None is greedy.
+            ends: Ids of tokens that end an answer.
         """
 
     def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
@@ -61,14 +61,14 @@ class Sampler(Protocol):
 
 
 class Policy(Sampler, Protocol):
-    """A sampler that also scores answers, as reinforcement learning needs it."""
+    """A sampler that also computes log-probabilities, for reinforcement learning."""
 
     def logps(self, rows: Sequence[Row], temperature: float, reference: bool = False) -> list[np.ndarray]:
         """Return the log-probabilities [T] float32 of the labelled tokens of each row, 0 elsewhere.
 
         Args:
-            reference: Under the reference instead of the policy.
+            reference: Use the reference model instead of the policy.
         """
 
     def export(self, folder: Path) -> None:
-        """Write the network, or its adapter, as a folder that from_pretrained / PeftModel reads."""
+        """Write the network or its adapter as a folder for from_pretrained / PeftModel."""

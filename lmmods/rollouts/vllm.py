@@ -1,7 +1,6 @@
-"""vLLM draws the answers of rollouts: a server of its own, over HTTP.
+"""Sample the answers of rollouts with a vLLM server, over HTTP.
 
-Token ids go in, token ids and their log-probabilities come out: no text is tokenised again on the way. See
-docs/rollout_servers.md.
+Requests and replies contain token ids, so no text is tokenised again. See docs/rollout_servers.md.
 """
 
 import http.client
@@ -26,73 +25,74 @@ from lmmods.core.settings import require
 from lmmods.rollouts.policy import SampledAnswer
 from lmmods.rollouts.server import ARGS, RolloutServer
 
-PAUSE = 1.0  # seconds before the first retry; doubled for each further one
-TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # status of what may pass
-SEEN = 0.02  # difference of log-probabilities above those that rounding makes
+PAUSE = 1.0  # seconds before the first retry, doubled for each later one
+RETRIED = (408, 425, 429, 500, 502, 503, 504)  # status codes of failures that may be temporary
+MIN_SPREAD = 0.02  # smallest difference of log-probabilities that is surely not rounding
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 RELOAD, RESET_CACHE = "/collective_rpc", "/reset_prefix_cache"
-DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1, which whole models need to be handed over"
-HINTS = {  # what to do where a request is refused
+DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1, which loading full models requires"
+CHECK_PROGRAM = "Check that the address is a vLLM server's."
+HINTS = {  # what to do if a request to a path is rejected
     LOAD_ADAPTER: "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and a --max-lora-rank of "
-                  "model.lora.rank (twice that with lora.init: pissa) or more, where it can read the folder of the run",
-    RELOAD: f"{DEV_MODE}, where it can read the folder of the run",
+                  "model.lora.rank (twice that with lora.init: pissa) or more, where it can read the run folder",
+    RELOAD: f"{DEV_MODE}, where it can read the run folder",
     RESET_CACHE: DEV_MODE,
 }
 
 
 class VLLMServer(RolloutServer):
-    """Server of vLLM, started with `vllm serve`. Its API key is read from the environment variable VLLM_API_KEY.
+    """A vLLM server, started with `vllm serve`. Its API key is read from the environment variable VLLM_API_KEY.
 
     Args:
-        url: Address, such as `http://localhost:8000`.
-        model: Name under which it serves the model that is trained, usually its hub id or folder.
-        timeout: Longest time in seconds that it may take for one answer.
-        update_timeout: Longest time in seconds that it may take to load weights.
-        retries: How often a request for an answer is repeated if it fails for a reason that may pass.
-        concurrency: Answers that are asked for at the same time.
+        url: Address of the server, for example `http://localhost:8000`.
+        model: Name under which the server has the model in training, usually its hub id or folder.
+        timeout: Maximum seconds for one answer.
+        update_timeout: Maximum seconds to load weights.
+        retries: Maximum number of retries of a request for an answer, after failures that may be temporary.
+        concurrency: Maximum number of answers requested at the same time.
     """
 
     def __init__(self, url: str, model: str, timeout: float = 600.0, update_timeout: float = 600.0, retries: int = 3,
                  concurrency: int = 128) -> None:
-        # Other schemes would open files of this machine.
+        # urllib also opens file:// addresses.
         require(url.startswith(("http://", "https://")), f"{ARGS}.url", url,
                 "an address such as http://localhost:8000")
-        require(bool(model), f"{ARGS}.model", model, "the name of the model that it serves")
+        require(bool(model), f"{ARGS}.model", model, "the name of the model that the server has")
         for key, value in (("timeout", timeout), ("update_timeout", update_timeout)):
             require(value > 0, f"{ARGS}.{key}", value, "a number of seconds above 0")
-        for key, value, least in (("retries", retries, 0), ("concurrency", concurrency, 1)):
-            require(value >= least, f"{ARGS}.{key}", value, f"{least} or more")
+        for key, value, minimum in (("retries", retries, 0), ("concurrency", concurrency, 1)):
+            require(value >= minimum, f"{ARGS}.{key}", value, f"{minimum} or more")
         self.url, self.model, self.timeout, self.update_timeout = url.rstrip("/"), model, timeout, update_timeout
         self.retries, self.concurrency = retries, concurrency
-        # A name is loaded once only, and may be left over from a run that was killed.
-        self._names = (f"lmmods-{secrets.token_hex(4)}-{number}" for number in itertools.count())
+        # Random, as vLLM loads a name only once and a killed run may have left adapters.
+        self._names = (f"lmmods-{secrets.token_hex(4)}-{index}" for index in itertools.count())
         self._adapter: str | None = None
 
     def check(self) -> None:
         served = self._json("/v1/models", timeout=min(self.timeout, 30.0), retries=self.retries)
-        names = [each.get("id") for each in served.get("data", [])]
+        names = [entry.get("id") for entry in served.get("data", [])]
         if self.model not in names:
-            raise UserError(f"{ARGS}.model is {self.model}, but {self.url} serves {', '.join(map(str, names))}. Name "
-                            "one of these, or start it with this model.")
+            raise UserError(f"{ARGS}.model is {self.model}, but {self.url} serves {', '.join(map(str, names))}. Set "
+                            "one of these, or start the server with this model.")
         self._check_logprobs()
 
     def _check_logprobs(self) -> None:
-        """Raise UserError if the temperature is left out of log-probabilities, as vLLM does unless told otherwise."""
-        def likeliest(temperature: float) -> dict[str, float]:
-            """Log-probabilities of some tokens that may follow a token."""
+        """Raise UserError if log-probabilities ignore the temperature, which is vLLM's default."""
+        def request_top_logprobs(temperature: float) -> dict[str, float]:
+            """Return log-probabilities of a few tokens that may follow token 1."""
             choice = self._choice({"model": self.model, "prompt": [1], "logprobs": 5,
-                                   "return_tokens_as_token_ids": True, **_sampling(0, temperature, 1, [])})
+                                   "return_tokens_as_token_ids": True, **_sampling_settings(0, temperature, 1, [])})
             return ((choice.get("logprobs") or {}).get("top_logprobs") or [None])[0] or {}
 
-        plain, flat = likeliest(1.0), likeliest(2.0)
-        both = plain.keys() & flat.keys()
-        if len(both) < 2:
-            raise UserError(f"{self.url} returns no log-probabilities of likely tokens. Start it with --max-logprobs 5 "
-                            "or more, or with a newer vLLM.")
-        # Their differences are half as large at twice the temperature.
-        at_one, at_two = (max(found[token] for token in both) - min(found[token] for token in both)
-                          for found in (plain, flat))
-        if SEEN < at_one < 1.5 * at_two:
+        at_one, at_two = request_top_logprobs(1.0), request_top_logprobs(2.0)
+        shared = at_one.keys() & at_two.keys()
+        if len(shared) < 2:
+            raise UserError(f"{self.url} returns no log-probabilities of the top tokens. Start it with --max-logprobs "
+                            "5 or more, or install a newer vLLM.")
+        # Differences of log-probabilities halve when the temperature doubles.
+        spread, halved = (max(logprobs[token] for token in shared) - min(logprobs[token] for token in shared)
+                          for logprobs in (at_one, at_two))
+        if MIN_SPREAD < spread < 1.5 * halved:
             raise UserError(f"{self.url} returns log-probabilities without the temperature. Start it with "
                             "--logprobs-mode processed_logprobs.")
 
@@ -101,7 +101,7 @@ class VLLMServer(RolloutServer):
         if not _is_adapter(folder):
             self._post(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": path},
                                 "timeout": self.update_timeout})
-            # Keys and values of the old weights; without the flag they stay while anything runs.
+            # Removes keys and values of the old weights; without the flag they stay while a request runs.
             self._post(f"{RESET_CACHE}?reset_running_requests=true", {})
             return
         name = f"{next(self._names)}-step={step}"
@@ -114,18 +114,19 @@ class VLLMServer(RolloutServer):
              ends: Sequence[int]) -> list[SampledAnswer]:
         def answer(prompt: Sequence[int], seed: int) -> SampledAnswer:
             ids = [int(token) for token in prompt]
-            # A request has one seed, so it is for one answer.
+            # A request has one seed, so it samples one answer.
+            settings = _sampling_settings(seed, temperature, max_new_tokens, ends)
             choice = self._choice({"model": self._adapter or self.model, "prompt": ids, "logprobs": 0,
-                                   "return_token_ids": True, **_sampling(seed, temperature, max_new_tokens, ends)})
+                                   "return_token_ids": True, **settings})
             if choice.get("prompt_token_ids", ids) != ids:
-                raise UserError(f"{self.url} answered another prompt than it was given.")
+                raise UserError(f"{self.url} answered another prompt than it was sent. {CHECK_PROGRAM}")
             logps = (choice.get("logprobs") or {}).get("token_logprobs")
             return _read_answer(self.url, choice.get("token_ids"), logps, choice.get("finish_reason"), max_new_tokens,
                                 ends)
 
         pool = ThreadPoolExecutor(self.concurrency)
         try:
-            return list(pool.map(lambda each: answer(*each), zip(prompts, seeds, strict=True)))
+            return list(pool.map(lambda request: answer(*request), zip(prompts, seeds, strict=True)))
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -134,25 +135,25 @@ class VLLMServer(RolloutServer):
             return
         try:
             self._post(UNLOAD_ADAPTER, {"lora_name": self._adapter})
-        except UserError as error:  # what was trained does not depend on it
-            warn(f"The last adapter stays loaded: {error}")
+        except UserError as error:  # the trained model does not depend on it
+            warn(f"The server keeps the last adapter loaded: {error}")
         self._adapter = None
 
     def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
-        found = self._json("/v1/completions", body, self.timeout, self.retries)
-        if not (isinstance(found, dict) and found.get("choices")):
-            raise UserError(f"{self.url} returned no answer to a request for one. Is it a server of vLLM?")
-        return found["choices"][0]
+        reply = self._json("/v1/completions", body, self.timeout, self.retries)
+        if not (isinstance(reply, dict) and reply.get("choices")):
+            raise UserError(f"{self.url} did not return an answer. {CHECK_PROGRAM}")
+        return reply["choices"][0]
 
     def _json(self, path: str, body: dict[str, Any] | None = None, timeout: float = 0.0, retries: int = 0) -> Any:
-        found = self._ask(path, body, timeout, retries)
+        reply = self._ask(path, body, timeout, retries)
         try:
-            return json.loads(found)
+            return json.loads(reply)
         except ValueError as error:
-            raise UserError(f"{self.url}{path} did not return JSON ({error}). Is it a server of vLLM?") from error
+            raise UserError(f"{self.url}{path} did not return JSON ({error}). {CHECK_PROGRAM}") from error
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        # Not repeated: a request may have succeeded although its answer was lost.
+        # Not retried, as the request may have succeeded although its reply was lost.
         self._ask(path, body, self.update_timeout, retries=0)
 
     def _ask(self, path: str, body: dict[str, Any] | None, timeout: float, retries: int) -> bytes:
@@ -165,10 +166,10 @@ class VLLMServer(RolloutServer):
                 with urllib.request.urlopen(request, timeout=timeout) as response:
                     return response.read()
             except urllib.error.HTTPError as error:
-                if error.code not in TRY_AGAIN or attempt == retries:
-                    raise UserError(f"{self.url}{path} refused a request with status {error.code}: "
-                                    f"{_message(error)}. {self._remedy(path, error.code)}") from error
-            except (OSError, http.client.HTTPException) as error:  # the connection, or the time is over
+                if error.code not in RETRIED or attempt == retries:
+                    raise UserError(f"{self.url}{path} rejected a request with status {error.code}: "
+                                    f"{_read_message(error)}. {self._remedy(path, error.code)}") from error
+            except (OSError, http.client.HTTPException) as error:  # no connection, or a timeout
                 if attempt == retries:
                     raise UserError(f"{self.url} does not answer ({one_line(error) or type(error).__name__}; attempt "
                                     f"{attempt + 1}, of up to {timeout:g} seconds). Start it with vllm serve (docs/"
@@ -179,17 +180,17 @@ class VLLMServer(RolloutServer):
     def _remedy(self, path: str, status: int) -> str:
         if status in (401, 403):
             return "Set its API key in the environment variable VLLM_API_KEY."
-        return HINTS.get(path.partition("?")[0], "Its own log says more") + "."
+        return HINTS.get(path.partition("?")[0], "See its own log") + "."
 
 
 def _is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file()
 
 
-def _sampling(seed: int, temperature: float, max_new_tokens: int, ends: Sequence[int]) -> dict[str, Any]:
-    """Settings of vLLM that draw from the model's own distribution.
+def _sampling_settings(seed: int, temperature: float, max_new_tokens: int, ends: Sequence[int]) -> dict[str, Any]:
+    """Return vLLM settings that sample from the model's unchanged distribution.
 
-    Each is given, as a server takes what is missing from the model's generation_config.json, end tokens included.
+    All are set, as the server takes missing ones, end tokens included, from the model's generation_config.json.
     """
     return {"seed": int(seed), "temperature": temperature, "max_tokens": max_new_tokens, "ignore_eos": True,
             "stop_token_ids": [int(token) for token in ends], "top_p": 1.0, "top_k": 0, "min_p": 0.0,
@@ -198,28 +199,28 @@ def _sampling(seed: int, temperature: float, max_new_tokens: int, ends: Sequence
 
 def _read_answer(source: str, tokens: Sequence[int] | None, logps: Sequence[float | None] | None, reason: str | None,
                  max_new_tokens: int, ends: Sequence[int]) -> SampledAnswer:
-    """Return an answer as it came. Raises UserError if anything is missing from it."""
+    """Return the answer in a reply. Raises UserError if anything is missing."""
     if not tokens:
-        raise UserError(f"{source} returned no token ids of an answer. It must be vLLM 0.11 or later.")
+        raise UserError(f"{source} returned an answer without token ids. Install vLLM 0.11 or later there.")
     if logps is None or len(logps) != len(tokens) or any(logp is None or math.isnan(logp) for logp in logps):
-        raise UserError(f"{source} returned no log-probabilities of some tokens that it drew. If it has them for "
-                        "others, its weights or their precision lead to numbers that are not finite.")
+        raise UserError(f"{source} returned sampled tokens without log-probabilities. If others have one, check "
+                        "its weights and precision, which may lead to numbers that are not finite.")
     ended = tokens[-1] in ends
     if not ended and not (reason == "length" and len(tokens) == max_new_tokens):
-        raise UserError(f"{source} broke off an answer after {len(tokens)} of up to {max_new_tokens} tokens, with "
-                        f"reason {reason}. Its --max-model-len must hold prompt and answer.")
+        raise UserError(f"{source} ended an answer after {len(tokens)} of up to {max_new_tokens} tokens, with "
+                        f"reason {reason}. Start it with a --max-model-len that covers prompt and answer.")
     entropies = np.full(len(tokens), np.nan, np.float32)
     return SampledAnswer(np.array(tokens, np.int32), np.array(logps, np.float32), entropies, ended)
 
 
-def _message(error: urllib.error.HTTPError) -> str:
-    """The words of a refusal: vLLM's errors are JSON, those of a proxy are not."""
+def _read_message(error: urllib.error.HTTPError) -> str:
+    """Return the text of an error reply, which is JSON from vLLM but may be anything from a proxy."""
     text = error.read().decode(errors="replace")
     try:
-        found = json.loads(text)
-        while isinstance(found, dict):
-            found = next((found[key] for key in ("error", "message", "detail") if key in found), str(found))
-        text = str(found)
+        value = json.loads(text)
+        while isinstance(value, dict):
+            value = next((value[key] for key in ("error", "message", "detail") if key in value), str(value))
+        text = str(value)
     except ValueError:
         pass
     return " ".join(text.split())[:500].rstrip(".") or error.reason

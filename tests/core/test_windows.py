@@ -130,4 +130,4 @@ def test_a_lock_is_waited_for_without_fcntl(tmp_path):
 
 def test_windows_is_told_that_it_cannot_score_answers():
     done = subprocess.run([sys.executable, "-c", SCORE], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.strip().endswith("train in WSL 2 there")
+    assert done.returncode == 1 and done.stderr.strip().endswith("Train in WSL 2")

@@ -94,14 +94,14 @@ def test_a_run_with_an_environment(written, straight, model, engine):
     for group, answer, row in found:
         assert "[add]" in tokenizer.decode(group.ids) and not answer.reasons
         said = [turn.partition("</said>")[0] for turn in tokenizer.decode(answer.tokens).split("<said>")[1:]]
-        told = tokenizer.decode(answer.tokens[~answer.drawn]).split("<said>")[1:]
+        told = tokenizer.decode(answer.tokens[~answer.is_sampled]).split("<said>")[1:]
         assert said == [turn.partition("</said>")[0] for turn in told]
         # Each call is answered by the sum so far, and the reward is of what was called.
         numbers = [int(text) for text in said if text.isdigit()]
         assert numbers == list(range(1, len(numbers) + 1)) or answer.tools["failures"]
         assert answer.rewards["environment"] in (0.0, 0.5, 1.0)
-        assert ((row.labels[len(group.ids) :] != IGNORED) == answer.drawn).all() and len(answer.tokens) <= 120
-        assert not answer.columns["old_logps"][~answer.drawn].any()
+        assert ((row.labels[len(group.ids) :] != IGNORED) == answer.is_sampled).all() and len(answer.tokens) <= 120
+        assert not answer.columns["old_logps"][~answer.is_sampled].any()
         np.testing.assert_allclose(answer.columns["old_logps"], answer.logps, atol=2e-4)
     steps = rows(run, TIMES)
     assert all(row["train/tool_calls"] > 0 for row in steps if "train/reward" in row)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmmods.rollouts.advantages import advantages, spread
+from lmmods.rollouts.advantages import compute_advantages, has_spread
 
 NAN = np.nan
 
@@ -17,7 +17,7 @@ def test_advantages_by_hand(scale, variances):
     wanted = np.array([[-0.5, 0.5, 0.5, -0.5], [-3, -1, 1, 3]])
     if variances:
         wanted /= np.sqrt(variances)[:, None] + 1e-4
-    found = advantages(rewards, scale)
+    found = compute_advantages(rewards, scale)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, np.float32(wanted))
 
@@ -30,7 +30,7 @@ def test_a_missing_reward_is_left_out_of_means_and_has_no_advantage(scale):
     wanted = np.zeros((4, 4))
     wanted[0, [0, 2]] = np.array([-1, 1]) / std[0]
     wanted[1, [0, 1, 3]] = np.array([-2, 0, 2]) / std[1]
-    np.testing.assert_array_equal(advantages(rewards, scale), np.float32(wanted))
+    np.testing.assert_array_equal(compute_advantages(rewards, scale), np.float32(wanted))
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -38,20 +38,20 @@ def test_equal_rewards_have_no_advantage_at_all(scale):
     """Not even that of the rounding of their mean: 3 * 0.1 / 3 is not 0.1."""
     assert np.mean([0.1] * 3) != 0.1
     rewards = np.array([[0.1, 0.1, 0.1, NAN], [0, 1, 2, 3]])
-    assert (advantages(rewards, scale)[0] == 0).all() and (advantages(rewards, scale)[1] != 0).all()
-    np.testing.assert_array_equal(advantages(rewards[:1], scale), np.zeros((1, 4)))
+    assert (compute_advantages(rewards, scale)[0] == 0).all() and (compute_advantages(rewards, scale)[1] != 0).all()
+    np.testing.assert_array_equal(compute_advantages(rewards[:1], scale), np.zeros((1, 4)))
 
 
 @pytest.mark.filterwarnings("error")
 def test_no_reward_at_all_is_no_mistake():
     for scale in ("group", "batch", "none"):
         for rewards in (np.full((2, 3), NAN), np.zeros((0, 3))):
-            np.testing.assert_array_equal(advantages(rewards, scale), np.zeros_like(rewards))
+            np.testing.assert_array_equal(compute_advantages(rewards, scale), np.zeros_like(rewards))
 
 
 def test_which_prompts_have_rewards_that_differ():
     rewards = np.array([[1, 1, 1], [1, 1, 2], [NAN, 1, 1], [NAN, 1, 2], [NAN, NAN, 2], [NAN] * 3, [-1, 0, 1]])
-    np.testing.assert_array_equal(spread(rewards), [False, True, False, True, False, False, True])
+    np.testing.assert_array_equal(has_spread(rewards), [False, True, False, True, False, False, True])
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -67,4 +67,4 @@ def test_advantages_are_those_of_trl(scale):
     std = trl.nanstd(given) if scale == "batch" else trl.nanstd(given, dim=1, keepdim=True)
     found = given - given.nanmean(dim=1, keepdim=True)
     wanted = (found if scale == "none" else found / (std + 1e-4)).nan_to_num(nan=0.0)
-    np.testing.assert_allclose(advantages(rewards, scale), wanted, rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(compute_advantages(rewards, scale), wanted, rtol=1e-6, atol=1e-12)

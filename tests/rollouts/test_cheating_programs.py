@@ -28,7 +28,7 @@ needs_landlock = pytest.mark.skipif(not has_landlock(), reason="needs Landlock")
 
 
 def share(program: str, tests, seconds: float = 20) -> float:
-    return code_tests.share_passed(program, tests, seconds, count_all=True)
+    return code_tests.run_tests(program, tests, seconds, count_all=True)
 
 
 WRITES = """
@@ -287,7 +287,7 @@ def test_the_judge_alone_knows_the_literals():
 
 
 @pytest.mark.parametrize(("test", "message"), [
-    ("def check(candidate):\n    assert candidate(1) == 1", "only defines functions or variables; call what it def"),
+    ("def check(candidate):\n    assert candidate(1) == 1", "only defines functions or variables. Call them"),
     ('"""Doc."""\nimport math\nMETADATA = {"author": "x"}\ndef check(f): assert f(1)', "only defines"),
     ("# nothing", "only defines"), ("x = 1\nassert x ==", "a test is not Python code: line 2: invalid syntax"),
     ("print 1", "a test is not Python code: line 1: Missing parentheses"), ("a\0", "null bytes"),

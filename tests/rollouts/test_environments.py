@@ -9,7 +9,7 @@ from transformers.utils import get_json_schema
 
 from lmmods.core.errors import UserError
 from lmmods.recipe.trust import ForeignCode, trusting
-from lmmods.rollouts.environments import LONGEST, Environments, Facts, Reply, Request
+from lmmods.rollouts.environments import MAX_CHARACTERS, Environments, Facts, Reply, Request
 from tests.rollouts import hostile_environments as hostile
 from tests.rollouts.test_reward_processes import all_end
 
@@ -47,7 +47,7 @@ def misbehaving(counters: Environments, how: str) -> tuple[Reply, Reply | None]:
 @pytest.mark.parametrize("name", ["Counter", "factory"])
 def test_methods_are_tools(name):
     with environments(name) as made:
-        facts = made.facts()
+        facts = made.read_facts()
     counter = hostile.Counter()
     assert facts == Facts([get_json_schema(each) for each in (counter.add, counter.later, counter.misbehave)], True)
 
@@ -58,11 +58,11 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
     (tmp_path / "warehouse.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     with trusting(True), Environments("warehouse.Warehouse", 20.0, 1) as made:
-        facts = made.facts()
+        facts = made.read_facts()
         replies = asked(made, ("reset", {"stock": {"nails": 3}, "wanted": ["nails", 2], "prompt": "Sell."}),
                         ("count", {"item": "nails"}), ("sell", {"item": "nails", "number": 2}), ("get_reward", {}),
                         ("count", {"item": "screws"}))
-    assert [tool["function"]["name"] for tool in facts.tools] == ["count", "sell"] and facts.scores
+    assert [tool["function"]["name"] for tool in facts.tools] == ["count", "sell"] and facts.gives_reward
     assert replies == [Reply(), Reply("3"), Reply("sold"), Reply(1.0), Reply(error="KeyError: 'screws'")]
 
 
@@ -73,20 +73,20 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
     ("broken_factory", "OSError: no display")])
 def test_what_is_no_environment_is_refused(name, message):
     with environments(name) as made, pytest.raises(UserError) as caught:
-        made.facts()
+        made.read_facts()
     assert str(caught.value) == f"model.environment: {PATH}.{name}: {message}"
 
 
 @pytest.mark.slow
 def test_an_environment_may_have_neither_tools_nor_a_reward():
     with environments("Silent") as made:
-        assert made.facts() == Facts([], False)
+        assert made.read_facts() == Facts([], False)
 
 
 @pytest.mark.parametrize(("path", "message"), [
     ("tests.rollouts.nowhere.A", "cannot be imported: ModuleNotFoundError: No module named 'tests.rollouts.nowhere'"),
     (f"{PATH}.Missing", f"cannot be imported: ImportError: {PATH} has no Missing"),
-    (f"{PATH}.NUMBER", "cannot be imported: TypeError: it is no class or function, but int")])
+    (f"{PATH}.NUMBER", "cannot be imported: TypeError: it is not a class or function, but int")])
 def test_a_wrong_path_is_refused(path, message):
     with trusting(True), pytest.raises(UserError) as caught:
         Environments(path, 1.0, 1)
@@ -145,7 +145,7 @@ def test_results_become_text(counters, how, value):
 
 def test_a_flood_is_cut(counters):
     flood = "flood " * 100_000
-    assert misbehaving(counters, "floods")[0] == Reply(flood[:LONGEST], left_out=len(flood) - LONGEST)
+    assert misbehaving(counters, "floods")[0] == Reply(flood[:MAX_CHARACTERS], num_left_out=len(flood) - MAX_CHARACTERS)
 
 
 def test_what_a_tool_starts_ends_with_its_environment(counters):
@@ -163,7 +163,7 @@ def test_wrong_arguments_are_told(counters):
     assert asked(counters, ("add", {"numbers": 1}))[0].error == (
         "TypeError: Counter.add() got an unexpected keyword argument 'numbers'")
     assert asked(counters, ("reset", {"hint": "raises"}))[0].error == "LookupError: no such hint"
-    assert asked(counters, ("reset", {"hint": 3}))[0].error == "reset returned int, but must return a text or None"
+    assert asked(counters, ("reset", {"hint": 3}))[0].error == "reset returned int, but must return a string or None"
 
 
 def test_many_share_few_calls_at_once():
@@ -186,5 +186,5 @@ def test_none_is_left_when_the_trainer_is_interrupted(monkeypatch):
 def test_the_end_of_the_first_process_is_told():
     with environments() as counters:
         os.kill(counters.pids[0], 9)
-        with pytest.raises(UserError, match=r"ended its process by signal 9 \(Killed\), of which all environments are"):
+        with pytest.raises(UserError, match=r"ended its process by signal 9 \(Killed\), so no environment can start"):
             counters.ask({0: [Request("add", {"number": 1})]})

@@ -106,7 +106,7 @@ def test_rows_of_answers(made):
         if len(set(rewards)) > 1:
             wanted = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-4)
             np.testing.assert_allclose(group.advantages, wanted, rtol=1e-6)
-    groups = {group.prompt: group for group in rollout.groups}
+    groups = {group.prompt_index: group for group in rollout.groups}
     moved = [item for item in items if item["advantages"]]
     assert moved and len(moved) < len(items)
     for item in moved:
@@ -126,7 +126,7 @@ def test_answers_that_are_cut_off_may_be_left_out(made):
     given = made(mask_truncated=True)
     _, items = begun(given)
     rollout = read_rollout(given.folder.rollouts, "step=0")
-    ended = {group.prompt * 4 + number: answer.ended for group in rollout.groups
+    ended = {group.prompt_index * 4 + number: answer.ended for group in rollout.groups
              for number, answer in enumerate(group.answers)}
     assert False in ended.values()
     for item in items:
@@ -136,7 +136,7 @@ def test_answers_that_are_cut_off_may_be_left_out(made):
 
 def test_missing_rewards_are_stored_with_their_reason(made, capsys):
     given = made(rewards=[{"name": "exact_match"}, {"name": "contains", "column": "nothing"}])
-    with pytest.raises(UserError, match=r"None of the 8 answers that were drawn at step 0 has a reward.*: contains: "
+    with pytest.raises(UserError, match=r"None of the 8 answers sampled at step 0 has a reward.*: contains: "
                        r"the row has no column nothing \(8 answers\).*step=0.jsonl"):
         begun(given)
     answers = [json.loads(line) for line in (given.folder.rollouts / "step=0.jsonl").read_text().splitlines()]
@@ -149,7 +149,7 @@ def test_missing_rewards_are_stored_with_their_reason(made, capsys):
     assert all((item["labels"] == IGNORED).all() and item["idle_weight"] == 0 for item in items)
     # An evaluation ends nothing, but says so.
     assert "reward" not in given.maker.evaluate("val", [0, 1])[0]
-    assert "None of the 2 answers to the prompts of val has a reward: contains: the row has no column nothing (2 " \
+    assert "None of the 2 answers to the val prompts has a reward: contains: the row has no column nothing (2 " \
            "answers)" in capsys.readouterr().out
 
 
@@ -166,8 +166,8 @@ def test_equal_rewards_are_said_once(made, capsys):
         given.state.step = step
         _, items = begun(given)
         assert not any(item["advantages"] for item in items) and given.told[-1]["train/groups_without_spread"] == 1
-    assert capsys.readouterr().out.count("Nothing is learned from the answers drawn at step 0: all answers to a prompt "
-                                         "have the same reward.") == 1
+    assert capsys.readouterr().out.count("Nothing is learned from the answers sampled at step 0: all answers to a "
+                                         "prompt have the same reward;") == 1
     begun(made())
     assert "Nothing is learned" not in capsys.readouterr().out
     # With a divergence there is something to learn; where only answers with an end count, there may be nothing.
@@ -178,7 +178,7 @@ def test_equal_rewards_are_said_once(made, capsys):
     assert "Nothing is learned" not in capsys.readouterr().out
     given.maker._policy.ends = False
     begun(given)
-    assert "step 0: model.mask_truncated leaves out all that are better or worse" in capsys.readouterr().out
+    assert "step 0: model.mask_truncated drops every answer that is better or worse" in capsys.readouterr().out
 
 
 def test_draws_differ_between_steps_prompts_and_samples(made):
@@ -195,7 +195,7 @@ def test_prompts_without_spread_are_replaced_by_a_rule(made):
     given = made(rows=32, dynamic_sampling=3)
     _, items = begun(given)
     rollout = read_rollout(given.folder.rollouts, "step=0")
-    prompts = [group.prompt for group in rollout.groups]
+    prompts = [group.prompt_index for group in rollout.groups]
     # The answers of a prompt are all equal in one case of eight, so that some prompt of so many rollouts is replaced.
     step = 0
     while not rollout.replaced and step < 30:
@@ -203,7 +203,7 @@ def test_prompts_without_spread_are_replaced_by_a_rule(made):
         given.state.step = step
         begun(given)
         rollout = read_rollout(given.folder.rollouts, f"step={step}")
-        prompts = [group.prompt for group in rollout.groups]
+        prompts = [group.prompt_index for group in rollout.groups]
     assert rollout.replaced and len(set(prompts + rollout.replaced)) == len(prompts) + len(rollout.replaced)
     assert all(np.ptp(group.rewards) > 0 for group in rollout.groups)
     assert given.told[-1]["train/replaced_prompts"] == len(rollout.replaced)
@@ -264,14 +264,14 @@ def test_damaged_and_missing_rollouts_are_named(made):
     with pytest.raises(UserError, match=r"step=0.safetensors is damaged"):
         begun(given, row=1, name="step=0")
     path.unlink()
-    with pytest.raises(UserError, match=r"step=0.safetensors is missing, and the checkpoint lies inside"):
+    with pytest.raises(UserError, match=r"step=0.safetensors is missing, but the checkpoint is inside"):
         begun(given, row=1, name="step=0")
 
 
 def test_a_rollout_of_other_prompts_is_refused(made):
     given = made(rows=12)
     begun(given)
-    with pytest.raises(UserError, match="is of other prompts"):
+    with pytest.raises(UserError, match="has other prompts than the checkpoint"):
         begun(given, row=9, name="step=0")
 
 
@@ -288,8 +288,8 @@ def test_steps_that_are_not_of_whole_prompts_are_refused(llama_folder):
     def task(**settings):
         return GRPOFields(pretrained=str(llama_folder), rewards=[{"name": "exact_match"}], **settings)
 
-    with pytest.raises(UserError, match="has 12 answers .* no multiple of model.num_generations 8"):
+    with pytest.raises(UserError, match="has 12 answers .* not a multiple of model.num_generations 8"):
         plan_of(task(), True, 0)(10, 12)
-    with pytest.raises(UserError, match="prompts_per_step 4 .* are 32 answers in a step, but .* come to 16"):
+    with pytest.raises(UserError, match="prompts_per_step 4 .* is 32 answers per step, but .* is 16"):
         plan_of(task(prompts_per_step=4), True, 0)(10, 16)
     assert plan_of(task(prompts_per_step=2), True, 0)(10, 16).rows_per_step == 16

@@ -108,8 +108,8 @@ def test_a_call_with_many_answers_has_the_time_of_all(rewards_of):
 def test_values_that_are_no_rewards(rewards_of):
     values, reasons = scored(rewards_of("values"), "nan", "inf", "none", "text", "huge", "list", "true", "negative", "")
     assert values == [None, None, None, None, None, None, 1, -2, 1]
-    assert reasons == ["returned nan", "returned inf", None, "returned '1.0', which is no number", "returned 1e+300",
-                       "returned list, which is no number", None, None, None]
+    assert reasons == ["returned nan", "returned inf", None, "returned '1.0', which is not a number", "returned 1e+300",
+                       "returned list, which is not a number", None, None, None]
 
 
 @pytest.mark.parametrize(("name", "reason"), [
@@ -183,7 +183,7 @@ def test_functions_need_trust(noted):
 @pytest.mark.parametrize(("path", "message"), [
     (f"{HOSTILE}.lenght", r"rewards\[0\].function: .* cannot be loaded: ImportError: .*has no lenght"),
     ("tests.rollouts.no_such.length", "ModuleNotFoundError: No module named"),
-    (f"{HOSTILE}.not_callable", "TypeError: .* is no function, but int"),
+    (f"{HOSTILE}.not_callable", "TypeError: .* is not a function, but int"),
 ])
 def test_functions_are_imported_at_the_start(path, message):
     with trusting(True), pytest.raises(UserError, match=message):

@@ -13,8 +13,8 @@ from lmmods.core.errors import UserError
 from lmmods.data.grpo import Prompt
 from lmmods.recipe.rewards import read_rewards
 from lmmods.rollouts import code_tests
-from lmmods.rollouts.named_rewards import NamedScorer, Text, Unscorable, wanted_by
-from lmmods.rollouts.rewards import LOOKED_AT, RewardInput, Rewards, check_prompts, total
+from lmmods.rollouts.named_rewards import NamedScorer, Text, Unscorable, read_expected
+from lmmods.rollouts.rewards import MAX_CHECKED_ROWS, RewardInput, Rewards, check_prompts, sum_rewards
 
 NAN = np.nan
 
@@ -133,7 +133,7 @@ def test_math_is_the_accuracy_of_trl_where_answers_are_boxed():
 
 def test_math_needs_an_expression_to_compare_with():
     pytest.importorskip("math_verify")
-    with pytest.raises(Unscorable, match=r"the right answer '\$\$' is no mathematical expression"):
+    with pytest.raises(Unscorable, match=r"the right answer '\$\$' is not a mathematical expression"):
         reward("1", ["$$"], name="math")
 
 
@@ -148,7 +148,7 @@ def test_math_needs_an_expression_to_compare_with():
     ({"name": "contains", "text": "t"}, {}, None, ["t"]), ({"name": "regex", "pattern": "a"}, {}, None, None),
     ({"name": "code"}, {"tests": ["assert 1"]}, None, ["assert 1"])])
 def test_what_a_reward_needs(options, row, reference, wanted):
-    assert wanted_by(read_rewards([options])[0], row, reference) == wanted
+    assert read_expected(read_rewards([options])[0], row, reference) == wanted
 
 
 @pytest.mark.parametrize(("options", "row", "reason"), [
@@ -156,13 +156,13 @@ def test_what_a_reward_needs(options, row, reference, wanted):
     ({"name": "math", "column": "b"}, {"a": "x"}, "the row has no column b"),
     ({"name": "exact_match", "column": "a"}, {"a": None}, "column a is empty"),
     ({"name": "exact_match", "column": "a"}, {"a": []},
-     "column a is an empty list, but must be a text, a number or a list of these"),
+     "column a is an empty list, but must be a string, a number or a list of these"),
     ({"name": "contains", "column": "a"}, {"a": {"x": 1}}, "column a is dict, but must be"),
     ({"name": "f1", "column": "a"}, {"a": True}, "column a is bool, but must be"),
     ({"name": "code"}, {}, "the row has no column tests")])
 def test_a_row_without_what_a_reward_needs(options, row, reason):
     with pytest.raises(Unscorable, match=reason):
-        wanted_by(read_rewards([options])[0], row, None)
+        read_expected(read_rewards([options])[0], row, None)
 
 
 # Programs -------------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ ADD = "def add(a, b):\n    return a + b"
     (ADD, ADD), ("```python\nx = 1\n```\nor\n```\nx = 2\n```\nDone.", "x = 2\n"), ("```py\nx = 1", "```py\nx = 1"),
     ("So:\n  ```python\n  x = 1\n  ```", "  x = 1\n")])
 def test_the_program_of_an_answer(text, program):
-    assert code_tests.program_in(text) == program
+    assert code_tests.extract_program(text) == program
 
 
 @pytest.mark.parametrize(("text", "tests", "share"), [
@@ -194,7 +194,7 @@ def test_the_program_of_an_answer(text, program):
     ("import os, signal; os.kill(os.getppid(), signal.SIGTERM)", ["assert False"], 0),
     ("import lmmods_tests_of_nothing", ["assert True"], 0)])
 def test_programs(text, tests, share):
-    assert code_tests.share_passed(text, tests, 20, count_all=True) == pytest.approx(share)
+    assert code_tests.run_tests(text, tests, 20, count_all=True) == pytest.approx(share)
     assert reward(text, tests, name="code", timeout=20) == float(share == 1)
 
 
@@ -208,12 +208,12 @@ def test_a_share_of_tests_may_be_the_reward():
     "while True: print('a' * 10 ** 6)", "input()"])
 def test_programs_that_do_not_end(program):
     start = time.monotonic()
-    assert code_tests.share_passed(program, ["assert True"] * 3, 0.3, count_all=True) == 0
+    assert code_tests.run_tests(program, ["assert True"] * 3, 0.3, count_all=True) == 0
     assert time.monotonic() - start < 3
 
 
 MARKED = "lmmods-test-of-forks"
-needs_isolation = pytest.mark.skipif(not code_tests.isolates(), reason="needs namespaces of Linux")
+needs_isolation = pytest.mark.skipif(not code_tests.can_isolate(), reason="needs namespaces of Linux")
 
 
 @needs_isolation
@@ -228,7 +228,7 @@ def start():
     return subprocess.Popen([sys.executable, "-c", code, {MARKED!r}], start_new_session=True, stdout=subprocess.PIPE,
                             text=True)
 """
-    assert code_tests.share_passed(program, ["assert start().stdout.readline() == 'up\\n'"], 20, count_all=True) == 1
+    assert code_tests.run_tests(program, ["assert start().stdout.readline() == 'up\\n'"], 20, count_all=True) == 1
     deadline = time.monotonic() + 5
     while marked() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -242,24 +242,25 @@ def test_a_program_has_no_network():
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=5)"
         assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-        assert code_tests.share_passed(program, ["assert True"], 20, count_all=True) == 0
+        assert code_tests.run_tests(program, ["assert True"], 20, count_all=True) == 0
 
 
 def test_a_program_sees_no_secrets(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     tests = ["import os\nassert 'HF_TOKEN' not in os.environ", "import os\nassert os.environ['HOME'] == os.getcwd()"]
-    assert code_tests.share_passed("pass", tests, 20, count_all=True) == 1
+    assert code_tests.run_tests("pass", tests, 20, count_all=True) == 1
 
 
 def test_sets_have_the_same_order_in_each_program():
     program = "print(''.join({'a', 'b', 'c', 'd', 'e'}))"
     text = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": "0"},
                           capture_output=True, text=True, check=True).stdout
-    assert code_tests.share_passed(program, {"inputs": [""], "outputs": [text]}, 20, count_all=True) == 1
+    assert code_tests.run_tests(program, {"inputs": [""], "outputs": [text]}, 20, count_all=True) == 1
 
 
 @pytest.mark.parametrize(("tests", "message"), [
-    ([], "there are no tests"), ("", "a test is ''"), ([1], "a test is 1, but must be Python code"), (3, "a test is 3"),
+    ([], "the list of tests is empty"), ("", "a test is ''"), ([1], "a test is 1, but must be Python code"),
+    (3, "a test is 3"),
     ({"inputs": ["a"]}, "must have inputs and outputs"), ({"inputs": ["a"], "outputs": []}, "of the same length"),
     ({"fn_name": "f", "inputs": [[1]], "outputs": [2]}, "fn_name are not supported")])
 def test_tests_that_are_none(tests, message):
@@ -298,16 +299,16 @@ def test_scores_have_the_order_of_the_answers_and_reasons(processes):
         assert len(rewards.pids) == processes
         values, reasons = rewards.score([])
         assert values.shape == (0, 5) and reasons == []
-        assert total(values, rewards.weights, reasons, rewards.names).shape == (0,)
+        assert sum_rewards(values, rewards.weights, reasons, rewards.names).shape == (0,)
 
 
 def test_totals():
     values = np.array([[1, 2], [NAN, 2], [NAN, NAN], [1, NAN], [0.25, -1]], np.float32)
     late = "took longer than 1 s"
     reasons = [{}, {}, {}, {"b": late}, {"a": late}]  # the last one has a value all the same
-    sums = total(values, np.array([1, 0.5]), reasons, ["a", "b"])
+    sums = sum_rewards(values, np.array([1, 0.5]), reasons, ["a", "b"])
     assert np.array_equal(sums, [2, 1, NAN, NAN, -0.25], equal_nan=True)
-    assert np.isnan(total(values, np.array([1, 0.5]), [{"environment": late}] * 5, ["a", "b"])).all()
+    assert np.isnan(sum_rewards(values, np.array([1, 0.5]), [{"environment": late}] * 5, ["a", "b"])).all()
 
 
 def test_a_reward_model_scores_by_the_function_it_is_given():
@@ -339,14 +340,14 @@ def prompts_of(*rows: dict, reference: str | None = None) -> list[Prompt]:
 
 @pytest.mark.parametrize(("options", "prompts", "message"), [
     ({"name": "exact_match", "column": "anwser"}, prompts_of({"answer": "1", "text": "a"}),
-     "model.rewards[0]: exact_match cannot score an answer to any of the 1 rows of data.source: the row has no column "
-     "anwser. Name another one. The columns are answer, text. Did you mean answer?"),
+     "model.rewards[0]: exact_match cannot score answers to any of the 1 rows of data.source: the row has no column "
+     "anwser. Set another column. The columns are answer, text. Did you mean answer?"),
     ({"name": "f1"}, prompts_of({"answer": "1"}, {"answer": "2"}),
-     "model.rewards[0]: f1 cannot score an answer to any of the 2 rows of data.source: the row has no reference "
-     "answer. Name the column with the right answer, as column: NAME. The columns are answer."),
+     "model.rewards[0]: f1 cannot score answers to any of the 2 rows of data.source: the row has no reference "
+     "answer. Set column to the name of the column with the right answer. The columns are answer."),
     ({"name": "code"}, prompts_of({"tests": None}),
-     "model.rewards[0]: code cannot score an answer to any of the 1 rows of data.source: column tests is empty. Name "
-     "another one. The columns are tests.")])
+     "model.rewards[0]: code cannot score answers to any of the 1 rows of data.source: column tests is empty. Set "
+     "another column. The columns are tests.")])
 def test_a_reward_that_no_row_serves_is_refused(options, prompts, message):
     with pytest.raises(UserError) as error:
         check_prompts(read_rewards([options]), "data.source", prompts, True)
@@ -369,11 +370,11 @@ def test_rows_that_lack_what_a_reward_needs_are_counted(capsys):
 
 def test_only_the_first_of_many_rows_are_looked_through():
     rewards = read_rewards([{"name": "exact_match", "column": "a"}])
-    seen = []
-    check_prompts(rewards, "data.source", (seen.append(number) or prompt for number in range(3 * LOOKED_AT)
-                                           for prompt in prompts_of({"a": "1" if number == LOOKED_AT + 1 else None})),
-                  True)
-    assert len(seen) == LOOKED_AT + 3  # one more is taken to see that it is enough
+    read = []
+    check_prompts(rewards, "data.source",
+                  (read.append(index) or prompt for index in range(3 * MAX_CHECKED_ROWS)
+                   for prompt in prompts_of({"a": "1" if index == MAX_CHECKED_ROWS + 1 else None})), True)
+    assert len(read) == MAX_CHECKED_ROWS + 3  # one more is read to see that it is enough
 
 
 @pytest.mark.slow

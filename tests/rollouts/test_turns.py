@@ -15,7 +15,7 @@ from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.recipe.trust import trusting
 from lmmods.rollouts.maker import metrics
 from lmmods.rollouts.rollout import Answer, Group, Rollout, read_rollout
-from lmmods.rollouts.turns import FORM, UNKNOWN, Call, Turns, environment_facts, read_calls
+from lmmods.rollouts.turns import FORM, UNKNOWN, Call, Turns, read_calls, read_environment_facts
 from tests.rollouts import hostile_environments as hostile
 from tests.rollouts.chats_with_tools import END, TEMPLATE, ScriptedPolicy, prompts, with_tools
 
@@ -131,9 +131,9 @@ def test_a_conversation_has_the_ids_that_the_template_writes(talk):
     parts = np.split(label, np.flatnonzero(np.diff(label != IGNORED)) + 1)
     drawn = [found.data.tokenizer.decode(part) for part in parts if part[0] != IGNORED]
     assert drawn == [f"{text}{END}" for text in says]
-    assert (answer.logps[answer.drawn] < 0).all() and not answer.logps[~answer.drawn].any()
-    assert np.isnan(answer.entropies[~answer.drawn]).all() and (answer.entropies[answer.drawn] == 1).all()
-    assert answer.whole == found.text(0)
+    assert (answer.logps[answer.is_sampled] < 0).all() and not answer.logps[~answer.is_sampled].any()
+    assert np.isnan(answer.entropies[~answer.is_sampled]).all() and (answer.entropies[answer.is_sampled] == 1).all()
+    assert answer.full_text == found.text(0)
 
 
 def test_what_a_tool_says_is_never_a_control_token(talk):
@@ -166,7 +166,7 @@ def test_an_answer_is_cut_off_where_no_room_is_left(talk):
         [answer] = found.answers
         assert len(answer.tokens) <= limit and not answer.ended
         assert answer.rewards == {"environment": float(answer.tools["calls"] > 0)} and not answer.reasons
-    assert answer.text == "x" * len(answer.text) and answer.drawn[-1] and len(answer.tokens) == limit
+    assert answer.text == "x" * len(answer.text) and answer.is_sampled[-1] and len(answer.tokens) == limit
 
 
 def test_a_shorter_answer_has_all_its_room_beside_a_longer_one(talk):
@@ -223,7 +223,7 @@ def test_a_flood_is_cut_to_half_of_the_room(talk):
     kept, _, note = flood.rpartition("\n")
     assert kept and ("flood " * 99).startswith(kept) and one == "1"
     assert note == f"[{600_000 - len(kept)} characters left out]"
-    said, before = (~answer.drawn).sum(), answer.drawn.argmin()
+    said, before = (~answer.is_sampled).sum(), answer.is_sampled.argmin()
     assert (500 - before) // 2 - 3 <= said <= (500 - before) // 2
 
 
@@ -250,7 +250,7 @@ def test_an_answer_without_a_beginning_has_no_reward(talk, hint, reason):
 
 def test_the_answers_to_a_prompt_have_one_prompt(talk):
     found = talk(lambda turn, _: "Yes.", [{"hint": "pid"}], size=3)
-    other = {"environment": "reset said something else than for another answer to the prompt"}
+    other = {"environment": "reset returned another text than for an earlier answer to the prompt"}
     assert [answer.reasons for answer in found.answers] == [{}, other, other]
     assert " Pid: " in found.prompts[0].conversation.messages[-1]["content"]
 
@@ -280,7 +280,7 @@ def test_a_template_must_write_calls_in_a_known_way(tokenizer_folder, tmp_path):
     other = TEMPLATE.replace("<tool_call>", "<call>").replace("</tool_call>", "</call>")
     data = prompts(with_tools(tokenizer_folder, tmp_path / "tokenizer", other), tmp_path, [{}], TOOLS, 100)
     task = GRPOFields(config={"model_type": "llama"}, environment=PATH)
-    with pytest.raises(UserError, match=r"writes a call of one as '<call>\{.*of which nothing is known here"):
+    with pytest.raises(UserError, match=r"writes a tool call as '<call>\{.*which is not supported"):
         Turns(task, data, ScriptedPolicy(data.tokenizer, lambda *_: ""))
 
 
@@ -316,11 +316,11 @@ def test_rows_have_no_tools_of_their_own(folder, tmp_path):
 def test_something_must_give_a_reward():
     task = GRPOFields(config={"model_type": "llama"}, environment="tests.rollouts.hostile_environments.Silent")
     with trusting(True), pytest.raises(UserError, match="Silent has no method get_reward, and model.rewards is empty"):
-        environment_facts(task)
+        read_environment_facts(task)
     task = GRPOFields(config={"model_type": "llama"}, environment=PATH,
                       rewards=[{"name": "exact_match", "label": "environment"}])
-    with trusting(True), pytest.raises(UserError, match=r"model\.rewards\[0\] has the name environment"):
-        environment_facts(task)
+    with trusting(True), pytest.raises(UserError, match=r"model\.rewards\[0\] is named environment"):
+        read_environment_facts(task)
 
 
 def test_files_and_metrics(talk, tmp_path):
@@ -332,8 +332,8 @@ def test_files_and_metrics(talk, tmp_path):
     read = read_rollout(tmp_path, rollout.name)
     for group, other in zip(read.groups, groups, strict=True):
         for answer, wanted in zip(group.answers, other.answers, strict=True):
-            assert (answer.tools, answer.whole, answer.text) == (wanted.tools, wanted.whole, "Seen.")
-            assert np.array_equal(answer.drawn, wanted.drawn) and np.array_equal(answer.tokens, wanted.tokens)
+            assert (answer.tools, answer.full_text, answer.text) == (wanted.tools, wanted.full_text, "Seen.")
+            assert np.array_equal(answer.is_sampled, wanted.is_sampled) and np.array_equal(answer.tokens, wanted.tokens)
     line = json.loads((tmp_path / "step=3.jsonl").read_text().splitlines()[0])
     assert line["calls"] == 2 and line["failures"] == 1 and line["conversation"] == found.text(0)
     values = metrics(read)

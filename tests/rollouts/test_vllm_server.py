@@ -11,7 +11,7 @@ import pytest
 from lmmods.core.errors import UserError
 from lmmods.recipe.trust import ForeignCode, trusting
 from lmmods.rollouts import vllm
-from lmmods.rollouts.server import RolloutServer, read_server, sampler_weights
+from lmmods.rollouts.server import RolloutServer, importance_weights, read_server
 from lmmods.rollouts.vllm import VLLMServer
 
 END = 1
@@ -206,7 +206,7 @@ def test_a_server_that_stopped_keeps_no_run_from_ending(served, tmp_path, capsys
     client.update(tmp_path, 0)
     served.change = lambda path, reply: 500
     client.close()
-    assert "warning: The last adapter stays loaded" in capsys.readouterr().out
+    assert "warning: The server keeps the last adapter loaded" in capsys.readouterr().out
 
 
 def test_a_key_is_taken_from_the_environment(served, monkeypatch):
@@ -227,7 +227,7 @@ def test_a_server_of_the_model_passes(sharpness, served):
 
 
 def test_another_model_is_refused(served):
-    with pytest.raises(UserError, match="model is other, but http://127.0.0.1:.* serves demo. Name one of these"):
+    with pytest.raises(UserError, match="model is other, but http://127.0.0.1:.* serves demo. Set one of these"):
         VLLMServer(served.url, "other").check()
 
 
@@ -240,7 +240,7 @@ def test_log_probabilities_without_the_temperature_are_refused(sharpness, served
 
 def test_a_server_without_log_probabilities_is_refused(served):
     served.change = lambda path, reply: "choices" in reply and reply["choices"][0].update(logprobs=None) or None
-    with pytest.raises(UserError, match="returns no log-probabilities of likely tokens"):
+    with pytest.raises(UserError, match="returns no log-probabilities of the top tokens"):
         client_of(served).check()
 
 
@@ -261,7 +261,7 @@ def test_what_may_pass_is_tried_again(served, failure):
 
 
 @pytest.mark.parametrize(("failure", "message"), [
-    (500, "refused a request with status 500: made to fail. Its own log says more"),
+    (500, "rejected a request with status 500: made to fail. See its own log"),
     ("hang up", "does not answer .*attempt 3")])
 def test_tries_are_limited(served, failure, message):
     served.change = lambda path, reply: failure
@@ -296,27 +296,28 @@ def test_a_key_that_is_missing_is_named(served):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"token_ids": None}, "returned no token ids of an answer. It must be vLLM 0.11 or later"),
-    ({"token_ids": []}, "returned no token ids"),
-    ({"logprobs": None}, "returned no log-probabilities of some tokens"),
-    ({"logprobs": {"token_logprobs": [-1.0, None, -1.0]}}, "no log-probabilities of some tokens"),
+    ({"token_ids": None}, "returned an answer without token ids. Install vLLM 0.11"),
+    ({"token_ids": []}, "without token ids"),
+    ({"logprobs": None}, "tokens without log-probabilities"),
+    ({"logprobs": {"token_logprobs": [-1.0, None, -1.0]}}, "tokens without log-probabilities"),
     ({"logprobs": {"token_logprobs": [-1.0, float("nan"), -1.0]}}, "numbers that are not finite"),
-    ({"logprobs": {"token_logprobs": [-1.0]}}, "no log-probabilities of some tokens"),
-    ({"finish_reason": "abort", "token_ids": [5, 6, 7]}, "broke off .* after 3 of up to 5 tokens, with reason abort"),
-    ({"finish_reason": "length", "token_ids": [5, 6, 7]}, "Its --max-model-len must hold prompt and answer"),
+    ({"logprobs": {"token_logprobs": [-1.0]}}, "tokens without log-probabilities"),
+    ({"finish_reason": "abort", "token_ids": [5, 6, 7]}, "an answer after 3 of up to 5 tokens, with reason abort"),
+    ({"finish_reason": "length", "token_ids": [5, 6, 7]}, "a --max-model-len that covers prompt and answer"),
     ({"finish_reason": "stop", "token_ids": [5, 6, 7]}, "with reason stop"),
-    ({"prompt_token_ids": [0, 3, 4]}, "answered another prompt than it was given")])
+    ({"prompt_token_ids": [0, 3, 4]}, "answered another prompt than it was sent")])
 def test_an_answer_with_something_missing_is_refused(changes, message, served):
     served.change = lambda path, reply: reply["choices"][0].update(changes)
     with pytest.raises(UserError, match=message):
         draw(client_of(served), 1)
 
 
-@pytest.mark.parametrize(("text", "message"), [("<html>", "did not return JSON"), ("{}", "returned no answer"),
-                                               ('{"choices": []}', "returned no answer"), ("[]", "returned no answer")])
+@pytest.mark.parametrize(("text", "message"), [
+    ("<html>", "did not return JSON"), ("{}", "did not return an answer"),
+    ('{"choices": []}', "did not return an answer"), ("[]", "did not return an answer")])
 def test_another_program_is_refused(text, message, served):
     served.change = lambda path, reply: text
-    with pytest.raises(UserError, match=f"{message}.*Is it a server of vLLM"):
+    with pytest.raises(UserError, match=f"{message}.*Check that the address is a vLLM server"):
         draw(client_of(served), 1)
 
 
@@ -384,11 +385,11 @@ def test_weights_of_tokens_are_those_of_trl():
     own = rng.uniform(-5, 0, (4, 6)).astype(np.float32)
     sampler = own + rng.normal(0, 1, (4, 6)).astype(np.float32)
     sampler[0, 0] = -200  # a ratio that float32 does not hold
-    found = sampler_weights(own, sampler, 2.0)
+    found = importance_weights(own, sampler, 2.0)
     wanted = torch.clamp(torch.exp(torch.tensor(own) - torch.tensor(sampler)), max=2.0)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     assert found.dtype == np.float32 and found.max() == 2 and found.min() < 1
 
 
 def test_equal_probabilities_have_weight_one_and_missing_ones_none():
-    np.testing.assert_array_equal(sampler_weights(np.float32([-1, -2]), np.float32([-1, np.nan]), 2.0), [1, np.nan])
+    np.testing.assert_array_equal(importance_weights(np.float32([-1, -2]), np.float32([-1, np.nan]), 2.0), [1, np.nan])

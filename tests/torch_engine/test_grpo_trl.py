@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmmods.core.policy_losses import PolicyLoss
 from lmmods.data.batch.collate import Collator
 from lmmods.data.grpo import RolloutCollator
-from lmmods.rollouts.advantages import advantages
+from lmmods.rollouts.advantages import compute_advantages
 from lmmods.rollouts.maker import token_columns
 from lmmods.rollouts.rollout import Answer, Group, Rollout
 from lmmods.torch_engine.nn.lm_head import LMHead, token_logps
@@ -179,7 +179,7 @@ def assert_as_trl(folder, given, states, tmp_path, loss: PolicyLoss, rewards=REW
                "max_completion_length": loss.max_new_tokens, "temperature": temperature, **settings}
     scale = options.setdefault("scale_rewards", "group")
     theirs, their_advantages = trl_steps(folder, given, rewards, states, tmp_path / "trl", **options)
-    ours_are = advantages(np.array(rewards, float), scale)
+    ours_are = compute_advantages(np.array(rewards, float), scale)
     np.testing.assert_allclose(ours_are, their_advantages, rtol=1e-5, atol=1e-6)
     if options.get("mask_truncated_completions"):
         given = given._replace(drawn=[mask if len(mask) < LONGEST else [0] * len(mask) for mask in given.drawn])
@@ -230,7 +230,8 @@ def test_a_step_on_policy_is_that_of_trl(loss, options, folder, answers, states,
 def test_the_second_iteration_reaches_both_clips(folder, answers, states):
     """Else the comparisons would hold without them."""
     for name in ("dapo-token", "dapo-sequence", "cispo-cap"):
-        metrics = own_steps(folder, answers, advantages(np.array(REWARDS), "group"), states, CASES[name]).metrics[1]
+        advantages = compute_advantages(np.array(REWARDS), "group")
+        metrics = own_steps(folder, answers, advantages, states, CASES[name]).metrics[1]
         assert all(0 < metrics[clip] < 1 for clip in metrics.keys() - {"ratio", "kl"}), metrics
 
 
@@ -250,7 +251,7 @@ def module_steps(folder: Path, given: Answers, rewards: list[list[float]], state
                         np.array(given.drawn[row], bool), len(given.answers[row]) < LONGEST, "",
                         reward=values[row % size]) for row in range(place * size, (place + 1) * size)]
         groups.append(Group(place, given.prompts[place * size], "", drawn))
-    for group, values in zip(groups, advantages(np.array(rewards, float), task.scale_rewards), strict=True):
+    for group, values in zip(groups, compute_advantages(np.array(rewards, float), task.scale_rewards), strict=True):
         group.advantages = values
     rollout = Rollout(0, groups)
 
