@@ -271,8 +271,9 @@ class Turns:
 
     def _execute_calls(self, episodes: list[_Episode], seconds: dict[str, float]) -> None:
         """Execute the calls of the last turns, and append the results."""
-        requests = {episode.index: [Request(call.name, call.arguments) for call in episode.calls if call.problem is None]
-                    for episode in episodes}
+        requests = {
+            episode.index: [Request(call.name, call.arguments) for call in episode.calls if call.problem is None]
+            for episode in episodes}
         replies = self._call_environments(requests, seconds)
         for episode in episodes:
             call_replies, results = iter(replies[episode.index]), []
@@ -291,7 +292,7 @@ class Turns:
                 self._add_results(episode, results)
 
     def _add_results(self, episode: _Episode, results: list[tuple[str, str, int]]) -> None:
-        """Append tool results (name, text, number of characters left out). They get at most half of the tokens left."""
+        """Append tool results (name, text, characters left out). They get at most half of the remaining tokens."""
 
         def encode(num_characters: int) -> list[int]:
             messages: list[Message] = [

@@ -1,4 +1,4 @@
-"""A tokenizer whose chat template knows tools, prompts for it, and a policy that says what a test wants."""
+"""A tokenizer with a chat template for tools, prompts for it, and a policy that follows a script."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from lmmods.data.grpo import PromptData
 from lmmods.rollouts.policy import SampledAnswer
 
-# Tools by name alone, as the tiny tokenizer has a token for each letter.
+# Tools appear by name only, as the tiny tokenizer has one token per letter.
 TEMPLATE = """
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}[{{ tool.function.name }}]{% endfor %}<|im_end|>
@@ -33,7 +33,7 @@ END = "<|im_end|>"
 
 
 def with_tools(tokenizer_folder: Path, folder: Path, template: str = TEMPLATE, *tokens: str) -> Path:
-    """Save the tokenizer of a folder to another, with the template, its control tokens, and further tokens of text."""
+    """Copy a tokenizer with the template, its control tokens, and further text tokens; return the new folder."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", END]})
     tokenizer.add_tokens(list(tokens))
@@ -44,7 +44,7 @@ def with_tools(tokenizer_folder: Path, folder: Path, template: str = TEMPLATE, *
 
 def prompts(tokenizer: Path, folder: Path, rows: list[dict[str, Any]], tools: list[dict[str, Any]], new_tokens: int,
             scored: bool = True, **fields: Any) -> PromptData:
-    """Prompts that are set up, of a user's turn each unless rows say otherwise."""
+    """Return a set-up data module; each prompt is one user turn unless its row has other messages."""
     source = folder / "prompts.jsonl"
     source.write_text("".join(json.dumps({"messages": [{"role": "user", "content": "Go."}], **row}) + "\n"
                               for row in rows))
@@ -56,10 +56,10 @@ def prompts(tokenizer: Path, folder: Path, rows: list[dict[str, Any]], tools: li
 
 
 class ScriptedPolicy:
-    """Says what a function wants of the text so far, byte by byte of the tokenizer, and notes what it was asked.
+    """Answers with the turns of a script, and records its requests.
 
     Args:
-        say: From the number of turns already taken and the whole text to the next turn, which then ends.
+        say: Returns the next turn, from the number of earlier turns and the text so far.
     """
 
     rank, num_ranks = 0, 1
@@ -67,21 +67,21 @@ class ScriptedPolicy:
     def __init__(self, tokenizer: Any, say: Callable[[int, str], str]) -> None:
         self._tokenizer, self._say = tokenizer, say
         self._end = tokenizer.convert_tokens_to_ids(END)
-        self.asked: list[tuple[list[list[int]], np.ndarray | None, int]] = []
+        self.requests: list[tuple[list[list[int]], np.ndarray | None, int]] = []
 
-    def draw(self, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None, temperature: float,
+    def draw(self, prompts: Sequence[Sequence[int]], uniforms: np.ndarray | None, temperature: float,
              max_new_tokens: int, ends: Sequence[int]) -> list[SampledAnswer]:
         assert self._end in ends
-        self.asked.append(([list(each) for each in prompts], numbers, max_new_tokens))
-        found = []
+        self.requests.append(([list(prompt) for prompt in prompts], uniforms, max_new_tokens))
+        answers = []
         for prompt in prompts:
             text = self._tokenizer.decode(prompt)
-            head, _, begun = text.rpartition("<|im_start|>assistant\n")
+            head, _, turn_text = text.rpartition("<|im_start|>assistant\n")
             ids = self._tokenizer.encode(self._say(head.count("assistant\n"), text), add_special_tokens=False)
-            ids = [*ids, self._end][len(self._tokenizer.encode(begun, add_special_tokens=False)) :][:max_new_tokens]
-            found.append(SampledAnswer(np.array(ids, np.int32), -np.arange(1, len(ids) + 1, dtype=np.float32),
-                                       np.ones(len(ids), np.float32), ids[-1] == self._end))
-        return found
+            ids = [*ids, self._end][len(self._tokenizer.encode(turn_text, add_special_tokens=False)) :][:max_new_tokens]
+            answers.append(SampledAnswer(np.array(ids, np.int32), -np.arange(1, len(ids) + 1, dtype=np.float32),
+                                         np.ones(len(ids), np.float32), ids[-1] == self._end))
+        return answers
 
     def gather(self, parts: dict[int, Any]) -> dict[int, Any]:
         return parts

@@ -1,4 +1,4 @@
-"""Environments for tests: a counter whose tools misbehave, and others that are none."""
+"""Environments for tests: a counter whose tools misbehave, and classes that are not environments."""
 
 import asyncio
 import os

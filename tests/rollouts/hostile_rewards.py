@@ -1,4 +1,4 @@
-"""Reward functions that misbehave for answers with the word of theirs, and give their length to all others."""
+"""Reward functions that misbehave for answers with certain words; the reward of others is their length."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 
-calls = []  # how many answers each call had
+calls = []  # number of answers in each call
 
 
 def _pids() -> str:
@@ -18,7 +18,7 @@ def _pids() -> str:
 
 
 def note(pid: int) -> None:
-    """Write down a process that must not survive."""
+    """Record a process that must not survive."""
     with open(_pids(), "a") as file:
         file.write(f"{pid}\n")
 
@@ -79,7 +79,7 @@ def prints(completions, **_):
 
 
 def moves(completions, **_):
-    """Its own folder at each call, and another one after it."""
+    """Check that each call starts in the same folder, then change it."""
     here = os.getcwd() == os.environ["HOSTILE_HOME"]
     os.chdir(tempfile.mkdtemp())
     return [float(here) for _ in completions]
@@ -92,7 +92,7 @@ def returns_twice(completions, **_):
 
 
 def starts_others(completions, **_):
-    """A child, a child of it in a session of its own, whose parent ends, and a program without its output."""
+    """Start a grandchild in its own session, whose parent ends, and a program in another session."""
     if os.fork() == 0:
         if (child := os.fork()) == 0:
             os.setsid()
@@ -112,7 +112,7 @@ def starts_another(completions, **_):
 
 
 def ends_later(completions, **_):
-    """After the call, before the next one."""
+    """End the process after the call, before the next one."""
     threading.Timer(0.2, os._exit, [5]).start()
     return [1.0 for _ in completions]
 
@@ -141,7 +141,7 @@ async def later(completions, **_):
 
 
 def order_in_sets(completions, **_):
-    """Depends on the seed of hashes."""
+    """Return rewards that depend on the hash seed."""
     return [float("".join({"a", "b", "c", "d", "e"}) == text) for text in completions]
 
 

@@ -1,4 +1,4 @@
-"""Advantages against numbers made by hand, and against TRL's rule."""
+"""Compare advantages with numbers computed by hand, and with TRL's rule."""
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ NAN = np.nan
 def test_advantages_by_hand(scale, variances):
     """Means 0.5 and 5, squared distances 1 and 20; over both prompts the mean is 2.75, the squared distances 61.5."""
     rewards = np.array([[0, 1, 1, 0], [2, 4, 6, 8]], float)
-    wanted = np.array([[-0.5, 0.5, 0.5, -0.5], [-3, -1, 1, 3]])
+    expected = np.array([[-0.5, 0.5, 0.5, -0.5], [-3, -1, 1, 3]])
     if variances:
-        wanted /= np.sqrt(variances)[:, None] + 1e-4
-    found = compute_advantages(rewards, scale)
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, np.float32(wanted))
+        expected /= np.sqrt(variances)[:, None] + 1e-4
+    result = compute_advantages(rewards, scale)
+    assert result.dtype == np.float32
+    np.testing.assert_array_equal(result, np.float32(expected))
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -27,15 +27,15 @@ def test_a_missing_reward_is_left_out_of_means_and_has_no_advantage(scale):
     rewards = np.array([[1, NAN, 3, NAN], [0, 2, NAN, 4], [NAN, NAN, NAN, NAN], [7, NAN, NAN, NAN]])
     std = {"group": [2**0.5 + 1e-4, 2 + 1e-4], "none": [1, 1],
            "batch": [np.std([1, 3, 0, 2, 4, 7], ddof=1) + 1e-4] * 2}[scale]
-    wanted = np.zeros((4, 4))
-    wanted[0, [0, 2]] = np.array([-1, 1]) / std[0]
-    wanted[1, [0, 1, 3]] = np.array([-2, 0, 2]) / std[1]
-    np.testing.assert_array_equal(compute_advantages(rewards, scale), np.float32(wanted))
+    expected = np.zeros((4, 4))
+    expected[0, [0, 2]] = np.array([-1, 1]) / std[0]
+    expected[1, [0, 1, 3]] = np.array([-2, 0, 2]) / std[1]
+    np.testing.assert_array_equal(compute_advantages(rewards, scale), np.float32(expected))
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_equal_rewards_have_no_advantage_at_all(scale):
-    """Not even that of the rounding of their mean: 3 * 0.1 / 3 is not 0.1."""
+    """Not even from rounding: the mean of three times 0.1 is not 0.1."""
     assert np.mean([0.1] * 3) != 0.1
     rewards = np.array([[0.1, 0.1, 0.1, NAN], [0, 1, 2, 3]])
     assert (compute_advantages(rewards, scale)[0] == 0).all() and (compute_advantages(rewards, scale)[1] != 0).all()
@@ -43,28 +43,28 @@ def test_equal_rewards_have_no_advantage_at_all(scale):
 
 
 @pytest.mark.filterwarnings("error")
-def test_no_reward_at_all_is_no_mistake():
+def test_missing_rewards_raise_no_warning():
     for scale in ("group", "batch", "none"):
         for rewards in (np.full((2, 3), NAN), np.zeros((0, 3))):
             np.testing.assert_array_equal(compute_advantages(rewards, scale), np.zeros_like(rewards))
 
 
-def test_which_prompts_have_rewards_that_differ():
+def test_prompts_with_different_rewards_have_spread():
     rewards = np.array([[1, 1, 1], [1, 1, 2], [NAN, 1, 1], [NAN, 1, 2], [NAN, NAN, 2], [NAN] * 3, [-1, 0, 1]])
     np.testing.assert_array_equal(has_spread(rewards), [False, True, False, True, False, False, True])
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_advantages_are_those_of_trl(scale):
-    """TRL's arithmetic of rewards that are summed, in float64, with some of them missing."""
+def test_advantages_equal_trl(scale):
+    """Follow TRL's arithmetic in float64, with some rewards missing."""
     trl = pytest.importorskip("trl.trainer.utils", reason="an extra of developers (dev)")
     rng = np.random.default_rng(1)
     rewards = rng.normal(0, 2, (40, 6))
     rewards[rng.random((40, 6)) < 0.3] = NAN
     rewards[:2] = NAN
     rewards[1, 4] = 2.0
-    given = torch.tensor(rewards)
-    std = trl.nanstd(given) if scale == "batch" else trl.nanstd(given, dim=1, keepdim=True)
-    found = given - given.nanmean(dim=1, keepdim=True)
-    wanted = (found if scale == "none" else found / (std + 1e-4)).nan_to_num(nan=0.0)
-    np.testing.assert_allclose(compute_advantages(rewards, scale), wanted, rtol=1e-6, atol=1e-12)
+    tensor = torch.tensor(rewards)
+    std = trl.nanstd(tensor) if scale == "batch" else trl.nanstd(tensor, dim=1, keepdim=True)
+    centred = tensor - tensor.nanmean(dim=1, keepdim=True)
+    expected = (centred if scale == "none" else centred / (std + 1e-4)).nan_to_num(nan=0.0)
+    np.testing.assert_allclose(compute_advantages(rewards, scale), expected, rtol=1e-6, atol=1e-12)

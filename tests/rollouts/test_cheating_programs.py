@@ -1,4 +1,4 @@
-"""Programs that try to pass tests without being right: none may succeed, and honest ones of unusual kinds still do."""
+"""Programs that try to pass tests without being right must fail, and honest but unusual programs must pass."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ from lmmods.rollouts.named_rewards import Unscorable
 from tests.rollouts.test_rewards import needs_isolation, reward
 
 EQUAL = "assert add(1, 2) == 3"  # compared by the judge
-NEAR = "three, x = 3, add(1, 2)\nassert abs(x - three) < three / 1e9\nx = None"  # decided beside the program
+NEAR = "three, x = 3, add(1, 2)\nassert abs(x - three) < three / 1e9\nx = None"  # compared in the program's process
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)"
 CHECKS = "def more(f):\n    assert f(2, 2) == 4\ndef check(f):\n    assert f(1, 2) == 3\n    more(f)\ncheck(add)"
 
@@ -27,7 +27,7 @@ def has_landlock() -> bool:
 needs_landlock = pytest.mark.skipif(not has_landlock(), reason="needs Landlock")
 
 
-def share(program: str, tests, seconds: float = 20) -> float:
+def passed(program: str, tests, seconds: float = 20) -> float:
     return code_tests.run_tests(program, tests, seconds, count_all=True)
 
 
@@ -166,7 +166,7 @@ CHEATS = {
 def test_cheating_programs_fail(name):
     program, tests = CHEATS[name]
     start = time.monotonic()
-    assert share(program, tests) < 1
+    assert passed(program, tests) < 1
     assert time.monotonic() - start < 10
 
 
@@ -185,22 +185,22 @@ for path in ["/proc/self/cmdline", "/proc/self/environ", *glob.glob("/proc/{pid}
 def test_the_right_output_is_nowhere_to_be_found(tmp_path, monkeypatch):
     monkeypatch.setattr(code_tests.tempfile, "tempdir", str(tmp_path))
     right = f"right-{secrets.token_hex(16)}"
-    assert share(SEARCHES.format(pid=os.getpid()), {"inputs": ["a"], "outputs": [right]}) == 0
+    assert passed(SEARCHES.format(pid=os.getpid()), {"inputs": ["a"], "outputs": [right]}) == 0
 
 
 @needs_landlock
 def test_a_program_reads_no_memory_of_the_process_that_judges():
-    assert share(f"open('/proc/{os.getpid()}/mem', 'rb')\nprint('read')", {"inputs": [""], "outputs": ["read"]}) == 0
+    assert passed(f"open('/proc/{os.getpid()}/mem', 'rb')\nprint('read')", {"inputs": [""], "outputs": ["read"]}) == 0
 
 
 @needs_landlock
 def test_a_program_writes_nothing_that_another_one_sees(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for path in (tmp_path / "kept", "/dev/shm/lmmods-test-kept"):
-        assert share(f"open({str(path)!r}, 'w').write('a')", ["assert True"]) == 0
+        assert passed(f"open({str(path)!r}, 'w').write('a')", ["assert True"]) == 0
         assert not os.path.exists(path)
     own = "import os, tempfile\nfile = tempfile.NamedTemporaryFile('w')\nfile.write('a')\nopen('own', 'w').close()"
-    assert share(own, ["assert os.path.dirname(file.name) == os.getcwd()", "open(os.devnull, 'w').write('a')"]) == 1
+    assert passed(own, ["assert os.path.dirname(file.name) == os.getcwd()", "open(os.devnull, 'w').write('a')"]) == 1
 
 
 @pytest.mark.parametrize("program", [
@@ -208,7 +208,7 @@ def test_a_program_writes_nothing_that_another_one_sees(tmp_path, monkeypatch):
 def test_nothing_is_left_of_a_program(tmp_path, monkeypatch, program):
     monkeypatch.setattr(code_tests.tempfile, "tempdir", str(tmp_path))
     try:
-        assert share(program, ["assert False"]) == 0
+        assert passed(program, ["assert False"]) == 0
         assert not list(tmp_path.iterdir())
     finally:  # pytest cannot remove what is nested so deeply
         subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
@@ -216,13 +216,13 @@ def test_nothing_is_left_of_a_program(tmp_path, monkeypatch, program):
 
 def test_a_program_that_never_stops_sending_has_its_time():
     start = time.monotonic()
-    assert share("", "while True:\n    assert 1 == 1", 0.5) == 0
+    assert passed("", "while True:\n    assert 1 == 1", 0.5) == 0
     assert time.monotonic() - start < 5
 
 
 @needs_isolation
 def test_a_program_cannot_end_the_process_that_judges():
-    assert share("import os, signal; os.kill(-1, signal.SIGKILL); os.kill(os.getppid(), 9)", ["assert False"]) == 0
+    assert passed("import os, signal; os.kill(-1, signal.SIGKILL); os.kill(os.getppid(), 9)", ["assert False"]) == 0
 
 
 # Honest programs ------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ HONEST = {
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_programs_pass(name):
     program, tests = HONEST[name]
-    assert [share(program, test) for test in tests] == [1] * len(tests)
+    assert [passed(program, test) for test in tests] == [1] * len(tests)
 
 
 @pytest.mark.parametrize("test", [
@@ -277,13 +277,13 @@ def test_honest_programs_pass(name):
     "with open('/dev/null'):\n    assert f(1) == 2", "assert f([1]) == (1,)", "assert f(float('nan')) == 1.0"])
 def test_wrong_programs_fail(test):
     program = "one = []\ndef f(x): return one if x == [] else x"
-    assert share(program, test) == 0
+    assert passed(program, test) == 0
 
 
 def test_the_judge_alone_knows_the_literals():
     code, comparisons = compile_test("assert f(1) == 'secret' and g(2) > 12345\nassert h() in 'word'")
-    assert not any(each in code for each in (b"secret", (12345).to_bytes(4, "little"), b"word"))
-    assert [each.literal for each in comparisons] == ["secret", 12345, "word"]
+    assert not any(literal in code for literal in (b"secret", (12345).to_bytes(4, "little"), b"word"))
+    assert [comparison.literal for comparison in comparisons] == ["secret", 12345, "word"]
 
 
 @pytest.mark.parametrize(("test", "message"), [

@@ -1,4 +1,4 @@
-"""Environments that hang, crash or lie: only their answer ends, with a reason, and no process is left."""
+"""Environments that hang, crash or lie: only their own answer ends, with a reason, and no process is left."""
 
 import os
 import time
@@ -23,22 +23,22 @@ def environments(name: str = "Counter", timeout: float = 20.0, count: int = 2) -
 
 @pytest.fixture(scope="module")
 def counters():
-    with environments() as made:
-        yield made
+    with environments() as started:
+        yield started
 
 
-def asked(counters: Environments, *requests: tuple[str, dict]) -> list[Reply]:
-    [replies] = counters.ask({0: [Request(*each) for each in requests]}).values()
+def send(counters: Environments, *requests: tuple[str, dict]) -> list[Reply]:
+    [replies] = counters.ask({0: [Request(*request) for request in requests]}).values()
     counters.end(0)
     return replies
 
 
-def misbehaving(counters: Environments, how: str) -> tuple[Reply, Reply | None]:
-    """Replies of one that misbehaves and then adds, and of another beside it that only adds."""
+def misbehave(counters: Environments, how: str) -> tuple[Reply, Reply | None]:
+    """Return the replies of an environment that misbehaves and then adds; another one at the same time only adds."""
     add = Request("add", {"number": 2})
     replies = counters.ask({0: [Request("misbehave", {"how": how}), add], 1: [add]})
-    for number in (0, 1):
-        counters.end(number)
+    for index in (0, 1):
+        counters.end(index)
     assert replies[1] == [Reply("2")]
     return replies[0][0], next(iter(replies[0][1:]), None)
 
@@ -46,10 +46,10 @@ def misbehaving(counters: Environments, how: str) -> tuple[Reply, Reply | None]:
 @pytest.mark.slow  # transformers imports torch for the schemas
 @pytest.mark.parametrize("name", ["Counter", "factory"])
 def test_methods_are_tools(name):
-    with environments(name) as made:
-        facts = made.read_facts()
+    with environments(name) as started:
+        facts = started.read_facts()
     counter = hostile.Counter()
-    assert facts == Facts([get_json_schema(each) for each in (counter.add, counter.later, counter.misbehave)], True)
+    assert facts == Facts([get_json_schema(tool) for tool in (counter.add, counter.later, counter.misbehave)], True)
 
 
 @pytest.mark.slow
@@ -57,11 +57,11 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
     code = (Path(__file__).parents[2] / "docs/environments.md").read_text().split("```python\n")[1].split("```")[0]
     (tmp_path / "warehouse.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with trusting(True), Environments("warehouse.Warehouse", 20.0, 1) as made:
-        facts = made.read_facts()
-        replies = asked(made, ("reset", {"stock": {"nails": 3}, "wanted": ["nails", 2], "prompt": "Sell."}),
-                        ("count", {"item": "nails"}), ("sell", {"item": "nails", "number": 2}), ("get_reward", {}),
-                        ("count", {"item": "screws"}))
+    with trusting(True), Environments("warehouse.Warehouse", 20.0, 1) as started:
+        facts = started.read_facts()
+        replies = send(started, ("reset", {"stock": {"nails": 3}, "wanted": ["nails", 2], "prompt": "Sell."}),
+                       ("count", {"item": "nails"}), ("sell", {"item": "nails", "number": 2}), ("get_reward", {}),
+                       ("count", {"item": "screws"}))
     assert [tool["function"]["name"] for tool in facts.tools] == ["count", "sell"] and facts.gives_reward
     assert replies == [Reply(), Reply("3"), Reply("sold"), Reply(1.0), Reply(error="KeyError: 'screws'")]
 
@@ -71,23 +71,23 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
     ("NoReset", "TypeError: NoReset has no method reset"),
     ("Untyped", "TypeError: add cannot be a tool: Argument number is missing a type hint in function add"),
     ("broken_factory", "OSError: no display")])
-def test_what_is_no_environment_is_refused(name, message):
-    with environments(name) as made, pytest.raises(UserError) as caught:
-        made.read_facts()
+def test_what_is_not_an_environment_is_rejected(name, message):
+    with environments(name) as started, pytest.raises(UserError) as caught:
+        started.read_facts()
     assert str(caught.value) == f"model.environment: {PATH}.{name}: {message}"
 
 
 @pytest.mark.slow
 def test_an_environment_may_have_neither_tools_nor_a_reward():
-    with environments("Silent") as made:
-        assert made.read_facts() == Facts([], False)
+    with environments("Silent") as started:
+        assert started.read_facts() == Facts([], False)
 
 
 @pytest.mark.parametrize(("path", "message"), [
     ("tests.rollouts.nowhere.A", "cannot be imported: ModuleNotFoundError: No module named 'tests.rollouts.nowhere'"),
     (f"{PATH}.Missing", f"cannot be imported: ImportError: {PATH} has no Missing"),
     (f"{PATH}.NUMBER", "cannot be imported: TypeError: it is not a class or function, but int")])
-def test_a_wrong_path_is_refused(path, message):
+def test_a_wrong_path_is_rejected(path, message):
     with trusting(True), pytest.raises(UserError) as caught:
         Environments(path, 1.0, 1)
     assert str(caught.value) == f"model.environment: {path} {message}"
@@ -99,77 +99,77 @@ def test_an_environment_must_be_trusted():
 
 
 def test_calls_of_an_environment_share_its_state(counters):
-    assert asked(counters, ("reset", {"target": 7, "other": 1}), ("add", {"number": 3}),
-                 ("later", {"number": 2, "times": [1, 1]}), ("get_reward", {})) == [
+    assert send(counters, ("reset", {"target": 7, "other": 1}), ("add", {"number": 3}),
+                ("later", {"number": 2, "times": [1, 1]}), ("get_reward", {})) == [
         Reply(), Reply("3"), Reply('{"total": 7, "ä": null}'), Reply(1.0)]
     # and with no other
-    assert asked(counters, ("add", {"number": 1}), ("get_reward", {})) == [Reply("1"), Reply(0.0)]
+    assert send(counters, ("add", {"number": 1}), ("get_reward", {})) == [Reply("1"), Reply(0.0)]
 
 
-def test_all_begin_in_the_same_state(counters):
-    replies = counters.ask({number: [Request("reset", {"hint": "random"})] for number in range(3)})
+def test_all_start_in_the_same_state(counters):
+    replies = counters.ask({index: [Request("reset", {"hint": "random"})] for index in range(3)})
     pids = counters.pids
-    for number in range(3):
-        counters.end(number)
+    for index in range(3):
+        counters.end(index)
     assert replies[0] == replies[1] == replies[2] and replies[0][0].value.startswith(" Random: 0.")
     assert len(pids) == 4 and all_end(pids[1:]) and counters.pids == pids[:1]
 
 
 @pytest.mark.parametrize(("how", "error"), [
     ("leaves", "SystemExit: gone"), ("raises", "ValueError: no"), ("eats", "took more than 4 GiB of memory")])
-def test_an_exception_is_told(counters, how, error):
-    assert misbehaving(counters, how) == (Reply(error=error), Reply("2"))
+def test_an_exception_is_reported(counters, how, error):
+    assert misbehave(counters, how) == (Reply(error=error), Reply("2"))
 
 
 @pytest.mark.parametrize(("how", "error"), [
     ("exits", "ended its process with status 3"), ("kills", "ended its process by signal 9 (Killed)")])
 def test_a_crash_ends_the_environment_alone(counters, how, error):
-    assert misbehaving(counters, how) == (Reply(error=error, has_ended=True), None)
+    assert misbehave(counters, how) == (Reply(error=error, has_ended=True), None)
 
 
 def test_a_call_that_hangs_ends_its_environment_alone():
     with environments(timeout=0.5) as counters:
-        counters.ask({number: [Request("add", {"number": 0})] for number in (0, 1)})
+        counters.ask({index: [Request("add", {"number": 0})] for index in (0, 1)})
         start = time.monotonic()
-        assert misbehaving(counters, "sleeps") == (Reply(error="took longer than 0.5 s", has_ended=True), None)
+        assert misbehave(counters, "sleeps") == (Reply(error="took longer than 0.5 s", has_ended=True), None)
         assert time.monotonic() - start < 5
-        assert asked(counters, ("reset", {"hint": "sleeps"}))[0].has_ended
+        assert send(counters, ("reset", {"hint": "sleeps"}))[0].has_ended
         pids = counters.pids
     assert all_end(pids)
 
 
 @pytest.mark.parametrize(("how", "value"), [("half", "a?b"), ("object", "{1, 2}"), ("forks", "two"), ("x", "x")])
 def test_results_become_text(counters, how, value):
-    assert misbehaving(counters, how) == (Reply(value), Reply("2"))
+    assert misbehave(counters, how) == (Reply(value), Reply("2"))
 
 
-def test_a_flood_is_cut(counters):
+def test_a_flood_is_truncated(counters):
     flood = "flood " * 100_000
-    assert misbehaving(counters, "floods")[0] == Reply(flood[:MAX_CHARACTERS], num_left_out=len(flood) - MAX_CHARACTERS)
+    assert misbehave(counters, "floods")[0] == Reply(flood[:MAX_CHARACTERS], num_left_out=len(flood) - MAX_CHARACTERS)
 
 
 def test_what_a_tool_starts_ends_with_its_environment(counters):
-    started = int(misbehaving(counters, "starts")[0].value)
+    started = int(misbehave(counters, "starts")[0].value)
     assert all_end([started])
 
 
 @pytest.mark.parametrize(("total", "reply"), [
     (666, Reply(error="returned nan")), (667, Reply(error="RuntimeError: no reward")), (668, Reply())])
 def test_rewards_that_are_missing(counters, total, reply):
-    assert asked(counters, ("add", {"number": total}), ("get_reward", {}))[1] == reply
+    assert send(counters, ("add", {"number": total}), ("get_reward", {}))[1] == reply
 
 
-def test_wrong_arguments_are_told(counters):
-    assert asked(counters, ("add", {"numbers": 1}))[0].error == (
+def test_wrong_arguments_are_reported(counters):
+    assert send(counters, ("add", {"numbers": 1}))[0].error == (
         "TypeError: Counter.add() got an unexpected keyword argument 'numbers'")
-    assert asked(counters, ("reset", {"hint": "raises"}))[0].error == "LookupError: no such hint"
-    assert asked(counters, ("reset", {"hint": 3}))[0].error == "reset returned int, but must return a string or None"
+    assert send(counters, ("reset", {"hint": "raises"}))[0].error == "LookupError: no such hint"
+    assert send(counters, ("reset", {"hint": 3}))[0].error == "reset returned int, but must return a string or None"
 
 
 def test_many_share_few_calls_at_once():
     with environments(count=3) as counters:
-        replies = counters.ask({number: [Request("add", {"number": number})] * 2 for number in range(40)})
-        assert replies == {number: [Reply(f"{number}"), Reply(f"{2 * number}")] for number in range(40)}
+        replies = counters.ask({index: [Request("add", {"number": index})] * 2 for index in range(40)})
+        assert replies == {index: [Reply(f"{index}"), Reply(f"{2 * index}")] for index in range(40)}
         pids = counters.pids
     assert len(pids) == 41 and all_end(pids)
 
@@ -180,10 +180,10 @@ def test_none_is_left_when_the_trainer_is_interrupted(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             counters.ask({0: [Request("misbehave", {"how": "sleeps"})], 1: []})
         monkeypatch.undo()
-        assert asked(counters, ("add", {"number": 1})) == [Reply("1")]  # of a new one
+        assert send(counters, ("add", {"number": 1})) == [Reply("1")]  # from a new process
 
 
-def test_the_end_of_the_first_process_is_told():
+def test_the_end_of_the_first_process_is_reported():
     with environments() as counters:
         os.kill(counters.pids[0], 9)
         with pytest.raises(UserError, match=r"ended its process by signal 9 \(Killed\), so no environment can start"):

@@ -1,4 +1,4 @@
-"""Rewards that hang, crash or lie: bad answers are missing with a reason, others are scored, no process is left."""
+"""Rewards that hang, crash or lie: bad answers get no reward but a reason, others are scored, no process is left."""
 
 import os
 import signal
@@ -20,25 +20,25 @@ HOSTILE = "tests.rollouts.hostile_rewards"
 ROOT = Path(__file__).parents[2]
 
 
-def answered(*texts: str) -> list[RewardInput]:
+def make_inputs(*texts: str) -> list[RewardInput]:
     return [RewardInput("p", text, [1] * len(text), {}, None, True) for text in texts]
 
 
 def is_alive(pid: int) -> bool:
-    """False for one that nobody has waited for, too."""
+    """Return whether a process runs; a zombie does not."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def all_end(pids: list[int], seconds: float = 5) -> bool:
     deadline = time.monotonic() + seconds
-    while (left := list(filter(is_alive, pids))) and time.monotonic() < deadline:
+    while (remaining := list(filter(is_alive, pids))) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not left
+    return not remaining
 
 
 @pytest.fixture
 def noted(tmp_path, monkeypatch):
-    """A function for the processes that rewards have noted, all of which must end."""
+    """Return a function that lists the processes that rewards have noted; all of them must end."""
     file = tmp_path / "pids"
     monkeypatch.setenv("HOSTILE_PIDS", str(file))
     monkeypatch.setenv("HOSTILE_HOME", os.getcwd())
@@ -47,27 +47,27 @@ def noted(tmp_path, monkeypatch):
 
 @pytest.fixture
 def rewards_of(noted):
-    """A function that makes the rewards of functions; after the test none of their processes is left."""
-    made = []
+    """Return a function that makes rewards from functions; after the test, none of their processes may be left."""
+    created = []
 
     def make(*names: str, timeout: float = 30, **options) -> Rewards:
         with trusting(True):
-            made.append(Rewards(read_rewards([{"function": f"{HOSTILE}.{name}", **options} for name in names]),
-                                timeout, 1))
-        return made[-1]
+            created.append(Rewards(read_rewards([{"function": f"{HOSTILE}.{name}", **options} for name in names]),
+                                   timeout, 1))
+        return created[-1]
 
     yield make
-    for each in made:
-        pids = each.pids
-        each.close()
+    for rewards in created:
+        pids = rewards.pids
+        rewards.close()
         assert all_end([*pids, *noted()])
 
 
-def scored(rewards: Rewards, *texts: str) -> tuple[list[float | None], list[str | None]]:
-    """Values and reasons of the first reward."""
-    values, reasons = rewards.score(answered(*texts))
+def score(rewards: Rewards, *texts: str) -> tuple[list[float | None], list[str | None]]:
+    """Return the values and reasons of the first reward."""
+    values, reasons = rewards.score(make_inputs(*texts))
     return ([None if np.isnan(value) else float(value) for value in values[:, 0]],
-            [each.get(rewards.names[0]) for each in reasons])
+            [answer_reasons.get(rewards.names[0]) for answer_reasons in reasons])
 
 
 @pytest.mark.parametrize(("word", "reason"), [
@@ -82,8 +82,8 @@ def scored(rewards: Rewards, *texts: str) -> tuple[list[float | None], list[str 
 ])
 def test_only_the_bad_answer_is_missing(rewards_of, word, reason):
     rewards = rewards_of("length")
-    assert scored(rewards, "a", word, "four") == ([1, None, 4], [None, reason, None])
-    assert scored(rewards, "five!", "a") == ([5, 1], [None, None])
+    assert score(rewards, "a", word, "four") == ([1, None, 4], [None, reason, None])
+    assert score(rewards, "five!", "a") == ([5, 1], [None, None])
 
 
 @pytest.mark.parametrize(("word", "reason"), [
@@ -92,21 +92,21 @@ def test_only_the_bad_answer_is_missing(rewards_of, word, reason):
 def test_what_hangs_is_killed(rewards_of, word, reason):
     rewards = rewards_of("length", timeout=1)
     start = time.monotonic()
-    assert scored(rewards, word) == ([None], [reason])
+    assert score(rewards, word) == ([None], [reason])
     assert time.monotonic() - start < 4
-    assert scored(rewards, "four") == ([4], [None])
+    assert score(rewards, "four") == ([4], [None])
 
 
 @pytest.mark.slow
 def test_a_call_with_many_answers_has_the_time_of_all(rewards_of):
     rewards = rewards_of("length", timeout=1)
     start = time.monotonic()
-    assert scored(rewards, "a", "sleeps", "four") == ([1, None, 4], [None, "took longer than 1 s", None])
+    assert score(rewards, "a", "sleeps", "four") == ([1, None, 4], [None, "took longer than 1 s", None])
     assert time.monotonic() - start > 3
 
 
 def test_values_that_are_no_rewards(rewards_of):
-    values, reasons = scored(rewards_of("values"), "nan", "inf", "none", "text", "huge", "list", "true", "negative", "")
+    values, reasons = score(rewards_of("values"), "nan", "inf", "none", "text", "huge", "list", "true", "negative", "")
     assert values == [None, None, None, None, None, None, 1, -2, 1]
     assert reasons == ["returned nan", "returned inf", None, "returned '1.0', which is not a number", "returned 1e+300",
                        "returned list, which is not a number", None, None, None]
@@ -116,31 +116,31 @@ def test_values_that_are_no_rewards(rewards_of):
     ("too_few", "ValueError: it returned 1 values for 2 answers"),
     ("a_number", "TypeError: it returned float, but must return a list of numbers")])
 def test_a_function_that_returns_something_else(rewards_of, name, reason):
-    values, reasons = scored(rewards_of(name), "a", "b")
+    values, reasons = score(rewards_of(name), "a", "b")
     # Alone, each answer has its value from the first one.
     assert (values, reasons) == ([1, 1], [None, None]) if name == "too_few" else ([None, None], [reason, reason])
 
 
 def test_what_is_printed_is_no_result(rewards_of, capfd):
-    assert scored(rewards_of("prints"), "a", "b") == ([1, 1], [None, None])
+    assert score(rewards_of("prints"), "a", "b") == ([1, 1], [None, None])
     out, err = capfd.readouterr()
     assert out == "" and "written by a reward" in err
 
 
 def test_each_call_begins_in_the_same_folder(rewards_of):
     rewards = rewards_of("moves")
-    assert scored(rewards, "a") == scored(rewards, "a") == ([1], [None])
+    assert score(rewards, "a") == score(rewards, "a") == ([1], [None])
 
 
 def test_a_fork_that_returns_ends(rewards_of, noted, capfd):
     rewards = rewards_of("returns_twice")
-    assert scored(rewards, "a", "two") == scored(rewards, "a", "two") == ([1, 3], [None, None])
+    assert score(rewards, "a", "two") == score(rewards, "a", "two") == ([1, 3], [None, None])
     assert len(noted()) == 2 and all_end(noted()) and not capfd.readouterr().err
 
 
 def test_what_a_function_starts_ends_with_its_process(rewards_of, noted):
     rewards = rewards_of("starts_others")
-    assert scored(rewards, "a") == ([1], [None])
+    assert score(rewards, "a") == ([1], [None])
     assert len(noted()) == 2 and all(map(is_alive, noted()))
     rewards.close()
     assert all_end(noted())
@@ -150,14 +150,14 @@ def test_a_process_that_ends_between_calls_is_replaced(rewards_of):
     rewards = rewards_of("ends_later")
     for _ in range(2):
         [pid] = rewards.pids
-        assert scored(rewards, "a") == ([1], [None])
+        assert score(rewards, "a") == ([1], [None])
         assert all_end([pid])
 
 
 def test_a_function_has_all_answers_in_one_call_and_one_process(rewards_of):
     rewards = rewards_of("counts")
-    assert scored(rewards, "a", "b") == ([1, 1], [None, None])
-    assert scored(rewards, "a", "raises") == ([3, 4], [None, None])  # the second call failed
+    assert score(rewards, "a", "b") == ([1, 1], [None, None])
+    assert score(rewards, "a", "raises") == ([3, 4], [None, None])  # the second call failed
 
 
 def test_columns_and_conversations(rewards_of):
@@ -172,7 +172,7 @@ def test_sets_have_the_same_order_in_each_process(rewards_of, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     text = subprocess.run([sys.executable, "-c", "print(''.join({'a', 'b', 'c', 'd', 'e'}), end='')"],
                           env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True).stdout
-    assert scored(rewards_of("order_in_sets"), text) == ([1], [None])
+    assert score(rewards_of("order_in_sets"), text) == ([1], [None])
 
 
 def test_functions_need_trust(noted):
@@ -191,9 +191,9 @@ def test_functions_are_imported_at_the_start(path, message):
 
 
 def test_a_regular_expression_that_hangs_costs_its_answer_only(capsys):
-    """It is scored as low as possible: if it had no reward, to hang would be better than to be wrong."""
+    """The answer gets the lowest score: without one, hanging would be better than being wrong."""
     rewards = read_rewards([{"name": "regex", "pattern": "^(a+)+$"}, {"name": "exact_match", "column": "right"}])
-    texts = ["aa", "b"] * 10  # more than a process takes at once
+    texts = ["aa", "b"] * 10  # more than a process gets at once
     texts[5] = "a" * 60 + "b"
     answers = [RewardInput("p", text, [], {"right": "b"}, None, True) for text in texts]
     with Rewards(rewards, 0.5, 2) as scorer:
@@ -216,12 +216,12 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(rewards_of):
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
-            rewards.score(answered("sleeps", "a"))
+            rewards.score(make_inputs("sleeps", "a"))
     finally:
         signal.signal(signal.SIGALRM, before)
     start = time.monotonic()
-    assert scored(rewards, "three", "a") == ([5, 1], [None, None])
-    assert time.monotonic() - start < 15  # not until the first call would be too late
+    assert score(rewards, "three", "a") == ([5, 1], [None, None])
+    assert time.monotonic() - start < 15  # less than the timeout of the first call
 
 
 PARENT = f"""
@@ -243,7 +243,7 @@ rewards.score(rows)
 
 
 def test_processes_end_with_a_parent_that_is_killed(noted):
-    """Even where a regular expression holds the lock of the interpreter, and with a program under test."""
+    """Even while a regular expression holds the interpreter's lock, and with a program under test."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     pids = list(map(int, parent.stdout.readline().split()))
     started = [child.pid for pid in pids for child in psutil.Process(pid).children(recursive=True)]

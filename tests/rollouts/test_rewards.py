@@ -1,4 +1,4 @@
-"""Named rewards against values by hand, TRL, SQuAD's scores and math-verify's cases; sums; programs and their tests."""
+"""Compare named rewards with values by hand, TRL, SQuAD and math-verify; test sums, and programs in answers."""
 
 import os
 import subprocess
@@ -19,17 +19,17 @@ from lmmods.rollouts.rewards import MAX_CHECKED_ROWS, RewardInput, Rewards, chec
 NAN = np.nan
 
 
-def reward(text: str, wanted=None, num_tokens: int = 0, **settings) -> float:
-    """The reward of one answer, in this process."""
-    [read] = read_rewards([settings])
-    [value] = NamedScorer(read).load()([Text(text, num_tokens, wanted)])
+def reward(text: str, expected=None, num_tokens: int = 0, **settings) -> float:
+    """Return the reward of one answer, scored in this process."""
+    [reward_settings] = read_rewards([settings])
+    [value] = NamedScorer(reward_settings).load()([Text(text, num_tokens, expected)])
     return value
 
 
 # One answer -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "wanted", "options", "value"), [
+@pytest.mark.parametrize(("text", "expected", "options", "value"), [
     ("Paris", ["Paris"], {}, 1), (" Paris\n", ["Paris "], {}, 1), ("paris", ["Paris"], {}, 0),
     ("Paris", ["London", "Paris"], {}, 1), ("Paris.", ["Paris"], {}, 0), ("", [""], {}, 1),
     (" Paris", ["Paris"], {"strip": False}, 0), ("PARIS", ["Paris"], {"ignore_case": True}, 1),
@@ -38,8 +38,8 @@ def reward(text: str, wanted=None, num_tokens: int = 0, **settings) -> float:
     ("so #### 7, no: #### 12", ["7"], {"extract": r"#### (\d+)"}, 0),
     ("#### 7", ["3 + 4 is 7\n#### 7"], {"extract": r"#### (\d+)"}, 1),
     ("7", ["7"], {"extract": r"#### (\d+)"}, 0), ("b", [""], {"extract": r"(a)?b"}, 1)])
-def test_exact_match(text, wanted, options, value):
-    assert reward(text, wanted, name="exact_match", **options) == value
+def test_exact_match(text, expected, options, value):
+    assert reward(text, expected, name="exact_match", **options) == value
 
 
 @pytest.mark.parametrize(("name", "right"), [("contains", " "), ("contains", ""), ("f1", "A"), ("f1", "the!")])
@@ -49,11 +49,11 @@ def test_right_answers_that_would_be_in_all(name, right):
     assert reward("", [""], name="f1") == 1 and reward("", ["The", "cat"], name="f1") == 0
 
 
-@pytest.mark.parametrize(("text", "wanted", "options", "value"), [
+@pytest.mark.parametrize(("text", "expected", "options", "value"), [
     ("It is Paris.", ["Paris"], {}, 1), ("It is paris.", ["Paris"], {}, 0),
     ("It is paris.", ["Paris"], {"ignore_case": True}, 1), ("Rome", ["Paris", "Rome"], {}, 1)])
-def test_contains(text, wanted, options, value):
-    assert reward(text, wanted, name="contains", **options) == value
+def test_contains(text, expected, options, value):
+    assert reward(text, expected, name="contains", **options) == value
 
 
 @pytest.mark.parametrize(("text", "options", "value"), [
@@ -82,11 +82,11 @@ def test_format(text, options, value):
 @pytest.mark.parametrize(("max_tokens", "soft_tokens"), [(100, 20), (20, 20), (7, 3)])
 def test_length_is_the_soft_overlong_punishment_of_trl(max_tokens, soft_tokens):
     trl = pytest.importorskip("trl.rewards")
-    theirs = trl.get_soft_overlong_punishment(max_tokens, soft_tokens)
+    trl_reward = trl.get_soft_overlong_punishment(max_tokens, soft_tokens)
     lengths = range(max_tokens + 5)
-    wanted = theirs(completion_ids=[[1] * length for length in lengths])
+    expected = trl_reward(completion_ids=[[1] * length for length in lengths])
     assert [reward("", num_tokens=length, name="length", max_tokens=max_tokens, soft_tokens=soft_tokens)
-            for length in lengths] == pytest.approx(wanted, rel=1e-15)
+            for length in lengths] == pytest.approx(expected, rel=1e-15)
 
 
 def test_length_by_hand():
@@ -95,15 +95,15 @@ def test_length_by_hand():
     assert [reward("", num_tokens=length, name="length", max_tokens=10) for length in (9, 10, 11)] == [0, 0, -1]
 
 
-@pytest.mark.parametrize(("text", "wanted"), [
+@pytest.mark.parametrize(("text", "expected"), [
     ("the cat sat", ["a cat sat down"]), ("Cat, sat!", ["cat sat"]), ("dog", ["cat"]), ("cat cat dog", ["cat dog dog"]),
     ("cat", ["dog", "a small cat"]), ("", ["cat"])])
-def test_f1_is_that_of_squad(text, wanted):
+def test_f1_is_that_of_squad(text, expected):
     from torchmetrics.functional.text import squad
 
-    theirs = squad([{"prediction_text": text, "id": "1"}],
-                   [{"answers": {"answer_start": [0] * len(wanted), "text": wanted}, "id": "1"}])
-    assert reward(text, wanted, name="f1") == pytest.approx(float(theirs["f1"]) / 100, rel=1e-6)
+    squad_scores = squad([{"prediction_text": text, "id": "1"}],
+                         [{"answers": {"answer_start": [0] * len(expected), "text": expected}, "id": "1"}])
+    assert reward(text, expected, name="f1") == pytest.approx(float(squad_scores["f1"]) / 100, rel=1e-6)
 
 
 MATHS = [  # answer, right answer, equal
@@ -126,9 +126,9 @@ def test_math_is_the_accuracy_of_trl_where_answers_are_boxed():
     trl = pytest.importorskip("trl.rewards")
     pytest.importorskip("math_verify")
     boxed = [(text, right) for text, right, _ in MATHS if "boxed" in text]
-    theirs = trl.accuracy_reward([[{"content": text}] for text, _ in boxed], [f"${right.strip('$')}$"
-                                                                              for _, right in boxed])
-    assert [reward(text, [right], name="math") for text, right in boxed] == theirs
+    trl_rewards = trl.accuracy_reward([[{"content": text}] for text, _ in boxed], [f"${right.strip('$')}$"
+                                                                                   for _, right in boxed])
+    assert [reward(text, [right], name="math") for text, right in boxed] == trl_rewards
 
 
 def test_math_needs_an_expression_to_compare_with():
@@ -137,18 +137,18 @@ def test_math_needs_an_expression_to_compare_with():
         reward("1", ["$$"], name="math")
 
 
-# What a row holds -----------------------------------------------------------------------------------------------------
+# What a row provides --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "row", "reference", "wanted"), [
+@pytest.mark.parametrize(("options", "row", "reference", "expected"), [
     ({"name": "f1"}, {}, "yes", ["yes"]), ({"name": "f1", "column": "a"}, {"a": "x"}, "yes", ["x"]),
     ({"name": "f1", "column": "a"}, {"a": 12}, None, ["12"]),
     ({"name": "f1", "column": "a"}, {"a": 0.5}, None, ["0.5"]),
     ({"name": "exact_match", "column": "a"}, {"a": ["x", 2]}, None, ["x", "2"]),
     ({"name": "contains", "text": "t"}, {}, None, ["t"]), ({"name": "regex", "pattern": "a"}, {}, None, None),
     ({"name": "code"}, {"tests": ["assert 1"]}, None, ["assert 1"])])
-def test_what_a_reward_needs(options, row, reference, wanted):
-    assert read_expected(read_rewards([options])[0], row, reference) == wanted
+def test_what_a_reward_needs(options, row, reference, expected):
+    assert read_expected(read_rewards([options])[0], row, reference) == expected
 
 
 @pytest.mark.parametrize(("options", "row", "reason"), [
@@ -177,7 +177,7 @@ def test_the_program_of_an_answer(text, program):
     assert code_tests.extract_program(text) == program
 
 
-@pytest.mark.parametrize(("text", "tests", "share"), [
+@pytest.mark.parametrize(("text", "tests", "fraction"), [
     (ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3", "assert add('a', 'b') == 'ab'"], 2 / 3),
     (ADD, "assert add(1, 2) == 3\nassert add(2, 2) == 4", 1),
     (ADD, '["assert add(1, 2) == 3"]', 1), (f"```python\n{ADD}\n```", ["assert add(0, 0) == 0"], 1),
@@ -193,12 +193,12 @@ def test_the_program_of_an_answer(text, program):
     ("x = bytearray(2 ** 31)", ["assert True"], 0), ("open('f', 'w').write('a' * 2 ** 25)", ["assert True"], 0),
     ("import os, signal; os.kill(os.getppid(), signal.SIGTERM)", ["assert False"], 0),
     ("import lmmods_tests_of_nothing", ["assert True"], 0)])
-def test_programs(text, tests, share):
-    assert code_tests.run_tests(text, tests, 20, count_all=True) == pytest.approx(share)
-    assert reward(text, tests, name="code", timeout=20) == float(share == 1)
+def test_programs(text, tests, fraction):
+    assert code_tests.run_tests(text, tests, 20, count_all=True) == pytest.approx(fraction)
+    assert reward(text, tests, name="code", timeout=20) == float(fraction == 1)
 
 
-def test_a_share_of_tests_may_be_the_reward():
+def test_the_fraction_of_passed_tests_may_be_the_reward():
     tests = ["assert add(1, 2) == 3", "assert False"]
     assert reward(ADD, tests, name="code", partial=True) == 0.5 and reward(ADD, tests, name="code") == 0
 
@@ -218,8 +218,8 @@ needs_isolation = pytest.mark.skipif(not code_tests.can_isolate(), reason="needs
 
 @needs_isolation
 def test_what_a_program_starts_ends_with_it():
-    def marked() -> list[psutil.Process]:
-        return [each for each in psutil.process_iter(["cmdline"]) if MARKED in (each.info["cmdline"] or [])]
+    def list_marked() -> list[psutil.Process]:
+        return [process for process in psutil.process_iter(["cmdline"]) if MARKED in (process.info["cmdline"] or [])]
 
     program = f"""
 import subprocess, sys
@@ -230,9 +230,9 @@ def start():
 """
     assert code_tests.run_tests(program, ["assert start().stdout.readline() == 'up\\n'"], 20, count_all=True) == 1
     deadline = time.monotonic() + 5
-    while marked() and time.monotonic() < deadline:
+    while list_marked() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not marked()
+    assert not list_marked()
 
 
 @needs_isolation
@@ -271,19 +271,19 @@ def test_tests_that_are_none(tests, message):
 # Many answers ---------------------------------------------------------------------------------------------------------
 
 
-def answered(text: str, num_tokens: int = 0, reference: str | None = None, **row) -> RewardInput:
+def make_input(text: str, num_tokens: int = 0, reference: str | None = None, **row) -> RewardInput:
     return RewardInput("p", text, [0] * num_tokens, row, reference, True)
 
 
-ANSWERS = [answered("a", 3, "a", tests="assert True"), answered("pass", 9, "pass", tests="assert True"),
-           answered("b b", 1, "b c"), answered("x", 2), answered("pass", 1, "", tests=["assert 0"])]
+ANSWERS = [make_input("a", 3, "a", tests="assert True"), make_input("pass", 9, "pass", tests="assert True"),
+           make_input("b b", 1, "b c"), make_input("x", 2), make_input("pass", 1, "", tests=["assert 0"])]
 REWARDS = [{"name": "exact_match"}, {"name": "f1", "weight": 0.5}, {"name": "length", "max_tokens": 4},
            {"name": "code", "label": "tests"}, {"name": "regex", "pattern": "^[ab]", "weight": 2}]
 
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_scores_have_the_order_of_the_answers_and_reasons(processes):
-    many = ANSWERS * 5  # more than a process takes at once
+    many = ANSWERS * 5  # more than a process gets at once
     with Rewards(read_rewards(REWARDS), 30, processes) as rewards:
         assert rewards.names == ("exact_match", "f1", "length", "tests", "regex")
         assert rewards.weights.tolist() == [1, 0.5, 1, 1, 2]
@@ -305,23 +305,23 @@ def test_scores_have_the_order_of_the_answers_and_reasons(processes):
 def test_totals():
     values = np.array([[1, 2], [NAN, 2], [NAN, NAN], [1, NAN], [0.25, -1]], np.float32)
     late = "took longer than 1 s"
-    reasons = [{}, {}, {}, {"b": late}, {"a": late}]  # the last one has a value all the same
+    reasons = [{}, {}, {}, {"b": late}, {"a": late}]  # the last one has a value nevertheless
     sums = sum_rewards(values, np.array([1, 0.5]), reasons, ["a", "b"])
     assert np.array_equal(sums, [2, 1, NAN, NAN, -0.25], equal_nan=True)
     assert np.isnan(sum_rewards(values, np.array([1, 0.5]), [{"environment": late}] * 5, ["a", "b"])).all()
 
 
 def test_a_reward_model_scores_by_the_function_it_is_given():
-    seen = []
+    scored_answers = []
 
     def scorer(answers):
-        seen.extend(answers)
+        scored_answers.extend(answers)
         return [0.5, None, NAN, float("inf"), -3.0]
 
     settings = read_rewards([{"name": "length", "max_tokens": 5}, {"model": "runs/reward"}])
     with Rewards(settings, 30, 1, {"reward": scorer}) as rewards:
         values, reasons = rewards.score(ANSWERS)
-    assert seen == ANSWERS
+    assert scored_answers == ANSWERS
     assert np.array_equal(values, [[0, 0.5], [-1, NAN], [0, NAN], [0, NAN], [0, -3]], equal_nan=True)
     assert reasons == [{}, *[{"reward": "the model gives no score"}] * 3, {}]
     with pytest.raises(ValueError, match="scorers are for"):
@@ -335,7 +335,7 @@ def test_math_without_its_package(monkeypatch):
 
 
 def prompts_of(*rows: dict, reference: str | None = None) -> list[Prompt]:
-    return [Prompt(number, [1], None, row, reference) for number, row in enumerate(rows)]
+    return [Prompt(index, [1], None, row, reference) for index, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize(("options", "prompts", "message"), [
@@ -379,8 +379,8 @@ def test_only_the_first_of_many_rows_are_looked_through():
 
 @pytest.mark.slow
 def test_math_in_a_process_is_math_here():
-    """Its time limits are signals, which need the main thread; ours do not."""
+    """math-verify's own time limits use signals, which need the main thread; ours do not."""
     pytest.importorskip("math_verify")
     with Rewards(read_rewards([{"name": "math", "column": "right"}]), 60, 2) as rewards:
-        values, reasons = rewards.score([answered(text, right=right) for text, right, _ in MATHS])
+        values, reasons = rewards.score([make_input(text, right=right) for text, right, _ in MATHS])
     assert values[:, 0].tolist() == [value for *_, value in MATHS] and not any(reasons)

@@ -1,4 +1,4 @@
-"""Answers that a student draws to the prompts of training rows: shared by processes, and stand-ins where none train."""
+"""On-policy answers: processes sample a part each, and stand-ins replace them where nothing trains."""
 
 from types import SimpleNamespace
 
@@ -12,25 +12,25 @@ from lmmods.rollouts.policy import SampledAnswer
 
 DATA = SimpleNamespace(max_length=50, run_seed=7, codec=SimpleNamespace(stop_token_ids=[2]))
 PROMPTS = [np.arange(1, length) for length in (3, 5, 2, 4, 7)]
-NUMBERS = np.random.default_rng(0).random((5, 4), np.float32)
+UNIFORMS = np.random.default_rng(0).random((5, 4), np.float32)
 
 
 class Sampler:
-    """Repeats the first token of a prompt as often as its first number says, with a rank's answers in `found`."""
+    """Repeats a prompt's last token as often as its first random number says; `gathered` has all ranks' answers."""
 
     num_ranks = 2
 
-    def __init__(self, rank: int, found: dict) -> None:
-        self.rank, self.found = rank, found
+    def __init__(self, rank: int, gathered: dict) -> None:
+        self.rank, self.gathered = rank, gathered
 
-    def draw(self, prompts, numbers, temperature, max_new_tokens, ends):
-        self.asked = len(prompts), temperature, max_new_tokens, ends
+    def draw(self, prompts, uniforms, temperature, max_new_tokens, ends):
+        self.request = len(prompts), temperature, max_new_tokens, ends
         return [SampledAnswer(np.full(int(1 + row[0] * max_new_tokens), prompt[-1], np.int32), None, None, True)
-                for prompt, row in zip(prompts, numbers, strict=True)]
+                for prompt, row in zip(prompts, uniforms, strict=True)]
 
     def gather(self, parts):
-        self.found.update(parts)
-        return self.found
+        self.gathered.update(parts)
+        return self.gathered
 
 
 def task_of(**teacher):
@@ -38,24 +38,24 @@ def task_of(**teacher):
 
 
 def test_processes_share_the_answers():
-    task, found = task_of(on_policy=0.5, max_new_tokens=4, sampling_temperature=0.7), {}
-    samplers = [Sampler(rank, found) for rank in (0, 1)]
+    task, gathered = task_of(on_policy=0.5, max_new_tokens=4, sampling_temperature=0.7), {}
+    samplers = [Sampler(rank, gathered) for rank in (0, 1)]
     first, second = (on_policy_of(task, DATA, lambda sampler=sampler: sampler) for sampler in samplers)
     assert first[:4] == (0.5, 4, 50, 7)
     with pytest.raises(KeyError):  # the other process's are missing
-        first.draw(PROMPTS, NUMBERS)
-    for answer, prompt, row in zip(second.draw(PROMPTS, NUMBERS), PROMPTS, NUMBERS, strict=True):
+        first.draw(PROMPTS, UNIFORMS)
+    for answer, prompt, row in zip(second.draw(PROMPTS, UNIFORMS), PROMPTS, UNIFORMS, strict=True):
         assert answer.tolist() == [prompt[-1]] * int(1 + row[0] * 4)
-    assert [sampler.asked for sampler in samplers] == [(3, 0.7, 4, [2]), (2, 0.7, 4, [2])]
+    assert [sampler.request for sampler in samplers] == [(3, 0.7, 4, [2]), (2, 0.7, 4, [2])]
 
 
 def test_without_training_prompts_stand_in():
     draw = on_policy_of(task_of(on_policy=1.0), DATA).draw
-    assert [answer.tolist() for answer in draw(PROMPTS[:2], NUMBERS[:2])] == [[1, 2, 1, 2], [1, 2, 3, 4]]
+    assert [answer.tolist() for answer in draw(PROMPTS[:2], UNIFORMS[:2])] == [[1, 2, 1, 2], [1, 2, 3, 4]]
     assert on_policy_of(task_of(), DATA) is None
 
 
-def test_what_is_said_of_a_run():
+def test_the_description_of_a_run():
     task = task_of(on_policy=0.25, max_new_tokens=9)
     assert task.sampling_load(10, 4) == (3, 4, 1, 9) and task_of().sampling_load(10, 4) is None
     [line] = task.describe_training(10, None)

@@ -1,4 +1,4 @@
-"""Answers of several turns: ids are only added, what tools say has no label, and what goes wrong costs one answer."""
+"""Answers of several turns: ids are only appended, tool results have no label, and a failure costs one answer."""
 
 import json
 from typing import Any, NamedTuple
@@ -31,17 +31,17 @@ def call(name: str = "add", **arguments: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Calls
 
-GIVEN = {"word": "a", "n": [1]}
+ARGUMENTS = {"word": "a", "n": [1]}
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"word": "a", "n": [1]}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(("written", "calls"), [
-    (HERMES, [Call("f", GIVEN)]),
-    (f"I look. {HERMES}\n{HERMES}", [Call("f", GIVEN)] * 2),
+    (HERMES, [Call("f", ARGUMENTS)]),
+    (f"I look. {HERMES}\n{HERMES}", [Call("f", ARGUMENTS)] * 2),
     (f"<think>{HERMES}</think> Nothing.", []),
-    (f"<think>a</think>{HERMES}", [Call("f", GIVEN)]),
-    ('{"name": "f", "parameters": {"word": "a", "n": [1]}}', [Call("f", GIVEN)]),
-    ('<|python_tag|>{"name": "f", "parameters": {"word": "a", "n": [1]}}', [Call("f", GIVEN)]),
+    (f"<think>a</think>{HERMES}", [Call("f", ARGUMENTS)]),
+    ('{"name": "f", "parameters": {"word": "a", "n": [1]}}', [Call("f", ARGUMENTS)]),
+    ('<|python_tag|>{"name": "f", "parameters": {"word": "a", "n": [1]}}', [Call("f", ARGUMENTS)]),
     ('[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"n": 1}}]',
      [Call("f", {}), Call("g", {"n": 1})]),
     ('{"name": "f", "arguments": "{\\"n\\": 1}"}', [Call("f", {"n": 1})]),
@@ -60,26 +60,26 @@ def test_calls_are_read(written, calls):
     assert read_calls(written) == calls
 
 
-def test_deep_json_is_no_call():
-    [found] = read_calls(f"<tool_call>{'[' * 100_000}</tool_call>")
-    assert found.name == UNKNOWN and found.problem.startswith(FORM)
+def test_deep_json_is_not_a_call():
+    [result] = read_calls(f"<tool_call>{'[' * 100_000}</tool_call>")
+    assert result.name == UNKNOWN and result.problem.startswith(FORM)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Conversations
 
 
-class Talked(NamedTuple):
+class Conversation(NamedTuple):
     prompts: list[Prompt]
     answers: list[Answer]
     policy: ScriptedPolicy
     data: Any
 
-    def ids(self, number: int, size: int = 1) -> list[int]:
-        return [*self.prompts[number // size].ids, *self.answers[number].tokens.tolist()]
+    def ids(self, index: int, size: int = 1) -> list[int]:
+        return [*self.prompts[index // size].ids, *self.answers[index].tokens.tolist()]
 
-    def text(self, number: int) -> str:
-        return self.data.tokenizer.decode(self.answers[number].tokens)
+    def text(self, index: int) -> str:
+        return self.data.tokenizer.decode(self.answers[index].tokens)
 
 
 @pytest.fixture(scope="module")
@@ -89,20 +89,20 @@ def folder(tokenizer_folder, tmp_path_factory):
 
 @pytest.fixture
 def talk(folder, tmp_path):
-    """A function that has prompts answered by a script."""
+    """Return a function that answers prompts with a script."""
 
     def run(say, rows=({},), size: int = 1, seed: int | None = None, limit: int = 400, tools=TOOLS, scored: bool = True,
-            timeout: float = 20.0, max_turns: int = 8, **fields: Any) -> Talked:
+            timeout: float = 20.0, max_turns: int = 8, **fields: Any) -> Conversation:
         task = GRPOFields(config={"model_type": "llama"}, environment=PATH, max_new_tokens=limit,
                           reward_timeout=timeout, max_turns=max_turns)
         data = prompts(folder, tmp_path, list(rows), tools, limit, scored, **fields)
         policy = ScriptedPolicy(data.tokenizer, say)
-        asked = [data.prompt("train", number) for number in range(len(rows))]
-        numbers = None if seed is None else draws(seed, range(len(rows)), limit, size)
+        data_prompts = [data.prompt("train", index) for index in range(len(rows))]
+        uniforms = None if seed is None else draws(seed, range(len(rows)), limit, size)
         with trusting(True):
             turns = Turns(task, data, policy)
         try:
-            return Talked(*turns.answer(asked, size, numbers, {"drawing": 0.0}), policy, data)
+            return Conversation(*turns.answer(data_prompts, size, uniforms, {"drawing": 0.0}), policy, data)
         finally:
             turns.close()
 
@@ -115,78 +115,80 @@ def counts(turns: int, calls: int, failures: int = 0, cut: int = 0) -> dict[str,
 
 def test_a_conversation_has_the_ids_that_the_template_writes(talk):
     says = [f"First. {call(number=2)}", f"{call(number=3)}{call('later', number=4, times=[2])}", "It is 13."]
-    found = talk(lambda turn, _: says[turn], [{"target": 13}])
-    [answer] = found.answers
+    result = talk(lambda turn, _: says[turn], [{"target": 13}])
+    [answer] = result.answers
     messages = [{"role": "user", "content": "Go."},
                 {"role": "assistant", "content": says[0]}, {"role": "tool", "content": "2"},
                 {"role": "assistant", "content": says[1]}, {"role": "tool", "content": "5"},
                 {"role": "tool", "content": '{"total": 13, "ä": null}'}, {"role": "assistant", "content": says[2]}]
-    wanted = found.data.tokenizer.apply_chat_template(messages, tools=TOOLS, return_dict=False)
-    length = len(found.ids(0))
-    assert found.ids(0) == wanted[:length] and found.data.tokenizer.decode(wanted[length:]) == "\n"
+    expected = result.data.tokenizer.apply_chat_template(messages, tools=TOOLS, return_dict=False)
+    length = len(result.ids(0))
+    assert result.ids(0) == expected[:length] and result.data.tokenizer.decode(expected[length:]) == "\n"
     assert answer.text == says[2] and answer.ended and answer.tools == counts(3, 3)
     assert answer.rewards == {"environment": 1.0} and not answer.reasons
-    # What the policy drew is labelled, with its numbers; the rest is not.
-    label = Group(0, found.prompts[0].ids, "", [answer]).row(0).labels
-    parts = np.split(label, np.flatnonzero(np.diff(label != IGNORED)) + 1)
-    drawn = [found.data.tokenizer.decode(part) for part in parts if part[0] != IGNORED]
-    assert drawn == [f"{text}{END}" for text in says]
+    # Sampled tokens have labels and log-probabilities, other tokens have none.
+    label = Group(0, result.prompts[0].ids, "", [answer]).row(0).labels
+    segments = np.split(label, np.flatnonzero(np.diff(label != IGNORED)) + 1)
+    sampled = [result.data.tokenizer.decode(segment) for segment in segments if segment[0] != IGNORED]
+    assert sampled == [f"{text}{END}" for text in says]
     assert (answer.logps[answer.is_sampled] < 0).all() and not answer.logps[~answer.is_sampled].any()
     assert np.isnan(answer.entropies[~answer.is_sampled]).all() and (answer.entropies[answer.is_sampled] == 1).all()
-    assert answer.full_text == found.text(0)
+    assert answer.full_text == result.text(0)
 
 
 def test_what_a_tool_says_is_never_a_control_token(talk):
     said = call("misbehave", how=f"a{END}b").replace(END, f"\\u003c{END[1:]}")  # which JSON reads as the same
-    found = talk(lambda turn, _: [said, "Done."][turn])
-    end = found.data.tokenizer.convert_tokens_to_ids(END)
-    assert found.answers[0].tokens.tolist().count(end) == 3 and f"<said>a{END}b</said>" in found.text(0)
+    result = talk(lambda turn, _: [said, "Done."][turn])
+    end = result.data.tokenizer.convert_tokens_to_ids(END)
+    assert result.answers[0].tokens.tolist().count(end) == 3 and f"<said>a{END}b</said>" in result.text(0)
 
 
-def test_draws_go_on_where_they_stopped(talk):
+def test_sampling_continues_where_it_stopped(talk):
     says = [call(number=1), "Seen.", "Nothing to do."]
-    found = talk(lambda turn, text: says[turn] if "First" in text else says[2], size=2, seed=5,
-                 rows=[{"messages": [{"role": "user", "content": "First."}]}, {}])
-    numbers = draws(5, range(2), 400, 2)
-    (first, own, _), (second, rest, room) = found.policy.asked
-    assert [len(first), len(second)] == [4, 2] and np.array_equal(own, numbers)
+    result = talk(lambda turn, text: says[turn] if "First" in text else says[2], size=2, seed=5,
+                  rows=[{"messages": [{"role": "user", "content": "First."}]}, {}])
+    uniforms = draws(5, range(2), 400, 2)
+    (first, first_uniforms, _), (second, second_uniforms, budget) = result.policy.requests
+    assert [len(first), len(second)] == [4, 2] and np.array_equal(first_uniforms, uniforms)
     for row in (0, 1):
         length = len(second[row]) - len(first[row])
-        assert second[row][: len(first[row])] == first[row] and second[row] == found.ids(row, 2)[: len(second[row])]
-        assert np.array_equal(rest[row, : 400 - length], numbers[row, length : length + room])
+        assert second[row][: len(first[row])] == first[row] and second[row] == result.ids(row, 2)[: len(second[row])]
+        assert np.array_equal(second_uniforms[row, : 400 - length], uniforms[row, length : length + budget])
 
 
-def test_greedy_has_no_numbers(talk):
-    assert [numbers for _, numbers, _ in talk(lambda turn, _: [call(), "Seen."][turn]).policy.asked] == [None, None]
+def test_greedy_has_no_uniforms(talk):
+    requests = talk(lambda turn, _: [call(), "Seen."][turn]).policy.requests
+    assert [uniforms for _, uniforms, _ in requests] == [None, None]
 
 
-def test_an_answer_is_cut_off_where_no_room_is_left(talk):
+def test_an_answer_is_truncated_where_no_tokens_are_left(talk):
     for limit in (40, 100, 150):
-        found = talk(lambda turn, _: [call(number=3), "x" * 80][turn], limit=limit, rows=[{"target": 3}])
-        [answer] = found.answers
+        result = talk(lambda turn, _: [call(number=3), "x" * 80][turn], limit=limit, rows=[{"target": 3}])
+        [answer] = result.answers
         assert len(answer.tokens) <= limit and not answer.ended
         assert answer.rewards == {"environment": float(answer.tools["calls"] > 0)} and not answer.reasons
     assert answer.text == "x" * len(answer.text) and answer.is_sampled[-1] and len(answer.tokens) == limit
 
 
-def test_a_shorter_answer_has_all_its_room_beside_a_longer_one(talk):
-    # The rows of a draw end at max_length, which the longer prompt reaches first.
+def test_a_shorter_answer_has_its_full_budget_next_to_a_longer_one(talk):
+    # Sequences of a batch end at max_length, which the longer prompt reaches first.
     says = {True: ["b" * 150 + call(number=1), "x" * 20], False: [call(number=1), "y" * 190]}
     rows = [{"messages": [{"role": "user", "content": "a" * length}]} for length in (150, 1)]
-    found = talk(lambda turn, text: says["aa" in text][turn], rows, seed=1, limit=300, max_length=500)
-    assert [answer.tools for answer in found.answers] == [counts(2, 1)] * 2
-    assert [answer.text for answer in found.answers] == ["x" * 20, "y" * 190]
-    numbers = draws(1, range(2), 300)[1]
-    (_, own, _), *rest = [(len(asked[-1]) - len(found.prompts[1].ids), given[-1], room)
-                          for asked, given, room in found.policy.asked]
-    assert np.array_equal(own, numbers) and len(rest) > 1
-    assert all(np.array_equal(given[: 300 - used], numbers[used : used + room]) for used, given, room in rest)
-    assert all(len(prompt) + room <= 500 for asked, _, room in found.policy.asked for prompt in asked)
+    result = talk(lambda turn, text: says["aa" in text][turn], rows, seed=1, limit=300, max_length=500)
+    assert [answer.tools for answer in result.answers] == [counts(2, 1)] * 2
+    assert [answer.text for answer in result.answers] == ["x" * 20, "y" * 190]
+    uniforms = draws(1, range(2), 300)[1]
+    (_, first_uniforms, _), *rest = [(len(requested[-1]) - len(result.prompts[1].ids), row[-1], budget)
+                                     for requested, row, budget in result.policy.requests]
+    assert np.array_equal(first_uniforms, uniforms) and len(rest) > 1
+    assert all(np.array_equal(row[: 300 - num_used], uniforms[num_used : num_used + budget])
+               for num_used, row, budget in rest)
+    assert all(len(prompt) + budget <= 500 for requested, _, budget in result.policy.requests for prompt in requested)
 
 
 def test_turns_are_limited(talk):
-    found = talk(lambda turn, _: call(number=1), rows=[{"target": 2}], max_turns=3)
-    [answer] = found.answers
+    result = talk(lambda turn, _: call(number=1), rows=[{"target": 2}], max_turns=3)
+    [answer] = result.answers
     assert answer.tools == counts(3, 2) and not answer.ended and answer.rewards == {"environment": 1.0}
     assert answer.text == call(number=1)
 
@@ -195,46 +197,46 @@ def test_turns_are_limited(talk):
     ("<tool_call>{</tool_call>", FORM), (call("subtract"), "there is no tool subtract, only add, later, misbehave"),
     (call("reset", target=2), "there is no tool reset"), (call("_private"), "there is no tool _private"),
     (call("misbehave", how="raises"), "ValueError: no"), (call(numbers=2), "TypeError: Counter.add()")])
-def test_calls_that_fail_are_told_to_the_model(talk, said, error):
-    found = talk(lambda turn, _: [said, "So be it."][turn])
-    [answer] = found.answers
+def test_failures_of_calls_are_reported_to_the_model(talk, said, error):
+    result = talk(lambda turn, _: [said, "So be it."][turn])
+    [answer] = result.answers
     assert answer.tools == counts(2, 1, 1) and answer.ended and not answer.reasons
-    told = json.loads(found.text(0).partition("<said>")[2].partition("</said>")[0])
-    assert list(told) == ["error"] and told["error"].startswith(error)
+    reported = json.loads(result.text(0).partition("<said>")[2].partition("</said>")[0])
+    assert list(reported) == ["error"] and reported["error"].startswith(error)
 
 
 @pytest.mark.parametrize(("how", "reason"), [("sleeps", "took longer than 1 s"),
                                              ("exits", "ended its process with status 3")])
 def test_a_tool_that_hangs_or_crashes_ends_its_answer(talk, how, reason):
     said = call(number=1) + call("misbehave", how=how) + call(number=1)
-    found = talk(lambda turn, text: [said if "bad" in text else call(number=1), "Done."][turn], timeout=1.0,
-                 rows=[{"messages": [{"role": "user", "content": word}], "target": 1} for word in ("bad", "good")])
-    bad, good = found.answers
+    result = talk(lambda turn, text: [said if "bad" in text else call(number=1), "Done."][turn], timeout=1.0,
+                  rows=[{"messages": [{"role": "user", "content": word}], "target": 1} for word in ("bad", "good")])
+    bad, good = result.answers
     assert bad.tools == counts(1, 2, 1) and bad.reasons == {"environment": f"misbehave: {reason}"} and not bad.ended
     assert bad.rewards == {"environment": None} and bad.text == said
     assert good.rewards == {"environment": 1.0} and good.ended and not good.reasons
 
 
-def test_a_flood_is_cut_to_half_of_the_room(talk):
-    found = talk(lambda turn, _: [call("misbehave", how="floods") + call(number=1), "Done."][turn], limit=500)
-    [answer] = found.answers
+def test_a_flood_is_truncated_to_half_of_the_tokens_left(talk):
+    result = talk(lambda turn, _: [call("misbehave", how="floods") + call(number=1), "Done."][turn], limit=500)
+    [answer] = result.answers
     assert answer.tools == counts(2, 2, cut=1) and answer.ended
-    flood, one = (part.partition("</said>")[0] for part in found.text(0).split("<said>")[1:])
-    kept, _, note = flood.rpartition("\n")
-    assert kept and ("flood " * 99).startswith(kept) and one == "1"
-    assert note == f"[{600_000 - len(kept)} characters left out]"
-    said, before = (~answer.is_sampled).sum(), answer.is_sampled.argmin()
-    assert (500 - before) // 2 - 3 <= said <= (500 - before) // 2
+    flood, one = (part.partition("</said>")[0] for part in result.text(0).split("<said>")[1:])
+    start, _, note = flood.rpartition("\n")
+    assert start and ("flood " * 99).startswith(start) and one == "1"
+    assert note == f"[{600_000 - len(start)} characters left out]"
+    num_added, before = (~answer.is_sampled).sum(), answer.is_sampled.argmin()
+    assert (500 - before) // 2 - 3 <= num_added <= (500 - before) // 2
 
 
-def test_what_reset_says_follows_the_prompt(talk):
-    found = talk(lambda turn, _: "Yes.", [{"hint": " Be brief."}, {}], size=2)
-    template = found.data.tokenizer.apply_chat_template
-    for prompt, content in zip(found.prompts, ("Go. Be brief.", "Go."), strict=True):
+def test_the_text_of_reset_follows_the_prompt(talk):
+    result = talk(lambda turn, _: "Yes.", [{"hint": " Be brief."}, {}], size=2)
+    template = result.data.tokenizer.apply_chat_template
+    for prompt, content in zip(result.prompts, ("Go. Be brief.", "Go."), strict=True):
         messages = [{"role": "user", "content": content}]
         assert prompt.ids == template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
         assert prompt.conversation.messages == messages
-    assert [prompt for prompt, _, _ in found.policy.asked] == [[found.prompts[n // 2].ids for n in range(4)]]
+    assert [prompt for prompt, _, _ in result.policy.requests] == [[result.prompts[n // 2].ids for n in range(4)]]
 
 
 @pytest.mark.parametrize(("hint", "reason"), [
@@ -242,17 +244,17 @@ def test_what_reset_says_follows_the_prompt(talk):
     ("x" * 2000, "the prompt has 2050 tokens with the added text, which leaves no space for an answer"),
     ("\U0010ffff", "a turn holds U+10FFFE or U+10FFFF, which are no characters")])
 def test_an_answer_without_a_beginning_has_no_reward(talk, hint, reason):
-    found = talk(lambda turn, _: "Yes.", [{"hint": hint}, {"target": 0}])
-    bad, good = found.answers
+    result = talk(lambda turn, _: "Yes.", [{"hint": hint}, {"target": 0}])
+    bad, good = result.answers
     assert bad.reasons == {"environment": f"reset: {reason}"} and not len(bad.tokens) and not bad.ended
-    assert good.rewards == {"environment": 1.0} and found.prompts[0].ids == found.prompts[1].ids
+    assert good.rewards == {"environment": 1.0} and result.prompts[0].ids == result.prompts[1].ids
 
 
 def test_the_answers_to_a_prompt_have_one_prompt(talk):
-    found = talk(lambda turn, _: "Yes.", [{"hint": "pid"}], size=3)
+    result = talk(lambda turn, _: "Yes.", [{"hint": "pid"}], size=3)
     other = {"environment": "reset returned another text than for an earlier answer to the prompt"}
-    assert [answer.reasons for answer in found.answers] == [{}, other, other]
-    assert " Pid: " in found.prompts[0].conversation.messages[-1]["content"]
+    assert [answer.reasons for answer in result.answers] == [{}, other, other]
+    assert " Pid: " in result.prompts[0].conversation.messages[-1]["content"]
 
 
 @pytest.mark.parametrize(("total", "reason"), [(666, "returned nan"), (667, "RuntimeError: no reward"), (668, None)])
@@ -268,15 +270,15 @@ def test_without_a_reward_of_its_own(talk):
 
 
 def test_without_tools_nothing_is_a_call(talk):
-    found = talk(lambda turn, _: call(), tools=[])
-    assert found.answers[0].ended and found.answers[0].tools == counts(1, 0)
+    result = talk(lambda turn, _: call(), tools=[])
+    assert result.answers[0].ended and result.answers[0].tools == counts(1, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # At the start, and in files
 
 
-def test_a_template_must_write_calls_in_a_known_way(tokenizer_folder, tmp_path):
+def test_a_template_must_write_calls_in_a_supported_way(tokenizer_folder, tmp_path):
     other = TEMPLATE.replace("<tool_call>", "<call>").replace("</tool_call>", "</call>")
     data = prompts(with_tools(tokenizer_folder, tmp_path / "tokenizer", other), tmp_path, [{}], TOOLS, 100)
     task = GRPOFields(config={"model_type": "llama"}, environment=PATH)
@@ -300,7 +302,7 @@ def test_named_templates_have_no_tools(folder, tmp_path):
         prompts(folder, tmp_path, [{}], TOOLS, 100, template="chatml")
 
 
-def test_tools_are_part_of_what_rows_are(folder, tmp_path):
+def test_tools_are_part_of_the_identity_of_rows(folder, tmp_path):
     first, second, third = (prompts(folder, tmp_path, [{}], tools, 100) for tools in (TOOLS, TOOLS[:1], []))
     assert first.identity()["environment"] != second.identity()["environment"] and "environment" not in third.identity()
     texts = [data.tokenizer.decode(data.prompt("train", 0).ids) for data in (first, second, third)]
@@ -324,17 +326,18 @@ def test_something_must_give_a_reward():
 
 
 def test_files_and_metrics(talk, tmp_path):
-    found = talk(lambda turn, _: [call(number=1) + call("nothing"), "Seen."][turn], [{}, {}])
+    result = talk(lambda turn, _: [call(number=1) + call("nothing"), "Seen."][turn], [{}, {}])
     groups = [Group(number, prompt.ids, "a", [answer, answer], np.zeros(2, np.float32))
-              for number, (prompt, answer) in enumerate(zip(found.prompts, found.answers, strict=True))]
+              for number, (prompt, answer) in enumerate(zip(result.prompts, result.answers, strict=True))]
     rollout = Rollout(3, groups)
     rollout.write(tmp_path)
     read = read_rollout(tmp_path, rollout.name)
     for group, other in zip(read.groups, groups, strict=True):
-        for answer, wanted in zip(group.answers, other.answers, strict=True):
-            assert (answer.tools, answer.full_text, answer.text) == (wanted.tools, wanted.full_text, "Seen.")
-            assert np.array_equal(answer.is_sampled, wanted.is_sampled) and np.array_equal(answer.tokens, wanted.tokens)
+        for answer, expected in zip(group.answers, other.answers, strict=True):
+            assert (answer.tools, answer.full_text, answer.text) == (expected.tools, expected.full_text, "Seen.")
+            assert np.array_equal(answer.is_sampled, expected.is_sampled)
+            assert np.array_equal(answer.tokens, expected.tokens)
     line = json.loads((tmp_path / "step=3.jsonl").read_text().splitlines()[0])
-    assert line["calls"] == 2 and line["failures"] == 1 and line["conversation"] == found.text(0)
+    assert line["calls"] == 2 and line["failures"] == 1 and line["conversation"] == result.text(0)
     values = metrics(read)
     assert (values["turns"], values["tool_calls"], values["tool_failures"], values["tool_cuts"]) == (2, 2, 0.5, 0)

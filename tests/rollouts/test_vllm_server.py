@@ -19,16 +19,16 @@ ENDS = [END, 9]
 
 
 def answer_to(body: dict) -> list[int]:
-    """An answer that tells the prompt, the seed and the weights; of three tokens, or as many as are allowed."""
+    """Return three tokens, or `max_tokens`, that encode the prompt, the seed and the weights."""
     number = 10 + sum(body["prompt"]) + 100 * body["seed"] + 1000 * ("step=" in body["model"])
     return [number, number + 1, END][: body["max_tokens"]]
 
 
 class StandIn(ThreadingHTTPServer):
-    """The part of vLLM's server that is used.
+    """Stands in for a vLLM server.
 
-    Args:
-        change: Called with a path and the reply to it, which it may change; what it returns instead is a status.
+    Attributes:
+        change: Called with a path and its reply, which it may change. It may return a status or another reply.
     """
 
     daemon_threads = True
@@ -36,12 +36,12 @@ class StandIn(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.seen: list[tuple[str, dict]] = []
+        self.requests: list[tuple[str, dict]] = []
         self.keys: list[str | None] = []
         self.adapters: dict[str, str] = {}
         self.change = lambda path, reply: None
-        self.processed, self.sharpness = True, 1.0
-        self.running = self.most = 0
+        self.is_processed, self.sharpness = True, 1.0
+        self.num_running = self.max_running = 0
         self.guard = threading.Lock()
 
     def reply(self, path: str, body: dict) -> tuple[int, object]:
@@ -65,10 +65,10 @@ class StandIn(ThreadingHTTPServer):
         tokens = answer_to(body)
         logprobs = {"token_logprobs": [-0.5 * (n + 1) for n in range(len(tokens))], "tokens": ["?"] * len(tokens)}
         if body["logprobs"]:
-            flat = body["temperature"] if self.processed else 1.0
+            flat = body["temperature"] if self.is_processed else 1.0
             sizes = np.array([-9.0, -2.0, -0.1, 0.0]) * self.sharpness / flat
-            found = sizes - np.log(np.exp(sizes).sum())
-            logprobs["top_logprobs"] = [{f"token_id:{n}": found[n] for n in range(4)} | {f"token_id:{flat}": -12.0}]
+            log_probs = sizes - np.log(np.exp(sizes).sum())
+            logprobs["top_logprobs"] = [{f"token_id:{n}": log_probs[n] for n in range(4)} | {f"token_id:{flat}": -12.0}]
         ended = tokens[-1] in body["stop_token_ids"]
         choice = {"index": 0, "text": "never read", "logprobs": logprobs,
                   "finish_reason": "stop" if ended else "length", "stop_reason": tokens[-1] if ended else None}
@@ -83,15 +83,15 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         served = self.server
         with served.guard:
-            served.running += 1
-            served.most = max(served.most, served.running)
+            served.num_running += 1
+            served.max_running = max(served.max_running, served.num_running)
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
-        served.seen.append((self.path, body))
+        served.requests.append((self.path, body))
         served.keys.append(self.headers.get("Authorization"))
         status, reply = served.reply(self.path, body)
         changed = served.change(self.path, reply)
         with served.guard:
-            served.running -= 1
+            served.num_running -= 1
         if changed == "hang up":
             return
         if isinstance(changed, int):
@@ -131,40 +131,40 @@ def draw(client: RolloutServer, count: int = 2, max_new_tokens: int = 5, tempera
 
 
 def test_ids_go_out_and_ids_and_log_probabilities_come_back(served):
-    found = draw(client_of(served), 3)
-    for n, drawn in enumerate(found):
+    answers = draw(client_of(served), 3)
+    for n, answer in enumerate(answers):
         number = 17 + 101 * n
-        np.testing.assert_array_equal(drawn.tokens, [number, number + 1, END])
-        np.testing.assert_array_equal(drawn.logps, np.float32([-0.5, -1.0, -1.5]))
-        assert drawn.tokens.dtype == np.int32 and drawn.logps.dtype == drawn.entropies.dtype == np.float32
-        assert drawn.ended and np.isnan(drawn.entropies).all() and len(drawn.entropies) == 3
-    assert sorted(body["seed"] for _, body in served.seen) == [0, 1, 2]
-    for path, body in served.seen:
+        np.testing.assert_array_equal(answer.tokens, [number, number + 1, END])
+        np.testing.assert_array_equal(answer.logps, np.float32([-0.5, -1.0, -1.5]))
+        assert answer.tokens.dtype == np.int32 and answer.logps.dtype == answer.entropies.dtype == np.float32
+        assert answer.ended and np.isnan(answer.entropies).all() and len(answer.entropies) == 3
+    assert sorted(body["seed"] for _, body in served.requests) == [0, 1, 2]
+    for path, body in served.requests:
         assert path == "/v1/completions"
         assert body == {"model": "demo", "prompt": [3, 4 + body["seed"]], "logprobs": 0, "return_token_ids": True,
                         "seed": body["seed"], "temperature": 0.7, "max_tokens": 5, "ignore_eos": True,
                         "stop_token_ids": ENDS, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-def test_an_answer_that_is_cut_off_has_not_ended(served):
+def test_a_truncated_answer_has_not_ended(served):
     (cut,), (last,) = draw(client_of(served), 1, max_new_tokens=2), draw(client_of(served), 1, max_new_tokens=3)
     assert not cut.ended and len(cut.tokens) == 2
-    assert last.ended  # although it is as long as may be
+    assert last.ended  # although it has the maximum length
 
 
-def test_answers_are_in_the_order_of_the_prompts_and_asked_for_at_the_same_time(served):
+def test_answers_are_in_the_order_of_the_prompts_and_requested_at_the_same_time(served):
     def slow(path, reply):
-        # The first ones take longest.
+        # The first ones are slower.
         time.sleep(0.05 if reply["choices"][0]["token_ids"][0] < 500 else 0.0)
 
     served.change = slow
-    found = draw(client_of(served, concurrency=4), 12)
-    assert [drawn.tokens[0] for drawn in found] == [17 + 101 * n for n in range(12)]
-    assert 2 <= served.most <= 4
+    answers = draw(client_of(served, concurrency=4), 12)
+    assert [answer.tokens[0] for answer in answers] == [17 + 101 * n for n in range(12)]
+    assert 2 <= served.max_running <= 4
 
 
 def test_no_prompts_are_no_request(served):
-    assert client_of(served).draw([], [], 1.0, 5, ENDS) == [] and not served.seen
+    assert client_of(served).draw([], [], 1.0, 5, ENDS) == [] and not served.requests
 
 
 def test_an_adapter_is_loaded_under_a_new_name_and_the_old_one_dropped(served, tmp_path):
@@ -173,14 +173,14 @@ def test_an_adapter_is_loaded_under_a_new_name_and_the_old_one_dropped(served, t
     client.update(tmp_path, 0)
     (first,) = served.adapters
     assert served.adapters[first] == str(tmp_path.resolve())
-    assert draw(client, 1)[0].tokens[0] == 1017  # the base draws 17
+    assert draw(client, 1)[0].tokens[0] == 1017  # the base model answers 17
     client.update(tmp_path, 4)
     client.update(tmp_path, 4)  # again, as before a validation
     (last,) = served.adapters
     assert last != first and "step=4" in last
-    assert [path for path, _ in served.seen if "lora" in path] == [
+    assert [path for path, _ in served.requests if "lora" in path] == [
         "/v1/load_lora_adapter", *["/v1/load_lora_adapter", "/v1/unload_lora_adapter"] * 2]
-    other.update(tmp_path, 4)  # of another run
+    other.update(tmp_path, 4)  # from another run
     assert len(served.adapters) == 2
     client.close()
     other.close()
@@ -188,11 +188,11 @@ def test_an_adapter_is_loaded_under_a_new_name_and_the_old_one_dropped(served, t
     assert not served.adapters
 
 
-def test_a_whole_model_is_loaded_in_place_and_what_was_computed_before_dropped(served, tmp_path):
+def test_a_full_model_is_loaded_in_place_and_the_prefix_cache_dropped(served, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     client = client_of(served, update_timeout=50)
     client.update(tmp_path, 3)
-    assert served.seen == [
+    assert served.requests == [
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path.resolve())},
                              "timeout": 50}),
         ("/reset_prefix_cache?reset_running_requests=true", {})]
@@ -200,7 +200,7 @@ def test_a_whole_model_is_loaded_in_place_and_what_was_computed_before_dropped(s
     client.close()
 
 
-def test_a_server_that_stopped_keeps_no_run_from_ending(served, tmp_path, capsys):
+def test_a_server_that_stopped_does_not_fail_the_run(served, tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
     client = client_of(served)
     client.update(tmp_path, 0)
@@ -220,10 +220,10 @@ def test_a_key_is_taken_from_the_environment(served, monkeypatch):
 
 @pytest.mark.parametrize("sharpness", [0.0, 0.001, 1.0, 100.0])
 def test_a_server_of_the_model_passes(sharpness, served):
-    """Whether it is sure of the next token or not."""
+    """Test servers that are sure and unsure of the next token."""
     served.sharpness = sharpness
     client_of(served).check()
-    assert served.seen[0][0] == "/v1/models"
+    assert served.requests[0][0] == "/v1/models"
 
 
 def test_another_model_is_refused(served):
@@ -233,7 +233,7 @@ def test_another_model_is_refused(served):
 
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 100.0])
 def test_log_probabilities_without_the_temperature_are_refused(sharpness, served):
-    served.processed, served.sharpness = False, sharpness
+    served.is_processed, served.sharpness = False, sharpness
     with pytest.raises(UserError, match="Start it with --logprobs-mode processed_logprobs"):
         client_of(served).check()
 
@@ -253,21 +253,21 @@ def test_a_server_that_is_not_there_is_refused(monkeypatch):
 # Failures -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("failure", [503, 429, "hang up"])
-def test_what_may_pass_is_tried_again(served, failure):
+def test_temporary_failures_are_retried(served, failure):
     failures = [failure, failure]
     served.change = lambda path, reply: failures.pop() if failures else None
     assert draw(client_of(served, retries=2), 1)[0].ended
-    assert len(served.seen) == 3
+    assert len(served.requests) == 3
 
 
 @pytest.mark.parametrize(("failure", "message"), [
     (500, "rejected a request with status 500: made to fail. See its own log"),
     ("hang up", "does not answer .*attempt 3")])
-def test_tries_are_limited(served, failure, message):
+def test_retries_are_limited(served, failure, message):
     served.change = lambda path, reply: failure
     with pytest.raises(UserError, match=message):
         draw(client_of(served, retries=2), 1)
-    assert len(served.seen) == 3
+    assert len(served.requests) == 3
 
 
 def test_a_slow_answer_is_not_waited_for_any_longer(served):
@@ -285,14 +285,14 @@ def test_weights_that_are_refused_name_the_remedy_and_are_not_sent_twice(path, u
     served.change = lambda asked, reply: 404 if asked.startswith(path) else None
     with pytest.raises(UserError, match=f"status 404: made to fail. Start it with .*{remedy}"):
         client_of(served).update(tmp_path, 0)
-    assert [asked.startswith(path) for asked, _ in served.seen].count(True) == 1
+    assert [asked.startswith(path) for asked, _ in served.requests].count(True) == 1
 
 
 def test_a_key_that_is_missing_is_named(served):
     served.change = lambda path, reply: 401
     with pytest.raises(UserError, match="Set its API key in the environment variable VLLM_API_KEY"):
         client_of(served).check()
-    assert len(served.seen) == 1
+    assert len(served.requests) == 1
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -325,14 +325,14 @@ def test_a_failure_ends_the_whole_draw(served):
     served.change = lambda path, reply: 400
     with pytest.raises(UserError, match="status 400"):
         draw(client_of(served, concurrency=1), 50)
-    assert len(served.seen) < 50
+    assert len(served.requests) < 50
 
 
 # What a recipe names --------------------------------------------------------------------------------------------------
 
 def test_a_recipe_names_a_server():
-    found = read_server({"class_path": "VLLMServer", "init_args": {"url": "http://localhost:8000/", "model": "m"}})
-    assert isinstance(found, VLLMServer) and (found.url, found.model) == ("http://localhost:8000", "m")
+    server = read_server({"class_path": "VLLMServer", "init_args": {"url": "http://localhost:8000/", "model": "m"}})
+    assert isinstance(server, VLLMServer) and (server.url, server.model) == ("http://localhost:8000", "m")
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -377,18 +377,18 @@ class OwnServer(RolloutServer):
 
 # Weights of tokens ----------------------------------------------------------------------------------------------------
 
-def test_weights_of_tokens_are_those_of_trl():
-    """TRL's token_truncate: the ratio, clamped from above."""
+def test_weights_of_tokens_equal_trl():
+    """TRL's token_truncate is the ratio, clamped from above."""
     import torch
 
     rng = np.random.default_rng(0)
-    own = rng.uniform(-5, 0, (4, 6)).astype(np.float32)
-    sampler = own + rng.normal(0, 1, (4, 6)).astype(np.float32)
-    sampler[0, 0] = -200  # a ratio that float32 does not hold
-    found = importance_weights(own, sampler, 2.0)
-    wanted = torch.clamp(torch.exp(torch.tensor(own) - torch.tensor(sampler)), max=2.0)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert found.dtype == np.float32 and found.max() == 2 and found.min() < 1
+    train_logps = rng.uniform(-5, 0, (4, 6)).astype(np.float32)
+    sampler_logps = train_logps + rng.normal(0, 1, (4, 6)).astype(np.float32)
+    sampler_logps[0, 0] = -200  # a ratio beyond float32
+    weights = importance_weights(train_logps, sampler_logps, 2.0)
+    expected = torch.clamp(torch.exp(torch.tensor(train_logps) - torch.tensor(sampler_logps)), max=2.0)
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    assert weights.dtype == np.float32 and weights.max() == 2 and weights.min() < 1
 
 
 def test_equal_probabilities_have_weight_one_and_missing_ones_none():
