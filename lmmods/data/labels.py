@@ -17,8 +17,8 @@ from lmmods.core.hardware import cache_folder
 from lmmods.data.base import DataModule
 from lmmods.data.codec import Codec, NumbersCodec, Settings
 from lmmods.data.encode.encoder import RowCounts, describe_dropped, first_usable_row
-from lmmods.data.encode.labels import CuttingTokenizer
-from lmmods.data.encode.tokenizer import tells_texts_apart
+from lmmods.data.encode.labels import TruncatingTokenizer
+from lmmods.data.encode.tokenizer import distinguishes_texts
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader, did_you_mean
 from lmmods.data.splits import FIRST_BUFFER
@@ -30,14 +30,14 @@ LABELS = "labels"  # in a checkpoint: the fields that the training rows decided
 MOST_LABELS = 10_000  # with more, a column contains something else
 
 
-def cutting_tokenizer(tokenizer: Any, max_length: int, is_pair: bool = False) -> CuttingTokenizer:
+def cutting_tokenizer(tokenizer: Any, max_length: int, is_pair: bool = False) -> TruncatingTokenizer:
     """Return the tokenizer that cuts rows to `max_length`. Raises UserError: nothing but special tokens fits."""
     specials = tokenizer.num_special_tokens_to_add(pair=is_pair)
     if max_length <= specials:
         raise UserError(f"data.max_length is {max_length}, but the tokenizer adds {specials} special tokens to a row; "
                         "raise it")
-    return CuttingTokenizer(tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token_id, tokenizer.unk_token_id,
-                            max_length, tokenizer.truncation_side)
+    return TruncatingTokenizer(tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token_id, tokenizer.unk_token_id,
+                               max_length, tokenizer.truncation_side)
 
 
 class LabelSettings(LabelDataFields, Settings):
@@ -68,7 +68,7 @@ class LabelCodec(NumbersCodec):
     @property
     def prompt_columns(self) -> tuple[str, ...]:
         """Columns of a predict batch besides `attention_mask`."""
-        types = ("token_type_ids",) if self.model.token_types and tells_texts_apart(self.tokenizer) else ()
+        types = ("token_type_ids",) if self.model.token_types and distinguishes_texts(self.tokenizer) else ()
         return ("input_ids", *types, "index")
 
     @property

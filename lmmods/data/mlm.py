@@ -167,7 +167,7 @@ class MLMCodec(TextCodec):
         between = [self.tokenizer.sep_token_id] if separated else []
         encoder = TextRowEncoder(column, TextEncoder(self.tokenizer), begin=[], end=between,
                                  gap=self.tokenizer.mask_token if prompts_only else None,
-                                 longest=self._room() if prompts_only else None)
+                                 max_length=self._room() if prompts_only else None)
         return encoder, {"format": "text"}
 
     def _room(self) -> int:

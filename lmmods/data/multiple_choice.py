@@ -15,7 +15,7 @@ from lmmods.data.batch.sequences import RowColumn, SequenceCollator, SequenceSet
 from lmmods.data.codec import NumbersCodec, Predictions, Settings, can_score
 from lmmods.data.encode.choices import ChoiceEncoder
 from lmmods.data.encode.encoder import Encoder
-from lmmods.data.encode.tokenizer import tells_texts_apart
+from lmmods.data.encode.tokenizer import distinguishes_texts
 from lmmods.data.read.choices import CHOICES, CONTEXTS, QUESTIONS, holds_choices, read_question
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
@@ -69,7 +69,7 @@ class MultipleChoiceCodec(NumbersCodec):
         return max((int(rows.column("choices").max(initial=1)) for rows in sets), default=1)
 
     def batch_columns(self, sets: Sequence[RowSet]) -> tuple[str, ...]:
-        types = ("token_type_ids",) if self.model.token_types and tells_texts_apart(self.tokenizer) else ()
+        types = ("token_type_ids",) if self.model.token_types and distinguishes_texts(self.tokenizer) else ()
         return ("input_ids", *types)
 
     def make_collator(self, collator: Collator, sets: Sequence[RowSet], added: Sequence[str] = ()) -> SequenceCollator:

@@ -12,7 +12,7 @@ from lmmods.core.text_metrics import best_threshold, exact_match, squad_scores, 
 from lmmods.data.base import DataModule
 from lmmods.data.codec import NumbersCodec, Predictions, Settings, can_score
 from lmmods.data.encode.encoder import Encoder
-from lmmods.data.encode.tokenizer import tells_texts_apart
+from lmmods.data.encode.tokenizer import distinguishes_texts
 from lmmods.data.encode.windows import WindowEncoder, flat_questions, gold_answers
 from lmmods.data.read.cells import as_text
 from lmmods.data.read.conversation import RowProblem
@@ -86,7 +86,7 @@ class QACodec(NumbersCodec):
     @property
     def prompt_columns(self) -> tuple[str, ...]:
         """Columns of a predict batch besides `attention_mask`."""
-        types = ("token_type_ids",) if self.model.token_types and tells_texts_apart(self.tokenizer) else ()
+        types = ("token_type_ids",) if self.model.token_types and distinguishes_texts(self.tokenizer) else ()
         return ("input_ids", *types, "index")
 
     @property

@@ -13,7 +13,12 @@ from lmmods.data.base import DataModule
 from lmmods.data.batch.loader import StatefulLoader
 from lmmods.data.batch.stream import StreamLoader
 from lmmods.data.codec import Codec, Settings
-from lmmods.data.encode.chat_renderer import ChatTemplateRenderer, as_given, is_template_file, read_template_file
+from lmmods.data.encode.chat_renderer import (
+    ChatTemplateRenderer,
+    is_template_file,
+    read_template_file,
+    to_template_turn,
+)
 from lmmods.data.encode.chat_template import REFUSALS, bounded_rendering
 from lmmods.data.encode.conversations import Choices, Limits, SFTEncoder
 from lmmods.data.encode.encoder import Encoder, TextEncoder
@@ -174,7 +179,7 @@ class ConversationCodec(Codec):
         conversation = self.conversation_encoder(layout, prompts_only=False).conversation(rows.source_row(index))
         variables = {**(self.settings.chat_template_kwargs or {}), **conversation.template_kwargs,
                      "tools": conversation.tools or None, "documents": conversation.documents or None}
-        messages = [as_given(message) for message in conversation.messages]
+        messages = [to_template_turn(message) for message in conversation.messages]
         template = self.chat_template(rows)
         prompts = []
         for position, message in enumerate(messages):

@@ -10,7 +10,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.codec import Predictions, can_score
 from lmmods.data.encode.encoder import Encoder, RowCounts
-from lmmods.data.encode.labels import Labels, TokenEncoder, cell_list, first_tokens, label_name, word_prefix
+from lmmods.data.encode.labels import Labels, TokenEncoder, cell_list, first_token_positions, label_name, word_prefix
 from lmmods.data.label_metrics import class_report, entity_scores, entity_spans, have_entities, tag_scores
 from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, LabelSettings, cutting_tokenizer, find_column
 from lmmods.data.read.conversation import RowProblem
@@ -133,7 +133,7 @@ class TokenClassificationCodec(LabelCodec):
 
     def describe_scored(self, item: dict[str, Any], record: dict[str, Any], info: dict[str, Any]) -> str:
         words = cell_list(record[self._words], self._words)
-        firsts = first_tokens(item["words"])
+        firsts = first_token_positions(item["words"])
         return " ".join(f"{words[word]}/{self.labels[tag]}" for word, tag in zip(
             item["words"][firsts], item["labels"][firsts], strict=True))
 
@@ -158,7 +158,7 @@ class TokenClassificationCodec(LabelCodec):
         num_unseen = 0
         for index in sorted(outputs):
             row, record = rows[index], self.example(rows, index)
-            firsts = first_tokens(row["words"])
+            firsts = first_token_positions(row["words"])
             seen = row["words"][firsts]
             numbers = np.full(len(row["tags"]), unseen)  # [W]
             numbers[seen] = outputs[index][firsts].argmax(1)

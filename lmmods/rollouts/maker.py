@@ -23,7 +23,7 @@ from lmmods.rollouts.policy import Policy, SampledAnswer
 from lmmods.rollouts.rewards import KEY, RewardInput, Rewards, adapt_scorer, check_prompts, sum_rewards
 from lmmods.rollouts.rollout import Answer, Group, Rollout, parse_step, read_rollout, rollout_name
 from lmmods.rollouts.server import ServedPolicy, importance_weights, read_server
-from lmmods.rollouts.turns import Turns, environment_facts
+from lmmods.rollouts.turns import Turns, read_environment_facts
 from lmmods.runs.folder import RunFolder
 
 REFILL = 1  # part of the seed for the order of replacement prompts
@@ -37,7 +37,7 @@ def prompt_facts(task: GRPOFields, command: str, read_scorer: ReadScorer) -> dic
         scorers = {reward.name: adapt_scorer(read_scorer(reward.model, f"{KEY}[{index}].model"))
                    for index, reward in enumerate(rewards) if isinstance(reward, Model)}
         facts |= {"reward_scorers": scorers, "check_prompts": partial(check_prompts, rewards)}
-    return facts | (environment_facts(task) if has_environment else {})
+    return facts | (read_environment_facts(task) if has_environment else {})
 
 
 class RolloutMaker:

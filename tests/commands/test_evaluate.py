@@ -113,7 +113,7 @@ def test_a_chat_is_rendered_under_our_limits(finished, task_folder, capsys):
     assert main([*asked, str(run.root)]) == 0
     template.write_text("{{ lipsum(n=10**7) }}")
     assert main([*asked, str(run.root)]) == 2
-    assert "error: the tokenizer's chat template does not come to an end" in capsys.readouterr().err
+    assert "error: the tokenizer's chat template exceeds the limits of a rendering" in capsys.readouterr().err
     template.unlink()
     assert main([*asked, str(run.root)]) == 2
     assert "has no chat template. Remove it." in capsys.readouterr().err

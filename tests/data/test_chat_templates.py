@@ -250,7 +250,7 @@ def test_a_row_with_the_marks_of_generated_text_is_counted(name, jinja, chat_fol
     data = build(write_jsonl(rows), chat_folder, template=jinja(name))
     source, = data.report["sources"].values()
     assert source["rows_kept"] == 1
-    assert source["dropped"]["a turn holds U+10FFFE or U+10FFFF, which are no characters"]["rows"] == 2
+    assert source["dropped"]["a turn contains U+10FFFE or U+10FFFF, which are not characters"]["rows"] == 2
 
 
 def test_a_response_that_is_too_long_is_counted(jinja, chat_folder, write_jsonl):

@@ -242,7 +242,7 @@ def test_the_text_of_reset_follows_the_prompt(talk):
 @pytest.mark.parametrize(("hint", "reason"), [
     ("raises", "LookupError: no such hint"),
     ("x" * 2000, "the prompt has 2050 tokens with the added text, which leaves no space for an answer"),
-    ("\U0010ffff", "a turn holds U+10FFFE or U+10FFFF, which are no characters")])
+    ("\U0010ffff", "a turn contains U+10FFFE or U+10FFFF, which are not characters")])
 def test_an_answer_without_a_beginning_has_no_reward(talk, hint, reason):
     result = talk(lambda turn, _: "Yes.", [{"hint": hint}, {"target": 0}])
     bad, good = result.answers
@@ -289,7 +289,7 @@ def test_a_template_must_write_calls_in_a_supported_way(tokenizer_folder, tmp_pa
 @pytest.mark.parametrize(("old", "new", "message"), [
     ("{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}", "", "the chat template does not render them"),
     ("message.tool_calls or []", "[]", "the chat template does not render tool calls"),
-    ("{{ message.content }}</said>", "{{ raise_exception('no tools') }}", "the chat template refuses")])
+    ("{{ message.content }}</said>", "{{ raise_exception('no tools') }}", "the chat template rejects")])
 def test_a_template_must_show_tools(tokenizer_folder, tmp_path, old, new, message):
     assert old in TEMPLATE
     with pytest.raises(UserError, match=f"^model.environment has tools, but {message}"):

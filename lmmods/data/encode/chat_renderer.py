@@ -1,8 +1,8 @@
-"""Renders conversations with a tokenizer's own chat template, and finds the parts that the assistant wrote.
+"""Render conversations with a tokenizer's own chat template, and find the parts that the assistant wrote.
 
-What the model is to learn is found from the template itself: between its {% generation %} marks, or as what a turn adds
-to the prompt that inference would show for it. Templates such as Qwen3's render earlier turns differently (without
-their reasoning), so that no single text holds the prompts of all turns; such a conversation becomes one row per turn.
+The template itself shows what the model should learn: the text between its {% generation %} marks, or what a turn adds
+to the prompt of inference. Templates such as Qwen3's render earlier turns differently (without their reasoning), so no
+single text contains the prompts of all turns. Such a conversation becomes one row per turn.
 """
 
 import json
@@ -36,7 +36,7 @@ def read_template_file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.template {path}: the chat template cannot be read ({error}); use a Jinja file, or the "
+        raise UserError(f"data.template {path}: the chat template cannot be read ({error}). Use a Jinja file, or the "
                         "name of a template") from error
 
 
@@ -53,13 +53,13 @@ class ChatTemplateRenderer:
         UserError: The chat template is not valid Jinja, or a variable has a reserved name.
     """
 
-    apart = False
+    separate_responses = False
 
     def __init__(self, tokenizer, encoder: TextEncoder, eos_token: str,  # noqa: ANN001
                  template_kwargs: dict[str, Any] | None = None) -> None:
-        if taken := RESERVED & (template_kwargs or {}).keys():
-            raise UserError(f"data.chat_template_kwargs sets {', '.join(sorted(taken))}, which each row sets itself; "
-                            "remove it")
+        if reserved := RESERVED & (template_kwargs or {}).keys():
+            raise UserError(f"data.chat_template_kwargs sets {', '.join(sorted(reserved))}, which each row sets "
+                            "itself. Remove it")
         variables = tokenizer.special_tokens_map
         self._template = ChatTemplate(tokenizer.get_chat_template(), variables)
         with_tools = tokenizer.get_chat_template(tools=[{}])  # some tokenizers have a separate template for tools
@@ -78,8 +78,8 @@ class ChatTemplateRenderer:
         Raises:
             RowProblem: The template rejects the conversation.
         """
-        written = _Turns(self, conversation)
-        return written.segments(written.text(len(conversation.messages), True), [])
+        rendered = _Turns(self, conversation)
+        return rendered.segments(rendered.text(len(conversation.messages), True), [])
 
     def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
         """Return rows that contain the assistant's turns, see Renderer.
@@ -87,18 +87,18 @@ class ChatTemplateRenderer:
         Raises:
             RowProblem: The template rejects the conversation, or does not render a turn of the assistant.
         """
-        written = _Turns(self, conversation)
+        rendered = _Turns(self, conversation)
         scored = scored_turns(conversation, turns)
-        if turns == "all" and (row := written.whole(scored)):
+        if turns == "all" and (row := rendered.all_turns(scored)):
             return [row]
-        return [written.turn(index) for index in scored]
+        return [rendered.one_turn(index) for index in scored]
 
     def segments_after_call(self, conversation: Conversation, index: int) -> list[Segment]:
         """See Renderer. The arguments of the last call contain `PROBE`."""
-        return _Turns(self, conversation).behind(index)
+        return _Turns(self, conversation).segments_after_call(index)
 
     @cached_property
-    def behind(self) -> str:
+    def trailing_text(self) -> str:
         """Text that the template always appends to the conversation, whoever has the last turn.
 
         Phi-3's appends an end of text, Command A's the start of an answer.
@@ -106,18 +106,18 @@ class ChatTemplateRenderer:
         question: Message = {"role": "user", "content": "a"}
         answer: Message = {"role": "assistant", "content": "b"}
         try:
-            written = _Turns(self, Conversation([question, answer]))
-            texts = [written.text(num_turns, False) for num_turns in (1, 2)]
+            rendered = _Turns(self, Conversation([question, answer]))
+            texts = [rendered.text(num_turns, False) for num_turns in (1, 2)]
         except RowProblem:  # the template does not support such turns
             return ""
         # The common ending of texts whose last turns have different roles, from its first control token on.
-        same = os.path.commonprefix([text[::-1] for text in texts])[::-1]
+        common = os.path.commonprefix([text[::-1] for text in texts])[::-1]
         tokens = self.encoder.control_pattern
-        same = same[match.start():] if (match := tokens.search(same)) else ""
-        before = texts[0].removesuffix(same).rstrip()
+        common = common[match.start():] if (match := tokens.search(common)) else ""
+        before = texts[0].removesuffix(common).rstrip()
         # If no control token ends the turn itself, the first of the common ones does, and the rest is appended.
-        ended = any(token.end() == len(before) for token in tokens.finditer(before))
-        return same if ended or not same else same[tokens.match(same).end():]  # type: ignore[union-attr]  # `same` is cut
+        is_ended = any(token.end() == len(before) for token in tokens.finditer(before))
+        return common if is_ended or not common else common[tokens.match(common).end():]  # type: ignore[union-attr]  # `common` starts with one
 
     @cached_property
     def terminator(self) -> str:
@@ -128,10 +128,10 @@ class ChatTemplateRenderer:
         question: Message = {"role": "user", "content": "a"}
         answer: Message = {"role": "assistant", "content": PROBE}
         with suppress(RowProblem):
-            written = _Turns(self, Conversation([question, answer, question]))
-            behind = written.text(3, False).partition(PROBE)[2].lstrip()
+            rendered = _Turns(self, Conversation([question, answer, question]))
+            following = rendered.text(3, False).partition(PROBE)[2].lstrip()
             # Templates that omit the answer of a last turn give no evidence.
-            if (token := self.encoder.control_pattern.match(behind)) and PROBE in written.text(2, False):
+            if (token := self.encoder.control_pattern.match(following)) and PROBE in rendered.text(2, False):
                 return token[0]
         return self.eos_token
 
@@ -182,8 +182,8 @@ class _Turns:
         self._chat = ChatText(conversation, self._template, renderer.encoder, renderer.template_kwargs)
         self.text = self._chat.text
 
-    def whole(self, scored: list[int]) -> RenderedRow | None:
-        """One row of all turns, which learns those at `scored`; None if inference would show one of them differently.
+    def all_turns(self, scored: list[int]) -> RenderedRow | None:
+        """Return one row of all turns, with those at `scored` as targets; None if inference shows one differently.
 
         Raises:
             RowProblem: The template rejects the conversation, or does not render a turn.
@@ -191,76 +191,77 @@ class _Turns:
         num_turns = len(self._conversation.messages)
         text, spans = self.text(num_turns, False), self._marked_spans(scored, num_turns)
         if spans is None:
-            answers = [self._answer(index) for index in scored]
+            answers = [self._locate_answer(index) for index in scored]
             # Each turn must be shown exactly as a model that answers there would see and write it.
             if not all(text.startswith(answer[: span.end]) for answer, span in answers):
                 return None
-            spans = [[self._closed(text, span)] for _, span in answers]
+            spans = [[self._close(text, span)] for _, span in answers]
         if any(not parts[-1].closed and text[parts[-1].end:].strip() for parts in spans):
             return None  # the terminator added here would be in later prompts, but inference does not show it
-        return self._row(text, scored, spans, self._conversation)
+        return self._make_row(text, scored, spans, self._conversation)
 
-    def turn(self, index: int) -> RenderedRow:
-        """Return a row of the turns up to `index`, which learns only that one. Raises RowProblem as `whole` does."""
+    def one_turn(self, index: int) -> RenderedRow:
+        """Return a row of the turns up to `index`, with only that one as target. Raises RowProblem, see `all_turns`."""
         text, spans = self.text(index + 1, False), self._marked_spans([index], index + 1)
         if spans is None:
-            text, span = self._answer(index)
-            spans = [[self._closed(text, span)]]
-        return self._row(text, [index], spans, only_turn(self._conversation, index))
+            text, span = self._locate_answer(index)
+            spans = [[self._close(text, span)]]
+        return self._make_row(text, [index], spans, only_turn(self._conversation, index))
 
-    def behind(self, index: int) -> list[Segment]:
+    def segments_after_call(self, index: int) -> list[Segment]:
         """See ChatTemplateRenderer.segments_after_call."""
-        text, (answered, span) = self.text(len(self._conversation.messages), True), self._answer(index)
-        # What the turn ends in; templates such as Qwen3's start the last turn differently.
-        end = answered[answered.rfind(PROBE) : span.end]
+        text, (answer, span) = self.text(len(self._conversation.messages), True), self._locate_answer(index)
+        # The end of the turn; templates such as Qwen3's start the last turn differently.
+        end = answer[answer.rfind(PROBE) : span.end]
         start = text.rfind(PROBE)
         if PROBE not in end:
             raise RowProblem("the chat template does not render tool calls")
         if not text.startswith(end, start):
-            raise RowProblem("the chat template ends a turn differently once others follow")
-        span = self._closed(text, _Span(start, start + len(end), span.closed))
+            raise RowProblem("the chat template ends a turn differently if others follow")
+        span = self._close(text, _Span(start, start + len(end), span.closed))
         tokens = [match[0] for match in self._control.finditer(text, start, span.end)]
         last = tokens[-1] if span.closed else self._renderer.terminator
         return [Segment(last, True, -1), *self._split(text[span.end :], -1)]
 
-    def _row(self, text: str, scored: list[int], spans: list[list[_Span]], conversation: Conversation) -> RenderedRow:
+    def _make_row(self, text: str, scored: list[int], spans: list[list[_Span]], conversation: Conversation
+                  ) -> RenderedRow:
         turns = list(zip(scored, spans, strict=True))
-        unshown = [key for index, parts in turns for key in self._unshown(index, text, parts)]
+        unshown = [key for index, parts in turns for key in self._find_unshown(index, text, parts)]
         unshown += [key for key in ("tools", "documents")
                     if getattr(conversation, key) and key not in self._template.names]
         unlike = sum(not text[: parts[0].start].startswith(self.text(index, True)) for index, parts in turns)
         return RenderedRow(self.segments(text, spans), conversation, unshown, unlike)
 
     def _marked_spans(self, scored: list[int], num_turns: int) -> list[list[_Span]] | None:
-        """Spans that {% generation %} marks in each target turn; None without marks."""
+        """Return the spans that {% generation %} marks in each target turn; None without marks."""
         if not self._template.has_marks or BEGIN not in (marked := self._chat.marked(num_turns, False)):
             return None
-        # Every second part lies between marks; `at` counts characters without the marks, as in `text`.
-        spans, at = [], 0
-        for number, part in enumerate(re.split(f"[{BEGIN}{END}]", marked)):
-            if number % 2:
-                spans.append((at, at + len(part)))
-            at += len(part)
+        # Every second part is between marks; `position` counts characters without the marks, as in `text`.
+        spans, position = [], 0
+        for index, part in enumerate(re.split(f"[{BEGIN}{END}]", marked)):
+            if index % 2:
+                spans.append((position, position + len(part)))
+            position += len(part)
         text = self.text(num_turns, False)
-        answers = [place for place, message in enumerate(self._conversation.messages[:num_turns])
+        answers = [turn for turn, message in enumerate(self._conversation.messages[:num_turns])
                    if message["role"] == "assistant"]
-        first = {place: number for number, place in enumerate(answers)}  # index of each turn's first span
+        first = {turn: index for index, turn in enumerate(answers)}  # index of each turn's first span
         # A turn may have several spans, or none: count the marks in the text before it.
         if len(spans) != len(answers):
-            first = {place: self._chat.marked(place, False).count(BEGIN) if place else 0 for place in answers}
+            first = {turn: self._chat.marked(turn, False).count(BEGIN) if turn else 0 for turn in answers}
         after = dict(zip(answers, [*list(first.values())[1:], len(spans)], strict=True))
-        return [[self._with_end(text, *span) for span in spans[first[place]: after[place]]] for place in scored]
+        return [[self._extend_to_end(text, *span) for span in spans[first[turn]: after[turn]]] for turn in scored]
 
-    def _with_end(self, text: str, start: int, end: int) -> _Span:
-        """A marked span, including the control token that ends the turn if it directly follows the mark."""
+    def _extend_to_end(self, text: str, start: int, end: int) -> _Span:
+        """Return a marked span, extended by a control token that directly follows the mark and ends the turn."""
         # The mark may include the control token that ends the turn, or close before it.
         inner = list(self._control.finditer(text, start, end))
         if inner and not text[inner[-1].end():end].strip():
             return _Span(start, end, True)
-        behind = self._control.match(text, end)
-        return _Span(start, behind.end(), True) if behind else _Span(start, end, False)
+        following = self._control.match(text, end)
+        return _Span(start, following.end(), True) if following else _Span(start, end, False)
 
-    def _answer(self, index: int) -> tuple[str, _Span]:
+    def _locate_answer(self, index: int) -> tuple[str, _Span]:
         """Return the text of a row that ends in the turn at `index`, and the span of that turn.
 
         The turn is what it adds to its prompt. Some templates open each answer with <think> in the prompt and omit that
@@ -268,68 +269,68 @@ class _Turns:
         the question differently once it is answered (they omit the system turn): then the turn is appended to the
         prompt of inference.
         """
-        prompt, answered = self.text(index, True), self.text(index + 1, False)
+        prompt, text = self.text(index, True), self.text(index + 1, False)
         # The usual case: the turn adds to its prompt.
-        if answered.startswith(prompt):
-            return answered, self._span(answered, len(prompt))
+        if text.startswith(prompt):
+            return text, self._span(text, len(prompt))
         # The question is unchanged, and the texts differ only in how the answer is opened.
-        if answered.startswith(self.text(index, False).rstrip()):
-            start = self._common(prompt, answered)
+        if text.startswith(self.text(index, False).rstrip()):
+            start = self._common_length(prompt, text)
             if OPENED.fullmatch(prompt[start:].strip()):
-                return answered, self._span(answered, start)
+                return text, self._span(text, start)
         else:
             # Texts with different answers diverge where the answer starts.
-            start = self._common(self._chat.answered_by(index, PROBE), answered)
-        span = self._span(answered, start)
-        return prompt + answered[start: span.end], _Span(len(prompt), len(prompt) + span.end - start, span.closed)
+            start = self._common_length(self._chat.render_answer(index, PROBE), text)
+        span = self._span(text, start)
+        return prompt + text[start: span.end], _Span(len(prompt), len(prompt) + span.end - start, span.closed)
 
-    def _common(self, text: str, other: str) -> int:
+    def _common_length(self, prompt: str, answered: str) -> int:
         """Return the length of the common prefix, not ending inside a tag or a control token."""
-        same = os.path.commonprefix([text, other])
-        common = len(IN_TAG.sub("", same))
-        return next((token.start() for token in self._control.finditer(other)
-                     if token.start() < common < token.end()), common)
+        common = os.path.commonprefix([prompt, answered])
+        length = len(IN_TAG.sub("", common))
+        return next((token.start() for token in self._control.finditer(answered)
+                     if token.start() < length < token.end()), length)
 
-    def _span(self, answered: str, start: int) -> _Span:
-        """Return the span from `start` to the control token that ends the turn; line breaks after it are the next
-        prompt's."""
-        answered = answered.removesuffix(self._renderer.behind)
+    def _span(self, text: str, start: int) -> _Span:
+        """Return the span from `start` to the control token that ends the turn; line breaks after it belong to the next
+        prompt."""
+        text = text.removesuffix(self._renderer.trailing_text)
         # Only a control token at the very end closes the turn; others, such as those of tool calls, are inside it.
-        matches = list(self._control.finditer(answered, start))
-        if not matches or answered[matches[-1].end():].strip():
-            return _Span(start, max(start, len(answered.rstrip())), False)
+        matches = list(self._control.finditer(text, start))
+        if not matches or text[matches[-1].end():].strip():
+            return _Span(start, max(start, len(text.rstrip())), False)
         return _Span(start, matches[-1].end(), True)
 
-    def _closed(self, text: str, span: _Span) -> _Span:
+    def _close(self, text: str, span: _Span) -> _Span:
         """Close a span: without a terminator, as in GLM's template, the token that opens the next turn ends it."""
         space = len(text) - span.end - len(text[span.end:].lstrip())  # white space after the span
         following = None if span.closed else self._control.match(text, span.end + space)
         return _Span(span.start, following.end(), True) if following else span
 
-    def _unshown(self, index: int, text: str, spans: list[_Span]) -> list[str]:
-        """Keys of a target turn that the template omits. Raises RowProblem if too little is left to learn."""
+    def _find_unshown(self, index: int, text: str, spans: list[_Span]) -> list[str]:
+        """Return the keys of a target turn that the template omits. Raises RowProblem if nothing is left to learn."""
         message = self._chat.messages[index]
-        written = "".join(text[span.start:span.end] for span in spans)
-        # A template without support for tools may drop calls in silence: the row would teach an empty answer.
-        if any(call["function"]["name"] not in written for call in message.get("tool_calls", ())):
+        shown = "".join(text[span.start:span.end] for span in spans)
+        # A template without tool support may omit calls silently: the row would teach an empty answer.
+        if any(call["function"]["name"] not in shown for call in message.get("tool_calls", ())):
             raise RowProblem("the chat template does not render tool calls")
-        if not self._control.sub("", written).strip():
+        if not self._control.sub("", shown).strip():
             raise RowProblem("the chat template does not render the assistant's turn")
         reasoning = self._chat.reasoning[index].strip()
-        return ["messages.reasoning_content"] if reasoning not in written else []
+        return ["messages.reasoning_content"] if reasoning not in shown else []
 
     def segments(self, text: str, turns: list[list[_Span]]) -> list[Segment]:
         """Split the text into segments; the spans of the n-th turn get response number n."""
-        segments, at = [], 0
+        segments, position = [], 0
         for index, spans in enumerate(turns):
             for span in spans:
-                segments += self._split(text[at:span.start], -1)
+                segments += self._split(text[position:span.start], -1)
                 segments += self._split(text[span.start:span.end], index)
-                at = span.end
-            # The template left the turn open, so that a model would not learn to end it.
+                position = span.end
+            # The template left the turn open, so the model would not learn to end it.
             if spans and not spans[-1].closed:
                 segments.append(Segment(self._renderer.terminator, True, index))
-        return segments + self._split(text[at:], -1)
+        return segments + self._split(text[position:], -1)
 
     def _split(self, text: str, response: int) -> list[Segment]:
         segments = []
@@ -368,22 +369,22 @@ class ChatText:
 
     def __init__(self, conversation: Conversation, template: ChatTemplate, encoder: TextEncoder,
                  template_kwargs: dict[str, Any]) -> None:
-        if taken := RESERVED & conversation.template_kwargs.keys():
-            raise RowProblem(f"chat_template_kwargs sets {sorted(taken)[0]}, which the row sets itself")
+        if reserved := RESERVED & conversation.template_kwargs.keys():
+            raise RowProblem(f"chat_template_kwargs sets {sorted(reserved)[0]}, which the row sets itself")
         self._template, self._control = template, encoder.control_pattern
-        given = {**template_kwargs, **conversation.template_kwargs, "tools": conversation.tools or None,
-                 "documents": conversation.documents or None}
+        variables = {**template_kwargs, **conversation.template_kwargs, "tools": conversation.tools or None,
+                     "documents": conversation.documents or None}
         messages = [self._turn(message) for message in conversation.messages]
         reasoning = [message.get("reasoning_content", "") for message in conversation.messages]
-        found, self.hidden = self._hide_control((messages, given, reasoning))
-        self.messages, self._given, self.reasoning = found
+        hidden_values, self.hidden = self._hide_control((messages, variables, reasoning))
+        self.messages, self._variables, self.reasoning = hidden_values
         # By (number of turns, open response): the same text is needed as prompt and as answer.
         self._texts: dict[tuple[int, bool], str] = {}
         self._calls_as_text = False
 
     def _turn(self, message: Message) -> dict[str, Any]:
         """Return a turn as passed to the template, with reasoning under the keys that the template reads."""
-        turn = as_given(message)
+        turn = to_template_turn(message)
         turn.pop("reasoning_content", None)
         if reasoning := message.get("reasoning_content"):
             source = self._template.source
@@ -392,12 +393,12 @@ class ChatText:
 
     def _hide_control(self, value: Any) -> tuple[Any, dict[str, str]]:
         pattern = self._control
-        everything = "\0".join(_strings(value))
-        if not pattern.search(everything):
+        all_text = "\0".join(_strings(value))
+        if not pattern.search(all_text):
             return value, {}
-        # Private-use characters that do not occur in the conversation, so that the way back is unique.
-        free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in everything)
-        names = sorted({match.group() for match in pattern.finditer(everything)})
+        # Private-use characters that do not occur in the conversation, so that they can be replaced back.
+        free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in all_text)
+        names = sorted({match.group() for match in pattern.finditer(all_text)})
         hidden = dict(zip(names, free, strict=False))
         return _map_strings(value, lambda text: pattern.sub(lambda match: hidden[match.group()], text)), hidden
 
@@ -406,36 +407,36 @@ class ChatText:
         return without_marks(self.marked(num_turns, open_response))
 
     def marked(self, num_turns: int, open_response: bool) -> str:
-        """Like `text`, with BEGIN and END around what the template marks as generated."""
+        """Return the text of `text`, with BEGIN and END around what the template marks as generated."""
         key = num_turns, open_response
         if key not in self._texts:
             if not num_turns:
                 raise RowProblem("the conversation starts with the assistant")
-            self._texts[key] = self._written(self.messages[:num_turns], open_response)
+            self._texts[key] = self._render(self.messages[:num_turns], open_response)
         return self._texts[key]
 
-    def answered_by(self, num_turns: int, answer: str) -> str:
+    def render_answer(self, num_turns: int, answer: str) -> str:
         """Return the first turns and an answer as text."""
-        return without_marks(self._written([*self.messages[:num_turns], {"role": "assistant", "content": answer}],
-                                           False))
+        return without_marks(self._render([*self.messages[:num_turns], {"role": "assistant", "content": answer}],
+                                          False))
 
-    def _written(self, messages: list[dict[str, Any]], open_response: bool) -> str:
+    def _render(self, messages: list[dict[str, Any]], open_response: bool) -> str:
         """Render with arguments of calls as objects, or as JSON for templates that reject objects."""
         if not self._calls_as_text:
             try:
-                return self._template.render_marked(messages, open_response, **self._given)
+                return self._template.render_marked(messages, open_response, **self._variables)
             except RowProblem:
                 if not any("tool_calls" in message for message in messages):
                     raise
         text = self._template.render_marked([_with_json_arguments(message) for message in messages], open_response,
-                                     **self._given)
+                                            **self._variables)
         # From here on for all texts of the conversation, which must agree in form.
         self._calls_as_text = True
         return text
 
 
-def as_given(message: Message) -> dict[str, Any]:
-    """Return a turn as `apply_chat_template` takes it: an input follows its instruction."""
+def to_template_turn(message: Message) -> dict[str, Any]:
+    """Convert a turn for `apply_chat_template`, with its input after the instruction."""
     turn: dict[str, Any] = {key: value for key, value in message.items() if key not in ("input", "scored")}
     if "input" in message:
         turn["content"] += "\n\n" + message["input"]

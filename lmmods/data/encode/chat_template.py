@@ -84,58 +84,57 @@ class ChatTemplate:
     def __init__(self, source: str, variables: dict[str, Any], name: str = "the tokenizer's chat template") -> None:
         self.source, self.variables, self.name = source, variables, name
         if len(source) > MAX_SOURCE:
-            raise UserError(f"{name} has {len(source):,} characters, more than {MAX_SOURCE:,}; "
-                            "name a data.template instead")
+            raise UserError(f"{name} has {len(source):,} characters, more than {MAX_SOURCE:,}. "
+                            "Set data.template")
         try:
             self.names = _names(source)  # names of variables that it reads
         except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError, LimitReached) as error:
             raise UserError(f"{name} cannot be compiled ({type(error).__name__}: "
-                            f"{str(error)[:200]}); name a data.template instead") from error
+                            f"{str(error)[:200]}). Set data.template") from error
 
     @cached_property
     def has_marks(self) -> bool:
-        """True if the template marks the assistant's text with {% generation %}."""
+        """Return whether the template marks the assistant's text with {% generation %}."""
         return "{%" in self.source and re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **given: Any) -> str:
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
         """Render the conversation as text, equal to `tokenizer.apply_chat_template`.
 
         Args:
             messages: Turns, [{"role", "content", ...}].
             add_generation_prompt: End with the prompt for the assistant's answer.
-            given: `tools`, `documents` and variables of the template.
+            variables: `tools`, `documents` and variables of the template.
 
         Raises:
-            RowProblem: The template refuses the conversation.
+            RowProblem: The template rejects the conversation.
             UserError: The template exceeds its budget, or calls something disabled.
         """
-        return without_marks(self.render_marked(messages, add_generation_prompt, **given))
+        return without_marks(self.render_marked(messages, add_generation_prompt, **variables))
 
-    def render_marked(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **given: Any) -> str:
+    def render_marked(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
         """Like `render`, with BEGIN and END around text marked by {% generation %}."""
         template = _compiled(self.source)
-        # Most values are texts, which need no walk through their parts.
+        # Most values are strings, which have no parts to visit.
         size = sum(len(value) if value.__class__ is str else _size(value, {})
-                   for message in messages for value in message.values()) + _size(given, {})
-        _left.steps = STEPS + STEPS_PER_MESSAGE * len(messages) + STEPS_PER_CHARACTER * size
-        _left.characters = (CHARACTERS + min(size, LARGE) * (CHARACTERS_PER_CHARACTER + len(messages))
-                            + max(0, size - LARGE) * CHARACTERS_PER_LARGE)
+                   for message in messages for value in message.values()) + _size(variables, {})
+        _budget.steps = STEPS + STEPS_PER_MESSAGE * len(messages) + STEPS_PER_CHARACTER * size
+        _budget.characters = (CHARACTERS + min(size, LARGE) * (CHARACTERS_PER_CHARACTER + len(messages))
+                              + max(0, size - LARGE) * CHARACTERS_PER_LARGE)
         try:
             text = template.render({**self.variables, "messages": messages, "tools": None, "documents": None,
-                                    "add_generation_prompt": add_generation_prompt, **given})
+                                    "add_generation_prompt": add_generation_prompt, **variables})
         except (LimitReached, RecursionError, MemoryError) as error:
-            raise UserError(f"{self.name} does not come to an end, or asks for too much: {_what(error)}"
-                            f"{_line_of(error)}, at a conversation of {len(messages)} turns and {size:,} characters. "
-                            "Name a data.template instead, or take another tokenizer") from error
+            raise UserError(f"{self.name} exceeds the limits of a rendering: {_describe(error)}{_line_of(error)}, for "
+                            f"a conversation of {len(messages)} turns and {size:,} characters. Set data.template, or "
+                            "use another tokenizer") from error
         except REFUSALS as error:
-            raise RowProblem(f"the chat template refuses the conversation: {str(error)[:100]}") from error
+            raise RowProblem(f"the chat template rejects the conversation: {str(error)[:100]}") from error
         finally:
-            # No budget outside of a rendering: what Jinja would compute of constants while it compiles fails there, and
-            # is left to the rendering.
-            _left.steps = _left.characters = 0
-        # The row's own texts are searched only if the template writes marks, too: the walk takes as long as rendering.
-        if (BEGIN in text or END in text) and (not self.has_marks or _holds_mark([messages, given], set())):
-            raise RowProblem("a turn holds U+10FFFE or U+10FFFF, which are no characters")
+            # No budget outside a rendering, so that Jinja cannot compute constants while it compiles.
+            _budget.steps = _budget.characters = 0
+        # The row's own texts are searched only if the output has marks: searching takes as long as rendering.
+        if (BEGIN in text or END in text) and (not self.has_marks or _contains_mark([messages, variables], set())):
+            raise RowProblem("a turn contains U+10FFFE or U+10FFFF, which are not characters")
         return text
 
 
@@ -155,26 +154,26 @@ class _Compiled:
     def __init__(self, source: str) -> None:
         self._template = ChatTemplate(source, {})
 
-    def render(self, **given: Any) -> str:
+    def render(self, **variables: Any) -> str:
         try:
-            return self._template.render(**given)
+            return self._template.render(**variables)
         except RowProblem as problem:
             # transformers' callers expect the errors of Jinja.
             raise problem.__cause__ or problem from None
 
 
-def _holds_mark(value: Any, seen: set[int]) -> bool:
-    """True if a text within a value holds BEGIN or END.
+def _contains_mark(value: Any, outer: set[int]) -> bool:
+    """Return whether a string inside a value contains BEGIN or END.
 
     Args:
-        seen: Ids of the mappings and lists around the value: one may contain itself.
+        outer: Ids of the mappings and lists around the value, as one may contain itself.
     """
     if isinstance(value, str):
         return BEGIN in value or END in value
-    if not isinstance(value, dict | list | tuple) or id(value) in seen:
+    if not isinstance(value, dict | list | tuple) or id(value) in outer:
         return False
     parts = value.values() if isinstance(value, dict) else value
-    return any(_holds_mark(part, seen | {id(value)}) for part in parts)
+    return any(_contains_mark(part, outer | {id(value)}) for part in parts)
 
 
 def without_marks(text: str) -> str:
@@ -182,14 +181,14 @@ def without_marks(text: str) -> str:
     return text.replace(BEGIN, "").replace(END, "")
 
 
-def _what(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, LimitReached):
         return str(error)
     return "too much memory" if isinstance(error, MemoryError) else "too deep a recursion"
 
 
 def _line_of(error: Exception) -> str:
-    """The innermost template line of a traceback; Jinja's frames have the line numbers of its source."""
+    """Return the innermost template line of a traceback; Jinja's frames have the line numbers of the source."""
     lines, frame = [], error.__traceback__
     while frame is not None:
         lines += [frame.tb_lineno] if frame.tb_frame.f_code.co_filename == "<template>" else []
@@ -197,11 +196,11 @@ def _line_of(error: Exception) -> str:
     return f" in line {lines[-1]}" if lines else ""
 
 
-class _Left(threading.local):
+class _Budget(threading.local):
     steps = characters = 0
 
 
-_left = _Left()
+_budget = _Budget()
 
 
 @lru_cache(maxsize=16)
@@ -215,8 +214,8 @@ def _compiled(source: str) -> Template:
 def _names(source: str) -> frozenset[str]:
     _compiled(source)
     tree = CountingSandbox().parse(source)
-    used = {node.name for node in tree.find_all(nodes.Name)}
-    return frozenset(meta.find_undeclared_variables(tree)) | used & {"strftime_now"}  # a known global of Jinja
+    read = {node.name for node in tree.find_all(nodes.Name)}
+    return frozenset(meta.find_undeclared_variables(tree)) | read & {"strftime_now"}  # a known global of Jinja
 
 
 class GenerationMarks(Extension):
@@ -259,16 +258,16 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
     def __init__(self) -> None:
-        theirs = chat_template_environment()
+        base = chat_template_environment()
         # Not optimised: Jinja would fold constants at compile time. A tag that marks text replaces transformers' own.
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False,
-                         extensions=[*(type(extension) for extension in theirs.extensions.values()
+                         extensions=[*(type(extension) for extension in base.extensions.values()
                                        if "generation" not in extension.tags), GenerationMarks])
-        self.globals |= theirs.globals
-        self.globals |= {name: _refusing(name) for name in NOT_OFFERED & self.globals.keys()}
-        self.tests = {name: _weighing(test) if name in COMPARING else test for name, test in theirs.tests.items()}
-        self.filters = {name: _refusing(name) if name in NOT_OFFERED else _count(name, function)
-                        for name, function in theirs.filters.items()}
+        self.globals |= base.globals
+        self.globals |= {name: _make_refusal(name) for name in NOT_OFFERED & self.globals.keys()}
+        self.tests = {name: _weigh_arguments(test) if name in COMPARING else test for name, test in base.tests.items()}
+        self.filters = {name: _make_refusal(name) if name in NOT_OFFERED else _count_calls(name, function)
+                        for name, function in base.filters.items()}
         # names with a space, which no template can spell
         self.filters |= {" step": _step, " text": _text, " weigh": _weigh, " key": _weigh_key,
                          " part": _weigh_part}
@@ -344,8 +343,8 @@ class CountingSandbox(ImmutableSandboxedEnvironment):
             if left.__class__ is int and right.__class__ is int:
                 bits = left.bit_length(), right.bit_length()
                 # Bits of the result, or at least of the larger operand.
-                wanted = {"*": sum(bits), "**": bits[0] * max(right, 0)}.get(operator, max(bits))
-                if wanted > MAX_BITS:
+                result_bits = {"*": sum(bits), "**": bits[0] * max(right, 0)}.get(operator, max(bits))
+                if result_bits > MAX_BITS:
                     raise LimitReached("a number of too many digits")
             return super().call_binop(context, operator, left, right)
         if operator == "*" or operator == "%" and isinstance(left, str):
@@ -403,7 +402,7 @@ class _CountingNodes(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
         self.generic_visit(node)
-        node.nodes = [each if _is_short(each) else _filter_node(" weigh", each) for each in node.nodes]
+        node.nodes = [part if _is_short(part) else _filter_node(" weigh", part) for part in node.nodes]
         return node
 
     def _weighed_list(self, node: Any) -> Any:
@@ -458,14 +457,14 @@ def _step_node(*body: nodes.Node) -> nodes.Filter:
 
 
 def _spend_steps(steps: int) -> None:
-    _left.steps -= steps
-    if _left.steps < 0:
+    _budget.steps -= steps
+    if _budget.steps < 0:
         raise LimitReached("too many steps")
 
 
 def _spend_characters(characters: int) -> None:
-    _left.characters -= characters
-    if _left.characters < 0:
+    _budget.characters -= characters
+    if _budget.characters < 0:
         raise LimitReached("too much text")
 
 
@@ -502,20 +501,20 @@ def _weigh_part(value: Any) -> Any:
     return value
 
 
-def _size(value: Any, known: dict[int, int]) -> int:
-    """Length of a value when printed; parts that occur twice count twice."""
+def _size(value: Any, sizes: dict[int, int]) -> int:
+    """Return the length of a value when printed; parts that occur twice count twice."""
     if isinstance(value, str | bytes | range):
         return len(value) + 1
     if not isinstance(value, CONTAINERS):
         return _size_of_single(value)
-    if (size := known.get(id(value))) is None:
-        known[id(value)] = 1  # a list that contains itself is printed as "[...]"
+    if (size := sizes.get(id(value))) is None:
+        sizes[id(value)] = 1  # a list that contains itself is printed as "[...]"
         parts: Iterable[Any] = value
         if isinstance(value, Namespace):
             parts = namespace_values(value).items()
         elif isinstance(value, dict):
             parts = [*value, *value.values()]
-        size = known[id(value)] = 1 + sum(ELEMENT + _size(part, known) for part in parts)
+        size = sizes[id(value)] = 1 + sum(ELEMENT + _size(part, sizes) for part in parts)
     return size
 
 
@@ -530,37 +529,37 @@ def _size_of_single(value: Any) -> int:
 
 
 def _check_product(name: str, values: Iterable[Any]) -> None:
-    """Refuse a call whose result could exceed the remaining budget."""
+    """Reject a call whose result could exceed the remaining budget."""
     sizes = [max([1, *(int(digits) for digits in re.findall(r"\d{1,18}", value))]) if isinstance(value, str) else 1
              for value in values if isinstance(value, str) and re.search(r"[%{]", value)]  # widths in format strings
     for value in values:
         sizes.append(abs(value) if isinstance(value, int) else _size(value, {}))
     # No listed function makes more than the product of its two largest arguments.
     largest = sorted([1, 1, *sizes])[-2:]
-    if largest[0] * largest[1] > _left.characters:
+    if largest[0] * largest[1] > _budget.characters:
         raise LimitReached(f"{name} would make too much text")
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
+def _make_refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise LimitReached(f"{name} is not offered to chat templates")
 
     return refuse
 
 
-def _weighing(test: Callable[..., bool]) -> Callable[..., bool]:
+def _weigh_arguments(test: Callable[..., bool]) -> Callable[..., bool]:
     @wraps(test)
-    def weighing(*args: Any) -> bool:
+    def weigh_and_test(*args: Any) -> bool:
         for value in args:
             _weigh(value)
         return test(*args)
 
-    return weighing
+    return weigh_and_test
 
 
-def _count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _count_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def call_counted(*args: Any, **kwargs: Any) -> Any:
         _spend_steps(1)
         if name in ITERATING:
             args = tuple(map(_list, args))
@@ -575,10 +574,10 @@ def _count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name in CHECKS:
             CHECKS[name](*args, **kwargs)
         # Results of generators cannot be measured yet: each item counts when it is taken.
-        found = function(*args, **kwargs)
-        return _count_items(found) if hasattr(found, "__next__") else _weigh(found)
+        result = function(*args, **kwargs)
+        return _count_items(result) if hasattr(result, "__next__") else _weigh(result)
 
-    return counted
+    return call_counted
 
 
 def _list(value: Any) -> Any:
@@ -605,26 +604,26 @@ def _check_square(*args: Any, **kwargs: Any) -> None:
 
 
 def _check_sum(*args: Any, **kwargs: Any) -> None:
-    """Refuse large sums of lists: each partial sum is a copy."""
+    """Reject large sums of lists, as each partial sum is a copy."""
     start = kwargs.get("start", args[3] if len(args) > 3 else 0)
     if not isinstance(start, int | float):
         _check_product("sum", args[1:])
 
 
 def _check_indent(value: Any, ensure_ascii: Any = False, indent: Any = None, *rest: Any, **more: Any) -> None:
-    """Refuse large indentation: each element is on its own line, indented by its depth."""
+    """Reject large indentation, as each element is on its own line, indented by its depth."""
     if indent is not None:
         width = indent if isinstance(indent, int) else len(str(indent))
         _check_product("tojson", (value, _depth(value, {}) * abs(width)))
 
 
-def _depth(value: Any, known: dict[int, int]) -> int:
+def _depth(value: Any, depths: dict[int, int]) -> int:
     if not isinstance(value, list | tuple | dict):
         return 0
-    if (depth := known.get(id(value))) is None:
-        known[id(value)] = 0  # ends the recursion of a list that contains itself
+    if (depth := depths.get(id(value))) is None:
+        depths[id(value)] = 0  # ends the recursion of a list that contains itself
         parts = value.values() if isinstance(value, dict) else value
-        depth = known[id(value)] = 1 + max((_depth(part, known) for part in parts), default=0)
+        depth = depths[id(value)] = 1 + max((_depth(part, depths) for part in parts), default=0)
     return depth
 
 

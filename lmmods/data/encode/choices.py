@@ -30,25 +30,25 @@ class ChoiceEncoder:
     prompts_only: bool
 
     def __post_init__(self) -> None:
-        self._whole, self._cut, self._cut_both = (Tokenizer.from_str(self.backend) for _ in range(3))
-        for tokenizer in (self._whole, self._cut, self._cut_both):
+        self._full, self._truncated, self._both_truncated = (Tokenizer.from_str(self.backend) for _ in range(3))
+        for tokenizer in (self._full, self._truncated, self._both_truncated):
             # Settings saved in tokenizer.json do not apply.
             tokenizer.no_padding()
             tokenizer.no_truncation()
             tokenizer.encode_special_tokens = True  # names of special tokens in a text stay text
-        self._cut.enable_truncation(self.max_length, strategy="only_first")
-        self._cut_both.enable_truncation(self.max_length, strategy="longest_first")
+        self._truncated.enable_truncation(self.max_length, strategy="only_first")
+        self._both_truncated.enable_truncation(self.max_length, strategy="longest_first")
 
     def __reduce__(self):  # noqa: ANN204 - pickling would drop encode_special_tokens
         return ChoiceEncoder, astuple(self)
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
-        """Columns with one entry per question.
+        """Return columns with one entry per question.
 
         `input_ids` and `token_type_ids` concatenate the pairs; `sizes`, tokens of each; `longest`, of the longest;
         `choices`, their number; `answer`, the number of the right one (-100 if unknown, in predict only); `truncated`.
         """
-        kept: list[tuple[int, Question, list[Encoding], int]] = []
+        fitted: list[tuple[int, Question, list[Encoding], int]] = []
         questions: list[tuple[int, Question]] = []
         dropped = []
         counts: Counter = Counter()
@@ -58,14 +58,14 @@ class ChoiceEncoder:
             except RowProblem as problem:
                 dropped.append((index, str(problem)))
         # The pairs of all questions are encoded in one call, in parallel.
-        pairs = iter(self._whole.encode_batch([pair for _, question in questions for pair in _pairs(question)]))
+        pairs = iter(self._full.encode_batch([pair for _, question in questions for pair in _pairs(question)]))
         for index, question in questions:
             encodings = [next(pairs) for _ in question.choices]
-            kept.append((index, question, *self._fit(question, encodings, counts)))
-        columns = self._columns(kept)
+            fitted.append((index, question, *self._truncate(question, encodings, counts)))
+        columns = self._columns(fitted)
         counts["tokens"] += len(columns["input_ids"].values)
         counts["unknown_tokens"] += int((columns["input_ids"].values == self.unknown_id).sum())
-        return Encoded(columns, np.array([index for index, *_ in kept], np.int64), sorted(dropped), counts)
+        return Encoded(columns, np.array([index for index, *_ in fitted], np.int64), sorted(dropped), counts)
 
     def _read(self, row: dict[str, Any]) -> Question:
         try:
@@ -73,13 +73,13 @@ class ChoiceEncoder:
         except RowProblem:
             if not self.prompts_only:
                 raise
-            # An answer that is none of the choices matters to training and scores alone.
+            # Only training and scores need an answer that is one of the choices.
             question = read_question(row, with_answer=False)
         if question.answer is None and not self.prompts_only:
             raise RowProblem("the right choice is missing")
         return question
 
-    def _fit(self, question: Question, encodings: list[Encoding], counts: Counter) -> tuple[list[Encoding], int]:
+    def _truncate(self, question: Question, encodings: list[Encoding], counts: Counter) -> tuple[list[Encoding], int]:
         """Return the pairs within `max_length`, and the number of removed tokens."""
         excess = [max(len(encoding.ids) - self.max_length, 0) for encoding in encodings]
         if not any(excess):
@@ -90,26 +90,26 @@ class ChoiceEncoder:
         is_choice_cut = any(removed >= max(encoding.sequence_ids.count(0), 1)
                             for removed, encoding in zip(excess, encodings, strict=True))
         counts["choices_cut"] += is_choice_cut
-        return (self._cut_both if is_choice_cut else self._cut).encode_batch(_pairs(question)), sum(excess)
+        return (self._both_truncated if is_choice_cut else self._truncated).encode_batch(_pairs(question)), sum(excess)
 
-    def _columns(self, kept: list[tuple[int, Question, list[Encoding], int]]) -> dict[str, Any]:
-        encodings = [encoding for _, _, row, _ in kept for encoding in row]
-        sizes = [np.array([len(encoding.ids) for encoding in row], np.int32) for _, _, row, _ in kept]
-        tokens = np.array([each.sum() for each in sizes], np.int64)
+    def _columns(self, fitted: list[tuple[int, Question, list[Encoding], int]]) -> dict[str, Any]:
+        encodings = [encoding for _, _, row, _ in fitted for encoding in row]
+        sizes = [np.array([len(encoding.ids) for encoding in row], np.int32) for _, _, row, _ in fitted]
+        tokens = np.array([row_sizes.sum() for row_sizes in sizes], np.int64)
 
-        def joined(values: list[list[int]]) -> Ragged:
-            flat = [np.array(each, np.int32) for each in values]
+        def concatenate(values: list[list[int]]) -> Ragged:
+            flat = [np.array(ids, np.int32) for ids in values]
             return Ragged(np.concatenate(flat) if flat else np.empty(0, np.int32), tokens)
 
         return {
-            "input_ids": joined([encoding.ids for encoding in encodings]),
-            "token_type_ids": joined([encoding.type_ids for encoding in encodings]),
+            "input_ids": concatenate([encoding.ids for encoding in encodings]),
+            "token_type_ids": concatenate([encoding.type_ids for encoding in encodings]),
             "sizes": Ragged.from_lists(sizes),
-            "longest": np.array([each.max() for each in sizes], np.int64),
-            "choices": np.array([len(each) for each in sizes], np.int64),
-            "answer": np.array([IGNORED if question.answer is None else question.answer for _, question, *_ in kept],
+            "longest": np.array([row_sizes.max() for row_sizes in sizes], np.int64),
+            "choices": np.array([len(row_sizes) for row_sizes in sizes], np.int64),
+            "answer": np.array([IGNORED if question.answer is None else question.answer for _, question, *_ in fitted],
                                np.int64),
-            "truncated": np.array([removed for *_, removed in kept], np.int64)}
+            "truncated": np.array([removed for *_, removed in fitted], np.int64)}
 
 
 def _pairs(question: Question) -> list[tuple[str, str]]:

@@ -19,10 +19,10 @@ from lmmods.data.read.conversation import Conversation, Message, RowProblem
 from lmmods.data.read.formats import find_format, read_conversation
 from lmmods.data.read.turns import Roles
 
-Cut = TypeVar("Cut")
+Shortened = TypeVar("Cut")
 
 
-def drop_fewest_turns(start_turns: list[int], encode: Callable[[int], Cut | None]) -> Cut:
+def drop_fewest_turns(start_turns: list[int], encode: Callable[[int], Shortened | None]) -> Shortened:
     """Bisect for the fewest turns to drop: build the conversation from the first turn at which it fits the limits.
 
     Args:
@@ -30,15 +30,15 @@ def drop_fewest_turns(start_turns: list[int], encode: Callable[[int], Cut | None
         encode: Builds the conversation from a turn on; None if it exceeds the limits.
 
     Raises:
-        RowProblem: It is too long even from the last of them on.
+        RowProblem: It is too long even from the last of these turns on.
     """
     # Cached, as encoding is expensive and the result is needed again.
-    made = cache(encode)
-    first = bisect_left(start_turns, True, key=lambda place: made(place) is not None)
-    cut = made(start_turns[first]) if first < len(start_turns) else None
-    if cut is None:
+    encode_cached = cache(encode)
+    first = bisect_left(start_turns, True, key=lambda turn: encode_cached(turn) is not None)
+    shortened = encode_cached(start_turns[first]) if first < len(start_turns) else None
+    if shortened is None:
         raise RowProblem("longer than the limits, even without its earlier turns")
-    return cut
+    return shortened
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Limits:
 
 @dataclass
 class Choices:
-    """Settings of what is rendered and learned of a conversation, as in SFTDataFields."""
+    """Settings of what is rendered and learned from a conversation, as in SFTDataFields."""
 
     train_on: str = "responses"
     turns: Turns = "all"
@@ -70,7 +70,7 @@ class Truncation(NamedTuple):
     answer: int = 0
 
 
-CALL = "a12345678"  # id of a call, of the form that Mistral's templates ask for
+CALL = "a12345678"  # id of a call, in the form that Mistral's templates require
 # Reasoning that a template or dataset wrote inline.
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
@@ -107,26 +107,26 @@ class SFTEncoder:
         counts: Counter = Counter()
         for index, row in enumerate(rows):
             try:
-                found = self.render(self.conversation(row), counts)
+                rendered_rows = self.render(self.conversation(row), counts)
             except RowProblem as problem:
                 dropped.append((index, str(problem)))
                 continue
-            rendered += [(index, rendered_row) for rendered_row in found]
+            rendered += [(index, rendered_row) for rendered_row in rendered_rows]
         runs = [self.text.runs(rendered_row.segments) for _, rendered_row in rendered]
         counts.update(self.text.count_spelled(runs))
-        encoded = self.text.encode_rows(runs, self.renderer.apart)
+        encoded = self.text.encode_rows(runs, self.renderer.separate_responses)
         fitted = []
         problems: dict[int, str] = {}
         for (index, rendered_row), (ids, response) in zip(rendered, encoded, strict=True):
             try:
                 fitted.append((index, rendered_row.conversation.weight,
-                               *self._fit(rendered_row, ids, response, index, counts)))
+                               *self._apply_limits(rendered_row, ids, response, index, counts)))
             except RowProblem as problem:
                 problems.setdefault(index, str(problem))
         # A row counts as dropped only if none of its turns is left; the others count as dropped turns.
-        kept = {index for index, *_ in fitted}
-        dropped += [(index, problem) for index, problem in problems.items() if index not in kept]
-        counts["turns_dropped"] += sum(index in kept for index in problems)
+        usable = {index for index, *_ in fitted}
+        dropped += [(index, problem) for index, problem in problems.items() if index not in usable]
+        counts["turns_dropped"] += sum(index in usable for index in problems)
         columns = {
             "input_ids": Ragged.from_lists([ids for _, _, ids, *_ in fitted]),
             "labels": Ragged.from_lists([labels for *_, labels, _, _ in fitted]),
@@ -168,35 +168,35 @@ class SFTEncoder:
         return self.prompts_of([self.normalise(Conversation(messages)) for messages in conversations])
 
     def prompts_of(self, conversations: list[Conversation]) -> list[list[int]]:
-        """Return the same of prepared conversations."""
+        """Return the token ids of prepared conversations up to the response. Raises RowProblem."""
         return self._ids([self.renderer.prompt(conversation) for conversation in conversations])
 
     def tool_turns(self, answers: list[Message]) -> list[int]:
-        """Token ids that follow a turn of the assistant that calls tools: their answers, and the next turn's beginning.
+        """Return the token ids that follow an assistant turn with tool calls: the answers and the next turn's start.
 
-        They do not depend on the turns before, of which the tokens stay as they are.
+        They do not depend on earlier turns, whose tokens do not change.
 
         Raises:
             RowProblem: The template does not support tools, or rejects the answers.
         """
         for answer in answers:
             check_unicode(answer["content"])
-        # Behind the token that ends the turn: some tokenizers start a text differently there.
-        return self._ids([self.renderer.segments_after_call(self._called(answers[0]["name"], {"a": PROBE}, answers),
+        # Without the token that ends the turn, after which some tokenizers start a text differently.
+        return self._ids([self.renderer.segments_after_call(self._make_call(answers[0]["name"], {"a": PROBE}, answers),
                                                             1)])[0][1:]
 
     def tool_call(self, name: str, arguments: dict[str, Any]) -> str:
         """Return the template's text of a turn that calls a tool. Raises RowProblem if it does not support tools."""
-        row = self.renderer.rows(self._called(name, arguments, []), "last")[0]
+        row = self.renderer.rows(self._make_call(name, arguments, []), "last")[0]
         return "".join(part.text for part in row.segments if part.response >= 0)
 
-    def _called(self, name: str, arguments: dict[str, Any], answers: list[Message]) -> Conversation:
+    def _make_call(self, name: str, arguments: dict[str, Any], answers: list[Message]) -> Conversation:
         """Return a conversation in which the assistant calls a tool, and the tool answers."""
         call = {"type": "function", "function": {"name": name, "arguments": arguments}, "id": CALL}
         messages: list[Message] = [{"role": "user", "content": "a"},
                                    {"role": "assistant", "content": "", "tool_calls": [call]}]
-        answered: list[Message] = [{**answer, "tool_call_id": CALL} for answer in answers]
-        return Conversation(messages + answered, self.tools)
+        tool_messages: list[Message] = [{**answer, "tool_call_id": CALL} for answer in answers]
+        return Conversation(messages + tool_messages, self.tools)
 
     def _ids(self, rows: list[list[Segment]]) -> list[list[int]]:
         return [ids.tolist() for ids, _ in self.text.encode_rows([self.text.runs(row) for row in rows])]
@@ -205,36 +205,36 @@ class SFTEncoder:
         """Render a prepared conversation to rows, and count what happened to it. Raises RowProblem."""
         messages = conversation.messages
         # Number of turns up to the last one of the assistant; what follows has no answer to learn.
-        answered = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
+        num_answered = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
         for key in conversation.unused:
             counts[f"{UNUSED}{key}"] += 1
         if self.prompts_only:
             if find_format(self.dataset_format).template is not None:  # a text to continue
                 messages = [{**message, "role": "user"} for message in messages]
-            elif answered == len(messages):  # the answer is what the model is to write
+            elif num_answered == len(messages):  # the answer is what the model is to write
                 messages = messages[:-1]
             if not messages:
                 raise RowProblem("no prompt")
             conversation = replace(conversation, messages=messages)
             return [RenderedRow(self.renderer.prompt(conversation), conversation, [])]
-        if not answered:
+        if not num_answered:
             raise RowProblem("no response")
         # In float32, as it is stored: a tiny weight may round to 0.
         if not np.float32(conversation.weight):
             raise RowProblem("the row's weight is 0")
         if messages[0]["role"] == "assistant" and find_format(self.dataset_format).template is None:
-            if answered == 1:
+            if num_answered == 1:
                 raise RowProblem("the conversation starts with the assistant")
             messages = [{**messages[0], "scored": False}, *messages[1:]]  # an opening without a question is not learned
-        if any(_is_empty(message) for message in messages[:answered]):
+        if any(_is_empty(message) for message in messages[:num_answered]):
             raise RowProblem("empty response")
-        if messages is not conversation.messages or answered < len(messages):
-            conversation = replace(conversation, messages=messages[:answered])
+        if messages is not conversation.messages or num_answered < len(messages):
+            conversation = replace(conversation, messages=messages[:num_answered])
         if not scored_turns(conversation, "all"):
             raise RowProblem("no turn to train on")
         turns = "last" if self.choices.train_on == "last" else self.choices.turns
         rows = self.renderer.rows(conversation, turns)
-        counts["turns_without_response"] += len(messages) - answered
+        counts["turns_without_response"] += len(messages) - num_answered
         counts["conversations_split"] += len(rows) > 1
         counts["responses_unlike_inference"] += sum(row.unlike_inference for row in rows)
         for row in rows:
@@ -242,9 +242,9 @@ class SFTEncoder:
                 counts[f"{UNUSED}{key}"] += 1
         return rows
 
-    def _fit(self, row: RenderedRow, ids: np.ndarray, response: np.ndarray, index: int, counts: Counter
-                ) -> tuple[np.ndarray, np.ndarray, int, int]:
-        """Ids, labels, prompt length and number of removed tokens of a row within the limits. Raises RowProblem."""
+    def _apply_limits(self, row: RenderedRow, ids: np.ndarray, response: np.ndarray, index: int, counts: Counter
+                      ) -> tuple[np.ndarray, np.ndarray, int, int]:
+        """Return ids, labels, prompt length and number of removed tokens, within the limits. Raises RowProblem."""
         prompt = self._prompt_length(response)
         if self.limits.on_overflow == "truncate_turns" and self.excess(prompt, len(ids) - prompt) != (0, 0, 0):
             before, num_turns = len(ids), len(row.conversation.messages)
@@ -278,19 +278,19 @@ class SFTEncoder:
             rows = self.renderer.rows(conversation, "all") if scored_turns(conversation, "all") else []
         if len(rows) != 1:
             return None
-        (ids, response), = self.text.encode_rows([self.text.runs(rows[0].segments)], self.renderer.apart)
+        (ids, response), = self.text.encode_rows([self.text.runs(rows[0].segments)], self.renderer.separate_responses)
         prompt = self._prompt_length(response)
         return (rows[0], ids, response) if self.excess(prompt, len(ids) - prompt) == (0, 0, 0) else None
 
     def _label(self, ids: np.ndarray, response: np.ndarray, index: int, counts: Counter
-                  ) -> tuple[np.ndarray, np.ndarray, int, int]:
+               ) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Apply the length policy in tokens and build the labels. Raises RowProblem if the row is dropped."""
         prompt = self._prompt_length(response)
         removed = self.truncation(prompt, len(ids) - prompt, index)
         if any(removed):
             counts["rows_cut"] += 1
             counts["tokens_cut"] += sum(removed)
-            ids, response = self.shortened(ids, response, prompt, removed)
+            ids, response = self.shorten(ids, response, prompt, removed)
         train_on_all = self.choices.train_on == "all" and not self.prompts_only
         # Labels are not shifted: position t contains the id of token t, and the loss of t - 1 predicts it.
         labels = ids if train_on_all else np.where(response >= 0, ids, IGNORED)
@@ -306,26 +306,26 @@ class SFTEncoder:
         return len(response) if self.prompts_only else int(np.argmax(response == response.max(initial=-1)))
 
     def excess(self, prompt: int, answer: int) -> tuple[int, int, int]:
-        """Tokens over the limits: of the prompt, of the answer, and of both together besides those."""
+        """Return the tokens over the limits: of the prompt, of the answer, and of both together in addition."""
         limits = self.limits
-        # The limits of each part apply first; what is still too long together remains.
+        # The limits of the parts apply first, then the limit of both together.
         source = max(0, prompt - (limits.source_max_length or prompt))
         target = max(0, answer - (limits.target_max_length or answer))
         # A prompt of predict leaves space for at least one token.
         return source, target, max(0, prompt - source + answer - target - limits.max_length + int(self.prompts_only))
 
-    def shortened(self, ids: np.ndarray, response: np.ndarray, prompt: int, removed: "Truncation"
+    def shorten(self, ids: np.ndarray, response: np.ndarray, prompt: int, removed: "Truncation"
                    ) -> tuple[np.ndarray, np.ndarray]:
         """Remove the truncated tokens; the begin token is kept."""
-        first, left = int(ids[0] == self.text.bos_id), removed.left
-        # A cut inside an earlier response: the rest must not be learned without its beginning.
-        if left and response[first + left] == response[first + left - 1]:
-            response = np.where(response == response[first + left], -1, response)  # its beginning is truncated
-        keep = np.r_[:first, first + left : prompt - removed.right, prompt : len(ids) - removed.answer]
+        first, num_left = int(ids[0] == self.text.bos_id), removed.left
+        # Truncation inside an earlier response: its rest is not a target without its start.
+        if num_left and response[first + num_left] == response[first + num_left - 1]:
+            response = np.where(response == response[first + num_left], -1, response)
+        keep = np.r_[:first, first + num_left : prompt - removed.right, prompt : len(ids) - removed.answer]
         return ids[keep], response[keep]
 
     def truncation(self, prompt: int, answer: int, index: int) -> "Truncation":
-        """Number of tokens to remove from a prompt and its answer. Raises RowProblem if the row is dropped."""
+        """Return how many tokens to remove from a prompt and its answer. Raises RowProblem if the row is dropped."""
         limits = self.limits
         source, target, total = self.excess(prompt, answer)
         if not source + target + total:
@@ -335,7 +335,7 @@ class SFTEncoder:
                 index,
                 f"{prompt} prompt and {answer} response tokens are more than max_length "
                 f"{limits.max_length} / source_max_length {limits.source_max_length} / target_max_length "
-                f"{limits.target_max_length}; raise the limit or set data.on_overflow",
+                f"{limits.target_max_length}. Raise the limit or set data.on_overflow",
             )
         if limits.on_overflow == "skip":
             raise RowProblem("longer than the limits")
@@ -344,7 +344,7 @@ class SFTEncoder:
                               answer=0 if self.prompts_only else target + total)
         if limits.on_overflow == "truncate" and not self.prompts_only:
             return Truncation(left=source, answer=target + total)
-        # Only the prompt may be cut, and it keeps at least two tokens: the first may be the begin token.
+        # Only the prompt may be truncated, to at least two tokens, as the first may be the begin token.
         if target or source + total >= prompt - 1:
             raise RowProblem("response longer than the limits")
         return Truncation(left=source + total)
@@ -359,16 +359,16 @@ class SFTEncoder:
 
     @cached_property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end a response: the template's terminators and the tokenizer's end token."""
+        """Return the tokens that end a response: the template's terminators and the tokenizer's end token."""
         ends = {self.text.control[name] for name in self.renderer.ends()}
         return sorted(ends | ({self.text.eos_id} if self.text.eos_id is not None else set()))
 
 
 def _without_reasoning(message: Message) -> Message:
-    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    turn = {key: value for key, value in message.items() if key != "reasoning_content"}
     if message["role"] == "assistant":
-        kept["content"] = THOUGHT.sub("", message["content"], count=1)
-    return kept  # type: ignore[return-value]
+        turn["content"] = THOUGHT.sub("", message["content"], count=1)
+    return turn  # type: ignore[return-value]
 
 
 def _is_empty(message: Message) -> bool:

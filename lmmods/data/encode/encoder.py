@@ -210,11 +210,11 @@ class TextEncoder:
 
     def _split_control(self, text: str) -> list[str | int]:
         parts: list[str | int] = []
-        at = 0
+        position = 0
         for match in self.control_pattern.finditer(text):
-            parts += [text[at : match.start()], self.control[match.group()]]
-            at = match.end()
-        return [part for part in [*parts, text[at:]] if part != ""]
+            parts += [text[position : match.start()], self.control[match.group()]]
+            position = match.end()
+        return [part for part in [*parts, text[position:]] if part != ""]
 
     def runs(self, segments: Iterable[tuple[str, bool, int]]) -> list[Run]:
         """Convert segments (text, True if control tokens are recognised in it, response number) to runs.
@@ -223,19 +223,19 @@ class TextEncoder:
         """
         runs: list[Run] = []
         texts: list[str] = []  # texts of the current run
-        joined = -1
+        run_response = -1
         for text, template, response in segments:
             for part in self.split_control(text) if template else (text,):
                 # A control token or another response ends the run: tokens never merge across its border.
-                if texts and (response != joined or isinstance(part, int)):
-                    runs.append(Run("".join(texts), joined))
+                if texts and (response != run_response or isinstance(part, int)):
+                    runs.append(Run("".join(texts), run_response))
                     texts = []
                 if isinstance(part, int):
                     runs.append(Run(part, response))
                 elif part:
                     texts.append(part)
-                    joined = response
-        return [*runs, Run("".join(texts), joined)] if texts else runs
+                    run_response = response
+        return [*runs, Run("".join(texts), run_response)] if texts else runs
 
     def count_spelled(self, rows: list[list[Run]]) -> Counter:
         """Count the rows that spell a special token in a response, by `SPELLED` and its name. There it stays text."""
@@ -243,14 +243,15 @@ class TextEncoder:
                   for match in self.control_pattern.finditer(run.content)} for runs in rows)
         return Counter(f"{SPELLED}{name}" for spelled in names for name in spelled)
 
-    def encode_rows(self, rows: list[list[Run]], apart: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_rows(self, rows: list[list[Run]], separate_responses: bool = False
+                    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return ids and response numbers (int32, one pair per row) of rows of runs.
 
         Args:
-            apart: Encode the start of a response as a separate text, with the tokenizer's own leading space.
+            separate_responses: Encode each response as a separate text, with the tokenizer's own leading space.
         """
         texts: list[str] = []
-        inner: list[bool] = []
+        continues: list[bool] = []
         # Collect the texts of all rows for one call of the tokenizer, which encodes them in parallel.
         for runs in rows:
             before: Run | None = None
@@ -258,10 +259,10 @@ class TextEncoder:
                 if isinstance(run.content, str):
                     texts.append(run.content)
                     # The first run of a response.
-                    begins = apart and before is not None and run.response not in (-1, before.response)
-                    inner.append(not begins and self._continues(before))
+                    is_first = before is not None and run.response not in (-1, before.response)
+                    continues.append(not (separate_responses and is_first) and self._continues(before))
                 before = run
-        encoded = iter(self._encode(texts, inner))
+        encoded = iter(self._encode(texts, continues))
         return [self._join(runs, encoded) for runs in rows]
 
     def _continues(self, before: Run | None) -> bool:
@@ -278,14 +279,14 @@ class TextEncoder:
         ids = np.fromiter(chain.from_iterable(parts), np.int32, sum(lengths))
         return ids, np.repeat(np.array([run.response for run in runs], np.int32), lengths)
 
-    def _encode(self, texts: list[str], inner: list[bool]) -> list[list[int]]:
-        if not any(inner):
+    def _encode(self, texts: list[str], continues: list[bool]) -> list[list[int]]:
+        if not any(continues):
             return self._ids(texts)
         context = CONTEXTS[0]
-        encoded = self._ids([context + text if flag else text for text, flag in zip(texts, inner, strict=True)])
-        # Remove the context's ids. If it was merged with the text, they are no prefix: try another context.
+        encoded = self._ids([context + text if flag else text for text, flag in zip(texts, continues, strict=True)])
+        # Remove the context's ids. If it was merged with the text, they are not a prefix: try another context.
         removed = self._ids([context])[0]
-        for index, (ids, flag) in enumerate(zip(encoded, inner, strict=True)):
+        for index, (ids, flag) in enumerate(zip(encoded, continues, strict=True)):
             if flag:
                 clean = ids[: len(removed)] == removed
                 encoded[index] = ids[len(removed) :] if clean else self._continuation(texts[index])
@@ -330,14 +331,14 @@ def check_text_column(first: Row, column: str) -> None:
 
 @dataclass
 class TextRowEncoder:
-    """Encodes rows of text: `begin`, the text, `end`. A piece of a document gets these only at the document's ends.
+    """Encodes rows of text: `begin`, the text, `end`. A part of a document gets these only at the document's ends.
 
     Args:
         column: Column of the text.
         text: Text encoder.
         begin: Ids before each document.
         end: Ids after each document.
-        longest: Maximum row length in tokens, truncated on the left; None is no limit.
+        max_length: Maximum row length in tokens, truncated on the left; None is no limit.
         gap: Control token that is recognised in the text; None is none.
     """
 
@@ -345,7 +346,7 @@ class TextRowEncoder:
     text: TextEncoder
     begin: list[int]
     end: list[int]
-    longest: int | None = None
+    max_length: int | None = None
     gap: str | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
@@ -357,13 +358,14 @@ class TextRowEncoder:
                 positions.append(index)
             except RowProblem as problem:
                 dropped.append((index, str(problem)))
-        kept = [rows[index] for index in positions]
+        usable_rows = [rows[index] for index in positions]
         counts: Counter = Counter()
-        lists = [self._finish(ids, row, counts) for ids, row in zip(self._encode(texts, kept), kept, strict=True)]
+        encoded = self._encode(texts, usable_rows)
+        lists = [self._finish(ids, row, counts) for ids, row in zip(encoded, usable_rows, strict=True)]
         columns = {"input_ids": Ragged.from_lists(lists)}
         counts["tokens"] += len(columns["input_ids"].values)
         counts["unknown_tokens"] += int((columns["input_ids"].values == self.text.unk_id).sum())
-        counts["labelled_tokens"] = counts["tokens"]  # all are learned
+        counts["labelled_tokens"] = counts["tokens"]  # all are targets
         counts.update(self.text.count_spelled([[Run(text, 0)] for text in texts]))
         return Encoded(columns, np.array(positions, np.int64), dropped, counts)
 
@@ -389,7 +391,7 @@ class TextRowEncoder:
         starts, ends = ends_of(row)
         begin = self.begin if starts else []
         end = self.end if ends else []
-        num_truncated = 0 if self.longest is None else max(0, len(begin) + len(ids) + len(end) - self.longest)
+        num_truncated = 0 if self.max_length is None else max(0, len(begin) + len(ids) + len(end) - self.max_length)
         counts["rows_cut"] += bool(num_truncated)
         counts["tokens_cut"] += num_truncated
         # The left end is truncated, but `begin` stays.

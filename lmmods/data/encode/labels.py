@@ -51,8 +51,8 @@ def label_name(value: Any, names: list[str] | None = None) -> str:
     return name.strip()
 
 
-def label_number(value: Any) -> float:
-    """Return the number of a cell, for regression. Raises RowProblem: it is none."""
+def read_number(value: Any) -> float:
+    """Return the number in a cell, for regression. Raises RowProblem if it has none."""
     if isinstance(value, str) and DECIMAL_COMMA.fullmatch(value):
         raise RowProblem("the label has a decimal comma instead of a point")
     try:
@@ -65,7 +65,7 @@ def label_number(value: Any) -> float:
 
 
 def cell_list(value: Any, name: str) -> list[Any]:
-    """Return the list of a cell, or of its JSON in a file whose cells are all text. Raises RowProblem: it is none."""
+    """Return the list in a cell, parsed from JSON if the cell is a string. Raises RowProblem if it has none."""
     cells = parse(value, name) if isinstance(value, str) else value
     if not isinstance(cells, list):
         raise RowProblem(f"{name} is not a list")
@@ -73,7 +73,7 @@ def cell_list(value: Any, name: str) -> list[Any]:
 
 
 def read_bits(items: list[Any]) -> list[int] | None:
-    """Return the zeros and ones of a list; None if it has anything else. Raises RowProblem as `label_name`."""
+    """Return the zeros and ones in a list; None if it contains anything else. Raises RowProblem, see `label_name`."""
     bits = [BITS.get(label_name(item)) for item in items]
     return None if None in bits else bits  # type: ignore[return-value]
 
@@ -91,15 +91,15 @@ class Labels:
     class_names: list[str] | None
 
     def __post_init__(self) -> None:
-        self._numbers = {name: index for index, name in enumerate(self.names)}
+        self._indices = {name: index for index, name in enumerate(self.names)}
         self._are_words = not any(name.isdecimal() for name in self.names)
 
-    def number(self, value: Any) -> int:
-        """Return the number of the label in a cell. Raises RowProblem: there is none, or it is unknown."""
+    def find_index(self, value: Any) -> int:
+        """Return the index of the label in a cell. Raises RowProblem if it is missing or unknown."""
         name = label_name(value, self.class_names)
-        if name in self._numbers:
-            return self._numbers[name]
-        # Where `data.labels` gives names to numbers, these are places in it.
+        if name in self._indices:
+            return self._indices[name]
+        # If `data.labels` names numbers, a number is an index into it.
         if self._are_words and name.isdecimal() and int(name) < len(self.names):
             return int(name)
         raise RowProblem("a label that is not in data.labels")
@@ -109,7 +109,7 @@ class Labels:
 # Rows of one sequence each, truncated to the maximum length.
 
 
-class CuttingTokenizer:
+class TruncatingTokenizer:
     """A fast tokenizer that also returns what it truncates from a row; picklable.
 
     Args:
@@ -123,61 +123,61 @@ class CuttingTokenizer:
     def __init__(self, backend: str, pad_id: int, unknown_id: int | None, max_length: int, side: str) -> None:
         self._state = (backend, pad_id, unknown_id, max_length, side)
         self.pad_id, self.unknown_id, self.max_length = pad_id, unknown_id, max_length
-        self._whole, self._cut = Tokenizer.from_str(backend), Tokenizer.from_str(backend)
+        self._full, self._truncated = Tokenizer.from_str(backend), Tokenizer.from_str(backend)
         # Settings saved in tokenizer.json apply to neither.
-        for tokenizer in (self._whole, self._cut):
+        for tokenizer in (self._full, self._truncated):
             tokenizer.no_padding()
             tokenizer.no_truncation()
             tokenizer.encode_special_tokens = True  # names of special tokens in a text stay text
-        self._cut.enable_truncation(max_length, strategy="longest_first", direction=side)
+        self._truncated.enable_truncation(max_length, strategy="longest_first", direction=side)
 
     def __reduce__(self):  # noqa: ANN204 - pickling would drop encode_special_tokens
-        return CuttingTokenizer, self._state
+        return TruncatingTokenizer, self._state
 
     def encode(self, texts: list[Any], are_words: bool = False) -> list[tuple[Encoding, Encoding]]:
-        """Encodings of texts, pairs of texts or (`are_words`) lists of words, each before and after it is truncated."""
-        whole = self._whole.encode_batch(texts, is_pretokenized=are_words)
-        long = [index for index, encoding in enumerate(whole) if len(encoding) > self.max_length]
-        cut = self._cut.encode_batch([texts[index] for index in long], is_pretokenized=are_words)
-        shorter = dict(zip(long, cut, strict=True))
-        return [(encoding, shorter.get(index, encoding)) for index, encoding in enumerate(whole)]
+        """Return the encodings of texts, pairs or (`are_words`) lists of words, each before and after truncation."""
+        full = self._full.encode_batch(texts, is_pretokenized=are_words)
+        long = [index for index, encoding in enumerate(full) if len(encoding) > self.max_length]
+        truncated = self._truncated.encode_batch([texts[index] for index in long], is_pretokenized=are_words)
+        truncated_by_index = dict(zip(long, truncated, strict=True))
+        return [(encoding, truncated_by_index.get(index, encoding)) for index, encoding in enumerate(full)]
 
-    def row(self, whole: Encoding, cut: Encoding, counts: Counter) -> dict[str, Any]:
-        """Return the columns of a row with `truncated`, the number of tokens cut, and what the report counts.
+    def row(self, full: Encoding, truncated: Encoding, counts: Counter) -> dict[str, Any]:
+        """Return the columns of a row, with `truncated`, the number of removed tokens; update the report's counts.
 
         Raises:
-            RowProblem: The row has no token but special ones.
+            RowProblem: The row has only special tokens.
         """
-        if all(whole.special_tokens_mask):
+        if all(full.special_tokens_mask):
             raise RowProblem("the tokenizer finds no token")
-        ids = np.array(cut.ids, np.int32)
-        truncated = len(whole) - len(cut)
+        ids = np.array(truncated.ids, np.int32)
+        num_truncated = len(full) - len(truncated)
         counts["tokens"] += len(ids)
         counts["unknown_tokens"] += int((ids == self.unknown_id).sum())
-        counts["rows_cut"] += truncated > 0
-        counts["tokens_cut"] += truncated
-        # transformers' decoders take the last token that is not padding by its id, which is another one in such rows.
+        counts["rows_cut"] += num_truncated > 0
+        counts["tokens_cut"] += num_truncated
+        # transformers' decoders find the last token by its id, so in such rows they take another one.
         counts["ends_in_padding"] += bool(ids[-1] == self.pad_id)
-        return {"input_ids": ids, "token_type_ids": np.array(cut.type_ids, np.int32), "truncated": truncated}
+        return {"input_ids": ids, "token_type_ids": np.array(truncated.type_ids, np.int32), "truncated": num_truncated}
 
 
 @dataclass
 class LabelledEncoder(ABC):
-    """Encodes labelled rows, all texts of a batch at once. Abstract.
+    """Base class of encoders of labelled rows, which encode all texts of a batch at once.
 
     Args:
         tokenizer: Encodes and truncates the texts.
-        prompts_only: Rows need no labels; those without a usable one get none.
+        prompts_only: Rows need no labels.
     """
 
-    tokenizer: CuttingTokenizer
+    tokenizer: TruncatingTokenizer
     prompts_only: bool
 
     are_words: ClassVar[bool] = False
     schema: ClassVar[dict[str, type]] = {"input_ids": Ragged, "token_type_ids": Ragged, "truncated": np.int64}
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
-        """The columns of `schema`."""
+        """Return the columns of `schema`."""
         texts, labels, positions, dropped = [], [], [], []
         for index, row in enumerate(rows):
             try:
@@ -190,33 +190,33 @@ class LabelledEncoder(ABC):
             positions.append(index)
         counts: Counter = Counter()
         columns: dict[str, list] = {name: [] for name in self.schema}
-        kept = []
+        usable = []
         encoded = self.tokenizer.encode(texts, self.are_words)
-        for index, label, (whole, cut) in zip(positions, labels, encoded, strict=True):
+        for index, label, (full, truncated) in zip(positions, labels, encoded, strict=True):
             try:
-                values = self.tokenizer.row(whole, cut, counts) | self._columns(label, whole, cut, counts)
+                values = self.tokenizer.row(full, truncated, counts) | self._columns(label, full, truncated, counts)
             except RowProblem as problem:
                 dropped.append((index, str(problem)))
                 continue
-            kept.append(index)
+            usable.append(index)
             for name, value in values.items():
                 columns[name].append(value)
         arrays: dict[str, Any] = {
-            name: Ragged.from_lists(column) if kind is Ragged else np.array(column, kind)
-            for (name, column), kind in zip(columns.items(), self.schema.values(), strict=True)}
-        return Encoded(arrays, np.array(kept, np.int64), sorted(dropped), counts)
+            name: Ragged.from_lists(column) if column_type is Ragged else np.array(column, column_type)
+            for (name, column), column_type in zip(columns.items(), self.schema.values(), strict=True)}
+        return Encoded(arrays, np.array(usable, np.int64), sorted(dropped), counts)
 
     @abstractmethod
     def _text(self, row: dict[str, Any]) -> Any:
-        """Text, pair of texts or list of words. Raises RowProblem."""
+        """Return a text, a pair of texts or a list of words. Raises RowProblem."""
 
     @abstractmethod
     def _label(self, row: dict[str, Any]) -> Any:
-        """What `_columns` makes of the label or the tags. Raises RowProblem."""
+        """Return the label or tags in the form that `_columns` takes. Raises RowProblem."""
 
     @abstractmethod
-    def _columns(self, label: Any, whole: Encoding, cut: Encoding, counts: Counter) -> dict[str, Any]:
-        """Return the columns of the label, from the encodings before and after the row is truncated."""
+    def _columns(self, label: Any, full: Encoding, truncated: Encoding, counts: Counter) -> dict[str, Any]:
+        """Return the columns of the label, from the encodings before and after truncation."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class SequenceEncoder(LabelledEncoder):
         label_column: Column of the label.
         problem_type: What a label is: the name of one, a list of names, or a number.
         labels: Labels by their names; none for numbers.
-        positions: If the lists of labels are zeros and ones, number of the label at each position; None if they are
+        positions: If the lists of labels are zeros and ones, index of the label at each position; None if they are
             names.
     """
 
@@ -244,8 +244,10 @@ class SequenceEncoder(LabelledEncoder):
 
     @property
     def schema(self) -> dict[str, type]:  # type: ignore[override]
-        """Type of each column. `label` is the number of the label, IGNORED without one; the numbers of all labels of
-        the row, or IGNORED alone; or a number, NaN without one.
+        """Return the type of each column.
+
+        `label` is the index of a label (IGNORED if missing), the indices of all labels (IGNORED alone if missing), or a
+        number (NaN if missing).
         """
         label = {"single_label": np.int64, "multi_label": Ragged, "regression": np.float64}[self.problem_type]
         return {**LabelledEncoder.schema, "label": label}
@@ -269,9 +271,9 @@ class SequenceEncoder(LabelledEncoder):
             raise RowProblem(f"{self.label_column} is missing")
         value = row[self.label_column]
         if self.problem_type == "regression":
-            return label_number(value)
+            return read_number(value)
         if self.problem_type == "single_label":
-            return self.labels.number(value)
+            return self.labels.find_index(value)
         items = cell_list(value, self.label_column)
         if self.positions is not None:
             bits = read_bits(items)
@@ -279,17 +281,17 @@ class SequenceEncoder(LabelledEncoder):
                 raise RowProblem(f"the label is not a list of {len(self.positions)} zeros and ones, as in other rows")
             return np.array(sorted(position for position, bit in zip(self.positions, bits, strict=True) if bit),
                             np.int32)
-        numbers = [self.labels.number(item) for item in items]
-        if len(set(numbers)) < len(numbers):
+        indices = [self.labels.find_index(item) for item in items]
+        if len(set(indices)) < len(indices):
             raise RowProblem("a label twice in a list of labels")
-        return np.array(sorted(numbers), np.int32)
+        return np.array(sorted(indices), np.int32)
 
-    def _columns(self, label: Any, whole: Encoding, cut: Encoding, counts: Counter) -> dict[str, Any]:
+    def _columns(self, label: Any, full: Encoding, truncated: Encoding, counts: Counter) -> dict[str, Any]:
         return {"label": label}
 
 
 def text_of(row: dict[str, Any], column: str) -> str:
-    """Text in a column. Raises RowProblem: there is none."""
+    """Return the text in a column. Raises RowProblem if there is none."""
     if column not in row:
         raise RowProblem(f"{column} is missing")
     text = as_text(row[column], column)
@@ -305,15 +307,15 @@ def text_of(row: dict[str, Any], column: str) -> str:
 
 @dataclass
 class TokenEncoder(LabelledEncoder):
-    """Encodes lists of words, each with a tag that its first token bears.
+    """Encodes lists of words, each with a tag, which labels its first token.
 
     Args:
         tokens_column: Column of the words.
         tags_column: Column of their tags.
         labels: Tags by their names.
-        label_all_tokens: The other tokens of a word bear its tag, too: I- where that is B- and the tag exists, as
-            transformers' run_ner has it.
-        prefix: Put before each word: a space for tokenizers of bytes, in which a word inside of a text has one.
+        label_all_tokens: Label all tokens of a word: for a B- tag, later ones get its I- tag if that exists, as in
+            transformers' run_ner.
+        prefix: Prefix of each word: a space for byte tokenizers, in which a word inside a text has one.
     """
 
     tokens_column: str
@@ -326,10 +328,10 @@ class TokenEncoder(LabelledEncoder):
     schema: ClassVar[dict[str, type]] = {**LabelledEncoder.schema, "labels": Ragged, "words": Ragged, "tags": Ragged}
 
     def __post_init__(self) -> None:
-        numbers = {name: index for index, name in enumerate(self.labels.names)}
+        indices = {name: index for index, name in enumerate(self.labels.names)}
         # [K]: tag of a word's other tokens.
-        self._inner = np.array([numbers.get(f"I-{name.removeprefix('B-')}", index) if name.startswith("B-") else index
-                                for name, index in numbers.items()], np.int32)
+        self._inner = np.array([indices.get(f"I-{name.removeprefix('B-')}", index) if name.startswith("B-") else index
+                                for name, index in indices.items()], np.int32)
 
     def _text(self, row: dict[str, Any]) -> list[str]:
         if self.tokens_column not in row:
@@ -341,54 +343,53 @@ class TokenEncoder(LabelledEncoder):
         return [self.prefix + word if word and word[0] != self.prefix else word for word in words]
 
     def _label(self, row: dict[str, Any]) -> np.ndarray:
-        """Return the number of each word's tag."""
+        """Return the index of each word's tag."""
         num_words = len(cell_list(row[self.tokens_column], self.tokens_column))
         try:
             if self.tags_column not in row:
                 raise RowProblem(f"{self.tags_column} is missing")
-            numbers = [self.labels.number(tag) for tag in cell_list(row[self.tags_column], self.tags_column)]
-            if len(numbers) != num_words:
+            indices = [self.labels.find_index(tag) for tag in cell_list(row[self.tags_column], self.tags_column)]
+            if len(indices) != num_words:
                 raise RowProblem("the numbers of words and tags differ")
-            return np.array(numbers, np.int32)
+            return np.array(indices, np.int32)
         except RowProblem:
             if not self.prompts_only:
                 raise
             return np.full(num_words, IGNORED, np.int32)
 
-    def _columns(self, label: np.ndarray, whole: Encoding, cut: Encoding, counts: Counter) -> dict[str, Any]:
-        """`labels`: the tag that each token bears; `words`: the number of its word, -1 for special tokens. Both [T].
-        `tags`: the tag of each word, [W], also of those that no token is of.
+    def _columns(self, label: np.ndarray, full: Encoding, truncated: Encoding, counts: Counter) -> dict[str, Any]:
+        """Return `labels` [T], the tag of each token; `words` [T], the index of its word, -1 for special tokens; and
+        `tags` [W], the tag of each word, including words without tokens.
         """
-        words = word_numbers(cut)
-        firsts, inside = first_tokens(words), words >= 0
+        words = word_indices(truncated)
+        firsts, inside = first_token_positions(words), words >= 0
         labels = np.full(len(words), IGNORED, np.int32)
         tags = label[words[inside]]
         if self.label_all_tokens:
             labels[inside] = np.where(tags == IGNORED, IGNORED, self._inner[np.maximum(tags, 0)])
         labels[firsts] = label[words[firsts]]
-        num_found = len(first_tokens(word_numbers(whole)))
+        num_found = len(first_token_positions(word_indices(full)))
         counts["words"] += len(label)
         counts["words_cut"] += num_found - len(firsts)
         counts["words_without_token"] += len(label) - num_found
         return {"labels": labels, "words": words, "tags": label}
 
 
-def word_numbers(encoding: Encoding) -> np.ndarray:
-    """Return the number of the word of each token [T], -1 for special tokens."""
+def word_indices(encoding: Encoding) -> np.ndarray:
+    """Return the index of each token's word [T], -1 for special tokens."""
     return np.array([-1 if word is None else word for word in encoding.word_ids], np.int32)
 
 
-def first_tokens(words: np.ndarray) -> np.ndarray:
-    """Places of the first token of each word, from the numbers of the words of all tokens [T]."""
+def first_token_positions(words: np.ndarray) -> np.ndarray:
+    """Return the position of each word's first token, from the word indices of all tokens [T]."""
     return np.flatnonzero((words >= 0) & (words != np.concatenate([[-1], words[:-1]])))
 
 
 def word_prefix(backend: str) -> str:
-    """Return what a tokenizer must see before a word for the token that the word has inside of a text.
+    """Return the prefix with which a word gets the same tokens as inside a text.
 
-    Tokenizers of bytes part words at spaces, which belong to the word behind them. transformers asks for
-    `add_prefix_space`, whose setting reaches neither the pre-tokenizers inside of a sequence nor text that a pattern
-    has split before; a space does the same for all of them.
+    Byte tokenizers split words at spaces, which belong to the next word. transformers' `add_prefix_space` affects
+    neither pre-tokenizers inside a sequence nor text that a pattern has split; a space works for all.
 
     Args:
         backend: JSON of the tokenizer's backend.

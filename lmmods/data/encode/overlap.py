@@ -23,7 +23,7 @@ class EvaluationNgrams:
         self.size = size
         self.notes: list[str] = []
         self._names: list[str] = []
-        found, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+        hashes_of_sources, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         for name, rows in sources:
             num_rows, num_short, hashes = 0, 0, np.empty(0, np.uint64)
             parts: list[np.ndarray] = []
@@ -32,16 +32,16 @@ class EvaluationNgrams:
                 num_rows += 1
                 num_short += not len(row_hashes)
                 parts.append(row_hashes)
-                if len(parts) == 1000:  # each once, before the next rows are read
+                if len(parts) == 1000:  # deduplicate before reading more rows
                     hashes, parts = np.unique(np.concatenate([hashes, *parts])), []
             hashes = np.unique(np.concatenate([hashes, *parts]))
-            found.append(hashes)
+            hashes_of_sources.append(hashes)
             owners.append(np.full(len(hashes), len(self._names)))
             self._names.append(name)
             self.notes.append(f"looked for {size} consecutive words of {num_rows - num_short} rows of {name}"
                               + (f"; {num_short} more have only shorter texts" if num_short else ""))
-        # Of an n-gram of several sources, the first one's.
-        self._found, firsts = np.unique(np.concatenate(found), return_index=True)
+        # An n-gram of several sources counts for the first one.
+        self._known_hashes, firsts = np.unique(np.concatenate(hashes_of_sources), return_index=True)
         self._owners = np.concatenate(owners)[firsts]
 
     def _hashes(self, texts: list[str]) -> np.ndarray:
@@ -50,7 +50,8 @@ class EvaluationNgrams:
     def source_of(self, texts: list[str]) -> str | None:
         """Return the name of the source with which these texts share their first common n-gram; None without one."""
         hashes = self._hashes(texts)
-        indices = np.searchsorted(self._found, hashes)
-        indices[indices == len(self._found)] = 0  # larger than all
-        shared: np.ndarray | list[int] = np.flatnonzero(self._found[indices] == hashes) if len(self._found) else []
+        indices = np.searchsorted(self._known_hashes, hashes)
+        indices[indices == len(self._known_hashes)] = 0  # larger than all
+        is_known = len(self._known_hashes) > 0
+        shared: np.ndarray | list[int] = np.flatnonzero(self._known_hashes[indices] == hashes) if is_known else []
         return self._names[self._owners[indices[shared[0]]]] if len(shared) else None

@@ -1,4 +1,4 @@
-"""Encoding of preferences to ids and labels: the answers of a row follow one prompt, truncated alike for all."""
+"""Encode preferences to ids and labels: the answers of a row follow one prompt, which all truncate equally."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,9 +18,9 @@ Tokens = tuple[np.ndarray, np.ndarray]  # ids, and the response number of each
 
 
 class _Row(NamedTuple):
-    """A row of batches before encoding: one answer, or a wanted and an unwanted one."""
+    """A batch row before encoding: one answer, or a chosen and a rejected one."""
 
-    place: int
+    row_index: int
     rendered: list[RenderedRow]
     is_wanted: bool
 
@@ -38,7 +38,7 @@ class PreferenceEncoder:
     answers: Answers
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
-        """Columns of one row each per pair or answer.
+        """Return columns with one entry per pair or answer.
 
         `input_ids` and `labels` concatenate the answers of a row, each after the prompt; `chosen_length` (tokens of the
         first of them with its prompt), `prompt_length`, `desirable` (1 or 0; 1 for pairs), `weight`, `truncated`.
@@ -53,7 +53,7 @@ class PreferenceEncoder:
                                                           encoder.turn_fields))
 
     def encode(self, rows: Iterable[Any], read: Callable[[Any], list[Judged]]) -> Encoded:
-        """As a call, of rows of any kind that `read` converts to conversations, raising RowProblem for some."""
+        """Encode rows of any type; `read` converts each to conversations or raises RowProblem."""
         counts: Counter = Counter()
         pairs: list[_Row] = []
         problems: dict[int, str] = {}
@@ -63,57 +63,58 @@ class PreferenceEncoder:
             except RowProblem as problem:
                 problems[index] = str(problem)
         # All answers of the batch in one call of the tokenizer, in the order in which `pairs` contains them.
-        written = iter(self._encoded([rendered for row in pairs for rendered in row.rendered], counts))
-        kept = []
+        encoded = iter(self._encode_all([rendered for row in pairs for rendered in row.rendered], counts))
+        usable = []
         for row in pairs:
-            tokens = [next(written) for _ in row.rendered]
+            tokens = [next(encoded) for _ in row.rendered]
             try:
-                kept.append((row, *self._fit(row, tokens, counts)))
+                usable.append((row, *self._apply_limits(row, tokens, counts)))
             except RowProblem as problem:
-                problems.setdefault(row.place, str(problem))
-        columns = self._columns(kept)
+                problems.setdefault(row.row_index, str(problem))
+        columns = self._columns(usable)
         self.conversations.count(columns, counts)
-        positions = np.array([row.place for row, *_ in kept], np.int64)
+        positions = np.array([row.row_index for row, *_ in usable], np.int64)
         dropped = sorted((index, problem) for index,
                          problem in problems.items() if index not in set(positions.tolist()))
         counts["answers_dropped"] += len(problems) - len(dropped)
         return Encoded(columns, positions, dropped, counts)
 
-    def _columns(self, kept: list[tuple]) -> dict[str, Any]:
-        def numbers(values: list, kind: type = np.int64) -> np.ndarray:
-            return np.array(values, kind)
+    def _columns(self, usable: list[tuple]) -> dict[str, Any]:
+        def to_array(values: list, dtype: type = np.int64) -> np.ndarray:
+            return np.array(values, dtype)
 
         return {
-            "input_ids": Ragged.from_lists([np.concatenate([ids for ids, _ in tokens]) for _, tokens, *_ in kept]),
-            "labels": Ragged.from_lists([np.concatenate([labels for _, labels in tokens]) for _, tokens, *_ in kept]),
-            "chosen_length": numbers([len(tokens[0][0]) for _, tokens, *_ in kept]),
-            "prompt_length": numbers([prompt for _, _, prompt, _ in kept]),
-            "desirable": numbers([row.is_wanted for row, *_ in kept]),
-            "weight": numbers([row.rendered[0].conversation.weight for row, *_ in kept], np.float32),
-            "truncated": numbers([removed for *_, removed in kept]),
+            "input_ids": Ragged.from_lists([np.concatenate([ids for ids, _ in tokens]) for _, tokens, *_ in usable]),
+            "labels": Ragged.from_lists([np.concatenate([labels for _, labels in tokens]) for _, tokens, *_ in usable]),
+            "chosen_length": to_array([len(tokens[0][0]) for _, tokens, *_ in usable]),
+            "prompt_length": to_array([prompt for _, _, prompt, _ in usable]),
+            "desirable": to_array([row.is_wanted for row, *_ in usable]),
+            "weight": to_array([row.rendered[0].conversation.weight for row, *_ in usable], np.float32),
+            "truncated": to_array([removed for *_, removed in usable]),
         }
 
     # Conversations
 
-    def _render(self, judged: list[Judged], index: int, counts: Counter) -> list[_Row]:
-        """Return the rows of batches that the answers of a row become. Raises RowProblem."""
-        judged = [Judged(self.conversations.normalise(conversation), is_wanted) for conversation, is_wanted in judged]
-        told: set[str] = set()
-        for conversation, _ in judged:  # count an unused key once per row, not per answer
-            conversation.unused = tuple(key for key in conversation.unused if key not in told)
-            told.update(conversation.unused)
+    def _render(self, judged_answers: list[Judged], index: int, counts: Counter) -> list[_Row]:
+        """Return the batch rows that a row's answers become. Raises RowProblem."""
+        judged_answers = [Judged(self.conversations.normalise(conversation), is_wanted)
+                          for conversation, is_wanted in judged_answers]
+        counted: set[str] = set()
+        for conversation, _ in judged_answers:  # count an unused key once per row, not per answer
+            conversation.unused = tuple(key for key in conversation.unused if key not in counted)
+            counted.update(conversation.unused)
         if self.answers == "pair":
-            if len(judged) == 1:
+            if len(judged_answers) == 1:
                 raise RowProblem("a single answer, not a pair")
-            chosen, rejected = judged
+            chosen, rejected = judged_answers
             shared = _num_shared(chosen.conversation.messages, rejected.conversation.messages)
-            pair = [self._render_one(conversation, shared, counts) for conversation, _ in judged]
+            pair = [self._render_one(conversation, shared, counts) for conversation, _ in judged_answers]
             return [_Row(index, pair, True)]
         # Only for its checks: equal answers, or answers to different prompts.
-        if len(judged) == 2:
-            _num_shared(*(conversation.messages for conversation, _ in judged))
+        if len(judged_answers) == 2:
+            _num_shared(*(conversation.messages for conversation, _ in judged_answers))
         return [_Row(index, [self._render_one(conversation, _last_answer(conversation), counts)], is_wanted)
-                for conversation, is_wanted in judged]
+                for conversation, is_wanted in judged_answers]
 
     def _render_one(self, conversation: Conversation, start: int, counts: Counter) -> RenderedRow:
         """Render a conversation whose answers from the turn at `start` on are targets. Raises RowProblem."""
@@ -129,45 +130,45 @@ class PreferenceEncoder:
 
     # Tokens
 
-    def _encoded(self, rendered: list[RenderedRow], counts: Counter) -> list[Tokens]:
+    def _encode_all(self, rendered: list[RenderedRow], counts: Counter) -> list[Tokens]:
         encoder = self.conversations
         runs = [encoder.text.runs(row.segments) for row in rendered]
         counts.update(encoder.text.count_spelled(runs))
-        return encoder.text.encode_rows(runs, encoder.renderer.apart)
+        return encoder.text.encode_rows(runs, encoder.renderer.separate_responses)
 
-    def _fit(self, row: _Row, tokens: list[Tokens], counts: Counter) -> tuple[list[Tokens], int, int]:
-        """Ids and labels of each answer within the limits, the prompt's length, and the number of removed tokens.
+    def _apply_limits(self, row: _Row, tokens: list[Tokens], counts: Counter) -> tuple[list[Tokens], int, int]:
+        """Return ids and labels of each answer within the limits, the prompt length, and the number of removed tokens.
 
         Raises:
             RowProblem: The row cannot be used.
         """
         before = sum(len(ids) for ids, _ in tokens)
-        if self.conversations.limits.on_overflow == "truncate_turns" and not all(map(self._fits, tokens)):
+        if self.conversations.limits.on_overflow == "truncate_turns" and not all(map(self._is_within_limits, tokens)):
             tokens = self._with_fewer_turns(row.rendered)
-        removed = [self.conversations.truncation(prompt, len(ids) - prompt, row.place)
+        removed = [self.conversations.truncation(prompt, len(ids) - prompt, row.row_index)
                    for (ids, _), prompt in zip(tokens, map(_prompt_length, tokens), strict=True)]
-        # Both answers must follow the same prompt, so it loses what the longer one needs; ends are cut one by one.
-        left, right = max(each.left for each in removed), max(each.right for each in removed)
-        cut = [self._truncate(each, Truncation(left, right, own.answer)) for each,
-               own in zip(tokens, removed, strict=True)]
-        labelled = [(ids, np.where(response >= 0, ids, IGNORED).astype(np.int32)) for ids, response in cut]
+        # Both answers must follow the same prompt, so the longer one decides its truncation; ends are separate.
+        left, right = max(part.left for part in removed), max(part.right for part in removed)
+        shortened = [self._truncate(answer, Truncation(left, right, part.answer))
+                     for answer, part in zip(tokens, removed, strict=True)]
+        labelled = [(ids, np.where(response >= 0, ids, IGNORED).astype(np.int32)) for ids, response in shortened]
         if not all((labels[1:] != IGNORED).any() for _, labels in labelled):
             raise RowProblem("an answer has no tokens left after truncation")
-        # They may differ in text alone, for example in white space, or only beyond the cut.
+        # They may differ only in text, for example in white space, or only in truncated tokens.
         if len(labelled) == 2 and np.array_equal(labelled[0][0], labelled[1][0]):
             raise RowProblem("the two answers have the same tokens")
-        lost = before - sum(len(ids) for ids, _ in labelled)
-        counts["rows_cut"] += lost > 0
-        counts["tokens_cut"] += lost
-        # Where a prompt opens a tag that one answer lacks, as <think>, that answer starts earlier than the other.
-        return labelled, min(map(_prompt_length, cut)), lost
+        num_lost = before - sum(len(ids) for ids, _ in labelled)
+        counts["rows_cut"] += num_lost > 0
+        counts["tokens_cut"] += num_lost
+        # If a prompt opens a tag such as <think> that one answer lacks, that answer starts earlier.
+        return labelled, min(map(_prompt_length, shortened)), num_lost
 
-    def _fits(self, tokens: Tokens) -> bool:
+    def _is_within_limits(self, tokens: Tokens) -> bool:
         prompt = _prompt_length(tokens)
         return not any(self.conversations.excess(prompt, len(tokens[0]) - prompt))
 
     def _truncate(self, tokens: Tokens, removed: Truncation) -> Tokens:
-        return self.conversations.shortened(*tokens, _prompt_length(tokens), removed) if any(removed) else tokens
+        return self.conversations.shorten(*tokens, _prompt_length(tokens), removed) if any(removed) else tokens
 
     def _with_fewer_turns(self, rendered: list[RenderedRow]) -> list[Tokens]:
         """Drop as few of the prompt's oldest exchanges as the longer answer needs.
@@ -178,15 +179,15 @@ class PreferenceEncoder:
         conversations = [row.conversation for row in rendered]
         messages = conversations[0].messages
         start = int(messages[0]["role"] == "system")
-        answered = next(index for index, message in enumerate(messages)
-                        if message["role"] == "assistant" and message.get("scored", True))
-        starts = [index for index in range(start + 1, answered) if messages[index]["role"] == "user"]
+        first_answer = next(index for index, message in enumerate(messages)
+                            if message["role"] == "assistant" and message.get("scored", True))
+        starts = [index for index in range(start + 1, first_answer) if messages[index]["role"] == "user"]
 
-        def fitting(first: int) -> list[Tokens] | None:
+        def encode_from(first: int) -> list[Tokens] | None:
             encoded = self._from_turn(conversations, start, first)
-            return encoded if encoded is not None and all(map(self._fits, encoded)) else None
+            return encoded if encoded is not None and all(map(self._is_within_limits, encoded)) else None
 
-        return drop_fewest_turns(starts, fitting)
+        return drop_fewest_turns(starts, encode_from)
 
     def _from_turn(self, conversations: list[Conversation], start: int, first: int) -> list[Tokens] | None:
         """Return the answers with the system turn and the turns from `first` on; None if a template splits them."""
@@ -195,7 +196,7 @@ class PreferenceEncoder:
         rows = [self.conversations.renderer.rows(conversation, "all") for conversation in shorter]
         if any(len(row) != 1 for row in rows):
             return None
-        return self._encoded([row[0] for row in rows], Counter())  # what is spelled has been counted
+        return self._encode_all([row[0] for row in rows], Counter())  # what is spelled has been counted
 
 
 def _prompt_length(tokens: Tokens) -> int:
@@ -218,7 +219,7 @@ def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
 
 
 def _is_same(one: Message, other: Message) -> bool:
-    return ({**one, "content": one["content"].strip()} == {**other, "content": other["content"].strip()})
+    return {**one, "content": one["content"].strip()} == {**other, "content": other["content"].strip()}
 
 
 def _last_answer(conversation: Conversation) -> int:

@@ -1,4 +1,4 @@
-"""Encoding of answers that a reward model scores: whole conversations or texts, two in a row where they are a pair."""
+"""Encode answers that a reward model scores: conversations or texts, two in a row if they are a pair."""
 
 import math
 from collections import Counter
@@ -30,11 +30,11 @@ class RewardEncoder:
     pad_id: int
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
-        """Columns of one row for each pair, or answer.
+        """Return columns with one entry per pair or answer.
 
-        `input_ids` concatenates the sequences, each a prompt with an answer and the token that ends it; `sizes`, tokens
-        of each, and `longest`, of the longest of them; `wanted` (0 for a separate worse answer of a pair, else 1);
-        `margin` (0 if the row has none); `truncated`.
+        `input_ids` concatenates the sequences, each a prompt with an answer and its end token; `sizes` has their
+        lengths and `longest` the maximum; `wanted` is 0 for a separate rejected answer of a pair, else 1; `margin` is 0
+        if the row has none; `truncated`.
 
         Raises:
             RowError: A row is too long under on_overflow: error.
@@ -44,7 +44,7 @@ class RewardEncoder:
         for index, row in enumerate(rows):
             try:
                 margin = self._margin(row)
-                judged = self._judged(row)
+                selected = self._select_answers(row)
             except RowProblem as problem:
                 dropped.append((index, str(problem)))
                 continue
@@ -53,7 +53,7 @@ class RewardEncoder:
                 counts[f"{UNUSED}weight"] += 1
             positions.append(index)
             margins.append(margin or 0.0)
-            usable.append(judged)
+            usable.append(selected)
         encoded = self.answers(usable)
         counts.update(encoded.counts)
         for name in ("labelled_tokens", "terminators_labelled", "rows_weighted"):  # nothing is predicted here
@@ -62,7 +62,7 @@ class RewardEncoder:
         second = ids.lengths - first  # 0 where the row is a single answer
         is_pair = second > 0
         sizes = np.stack([first, second], axis=1)
-        # transformers' decoders take the last token that is not padding by its id, which is another one in such rows.
+        # transformers' decoders find the last token by its id, so in such rows they take another one.
         lasts = ids.values[np.cumsum(sizes[sizes > 0]) - 1]
         counts["ends_in_padding"] += int((lasts == self.pad_id).sum())
         columns: dict[str, Any] = {
@@ -88,7 +88,7 @@ class RewardEncoder:
             raise RowProblem(f"{self.margin_column} is not a number")
         return margin
 
-    def _judged(self, row: Values) -> Values:
+    def _select_answers(self, row: Values) -> Values:
         """Return the row as `PreferenceEncoder` takes it, without the columns that it does not read.
 
         Raises:

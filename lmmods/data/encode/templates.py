@@ -54,11 +54,11 @@ class Renderer(Protocol):
     """Converts conversations to segments.
 
     Args:
-        apart: True if responses are encoded as separate texts.
+        separate_responses: True if responses are encoded as separate texts.
         notes: Notes on the template for the report.
     """
 
-    apart: bool
+    separate_responses: bool
     notes: list[str]
 
     def prompt(self, conversation: Conversation) -> list[Segment]:
@@ -109,8 +109,8 @@ class Template:
         tool: A tool's answer; None if unsupported.
         default_system: System text if the conversation has no system turn.
         default_system_with_input: The same if the first user turn has an input; None means the same text.
-        apart: Start with the begin token for every tokenizer that has one, and encode a response as a separate text,
-            before which some tokenizers put a space.
+        separate_responses: Start with the begin token if the tokenizer has one, and encode each response as a separate
+            text, which some tokenizers start with a space.
     """
 
     user: str
@@ -123,7 +123,7 @@ class Template:
     tool: str | None = None
     default_system: str | None = None
     default_system_with_input: str | None = None
-    apart: bool = False
+    separate_responses: bool = False
 
 
 ALPACA_START = "Below is an instruction that describes a task"
@@ -181,8 +181,8 @@ TEMPLATES: dict[str, Template] = {
     "plain": Template(system="{content}", user="{content}", response=""),
 }
 # The rows of qlora.py (Dettmers et al. 2023): alpaca's prompt ends in a space, other datasets have no prompt text.
-TEMPLATES["qlora-alpaca"] = replace(TEMPLATES["alpaca"], response="### Response: ", apart=True)
-TEMPLATES["qlora-plain"] = replace(TEMPLATES["plain"], apart=True)
+TEMPLATES["qlora-alpaca"] = replace(TEMPLATES["alpaca"], response="### Response: ", separate_responses=True)
+TEMPLATES["qlora-plain"] = replace(TEMPLATES["plain"], separate_responses=True)
 PLACEHOLDER = re.compile(r"\{(content|input|system)\}")
 
 
@@ -203,8 +203,8 @@ class TemplateRenderer:
         if name not in TEMPLATES:
             raise UserError(f"data.template {name!r} is unknown. Use one of {', '.join(TEMPLATES)}")
         self.name, self.template = name, TEMPLATES[name]
-        self.apart = self.template.apart
-        self.bos = bos_token if encoder.uses_bos or self.apart else None
+        self.separate_responses = self.template.separate_responses
+        self.bos = bos_token if encoder.uses_bos or self.separate_responses else None
         self.eos = eos_token
         end = self.template.end.replace("{eos}", eos_token)
         self.notes: list[str] = []
@@ -252,7 +252,7 @@ class TemplateRenderer:
                              f"{' or '.join(able)}, or a tokenizer whose chat template supports tools")
         return messages
 
-    def _segments(self, messages: list[Message], goes_on: bool) -> list[Segment]:
+    def _segments(self, messages: list[Message], continues: bool) -> list[Segment]:
         template = self.template
         segments = [Segment(self.bos, True, -1)] if self.bos else []
         messages = self._with_system(messages)
@@ -261,20 +261,20 @@ class TemplateRenderer:
             if message["role"] != "assistant":
                 segments += self._turn(message)
                 continue
-            # Turns that are not learned are like a prompt; numbers count learned ones only.
+            # Turns that are not targets are like a prompt; indices count only targets.
             turn = index if (scored := message.get("scored", True)) else -1
-            # The opening belongs to the prompt, as inference writes it; the terminator is learned.
+            # The opening belongs to the prompt, as inference writes it; the terminator is a target.
             segments += [Segment(template.response, True, -1), Segment(message["content"], False, turn),
                          Segment(self.end, True, turn)]
             # Nothing follows the last terminator, where generation ends.
-            if position + 1 < len(messages) or goes_on:
+            if position + 1 < len(messages) or continues:
                 segments.append(Segment(template.after, True, -1))
             index += scored
         return segments
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
         template = self.template
-        first, others = messages[0], messages[1:]
+        first, rest = messages[0], messages[1:]
         if first["role"] != "system":
             default = template.default_system
             if "input" in first and template.default_system_with_input:
@@ -282,11 +282,11 @@ class TemplateRenderer:
             return [{"role": "system", "content": default}, *messages] if default else messages
         if template.system is not None:
             return messages
-        if not others or others[0]["role"] != "user":
+        if not rest or rest[0]["role"] != "user":
             raise RowProblem("a system turn without a user turn after it")
         # Without a system turn in the layout, `_turn` puts the text into the first user turn.
-        user: Any = {**others[0], "system": first["content"]}
-        return [user, *others[1:]]
+        user: Any = {**rest[0], "system": first["content"]}
+        return [user, *rest[1:]]
 
     def _turn(self, message: Message) -> list[Segment]:
         template = self.template
@@ -306,9 +306,9 @@ class TemplateRenderer:
     def _fill(self, layout: str, message: Mapping[str, Any]) -> list[Segment]:
         """Insert texts as separate segments, never into a string that is parsed again."""
         # Every second piece names a placeholder. Its text is not a template, so control tokens in it stay text.
-        pieces = PLACEHOLDER.split(layout.replace("{eos}", self.eos))
-        return [Segment(message[piece], False, -1) if index % 2 else Segment(piece, True, -1)
-                for index, piece in enumerate(pieces) if piece]
+        parts = PLACEHOLDER.split(layout.replace("{eos}", self.eos))
+        return [Segment(message[part], False, -1) if index % 2 else Segment(part, True, -1)
+                for index, part in enumerate(parts) if part]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -382,8 +382,8 @@ def _raising(condition: str, message: str) -> list[str]:
 def _as_expression(layout: str, eos: str, content: str = CONTENT) -> str:
     """Return a layout as a Jinja expression, with its placeholders replaced by variables."""
     variables = {"content": content, "system": FIRST}
-    pieces = PLACEHOLDER.split(layout.replace("{eos}", eos))
-    return " ~ ".join(variables[piece] if index % 2 else _quote(piece) for index, piece in enumerate(pieces) if piece)
+    parts = PLACEHOLDER.split(layout.replace("{eos}", eos))
+    return " ~ ".join(variables[part] if index % 2 else _quote(part) for index, part in enumerate(parts) if part)
 
 
 def _write(expression: str) -> str:

@@ -98,8 +98,8 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
     if path is None:
         raise UserError("no tokenizer is set; set data.tokenizer, or model.pretrained to a folder that has one")
     if os.path.isdir(path) and not any("token" in name or name.startswith("vocab") for name in os.listdir(path)):
-        raise UserError(f"{path}: this folder has no tokenizer (no tokenizer.json, tokenizer.model or vocabulary); "
-                        "set data.tokenizer to a folder or hub id that has one")
+        raise UserError(f"{path}: this folder has no tokenizer (no tokenizer.json, tokenizer.model or vocabulary). "
+                        "Set data.tokenizer to a folder or hub id that has one")
     try:
         with hub.loading("tokenizer", path, revision=options.revision, missing=(OSError, ValueError)):
             tokenizer = AutoTokenizer.from_pretrained(path, revision=options.revision,
@@ -109,16 +109,16 @@ def load_tokenizer(options: TokenizerOptions) -> RepairedTokenizer:
         raise
     except Exception as error:  # transformers raises many types, all about this path
         raise UserError(f"{path}: no tokenizer can be loaded from here ({type(error).__name__}: "
-                        f"{redact(str(error))[:300]}); set data.tokenizer to a folder or hub id that has one"
+                        f"{redact(str(error))[:300]}). Set data.tokenizer to a folder or hub id that has one"
                         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{path}: there is only a slow tokenizer. Add a tokenizer.json")
     _set_options(tokenizer, options)
     if options.chat_template is not None:
         tokenizer.chat_template = options.chat_template
-    chosen = {role: getattr(options, role) for role in ("pad_token", "bos_token", "eos_token")}
-    chosen = {role: name for role, name in chosen.items() if name is not None}
-    result = repair(tokenizer, chosen, options.new_padding)
+    role_tokens = {role: getattr(options, role) for role in ("pad_token", "bos_token", "eos_token")}
+    role_tokens = {role: name for role, name in role_tokens.items() if name is not None}
+    result = repair(tokenizer, role_tokens, options.new_padding)
     _add_tokens(result, options)
     return result
 
@@ -139,25 +139,25 @@ def _set_options(tokenizer, options: TokenizerOptions) -> None:  # noqa: ANN001
         if (read == changed) is not value:
             raise UserError(f"data.tokenizer_options.{name} is {str(value).lower()}, but the tokenizer of "
                             f"{options.path} ({type(tokenizer).__name__}) still reads {character!r} as "
-                            f"{read!r}. It applies only to BERT-style tokenizers; remove it")
+                            f"{read!r}. It applies only to BERT-style tokenizers. Remove it")
 
 
 def _add_tokens(result: RepairedTokenizer, options: TokenizerOptions) -> None:
     """Add `add_tokens` as unsplit tokens; those in the vocabulary keep their ids."""
     tokenizer, size = result.tokenizer, len(result.tokenizer)
-    written = None if options.template is None else f"{options.template}{tokenizer.chat_template}"
+    template_text = None if options.template is None else f"{options.template}{tokenizer.chat_template}"
     vocabulary = tokenizer.get_vocab()
-    known = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+    tokens_by_name = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
     protected = _roles(tokenizer)
     for name in options.add_tokens or []:
         # Tokens of the template are special, so that users cannot type them; others must be found in text.
-        is_special = not options.whole_words or name in protected or written is not None and name in written
-        if name in known and options.whole_words:
-            if is_special or not known[name].special:
+        is_special = not options.whole_words or name in protected or template_text is not None and name in template_text
+        if name in tokens_by_name and options.whole_words:
+            if is_special or not tokens_by_name[name].special:
                 result.notes.append(f"data.add_tokens: {name} is already a token")
                 continue
             result.notes.append(f"data.add_tokens: {name} was a special token and is now matched in text")
-        if name in vocabulary and name not in known:
+        if name in vocabulary and name not in tokens_by_name:
             result.notes.append(f"data.add_tokens: {name} keeps its id {vocabulary[name]} and is no longer split")
         # Not normalised: matched in the text as written, before lower-casing and the like.
         tokenizer.add_tokens([AddedToken(name, special=is_special, normalized=False)], special_tokens=is_special)
@@ -193,13 +193,13 @@ def content_tags(tokenizer) -> list[str]:  # noqa: ANN001
     tags = {name: match[2] for name in special if (match := TAG.fullmatch(name))
             and f"<{'' if match[1] else '/'}{match[2]}>" in special}
     marks = _turn_marks(tokenizer) if tags and tokenizer.chat_template else ()
-    return sorted(name for name, kind in tags.items() if kind not in marks)
+    return sorted(name for name, tag_name in tags.items() if tag_name not in marks)
 
 
 def _turn_marks(tokenizer) -> set[str]:  # noqa: ANN001
-    """Names of the tags that the chat template opens before a turn's content and closes after it, or the other way.
+    """Return the names of tags that the chat template opens and closes around a turn's content.
 
-    All tags of a template that rejects such turns.
+    If the template rejects the probe turns, return all of its tags.
     """
     turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
     try:
@@ -222,8 +222,8 @@ def encoding_state(tokenizer) -> dict[str, Any]:  # noqa: ANN001
             "special": tokenizer.special_tokens_map}
 
 
-def tells_texts_apart(tokenizer) -> bool:  # noqa: ANN001
-    """True if a tokenizer gives the texts of a pair different types: by its configuration, else by its encoding."""
+def distinguishes_texts(tokenizer) -> bool:  # noqa: ANN001
+    """Return whether a tokenizer gives the two texts of a pair different token types."""
     if "token_type_ids" in tokenizer.model_input_names or "model_input_names" in tokenizer.init_kwargs:
         return "token_type_ids" in tokenizer.model_input_names
     return 1 in tokenizer.backend_tokenizer.encode("a", "b").type_ids and tokenizer.cls_token is not None
@@ -242,12 +242,12 @@ def repair(tokenizer, roles: dict[str, str], new_padding: bool = True) -> Repair
     # The user's choices first, so that known names fill only what is left.
     tokenizer.add_special_tokens(dict(roles))
     for role, names in KNOWN_NAMES.items():
-        known = next((name for name in names if name in vocabulary), None)
-        if getattr(tokenizer, role) is None and known is not None:
-            tokenizer.add_special_tokens({role: known})
-            result.notes.append(f"{role} was missing: set to {known}")
+        known_name = next((name for name in names if name in vocabulary), None)
+        if getattr(tokenizer, role) is None and known_name is not None:
+            tokenizer.add_special_tokens({role: known_name})
+            result.notes.append(f"{role} was missing: set to {known_name}")
     if tokenizer.pad_token is None:
-        shared = None if new_padding else _padding_among(tokenizer)
+        shared = None if new_padding else _find_padding(tokenizer)
         tokenizer.add_special_tokens({"pad_token": shared or "[PAD]"})
         if shared:
             result.notes.append(f"pad_token was missing: {shared} pads, masked out and never a target")
@@ -262,7 +262,7 @@ def repair(tokenizer, roles: dict[str, str], new_padding: bool = True) -> Repair
     return result
 
 
-def _padding_among(tokenizer) -> str | None:  # noqa: ANN001
+def _find_padding(tokenizer) -> str | None:  # noqa: ANN001
     """Return an existing token for padding, where its other meaning does no harm: the unknown token, else the end
     token.
 

@@ -146,22 +146,22 @@ class WindowEncoder:
         `input_ids`, `token_type_ids`, `offsets` (start and end character of each token in turn, -1 outside the
         context), `start_positions`, `end_positions`, `cls_position`.
         """
-        kept, dropped = [], []
+        readable, dropped = [], []
         counts: Counter = Counter()
         for index, row in enumerate(rows):
             try:
-                kept.append((index, *self._read(row, counts)))
+                readable.append((index, *self._read(row, counts)))
             except RowProblem as problem:
                 dropped.append((index, str(problem)))
-        questions = self._short([question for _, question, _, _ in kept], counts)
-        contexts = [context for _, _, context, _ in kept]
+        questions = self._short([question for _, question, _, _ in readable], counts)
+        contexts = [context for _, _, context, _ in readable]
         sides = (questions, contexts) if self.question_first else (contexts, questions)
         pairs = list(zip(*sides, strict=True))
         columns: dict[str, list] = {name: [] for name in (*LISTS, "start_positions", "end_positions", "cls_position")}
         positions = []
         # Pairs are encoded in one call, in parallel. A long context gives its first window as `encoding`, the others as
         # `overflowing`.
-        for (index, _, _, answer), encoding in zip(kept, self._windows.encode_batch(pairs), strict=True):
+        for (index, _, _, answer), encoding in zip(readable, self._windows.encode_batch(pairs), strict=True):
             windows = [self._window(window, answer) for window in (encoding, *encoding.overflowing)]
             for window in windows:
                 for name, value in window.items():
