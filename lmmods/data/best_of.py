@@ -59,7 +59,8 @@ class BestOf:
         """Score the answers to each prompt."""
         # Score duplicates once, so that they get equal scores.
         distinct = dict.fromkeys((index, text) for index, (_, texts) in outputs.items() for text in texts)
-        scores = self._scorer([self._codec.answered(rows, index, outputs[index][0], text) for index, text in distinct])
+        scores = self._scorer([self._codec.build_reward_input(rows, index, outputs[index][0], text)
+                               for index, text in distinct])
         by_answer = dict(zip(distinct, scores, strict=True))
         return {index: Candidates(prompt, texts, [by_answer[index, text] for text in texts])
                 for index, (prompt, texts) in outputs.items()}
@@ -70,11 +71,11 @@ class BestOf:
             warn("model.best_of: the reward model scores none of the answers, so the first answer to each prompt is "
                  "used. Use a reward model that accepts these answers, or lower model.generation.max_new_tokens.")
         texts = {index: candidates.texts[candidates.best] for index, candidates in sorted(outputs.items())}
-        written = [{**self._codec.example(rows, index), "prediction_with_input": outputs[index].prompt + text,
-                    "prediction": text.strip(), "answers": outputs[index].to_records()} for index,
-                   text in texts.items()]
+        records = [{**self._codec.example(rows, index), "prediction_with_input": outputs[index].prompt + text,
+                    "prediction": text.strip(), "answers": outputs[index].to_records()}
+                   for index, text in texts.items()]
         scores, warnings = self._codec.score(rows, texts)
-        return Predictions(written, {**scores, **reward_metrics(outputs.values())}, {}, warnings)
+        return Predictions(records, {**scores, **reward_metrics(outputs.values())}, {}, warnings)
 
 
 def reward_metrics(candidates: Iterable[Candidates]) -> dict[str, float]:
@@ -82,8 +83,9 @@ def reward_metrics(candidates: Iterable[Candidates]) -> dict[str, float]:
     no score (`answers_without_score`), if any.
     """
     groups = [candidate.scores for candidate in candidates]
-    known = [[score for score in scores if score is not None] for scores in groups]
-    best, everything = [max(scores) for scores in known if scores], [score for scores in known for score in scores]
-    metrics = {"reward_best": float(np.mean(best)), "reward_mean": float(np.mean(everything))} if best else {}
-    without = sum(map(len, groups)) - len(everything)
-    return metrics | ({"answers_without_score": float(without)} if without else {})
+    known_scores = [[score for score in scores if score is not None] for scores in groups]
+    best = [max(scores) for scores in known_scores if scores]
+    all_scores = [score for scores in known_scores for score in scores]
+    metrics = {"reward_best": float(np.mean(best)), "reward_mean": float(np.mean(all_scores))} if best else {}
+    num_without = sum(map(len, groups)) - len(all_scores)
+    return metrics | ({"answers_without_score": float(num_without)} if num_without else {})

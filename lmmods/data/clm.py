@@ -58,11 +58,11 @@ class CLMCodec(TextCodec):
     def make_encoder(self, reader: SourceReader, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         check_text_column(first, self.settings.text_column)
         if self.tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end-of-text token to separate documents; set data.eos_token")
+            raise UserError("the tokenizer has no end-of-text token to separate documents. Set data.eos_token")
         text = TextEncoder(self.tokenizer)
         # A prompt leaves space for one generated token, and must not end its document.
-        end, longest = ([], self.settings.max_length - 1) if prompts_only else ([self.tokenizer.eos_token_id], None)
-        return TextRowEncoder(self.settings.text_column, text, self._begin(text), end, longest), {"format": "text"}
+        end, max_length = ([], self.settings.max_length - 1) if prompts_only else ([self.tokenizer.eos_token_id], None)
+        return TextRowEncoder(self.settings.text_column, text, self._begin(text), end, max_length), {"format": "text"}
 
     def _begin(self, text: TextEncoder) -> list[int]:
         """Return the ids before each document."""
@@ -72,9 +72,9 @@ class CLMCodec(TextCodec):
         return {"text_column": self.settings.text_column, "max_length": self.settings.max_length}
 
     def make_items(self, rows: RowSet, by_source: bool) -> BlockSet:
-        # Packing keeps documents apart; without it, joining wastes no tokens on padding.
-        joined = not self.settings.packing if self.settings.join is None else self.settings.join
-        return BlockSet(rows, self.settings.max_length, joined, by_source)
+        # Packing separates documents; without it, joining wastes no tokens on padding.
+        join_rows = not self.settings.packing if self.settings.join is None else self.settings.join
+        return BlockSet(rows, self.settings.max_length, join_rows, by_source)
 
     def prompt_of(self, row: dict[str, Any]) -> dict[str, Any]:
         ids = row["input_ids"]

@@ -246,7 +246,7 @@ class Codec(ABC):
         Args:
             training_rows: Returns these, which a task may need for their layout.
         """
-        raise UserError(f"samples.prompts: {type(self.settings).__name__} belongs to a task without generation; set "
+        raise UserError(f"samples.prompts: {type(self.settings).__name__} belongs to a task without generation. Set "
                         "samples.prompts to null")
 
     def inference_prompts(self, rows: RowSet, index: int) -> list[list[int]]:
@@ -286,19 +286,19 @@ class Codec(ABC):
         may be right only because it does not continue.
         """
         answers = {index: Generated(*output) for index, output in sorted(outputs.items())}
-        written = [{**self.example(rows, index), "prediction_with_input": answer.prompt + answer.text,
+        records = [{**self.example(rows, index), "prediction_with_input": answer.prompt + answer.text,
                     "prediction": answer.text.strip()} for index, answer in answers.items()]
         scores, warnings = self.score(rows, {index: answer.text for index, answer in answers.items()})
         num_cut = sum(answer.is_cut for answer in answers.values())
-        return Predictions(written, {**scores, "answers_cut": float(num_cut)} if scores and num_cut else scores, {},
+        return Predictions(records, {**scores, "answers_cut": float(num_cut)} if scores and num_cut else scores, {},
                            warnings)
 
     def score(self, rows: RowSet, texts: dict[int, str]) -> tuple[dict[str, float], tuple[str, ...]]:
         """Return metrics of generated texts by `index`, and warnings; no metrics if the data contain no answers."""
         return {}, ()
 
-    def answered(self, rows: RowSet, index: int, prompt: str, text: str) -> str | Conversation:
-        """Return what a reward model reads of an answer to a row of predict. Default: the generated continuation."""
+    def build_reward_input(self, rows: RowSet, index: int, prompt: str, text: str) -> str | Conversation:
+        """Return the reward model's input for an answer to a predict row. Default: the prompt and the answer."""
         return prompt + text
 
 
@@ -323,8 +323,9 @@ class NumbersCodec(Codec):
 
 
 def can_score(role: str, is_labelled: list[bool]) -> tuple[bool, tuple[str, ...]]:
-    """Return True if all rows of an evaluation have a right answer: a score over some of them would be taken for one
-    over all. The second value has a warning if only some have one.
+    """Return whether all rows of an evaluation have a right answer, and a warning if only some have one.
+
+    A score over some rows would be mistaken for a score over all.
     """
     missing = is_labelled.count(False)
     warnings = (f"{role} has no scores: {missing} of {len(is_labelled)} rows have no right answer, or one that "

@@ -38,14 +38,14 @@ class Prompt(NamedTuple):
     """A prompt, and what rewards see of it.
 
     Args:
-        number: Index of the row; sampling its answers depends on it.
+        row_index: Index of the row; sampling its answers depends on it.
         ids: Token ids.
         conversation: Its turns; None for rows of plain text.
         row: The row as read.
         reference: The response in the data, None if there is none.
     """
 
-    number: int
+    row_index: int
     ids: list[int]
     conversation: Conversation | None
     row: dict[str, Any]
@@ -111,12 +111,12 @@ class PromptCodec(ConversationCodec):
 
     # Prompts
 
-    def prompt(self, rows: RowSet, place: int) -> Prompt:
+    def prompt(self, rows: RowSet, position: int) -> Prompt:
         """Return a prompt by its index among the rows."""
-        kept = rows[place]
-        index = kept["index"]
-        asked, reference = self._split(rows.info(index)["format"], record := rows.source_row(index))
-        return Prompt(place, kept["input_ids"].tolist(), asked, record, reference)
+        encoded = rows[position]
+        index = encoded["index"]
+        conversation, reference = self._split(rows.info(index)["format"], record := rows.source_row(index))
+        return Prompt(position, encoded["input_ids"].tolist(), conversation, record, reference)
 
     def _split(self, layout: str, record: dict[str, Any]) -> tuple[Conversation | None, str | None]:
         """Return the turns to answer and the response in the data, each None if missing."""
@@ -198,8 +198,8 @@ class PromptData(PromptDataFields, ConversationData):
         has_response = _has_response(row)
         column = next((name for name in ANSWERS if row.values.get(name) is not None), None)
         reward = {"name": "exact_match"} | ({} if has_response or column is None else {"column": column})
-        known = has_response or column is not None
-        return {"rewards": ([reward], "1 where the answer is the right one; others: docs/rewards.md" if known else
+        has_answer = has_response or column is not None
+        return {"rewards": ([reward], "1 where the answer is the right one; others: docs/rewards.md" if has_answer else
                             "no known column has a right answer: set column: NAME"),
                 "num_generations": (8, "answers to each prompt, which are compared with each other"),
                 "num_generations_eval": (0, "validation answers greedily; 8 samples 8 more answers, for pass@8"),
@@ -225,16 +225,16 @@ class PromptData(PromptDataFields, ConversationData):
         facts = {"environment": fingerprints.combine_fingerprints([json.dumps(tools, sort_keys=True)])} if tools else {}
         return {**super().identity(), **facts}
 
-    def prompt(self, role: Role, place: int) -> Prompt:
+    def prompt(self, role: Role, position: int) -> Prompt:
         """Return a prompt of a role by its index among the rows."""
-        return self.codec.prompt(self.rows(role), place)
+        return self.codec.prompt(self.rows(role), position)
 
     def num_prompts(self, role: Role) -> int:
         """Return the number of prompts of a role."""
         return len(self.rows(role))
 
     def train_batches(self) -> RolloutLoader:
-        """Answers of this rank, sampled where the position comes to new prompts. Raises UserError."""
+        """Return answers of this rank, sampled where the position reaches new prompts. Raises UserError."""
         if getattr(self.trainer, "overfit_batches", 0):
             raise UserError("trainer.overfit_batches is not supported for GRPO, which samples new batches. Set "
                             "data.source.limit to train on a few rows")
@@ -246,7 +246,7 @@ class PromptData(PromptDataFields, ConversationData):
     def evaluation_loader(self, role: Role, *added: str) -> EvaluationLoader:
         """Return prompts of this rank, padded on the left; `index` is the row's index."""
         self.rows(role)
-        collate = _PlaceCollator(self.collator())
+        collate = _IndexCollator(self.collator())
         return self._built.loaders.evaluation(role, replace(self.shard(), num_workers=0), collate=collate)
 
     def _check_splits(self, stage: str | None) -> None:
@@ -258,11 +258,11 @@ class PromptData(PromptDataFields, ConversationData):
             return
         for role in roles:
             self._check_prompts(self.sources.key(role),
-                                (self.prompt(role, place) for place in range(self.num_prompts(role))),
+                                (self.prompt(role, position) for position in range(self.num_prompts(role))),
                                 getattr(self.trainer, "is_global_zero", True))
 
     def rows_for_inspection(self, num_rows: int, which: Which | list[int] = "first") -> list[dict[str, Any]]:
-        """Prompts as the model sees them, without targets."""
+        """Return prompts as the model sees them, without targets."""
         return [{name: value for name, value in row.items() if name != "labels"}
                 for row in super().rows_for_inspection(num_rows, which)]
 
@@ -296,21 +296,21 @@ class Rollouts(NamedTuple):
     begin: Begin = draw_nothing
 
     def make_loader(self, loaders: Loaders, shard: Shard) -> RolloutLoader:
-        """Return answers of one rank, sampled where the position comes to new prompts. Raises UserError."""
+        """Return answers of one rank, sampled where the position reaches new prompts. Raises UserError."""
         prompts, settings = loaders.splits.rows("train"), loaders.settings
         plan = self.plan(len(prompts), settings.batch_size * shard.batches_per_step)
 
         def begin(place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]]:
-            drawn = None if loaders.longest_first else self.begin(place, name)
-            return drawn or ("", self._stand_ins(loaders, place, plan.num_generations))
+            sampled = None if loaders.longest_first else self.begin(place, name)
+            return sampled or ("", self._make_stand_ins(loaders, place, plan.num_generations))
 
         collator = RolloutCollator(replace(loaders.base_collator, keys=("input_ids", "labels", SEEDS)),
                                    self.token_columns)
         # Processes that prepare batches would not see the rollouts.
         return RolloutLoader(plan, collator, replace(shard, num_workers=0), settings.batch_size, begin)
 
-    def _stand_ins(self, loaders: Loaders, place: Place, size: int) -> list[dict[str, Any]]:
-        """Return items in place of the answers of a rollout, `size` to each prompt.
+    def _make_stand_ins(self, loaders: Loaders, place: Place, size: int) -> list[dict[str, Any]]:
+        """Return stand-ins for the answers of a rollout, `size` to each prompt.
 
         An answer is the start of its prompt (with `longest_first` repeated up to `max_length`), with an advantage
         of 1 or -1; columns of log-probabilities are 0.
@@ -318,18 +318,18 @@ class Rollouts(NamedTuple):
         items = []
         for prompt in place.prompts.tolist():
             ids = loaders.splits.rows("train")[prompt]["input_ids"]
-            room = max(loaders.settings.max_length - len(ids), 1)
-            answer = np.resize(ids, room) if loaders.longest_first else ids[:room]
+            max_new_tokens = max(loaders.settings.max_length - len(ids), 1)
+            answer = np.resize(ids, max_new_tokens) if loaders.longest_first else ids[:max_new_tokens]
             item: dict[str, Any] = {
                 "input_ids": np.concatenate([ids, answer]).astype(np.int32),
                 "labels": np.concatenate([np.full(len(ids), IGNORED), answer]).astype(np.int32), "idle_weight": 0.0}
             columns = {name: np.zeros(len(item["input_ids"]), np.float32) for name in self.token_columns}
-            items += [{**item, **columns, "row": prompt * size + number,
-                       "advantages": (-1.0) ** (prompt * size + number)} for number in range(size)]
+            items += [{**item, **columns, "row": prompt * size + answer_index,
+                       "advantages": (-1.0) ** (prompt * size + answer_index)} for answer_index in range(size)]
         return items
 
 
-class _PlaceCollator:
+class _IndexCollator:
     """Collates prompts with their row index as `index`."""
 
     def __init__(self, collator: Callable[[list], dict[str, torch.Tensor]]) -> None:

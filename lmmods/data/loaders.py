@@ -135,18 +135,18 @@ class Loaders:
             if self.longest_first:
                 return evaluation_order(lengths, settings.batch_size)
             if mixture is not None:
-                numbers = mixture.epoch(0 if overfit else epoch, settings.seed, settings.shuffle and not overfit)
-                order = mixed_order(numbers, lengths, settings.batch_size, [settings.seed, epoch], rule,
+                indices = mixture.epoch(0 if overfit else epoch, settings.seed, settings.shuffle and not overfit)
+                order = mixed_order(indices, lengths, settings.batch_size, [settings.seed, epoch], rule,
                                     settings.group_by_length and settings.shuffle and not overfit)
             else:
                 order = training_order(lengths, settings.batch_size, [settings.seed, epoch], rule,
                                        settings.shuffle and not overfit, settings.group_by_length)
             # A fraction is of all batches, a number is of each rank's.
             if overfit:
-                whole = len(order) if isinstance(overfit, float) else shard.world_size
-                order = order.first(max(int(overfit * whole), 1))
-            # Row numbers count through the epochs; from the number an item finds its draw. Those of a mixture do so by
-            # themselves, from pass to pass, unless each epoch repeats the first.
+                num_batches = len(order) if isinstance(overfit, float) else shard.world_size
+                order = order.first(max(int(overfit * num_batches), 1))
+            # Row indices count through the epochs, so that an item finds its draw. A mixture's items already count from
+            # pass to pass, unless each epoch repeats the first.
             draw = epoch if mixture is None else epoch * mixture.passes if overfit else 0
             return order.shifted(draw * len(lengths))
 
@@ -165,11 +165,11 @@ class Loaders:
             items = self.items("train")
             order = self.order(items.lengths, shard, overfit)
             return StatefulLoader(items, order.of, self.collator(seeded=True), shard, settings.batch_size,
-                                  Widths(items.lengths, self.base_collator.padded), order.grouped, order.num_rows)
+                                  Widths(items.lengths, self.base_collator.pad_length), order.grouped, order.num_rows)
 
-        def order_of(lengths: np.ndarray, epoch: int, buffer: int, rule: OrderRule, begun: int) -> BatchOrder:
+        def order_of(lengths: np.ndarray, epoch: int, buffer: int, rule: OrderRule, rows_before: int) -> BatchOrder:
             order = training_order(lengths, settings.batch_size, [settings.seed, epoch, buffer], rule,
-                                   settings.shuffle, settings.group_by_length, begun)
+                                   settings.shuffle, settings.group_by_length, rows_before)
             # As `order`, with a distinct draw for each buffer of each epoch.
             return order.shifted(draw_number(epoch, buffer) * len(lengths))
 
@@ -184,11 +184,11 @@ class Loaders:
 
         Args:
             added: Further columns, besides those of `add_column`.
-            collate: In place of the collator.
+            collate: Replaces the collator.
         """
         items = self.items(role)
         order = evaluation_order(items.lengths, self.settings.eval_batch_size)
-        widths = None if collate or added else Widths(items.lengths, self.base_collator.padded)
+        widths = None if collate or added else Widths(items.lengths, self.base_collator.pad_length)
         return EvaluationLoader(items, order, collate or self.collator(added=added), shard, widths)
 
     def predict(self, shard: Shard) -> EvaluationLoader:
@@ -211,7 +211,7 @@ class Loaders:
 
     @property
     def base_collator(self) -> Collator:
-        """A collator without columns."""
+        """Return a collator without columns."""
         settings = self.settings
         return Collator((), self.codec.tokenizer.pad_token_id, settings.pad_to_multiple_of, settings.max_length,
                         seed=self._seed)
@@ -232,7 +232,7 @@ def _source_sizes(items: Any, rows: RowSet) -> np.ndarray:
     """Return the items of each source, int64, which come in the order of the sources.
 
     Raises:
-        UserError: The items do not say it.
+        UserError: The items do not have the number of items per source.
     """
     inner = items.items if isinstance(items, NumberedSet) else items
     if hasattr(inner, "source_sizes"):

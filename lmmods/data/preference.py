@@ -72,7 +72,7 @@ class PreferenceCodec(AnswersCodec):
         return AnswerSet(rows, 2 if self.model.answers == "pair" else 1)
 
     def sequences_per_row(self, sets: Sequence[RowSet]) -> int:
-        """Return the answers of a row; 2 also where another row lends one."""
+        """Return the answers of a row; 2 also if another row lends one."""
         return 1 if self.model.answers == "single" else 2
 
     def make_collator(self, collator: Collator, sets: Sequence[RowSet], added: Sequence[str] = ()) -> AnswerCollator:
@@ -91,7 +91,7 @@ class PreferenceCodec(AnswersCodec):
                     return last["content"]
         return None
 
-    def asked(self, record: dict[str, Any]) -> dict[str, Any]:
+    def select_prompt(self, record: dict[str, Any]) -> dict[str, Any]:
         return keep_chosen(record)
 
 

@@ -154,7 +154,7 @@ def padding_share(lengths: np.ndarray, order: np.ndarray, batch_size: int, multi
     """Share of padding if rows of `num_tokens` in total are batched in `order`, `batch_size` at a time."""
     ordered = lengths[order]
     longest = np.maximum.reduceat(ordered, np.arange(0, len(ordered), batch_size))  # of each batch
-    # As `Collator.padded`.
+    # As `Collator.pad_length`.
     padded = np.maximum(longest, np.minimum(-(-longest // multiple) * multiple, max_length))
     sizes = np.full(len(longest), batch_size)
     # The last batch may be short.

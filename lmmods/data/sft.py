@@ -204,24 +204,24 @@ class ConversationCodec(Codec):
             return None
         return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
 
-    def answered(self, rows: RowSet, index: int, prompt: str, text: str) -> str | Conversation:
+    def build_reward_input(self, rows: RowSet, index: int, prompt: str, text: str) -> str | Conversation:
         """Return the conversation of a row of predict with this answer; the text itself where rows are plain texts."""
         layout = rows.info(index)["format"]
         if find_format(layout).template is not None:
-            return super().answered(rows, index, prompt, text)
-        conversation = self.prompt_encoder(layout).conversation(self.asked(self.example(rows, index)))
+            return super().build_reward_input(rows, index, prompt, text)
+        conversation = self.prompt_encoder(layout).conversation(self.select_prompt(self.example(rows, index)))
         messages = conversation.messages
         messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
         return replace(conversation, messages=[*messages, {"role": "assistant", "content": text.strip()}])
 
-    def asked(self, record: dict[str, Any]) -> dict[str, Any]:
+    def select_prompt(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a conversation to be answered. Default: the record."""
         return record
 
     def score(self, rows: RowSet, texts: dict[int, str]) -> tuple[dict[str, float], tuple[str, ...]]:
         """Return the fraction of texts equal to their reference, ignoring outer spaces; none without references."""
         pairs = [(text, self.reference(rows, index)) for index, text in texts.items()]
-        hits = [text.strip() == wanted.strip() for text, wanted in pairs if wanted is not None]
+        hits = [text.strip() == reference.strip() for text, reference in pairs if reference is not None]
         warnings = (f"predict/exact_match covers {len(hits)} of {len(pairs)} answers; the other rows have no response "
                     "to compare with.",) if 0 < len(hits) < len(pairs) else ()
         return ({"exact_match": sum(hits) / len(hits)} if hits else {}), warnings
@@ -239,8 +239,8 @@ class ConversationData(ConversationFields, DataModule):
         self.roles = self.roles or {}
         self.turn_fields = self.turn_fields or {}
         # Part of the tokenizer's options: added tokens that occur in the template become special.
-        named = TEMPLATES.get(self.template or "alpaca", "")
-        self._tokenizer = replace(self._tokenizer, template=str(named))
+        template = TEMPLATES.get(self.template or "alpaca", "")
+        self._tokenizer = replace(self._tokenizer, template=str(template))
         if is_template_file(self.template):
             self._tokenizer = replace(self._tokenizer, chat_template=read_template_file(self.template))
 
@@ -260,8 +260,8 @@ class SFTCodec(ConversationCodec):
 
     settings: SFTSettings
 
-    def __init__(self, settings: SFTSettings, *rest: Any) -> None:
-        super().__init__(settings, *rest)
+    def __init__(self, settings: SFTSettings, *arguments: Any) -> None:
+        super().__init__(settings, *arguments)
         self.train_on, self.turns = settings.train_on, settings.turns
 
     def encoding_settings(self) -> dict[str, Any]:
@@ -286,18 +286,18 @@ class SFTData(SFTDataFields, ConversationData):
 
     def _check_on_policy(self, on_policy: OnPolicy) -> None:
         """Report how many rows leave no space for a sampled answer. Raises UserError."""
-        for key, name, whole in (("overfit_batches", "overfit_batches", (None, 0)),
-                                 ("limit_train_batches", "train_limit", (None, 1.0))):
-            if (value := getattr(self.trainer, name, None)) not in whole:
+        for key, name, allowed in (("overfit_batches", "overfit_batches", (None, 0)),
+                                   ("limit_train_batches", "train_limit", (None, 1.0))):
+            if (value := getattr(self.trainer, name, None)) not in allowed:
                 raise UserError(f"trainer.{key} is {value}, but model.teacher.on_policy samples answers for whole "
                                 "epochs. Remove it, and limit the rows with data.source.limit")
-        prompts, most = self.rows("train").column("prompt_length"), on_policy.max_new_tokens
-        full = int((~on_policy.has_room(prompts)).sum())
-        room = (f"space for an answer of model.teacher.max_new_tokens {most} tokens within data.max_length "
-                f"{self.max_length}")
+        prompts, max_new_tokens = self.rows("train").column("prompt_length"), on_policy.max_new_tokens
+        full = int((~on_policy.has_space(prompts)).sum())
+        space = (f"space for an answer of model.teacher.max_new_tokens {max_new_tokens} tokens within data.max_length "
+                 f"{self.max_length}")
         if full == len(prompts):
-            raise UserError(f"model.teacher.on_policy is {on_policy.share}, but none of the {len(prompts)} training "
-                            f"rows has {room}. Lower max_new_tokens or raise max_length.")
+            raise UserError(f"model.teacher.on_policy is {on_policy.fraction}, but none of the {len(prompts)} training "
+                            f"rows has {space}. Lower max_new_tokens or raise max_length.")
         if full and NO_ROOM not in self._warned and getattr(self.trainer, "is_global_zero", True):
-            warn(f"{full:,} of {len(prompts):,} training rows do not have {room}. They keep their given answers.")
+            warn(f"{full:,} of {len(prompts):,} training rows do not have {space}. They keep their given answers.")
         self._warned.add(NO_ROOM)

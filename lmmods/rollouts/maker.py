@@ -131,8 +131,8 @@ class RolloutMaker:
         # Every n-th prompt, so that no process gets all long prompts of a sorted source.
         prompts = [self._data.prompt("train", index) for index in indices[policy.rank :: policy.num_ranks]]
         groups = self._sample_groups(prompts, task.num_generations, self._step(), seconds)
-        groups_by_index = policy.gather({prompt.number: group for prompt, group in zip(prompts, groups, strict=True)})
-        return [groups_by_index[index] for index in indices]
+        by_index = policy.gather({prompt.row_index: group for prompt, group in zip(prompts, groups, strict=True)})
+        return [by_index[index] for index in indices]
 
     def _replace_groups(self, groups: list[Group], place: Place, seconds: dict[str, float]) -> list[int]:
         """Replace prompts whose answers all have the same reward; return their indices.
@@ -140,7 +140,7 @@ class RolloutMaker:
         The order of new prompts depends only on the seed, the epoch and the rollout.
         """
         used = {group.prompt_index for group in groups}
-        order = np.random.default_rng([self._data.seed, place.epoch, place.number, REFILL]).permutation(
+        order = np.random.default_rng([self._data.seed, place.epoch, place.rollout, REFILL]).permutation(
             self._data.num_prompts("train"))
         candidates = iter([index for index in order.tolist() if index not in used])
         replaced: list[int] = []
@@ -158,7 +158,7 @@ class RolloutMaker:
                        is_greedy: bool = False) -> list[Group]:
         """Sample `size` answers to each prompt and score them."""
         task, data, start = self._task, self._data, time.perf_counter()
-        uniforms = None if is_greedy else draws(data.run_seed, [prompt.number for prompt in prompts],
+        uniforms = None if is_greedy else draws(data.run_seed, [prompt.row_index for prompt in prompts],
                                                 task.max_new_tokens, size, step)
         if task.environment is not None:
             prompts, answers = self._turns.answer(prompts, size, uniforms, seconds)
@@ -169,7 +169,7 @@ class RolloutMaker:
             answers = [_to_answer(answer, text) for answer, text in zip(sampled, texts, strict=True)]
             seconds["drawing"] += time.perf_counter() - start
         prompt_texts = data.codec.decode_prompts(prompt.ids for prompt in prompts)
-        groups = [Group(prompt.number, prompt.ids, text, answers[index * size : (index + 1) * size])
+        groups = [Group(prompt.row_index, prompt.ids, text, answers[index * size : (index + 1) * size])
                   for index, (prompt, text) in enumerate(zip(prompts, prompt_texts, strict=True))]
         start = time.perf_counter()
         set_rewards(self._rewards, prompts, groups, self._data.is_scored_by_environment)
@@ -232,7 +232,7 @@ class RolloutMaker:
         greedy_groups = self._sample_groups(prompts, 1, None, seconds, is_greedy=True)
         sampled_groups = self._sample_groups(prompts, size, None, seconds) if size else [None] * len(prompts)
         pairs_by_index = self._policy.gather({
-            prompt.number: pair for prompt, *pair in zip(prompts, greedy_groups, sampled_groups, strict=True)})
+            prompt.row_index: pair for prompt, *pair in zip(prompts, greedy_groups, sampled_groups, strict=True)})
         groups = [pairs_by_index[index] for index in sorted(pairs_by_index)]
         if self._is_first and (reason := missing_reason([group for group, _ in groups])) is not None:
             warn(f"None of the {len(groups)} answers to the {role} prompts has a reward: {reason}.")

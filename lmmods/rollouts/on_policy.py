@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from lmmods.data.on_policy import OnPolicy, stand_ins
+from lmmods.data.on_policy import OnPolicy, make_stand_ins
 from lmmods.data.sft import SFTData
 from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.policy import Sampler
@@ -30,7 +30,7 @@ def sample_answers(task: SFTFields, data: SFTData, get_sampler: Callable[[], Sam
                    uniforms: np.ndarray) -> list[np.ndarray]:
     """Return the tokens of answers as in `Draw`; each process samples a part of them."""
     if (sampler := get_sampler()) is None:
-        return stand_ins(prompts, uniforms)
+        return make_stand_ins(prompts, uniforms)
     local = list(range(sampler.rank, len(prompts), sampler.num_ranks))
     sampled = sampler.draw([prompts[index].tolist() for index in local], uniforms[local],
                            task.teacher.sampling_temperature, uniforms.shape[1], data.codec.stop_token_ids)

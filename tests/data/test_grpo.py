@@ -47,7 +47,7 @@ def test_prompts_are_checked_as_soon_as_they_are_there(llama_folder, tmp_path):
 def test_a_prompt_has_what_rewards_see(llama_folder, tmp_path):
     data = data_of(llama_folder, tmp_path / "rows.jsonl")
     prompt = data.prompt("train", 2)
-    assert prompt.reference == "two" and prompt.row["level"] == 3 and prompt.number == 2
+    assert prompt.reference == "two" and prompt.row["level"] == 3 and prompt.row_index == 2
     assert [message["role"] for message in prompt.conversation.messages] == ["user"]
     assert data.tokenizer.decode(prompt.ids).endswith("### Response:")  # as at inference, with nothing of the answer
 
@@ -85,10 +85,10 @@ def test_each_iteration_takes_each_answer_once(prompts, size, per_step, steps, i
     for row in range(plan.num_rows):
         place = plan.find(5, row)
         assert place.start <= row < place.stop and place.epoch == 5
-        places[place.number] = place
+        places[place.rollout] = place
         answer = plan.answer_of(place, row)
         if answer >= 0:
-            taken[place.number, answer] = taken.get((place.number, answer), 0) + 1
+            taken[place.rollout, answer] = taken.get((place.rollout, answer), 0) + 1
     assert len(places) == plan.num_rollouts
     assert sorted(np.concatenate([place.prompts for place in places.values()])) == list(range(prompts))
     assert taken.keys() == {(number, answer) for number, place in places.items()
@@ -116,12 +116,12 @@ class Begun:
         self.plan, self.places, self.names = plan, [], []
 
     def __call__(self, place, name):
-        self.places.append((place.epoch, place.number))
+        self.places.append((place.epoch, place.rollout))
         self.names.append(name)
         items = [{"input_ids": np.full(1 + (prompt + sample) % 3, prompt), "sample": sample,
                   "row": int(prompt) * self.plan.num_generations + sample}
                  for prompt in place.prompts for sample in range(self.plan.num_generations)]
-        return f"e{place.epoch}r{place.number}", items
+        return f"e{place.epoch}r{place.rollout}", items
 
 
 def loader_of(plan, batch_size, rank=0, world_size=1, accumulated=None):

@@ -11,7 +11,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
 from lmmods.core.labels import IGNORED
 from lmmods.data.batch.loader import Shard
-from lmmods.data.on_policy import DrawnSet, OnPolicy, OnPolicyLoader
+from lmmods.data.on_policy import OnPolicy, OnPolicyLoader, SampledSet
 from lmmods.data.order.sampler import training_order
 from lmmods.data.sft import SFTData
 from lmmods.recipe.tasks.clm import CLMFields
@@ -81,7 +81,7 @@ def test_the_chosen_share_depends_on_seed_epoch_and_row_alone():
             return {**Rows.__getitem__(self, 0), "row": number % count, "draw": number // count}
 
     def chosen(share, seed=3, order=1):
-        rows = DrawnSet(Many(), OnPolicy(share, MOST, ROOM, seed, Student()))
+        rows = SampledSet(Many(), OnPolicy(share, MOST, ROOM, seed, Student()))
         rows.draw(range(2 * count)[::order])
         return np.array([rows[number]["drawn"] for number in range(2 * count)])
 

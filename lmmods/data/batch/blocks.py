@@ -17,12 +17,12 @@ class BlockSet(Dataset):
         by_source: Start a block with each source, so that every block is of one.
     """
 
-    def __init__(self, rows: RowSet, max_length: int, joined: bool, by_source: bool = False) -> None:
+    def __init__(self, rows: RowSet, max_length: int, join_rows: bool, by_source: bool = False) -> None:
         self.rows = rows
         # A block is a pair of positions [start, end) in the concatenated rows, which are never copied.
         sizes = rows.lengths
         self._row_ends = np.cumsum(sizes)
-        if joined:
+        if join_rows:
             # Tokens before the end of each source, or of all.
             last = np.cumsum(rows.source_sizes) if by_source else np.array([len(rows)])
             totals = np.concatenate([[0], self._row_ends])[last]
@@ -30,7 +30,7 @@ class BlockSet(Dataset):
             ends = np.minimum(starts + max_length, totals[np.searchsorted(totals, starts, "right")])
         else:
             num_blocks = -(-sizes // max_length)
-            # For each block: the number of its row's first block, then its own number within the row.
+            # For each block: the index of its row's first block, then its own index within the row.
             first_block = np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
             within = np.arange(len(first_block)) - first_block
             starts = np.repeat(self._row_ends - sizes, num_blocks) + within * max_length
@@ -59,16 +59,16 @@ class BlockSet(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         if index < 0:
             return None
-        at, end = int(self._starts[index]), int(self._ends[index])
-        # The first row that ends after `at`; empty rows are skipped.
-        row_index = first = int(np.searchsorted(self._row_ends, at, "right"))
+        position, end = int(self._starts[index]), int(self._ends[index])
+        # The first row that ends after `position`; empty rows are skipped.
+        row_index = first = int(np.searchsorted(self._row_ends, position, "right"))
         parts = []
-        while at < end:
+        while position < end:
             # Take tokens from row after row until the block is full.
             row_end = int(self._row_ends[row_index])
             ids = self.rows[row_index]["input_ids"]
-            start = len(ids) - (row_end - at)  # offset of `at` within the row
-            parts.append(ids[start : start + end - at])
-            at, row_index = min(row_end, end), row_index + 1
+            start = len(ids) - (row_end - position)  # offset of `position` within the row
+            parts.append(ids[start : start + end - position])
+            position, row_index = min(row_end, end), row_index + 1
         ids = np.concatenate(parts)
         return {"input_ids": ids, "labels": ids, "index": self.rows[first]["index"]}

@@ -41,17 +41,17 @@ class Collator:
     seed: int = 0  # of `token_seeds`
 
     def __call__(self, rows: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
-        """Collate rows with `input_ids` and any of `labels`, `position_ids`, `segment_ids` [T], and numbers.
+        """Collate rows with `input_ids`, any of `labels`, `position_ids`, `segment_ids` [T], and numbers per row.
 
         `loss_weights` [B, T] float32 come from a row's `weight`, a number or [T].
         """
-        length = self.padded(max((len(row["input_ids"]) for row in rows if row is not None), default=1))
+        length = self.pad_length(max((len(row["input_ids"]) for row in rows if row is not None), default=1))
         return {key: torch.from_numpy(self._column(key, rows, length)) for key in (*self.keys, "attention_mask")}
 
-    def padded(self, longest: int) -> int:
+    def pad_length(self, length: int) -> int:
         """Return the padded length of a batch from the length of its longest row."""
-        # Rounding stops at `max_length`, but never cuts a row.
-        return max(longest, min(-(-longest // self.multiple) * self.multiple, self.max_length))
+        # Rounding stops at `max_length`, but never truncates a row.
+        return max(length, min(-(-length // self.multiple) * self.multiple, self.max_length))
 
     def _column(self, key: str, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
         if key == SEEDS:
@@ -79,7 +79,7 @@ class Collator:
         return column
 
     def _token_seeds(self, rows: list[dict[str, Any] | None], length: int) -> np.ndarray:
-        """Token seeds [B, T]; packed rows contain several data rows each."""
+        """Return token seeds [B, T]; packed rows contain several data rows each."""
         draws, sizes = (np.array([[0 if row is None else get(row)] for row in rows], np.int64)  # [B, 1] each
                         for get in (lambda row: row["draw"], lambda row: len(row["input_ids"])))
         # [T] or, padded on the left, [B, T]: 0 at a row's first token, negative in the padding before it.
@@ -87,10 +87,10 @@ class Collator:
         real = (positions >= 0) & (positions < sizes)
         if any(row is not None and "segment_ids" in row for row in rows):
             # [B, T]: the row and position of each token in its data row, so that packing does not change its mask.
-            numbers, positions = (self._column(key, rows, length) for key in ("row", "position_ids"))
+            row_indices, positions = (self._column(key, rows, length) for key in ("row", "position_ids"))
         else:
-            numbers = np.array([[0 if row is None else row["row"]] for row in rows], np.int64)  # [B, 1]
-        return np.where(real, token_seeds(self.seed, draws, numbers, positions), 0).astype(np.int64)
+            row_indices = np.array([[0 if row is None else row["row"]] for row in rows], np.int64)  # [B, 1]
+        return np.where(real, token_seeds(self.seed, draws, row_indices, positions), 0).astype(np.int64)
 
     def _move_ends(self, row: dict[str, Any], key: str, length: int) -> int:
         """Shift a position of the row to the padded row."""
@@ -164,9 +164,9 @@ class MismatchedSet(AnswerSet):
         if item is None:
             return None
         lender, prompt = self.rows[int(self._lender[index])], int(item["prompt_length"])
-        joined = {name: np.concatenate([item[name][:prompt], lender[name][lender["prompt_length"]:]])
-                  for name in ("input_ids", "labels")}
-        answer = {name: values[: self._max_length] for name, values in joined.items()}
+        columns = {name: np.concatenate([item[name][:prompt], lender[name][lender["prompt_length"]:]])
+                   for name in ("input_ids", "labels")}
+        answer = {name: values[: self._max_length] for name, values in columns.items()}
         return {**item, "answers": [*item["answers"], {**answer, "name": "answer of another row"}]}
 
 
@@ -181,7 +181,7 @@ class AnswerCollator:
         collator: Collator of the answers.
         num_answers: A.
         is_paired: True if the answers of a row are a pair.
-        keys: Columns of a batch besides those of the answers: `reference_logps`, and `index`, the number of an item (-1
+        keys: Columns of a batch besides those of the answers: `reference_logps`, and `index`, the index of an item (-1
             for padding rows).
     """
 

@@ -55,20 +55,20 @@ class Widths:
 
     Args:
         lengths: Tokens of each row; of its longest answer if a row has several.
-        padded: `Collator.padded`.
+        pad_length: `Collator.pad_length`.
     """
 
-    def __init__(self, lengths: np.ndarray, padded: Callable[[int], int]) -> None:
-        self._lengths, self._padded = lengths, padded
+    def __init__(self, lengths: np.ndarray, pad_length: Callable[[int], int]) -> None:
+        self._lengths, self._pad_length = lengths, pad_length
 
-    def __call__(self, numbers: list[int]) -> int:
-        """Padded length of the batch of these rows, numbered through the epochs as in an order; -1 is a padding row."""
-        sizes = [int(self._lengths[index % len(self._lengths)]) for index in numbers if index >= 0]
-        return self._padded(max(sizes, default=1))
+    def __call__(self, indices: list[int]) -> int:
+        """Return the padded length of a batch of rows, indexed through the epochs as in an order; -1 is padding."""
+        sizes = [int(self._lengths[index % len(self._lengths)]) for index in indices if index >= 0]
+        return self._pad_length(max(sizes, default=1))
 
-    def longest(self) -> int:
+    def maximum(self) -> int:
         """Return the padded length of a batch with the longest row."""
-        return self._padded(int(self._lengths.max()))
+        return self._pad_length(int(self._lengths.max()))
 
 
 class _Batches:
@@ -92,7 +92,7 @@ def _torch_loader(rows: Dataset, collate: Callable, batches: _Batches, num_worke
 
 def _read(loader: DataLoader, batches: _Batches, upcoming: Iterator[list[int]], count: int, shard: Shard,
           widths: Widths | None) -> Iterator[Batch | Absent]:
-    """Yield the `count` upcoming batches; those of ranks that this process does not feed are not read.
+    """Yield the `count` upcoming batches; batches of ranks that this process does not feed are not read.
 
     If the last group has no batch for this process, its first batch is read as the pattern for padding.
     """
@@ -102,23 +102,23 @@ def _read(loader: DataLoader, batches: _Batches, upcoming: Iterator[list[int]], 
         return
     ranks, size = shard.fed
 
-    def is_read(place: int) -> bool:
+    def is_read(position: int) -> bool:
         # The second case: the last group, of count - place batches, has none for `ranks`; rank 0's is the first of it.
-        rank = place % size
-        return rank in ranks or rank == 0 and min(ranks) >= min(size, count - place)
+        rank = position % size
+        return rank in ranks or rank == 0 and min(ranks) >= min(size, count - position)
 
-    # The DataLoader runs ahead of what is yielded, so each needs its own iterator.
-    upcoming, known = tee(upcoming)
-    batches.upcoming = (numbers for place, numbers in enumerate(upcoming) if is_read(place))
+    # The DataLoader reads ahead of what is yielded, so each needs its own iterator.
+    upcoming, batch_indices = tee(upcoming)
+    batches.upcoming = (indices for position, indices in enumerate(upcoming) if is_read(position))
     own_batches = iter(loader)
-    for place, numbers in enumerate(known):
-        if not is_read(place):
-            yield Absent(widths(numbers))
+    for position, indices in enumerate(batch_indices):
+        if not is_read(position):
+            yield Absent(widths(indices))
             continue
         batch = next(own_batches)
         width = batch["input_ids"].shape[-1]
-        if width != widths(numbers):  # other processes would wait for batches of another shape
-            raise RuntimeError(f"A batch is padded to {width} tokens, but its lengths give {widths(numbers)}")
+        if width != widths(indices):  # other processes would wait for batches of another shape
+            raise RuntimeError(f"A batch is padded to {width} tokens, but its lengths give {widths(indices)}")
         yield batch
 
 
@@ -203,7 +203,7 @@ class StatefulLoader:
         """
         assert self._widths is not None
         order = self._order_of(0, self._rule)
-        return [*(self._widths(order[index]) for index in range(min(len(order), SAMPLED))), self._widths.longest()]
+        return [*(self._widths(order[index]) for index in range(min(len(order), SAMPLED))), self._widths.maximum()]
 
     def state_dict(self) -> dict[str, Any]:
         """Position as plain JSON: epoch, number of its rows handed out, and settings of the batches."""
@@ -269,11 +269,11 @@ class StepLoader:
         return -(-self.num_batches // self._accumulate)
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        left = self.num_batches - self._steps_done() * self._accumulate
+        num_left = self.num_batches - self._steps_done() * self._accumulate
         batches = iter(self._batches)
-        # A step is read only when its turn comes: rows of a rollout depend on the weights that the one before has left.
-        while left > 0 and (step := list(islice(batches, min(self._accumulate, left)))):
-            left -= len(step)
+        # A step is read only when it starts, as rows of a rollout depend on the weights after the previous step.
+        while num_left > 0 and (step := list(islice(batches, min(self._accumulate, num_left)))):
+            num_left -= len(step)
             yield step
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,5 +289,5 @@ def check_same(state: dict[str, Any], settings: dict[str, Any]) -> None:
     """Raise UserError unless a saved position was written with these settings."""
     for key, value in settings.items():
         if state.get(key) != value:
-            raise UserError(f"cannot resume: the checkpoint was written with {key} {state.get(key)}, now it is {value};"
-                            " restore the old setting, or start a new run")
+            raise UserError(f"cannot resume: the checkpoint was written with {key} {state.get(key)}, now it is "
+                            f"{value}. Restore the old setting, or start a new run")

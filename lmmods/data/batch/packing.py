@@ -17,28 +17,28 @@ CHUNK = 50_000  # rows packed at a time; bounds memory, and larger chunks pack n
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Put each row, longest first, into the fullest pack that still has space (best-fit decreasing).
 
-    Rows of one length are placed together: as many as fit go into the fullest pack, the next into the one after it.
+    Rows of one length are packed together: as many as fit go into the fullest pack, the next into the one after it.
 
     Args:
         lengths: Tokens of each row, none above `capacity`.
         capacity: Tokens of a pack.
 
     Returns:
-        Row numbers, pack after pack, and the place of each pack's first one there, with the end as last entry. Every
-        row is in exactly one pack.
+        Row indices, pack after pack, and the position of each pack's first row in them, with the end as last entry.
+        Every row is in exactly one pack.
     """
     order = stable_descending(lengths)
     pack_of = np.empty(len(lengths), np.int64)  # of the rows in this order
     num_packs = 0
-    with_room: dict[int, list[int]] = {}  # free tokens -> packs, the one to fill next last
-    rooms: list[int] = []  # the keys of with_room, sorted
+    packs_by_space: dict[int, list[int]] = {}  # free tokens -> packs, the one to fill next last
+    spaces: list[int] = []  # the keys of `packs_by_space`, sorted
 
-    def make_room(left: int, packs: list[int]) -> None:
-        if packs and left not in with_room:
-            with_room[left] = []
-            insort(rooms, left)
+    def add_packs(num_free: int, packs: list[int]) -> None:
+        if packs and num_free not in packs_by_space:
+            packs_by_space[num_free] = []
+            insort(spaces, num_free)
         if packs:
-            with_room[left] += packs
+            packs_by_space[num_free] += packs
 
     ends = np.flatnonzero(np.diff(lengths[order], append=-1)) + 1
     start = 0
@@ -46,24 +46,24 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray,
         length = int(lengths[order[start]])
         while start < end:
             count = end - start
-            index = bisect_left(rooms, length)  # smallest room that suffices
-            room = rooms[index] if index < len(rooms) else capacity
-            per_pack = room // length if length else count
-            wanted = -(-count // per_pack)
-            if index == len(rooms):
-                packs = list(range(num_packs, num_packs + wanted))
-                num_packs += wanted
+            index = bisect_left(spaces, length)  # smallest space that suffices
+            space = spaces[index] if index < len(spaces) else capacity
+            per_pack = space // length if length else count
+            num_needed = -(-count // per_pack)
+            if index == len(spaces):
+                packs = list(range(num_packs, num_packs + num_needed))
+                num_packs += num_needed
             else:
-                packs = with_room[room][: -wanted - 1 : -1]
-                del with_room[room][-wanted:]
-                # `rooms` contains only sizes that some pack has.
-                if not with_room[room]:
-                    del with_room[room], rooms[index]
+                packs = packs_by_space[space][: -num_needed - 1 : -1]
+                del packs_by_space[space][-num_needed:]
+                # `spaces` contains only sizes that some pack has.
+                if not packs_by_space[space]:
+                    del packs_by_space[space], spaces[index]
             placed = min(count, per_pack * len(packs))
             pack_of[start : start + placed] = np.repeat(packs, per_pack)[:placed]
             full, remainder = divmod(placed, per_pack)
-            make_room(room - per_pack * length, packs[:full])
-            make_room(room - remainder * length, packs[full:])
+            add_packs(space - per_pack * length, packs[:full])
+            add_packs(space - remainder * length, packs[full:])
             start += placed
     by_pack = stable_descending(num_packs - pack_of)
     return order[by_pack], np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=num_packs))])
@@ -78,26 +78,26 @@ class PackedSet(Dataset):
     Args:
         items: Dataset with `lengths` and items {input_ids, labels, index, row, draw}, optionally `weight`, numbered
             like those of `NumberedSet`.
-        groups: Numbers of items, in their order, that are packed apart: the items of each source. None packs all of
-            them together.
+        groups: Numbers of consecutive items that are packed separately, one for each source. None packs all items
+            together.
     """
 
     def __init__(self, items: Any, max_length: int, seed: int, groups: Iterable[int] | None = None) -> None:
         self.items = items
         lengths = items.lengths
-        # Items pack after pack, and where each pack begins: a million lists would take gigabytes.
-        packed, ends, num_packs, begin = [np.empty(0, np.int32)], [np.zeros(1, np.int64)], [], 0
+        # Items pack after pack, and where each pack starts: a million lists would take gigabytes.
+        packed, ends, num_packs, first = [np.empty(0, np.int32)], [np.zeros(1, np.int64)], [], 0
         for size in [len(lengths)] if groups is None else groups:
             # Shuffled, so that each chunk is a sample of all rows rather than of one source.
-            order = shuffle_rows(int(size), np.random.default_rng([seed, int(size)])) + begin
+            order = shuffle_rows(int(size), np.random.default_rng([seed, int(size)])) + first
             num_packs.append(0)
             for start in range(0, len(order), CHUNK):
                 chunk = order[start : start + CHUNK]
-                places, bounds = best_fit_decreasing(lengths[chunk], max_length)
-                packed.append(chunk[places])
-                ends.append(begin + start + bounds[1:])
+                order_in_chunk, bounds = best_fit_decreasing(lengths[chunk], max_length)
+                packed.append(chunk[order_in_chunk])
+                ends.append(first + start + bounds[1:])
                 num_packs[-1] += len(bounds) - 1
-            begin += int(size)
+            first += int(size)
         self._items, self._bounds = np.concatenate(packed), np.concatenate(ends)
         self.source_sizes = np.array(num_packs)  # packs of each group
         self.lengths = self._sums(lengths)
@@ -105,9 +105,9 @@ class PackedSet(Dataset):
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
-    def _sums(self, numbers: np.ndarray) -> np.ndarray:
+    def _sums(self, values: np.ndarray) -> np.ndarray:
         """Return the sum over the items of each pack, int64."""
-        return np.add.reduceat(numbers[self._items], self._bounds[:-1], dtype=np.int64)
+        return np.add.reduceat(values[self._items], self._bounds[:-1], dtype=np.int64)
 
     @property
     def truncated(self) -> np.ndarray:
@@ -117,7 +117,7 @@ class PackedSet(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         if index < 0:
             return None
-        # The rows are those of the same draw, in the numbering of `NumberedSet`.
+        # Rows of the same draw, numbered as in `NumberedSet`.
         draw, pack = divmod(index, len(self))
         items = self._items[self._bounds[pack] : self._bounds[pack + 1]].tolist()
         rows = [self.items[item + draw * len(self.items)] for item in items]

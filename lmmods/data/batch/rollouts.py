@@ -19,15 +19,15 @@ class Place(NamedTuple):
     """A rollout of a run.
 
     Args:
-        epoch: Number of the epoch.
-        number: Index of the rollout in it.
+        epoch: Index of the epoch.
+        rollout: Index of the rollout in the epoch.
         start: Its first row in the epoch.
         stop: The row after its last.
-        prompts: [P] int64, numbers of its prompts among the training rows.
+        prompts: [P] int64, indices of its prompts among the training rows.
     """
 
     epoch: int
-    number: int
+    rollout: int
     start: int
     stop: int
     prompts: np.ndarray
@@ -75,8 +75,8 @@ class RolloutPlan:
     @property
     def num_rows(self) -> int:
         """Rows of an epoch, with those of all iterations and padding rows."""
-        whole, remainder = divmod(self.num_prompts, self.prompts_per_rollout)
-        rows = whole * self.prompts_per_rollout * self.num_generations * self.num_iterations
+        num_full, remainder = divmod(self.num_prompts, self.prompts_per_rollout)
+        rows = num_full * self.prompts_per_rollout * self.num_generations * self.num_iterations
         return rows + (self._padded(remainder) * self.num_iterations if remainder else 0)
 
     def _padded(self, num_prompts: int) -> int:
@@ -94,7 +94,7 @@ class RolloutPlan:
         return Place(epoch, index, index * full, min((index + 1) * full, self.num_rows), prompts)
 
     def answer_of(self, place: Place, row: int) -> int:
-        """Return the number in the rollout of the answer that a row of the epoch contains; PADDING_ROW for none."""
+        """Return the index in the rollout of the answer that a row of the epoch contains; PADDING_ROW for none."""
         answer = (row - place.start) % self._padded(len(place.prompts))
         return answer if answer < len(place.prompts) * self.num_generations else PADDING_ROW
 
@@ -134,7 +134,7 @@ class RolloutSet(Dataset):
         if (answer := self._plan.answer_of(self.place, row)) == PADDING_ROW:
             return None
         if epoch != self.place.epoch or not self.place.start <= row < self.place.stop:
-            raise IndexError(f"row {row} of epoch {epoch} does not belong to rollout {self.place.number}")
+            raise IndexError(f"row {row} of epoch {epoch} does not belong to rollout {self.place.rollout}")
         # `row` and `draw` seed dropout: the same masks in each iteration.
         return {**self._answers[answer], "draw": epoch}
 
@@ -165,8 +165,8 @@ class RolloutLoader(SegmentLoader):
             # At its first row a rollout has not been trained on: what a file contains may be of another policy.
             self._name, answers = self._begin(place, self._name if row > place.start else None)
             self._items.hold(place, answers)
-        left = -(-place.stop // self._batch_size) - self._handed_out
-        return batches_per_rank(left, self._shard.world_size)
+        num_batches = -(-place.stop // self._batch_size) - self._handed_out
+        return batches_per_rank(num_batches, self._shard.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         """As in `StatefulLoader`, with the name of the rollout that the position is in."""

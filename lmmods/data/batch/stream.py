@@ -34,7 +34,7 @@ class StreamSource:
 
     Args:
         rows: Each call starts reading from the start.
-        weight: Rows are drawn in proportion to the weight of their source.
+        weight: Rows are sampled in proportion to their source's weight.
         info: Facts about the source, for the report.
     """
 
@@ -46,15 +46,15 @@ class StreamSource:
 
 def shuffle_buffers(sources: list[StreamSource], size: int, seed: int, epoch: int, rule: Rule = "concat"
                     ) -> Iterator[list[list[Row]]]:
-    """Yield buffers of `size` rows drawn from the sources, as one list of rows per source.
+    """Yield buffers of `size` rows sampled from the sources, as one list of rows per source.
 
     Args:
         rule: Where the pass ends, as in `Mixing`.
     """
     random = np.random.default_rng([seed, epoch])
     buffer: list[list[Row]] = [[] for _ in sources]
-    for chosen, row in (_each_once if rule == "concat" else _in_shares)(sources, random, rule):
-        buffer[chosen].append(row)
+    for source_index, row in (_sample_once if rule == "concat" else _sample_again)(sources, random, rule):
+        buffer[source_index].append(row)
         if sum(map(len, buffer)) == size:
             yield buffer
             buffer = [[] for _ in sources]
@@ -62,22 +62,22 @@ def shuffle_buffers(sources: list[StreamSource], size: int, seed: int, epoch: in
         yield buffer
 
 
-def _each_once(sources: list[StreamSource], random: np.random.Generator, rule: Rule) -> Iterator[tuple[int, Row]]:
-    """Yield the number of a source and its next row, until all have ended."""
+def _sample_once(sources: list[StreamSource], random: np.random.Generator, rule: Rule) -> Iterator[tuple[int, Row]]:
+    """Yield the index of a source and its next row, until all have ended."""
     readers = [source.rows() for source in sources]
     weights = np.array([source.weight for source in sources], float)
     while weights.any():
         # A single source takes no random numbers.
-        chosen = _sample_source(weights, random) if len(sources) > 1 else 0
-        row = next(readers[chosen], None)
+        source_index = _sample_source(weights, random) if len(sources) > 1 else 0
+        row = next(readers[source_index], None)
         if row is None:
-            weights[chosen] = 0
+            weights[source_index] = 0
             continue
-        yield chosen, row
+        yield source_index, row
 
 
-def _in_shares(sources: list[StreamSource], random: np.random.Generator, rule: Rule) -> Iterator[tuple[int, Row]]:
-    """Yield the number of a source and its next row, up to the last row of the first source that ends (`exhaust`) or
+def _sample_again(sources: list[StreamSource], random: np.random.Generator, rule: Rule) -> Iterator[tuple[int, Row]]:
+    """Yield the index of a source and its next row, up to the last row of the first source that ends (`exhaust`) or
     of the last one, while the others are read again (`upsample`).
     """
     weights = np.array([source.weight for source in sources], float)
@@ -86,19 +86,19 @@ def _in_shares(sources: list[StreamSource], random: np.random.Generator, rule: R
     upcoming = [next(reader, None) for reader in readers]
     has_ended = np.array([row is None for row in upcoming])
     while not (has_ended.any() if rule == "exhaust" else has_ended.all()):
-        chosen = _sample_source(weights, random)
-        row, upcoming[chosen] = upcoming[chosen], next(readers[chosen], None)
+        source_index = _sample_source(weights, random)
+        row, upcoming[source_index] = upcoming[source_index], next(readers[source_index], None)
         if row is None:  # a source without rows
             continue
-        yield chosen, row
-        if upcoming[chosen] is None:
-            has_ended[chosen] = True
-            readers[chosen] = sources[chosen].rows()
-            upcoming[chosen] = next(readers[chosen], None)
+        yield source_index, row
+        if upcoming[source_index] is None:
+            has_ended[source_index] = True
+            readers[source_index] = sources[source_index].rows()
+            upcoming[source_index] = next(readers[source_index], None)
 
 
 def _sample_source(weights: np.ndarray, random: np.random.Generator) -> int:
-    """Draw a source by the weights. "right", so that a source of weight 0 is never drawn."""
+    """Sample a source by the weights. "right", so that a source of weight 0 is never sampled."""
     return int(np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(), "right"))
 
 
@@ -112,11 +112,11 @@ def encode_buffer(sources: list[StreamSource], buffer: list[list[Row]], row_coun
                   ) -> RowSet:
     """Encode the rows of a buffer to a set in memory, counted in the `row_counts` of their sources."""
     stores = []
-    for source, rows, counted in zip(sources, buffer, row_counts, strict=True):
+    for source, rows, source_counts in zip(sources, buffer, row_counts, strict=True):
         parts: list[tuple[list[Row], Encoded]] = list(encode_batches(iter(rows), source.encoder, num_proc))
         for batch, encoded in parts:
             # Counts accumulate over buffers; the store has the counts of its own rows.
-            counted.add(batch, encoded)
+            source_counts.add(batch, encoded)
         # A source without rows in this buffer still needs its columns.
         stores.append(MemoryStore(parts or [([], source.encoder([]))], source.info))
     return RowSet(stores)
@@ -132,15 +132,15 @@ def first_usable_buffer(sources: list[StreamSource], size: int, seed: int, rule:
     for buffer in shuffle_buffers(sources, size, seed, 0, rule):
         rows = encode_buffer(sources, buffer, row_counts)
         if len(rows):
-            for store, counted in zip(rows.stores, row_counts, strict=True):
-                store.info |= counted.summary()
+            for store, source_counts in zip(rows.stores, row_counts, strict=True):
+                store.info |= source_counts.summary()
             return rows
-    raise _useless(sources, row_counts)
+    raise _no_usable_rows(sources, row_counts)
 
 
-def _useless(sources: list[StreamSource], row_counts: list[RowCounts]) -> UserError:
-    counts = "; ".join(f"{source.info['path']}: {describe_dropped(counted.summary())}"
-                       for source, counted in zip(sources, row_counts, strict=True))
+def _no_usable_rows(sources: list[StreamSource], row_counts: list[RowCounts]) -> UserError:
+    counts = "; ".join(f"{source.info['path']}: {describe_dropped(source_counts.summary())}"
+                       for source, source_counts in zip(sources, row_counts, strict=True))
     return UserError(f"data.source: the whole stream has no usable row ({counts})")
 
 
@@ -149,16 +149,16 @@ class Position:
     """Position in a stream.
 
     Args:
-        epoch: Number of the pass over the stream.
-        buffer: Number of the buffer within its epoch.
+        epoch: Index of the pass over the stream.
+        buffer: Index of the buffer within its epoch.
         done: Rows of the buffer that have been handed out (micro-batches under the order of earlier versions).
-        begun: Rows that the current step already had when the buffer started.
+        rows_before: Rows that the current step already had when the buffer started.
     """
 
     epoch: int = 0
     buffer: int = 0
     done: int = 0
-    begun: int = 0
+    rows_before: int = 0
 
 
 class StreamLoader:
@@ -200,25 +200,25 @@ class StreamLoader:
             yield self._collate([items[index] for _, items, index in group[own_rows]])
 
     def _rows(self) -> Iterator[tuple[Position, Any, int]]:
-        """Yield every row from the position on: the position after it, its dataset and its number there."""
-        begun, done = self._position.begun, self._position.done
+        """Yield every row from the position on: the position after it, its dataset and its index there."""
+        rows_before, done = self._position.rows_before, self._position.done
         for epoch, buffer, items in self._read_ahead():
-            rows = self._order_of(items.lengths, epoch, buffer, self._rule, begun).rows.tolist()
+            rows = self._order_of(items.lengths, epoch, buffer, self._rule, rows_before).rows.tolist()
             for index in range(done, len(rows)):
-                yield Position(epoch, buffer, index + 1, begun), items, rows[index]
+                yield Position(epoch, buffer, index + 1, rows_before), items, rows[index]
             # A step that this buffer leaves incomplete is completed by the next one.
-            begun, done = (begun + len(rows)) % self._rule.rows_per_step, 0
+            rows_before, done = (rows_before + len(rows)) % self._rule.rows_per_step, 0
 
     def _batches_by_buffer(self) -> Iterator[Batch]:
-        """Batches in the order of earlier versions: the last batch of a buffer may be short."""
+        """Yield batches in the order of earlier versions: the last batch of a buffer may be short."""
         rank, world_size = self._shard.rank, self._shard.world_size
         done = self._position.done
         for epoch, buffer, items in self._read_ahead():
             order = self._order_of(items.lengths, epoch, buffer, self._rule, 0)
-            for numbers in batches_of_rank(order, done, rank, world_size):
+            for indices in batches_of_rank(order, done, rank, world_size):
                 done = min(done + world_size, len(order))
                 self._position = Position(epoch, buffer, done)
-                yield self._collate([items[index] for index in numbers])
+                yield self._collate([items[index] for index in indices])
             done = 0
 
     def _read_ahead(self) -> Iterator[tuple[int, int, Any]]:
@@ -240,7 +240,7 @@ class StreamLoader:
             useful = start > 0  # buffers before the position had usable rows
             size, seed = self._settings["window_size"], self._settings["seed"]
             for index, buffer in enumerate(shuffle_buffers(self._sources, size, seed, epoch, self._mixing)):
-                # Drawn again, since the draws of later buffers depend on them, but not encoded.
+                # Sampled again, since later buffers depend on it, but not encoded.
                 if index < start:
                     continue
                 rows = encode_buffer(self._sources, buffer, row_counts, self._num_proc)
@@ -250,29 +250,29 @@ class StreamLoader:
                     useful = True
                     yield epoch, index, items
             if not useful:
-                raise _useless(self._sources, row_counts)
+                raise _no_usable_rows(self._sources, row_counts)
             self._report_dropped(epoch, row_counts)
             # Only the first epoch starts in the middle.
             start = 0
 
     def _report_new_reasons(self, row_counts: list[RowCounts]) -> None:
-        for source, counted in zip(self._sources, row_counts, strict=True):
-            for reason, entry in counted.summary()["dropped"].items():
+        for source, source_counts in zip(self._sources, row_counts, strict=True):
+            for reason, entry in source_counts.summary()["dropped"].items():
                 if (source.info["path"], reason) not in self._reported:
                     self._reported.add((source.info["path"], reason))
                     say(f"The stream {source.info['path']} drops rows: {reason} (first {entry['first'][0]}).")
 
     def _report_dropped(self, epoch: int, row_counts: list[RowCounts]) -> None:
-        for source, counted in zip(self._sources, row_counts, strict=True):
-            if (summary := counted.summary())["dropped"]:
+        for source, source_counts in zip(self._sources, row_counts, strict=True):
+            if (summary := source_counts.summary())["dropped"]:
                 say(f"Pass {epoch + 1} of the stream {source.info['path']}: {describe_dropped(summary)}.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Position as plain JSON: epoch, its buffer (`window`), what of that was handed out, settings."""
-        at, old = self._position, self._rule.version == 1
-        position = {"batches": at.done} if old else {"rows": at.done, "begun": at.begun}
-        return {"epoch": at.epoch, "window": at.buffer, **position, "batch_size": self._batch_size, **self._settings,
-                **self._rule.state()}
+        """Return the position as plain JSON: epoch, buffer (`window`), its rows that were handed out, settings."""
+        position, is_old = self._position, self._rule.version == 1
+        counts = {"batches": position.done} if is_old else {"rows": position.done, "begun": position.rows_before}
+        return {"epoch": position.epoch, "window": position.buffer, **counts, "batch_size": self._batch_size,
+                **self._settings, **self._rule.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position, also with another batch size or number of ranks.

@@ -90,7 +90,7 @@ class BatchOrder:
 
 
 def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: OrderRule, shuffle: bool = True,
-                   group_by_length: bool = False, begun: int = 0) -> BatchOrder:
+                   group_by_length: bool = False, rows_before: int = 0) -> BatchOrder:
     """Return each row once, in an order drawn from the seed.
 
     Args:
@@ -98,62 +98,63 @@ def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: 
         batch_size: Rows per micro-batch.
         seed: Seed of the run, epoch, and whatever else the order depends on.
         rule: Order rule of the run.
-        shuffle: Draw an order; otherwise rows come in stored order.
+        shuffle: Shuffle the rows; otherwise they come in stored order.
         group_by_length: Put rows of similar length into a step.
-        begun: Rows that the current step already has from before this order.
+        rows_before: Rows that the current step already has from before this order.
     """
     if not shuffle:
-        return BatchOrder(_numbers(len(lengths)), batch_size)
+        return BatchOrder(_arange(len(lengths)), batch_size)
     random = np.random.default_rng(seed)
     # The order of draws from `random` is part of every saved position: a resumed run repeats it.
     order = shuffle_rows(len(lengths), random)
     if not group_by_length:
         return BatchOrder(order, batch_size)
     if rule.version == 1:
-        # Kept as it was, for runs of earlier versions: sort within chunks, then shuffle micro-batches.
+        # Unchanged for runs of earlier versions: sort within chunks, then shuffle micro-batches.
         chunk_of = np.arange(len(order)) // (batch_size * SORTED_TOGETHER)
         order = order[np.lexsort((-lengths[order], chunk_of))]
         return BatchOrder(order, batch_size, random.permutation(-(-len(order) // batch_size)))
-    return BatchOrder(_group(order, lengths, rule.rows_per_step, begun, random), batch_size)
+    return BatchOrder(_group_by_length(order, lengths, rule.rows_per_step, rows_before, random), batch_size)
 
 
-def mixed_order(numbers: np.ndarray, lengths: np.ndarray, batch_size: int, seed: list[int], rule: OrderRule,
+def mixed_order(items: np.ndarray, lengths: np.ndarray, batch_size: int, seed: list[int], rule: OrderRule,
                 group_by_length: bool = False) -> BatchOrder:
     """Return the items of an epoch whose sources have shares, in micro-batches.
 
     Args:
-        numbers: Items in order, as in `Mixture.epoch`.
+        items: Items in order, as in `Mixture.epoch`.
         lengths: Tokens of each item.
         seed: Seed of the run and epoch.
         rule: Order rule of the run.
         group_by_length: Put items of similar length into a step, of those near each other in the order.
     """
     if group_by_length:
-        positions = np.arange(len(numbers))
+        positions = np.arange(len(items))
         random = np.random.default_rng([*seed, 0, 2])  # not that of the order itself
-        numbers = numbers[_group(positions, lengths[numbers % len(lengths)], rule.rows_per_step, 0, random)]
-    return BatchOrder(numbers, batch_size)
+        items = items[_group_by_length(positions, lengths[items % len(lengths)], rule.rows_per_step, 0, random)]
+    return BatchOrder(items, batch_size)
 
 
-def _group(order: np.ndarray, lengths: np.ndarray, size: int, begun: int, random: np.random.Generator) -> np.ndarray:
+def _group_by_length(order: np.ndarray, lengths: np.ndarray, size: int, rows_before: int, random: np.random.Generator
+                     ) -> np.ndarray:
     """Sort within random chunks of the shuffled rows, then shuffle the steps of `size` rows.
 
-    Rows of the incomplete last step, and those that complete the current one, are drawn from all rows: otherwise the
+    Rows of the incomplete last step, and those that complete the current one, are random rows: otherwise the
     shortest of a chunk would come last in every epoch. Rows of a step come longest first, so that each micro-batch, on
     any rank, has rows of similar length.
     """
-    # Rows that complete the step which the order before left incomplete.
-    start = min(-begun % size, len(order))
+    # Rows that complete the step that the previous order left incomplete.
+    start = min(-rows_before % size, len(order))
     num_steps = (len(order) - start) // size
     end = start + num_steps * size
-    first, rows, last = np.split(order, [start, end])
+    head, rows, tail = np.split(order, [start, end])
     # Stretches of steps, the last of which may be shorter, each longest first -> [num_steps, size], steps shuffled.
     stretch = size * SORTED_TOGETHER
-    whole = len(rows) // stretch * stretch
-    rows = np.concatenate([_longest_first(rows[:whole].reshape(-1, stretch), lengths).ravel(),
-                           _longest_first(rows[whole:], lengths)])
+    num_whole = len(rows) // stretch * stretch
+    rows = np.concatenate([_longest_first(rows[:num_whole].reshape(-1, stretch), lengths).ravel(),
+                           _longest_first(rows[num_whole:], lengths)])
     rows = rows.reshape(num_steps, size)[random.permutation(num_steps)]
-    return np.concatenate([_longest_first(first, lengths), rows.ravel(), _longest_first(last, lengths)])
+    return np.concatenate([_longest_first(head, lengths), rows.ravel(), _longest_first(tail, lengths)])
 
 
 def _longest_first(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -162,23 +163,23 @@ def _longest_first(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def stable_descending(lengths: np.ndarray) -> np.ndarray:
-    """Return the places of `lengths` [..., N] from the longest to the shortest, equal ones in their order.
+    """Return the positions of `lengths` [..., N] from the longest to the shortest, equal ones in their order.
 
     A tenth of the time of sorting wide integers: numpy sorts 16-bit ones by radix.
     """
-    longest = lengths.max(initial=0)
-    keys = longest - lengths
-    return np.argsort(keys.astype(np.uint16) if longest < 2**16 else keys, axis=-1, kind="stable")
+    max_length = lengths.max(initial=0)
+    keys = max_length - lengths
+    return np.argsort(keys.astype(np.uint16) if max_length < 2**16 else keys, axis=-1, kind="stable")
 
 
 def shuffle_rows(count: int, random: np.random.Generator) -> np.ndarray:
-    """Return what `random.permutation(count)` does, as int32 where it suffices: half the memory."""
-    numbers = _numbers(count)
-    random.shuffle(numbers)
-    return numbers
+    """Return `random.permutation(count)`, as int32 if that suffices, which takes half the memory."""
+    indices = _arange(count)
+    random.shuffle(indices)
+    return indices
 
 
-def _numbers(count: int) -> np.ndarray:
+def _arange(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
 
 
