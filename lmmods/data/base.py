@@ -29,7 +29,7 @@ from lmmods.data.encode.tokenizer import TokenizerOptions, encoding_state
 from lmmods.data.loaders import Loaders, RowSource
 from lmmods.data.read.by_role import STAGE_ROLES, Role, Sources
 from lmmods.data.read.readers import Row
-from lmmods.data.report import describe, describe_lost, misfit, render_table
+from lmmods.data.report import describe, describe_lost, describe_unknown_tokens, render_table
 from lmmods.data.shown_rows import Which, show_rows
 from lmmods.data.splits import Splits
 from lmmods.data.store.rows import RowSet
@@ -233,7 +233,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
         for role in [role for role in self.sets if role not in self._checked]:
             self._checked.add(role)
             stores = self.sets[role].stores
-            problems = [problem for store in stores if (problem := misfit(store.info))]
+            problems = [problem for store in stores if (problem := describe_unknown_tokens(store.info))]
             if role != "train" and stage != "fit" and role in STAGE_ROLES[stage]:
                 problems += [line for store in stores for line in describe_lost(role, store.info)]
             items = self.items(role) if role != "predict" else ()
@@ -258,7 +258,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
     # Batches
 
     def train_dataloader(self) -> StepLoader:
-        """Optimiser steps of this rank, lists of micro-batches, from a loaded position if there is one.
+        """Return the optimiser steps of this rank, lists of micro-batches, from a loaded position if there is one.
 
         Raises:
             UserError: There is nothing to train on.
@@ -271,9 +271,9 @@ class DataModule(DataFields, lightning.LightningDataModule):
         return StepLoader(batches, shard.batches_per_step // shard.world_size, num_batches, steps_done)
 
     def train_batches(self) -> StatefulLoader | StreamLoader:
-        """Training micro-batches of this rank, from a loaded position if there is one. Raises UserError."""
+        """Return training micro-batches of this rank, from a loaded position if there is one. Raises UserError."""
         if self.streaming and self.trainer is not None and self._max_steps() == -1:
-            raise UserError("data.streaming never ends; set trainer.max_steps")
+            raise UserError("data.streaming never ends. Set trainer.max_steps")
         self.rows("train")
         if self._row_source is not None:
             self._loader = self._row_source.make_loader(self._built.loaders, self.shard())
@@ -290,11 +290,11 @@ class DataModule(DataFields, lightning.LightningDataModule):
         return trainer.length[0] if hasattr(trainer, "length") else trainer.max_steps
 
     def val_dataloader(self) -> EvaluationLoader | list:
-        """Validation batches of this rank; an empty list without a validation set."""
+        """Return validation batches of this rank; an empty list without a validation set."""
         return self._built.loaders.evaluation("val", self.shard()) if "val" in self.sets else []
 
     def test_dataloader(self) -> EvaluationLoader:
-        """Test batches of this rank. Raises UserError without a test set."""
+        """Return test batches of this rank. Raises UserError without a test set."""
         return self.evaluation_loader("test")
 
     def evaluation_loader(self, role: Role, *added: str) -> EvaluationLoader:
@@ -426,7 +426,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
         return render_table(self.report)
 
     def identity(self) -> dict[str, Any]:
-        """Facts that determine rows and tokens but are in no recipe, by recipe key. Works before `prepare_data`, too.
+        """Return facts that determine rows and tokens but are not in the recipe, by key. Works before `prepare_data`.
 
         Raises:
             UserError: A source or the tokenizer cannot be read.
@@ -436,6 +436,6 @@ class DataModule(DataFields, lightning.LightningDataModule):
                 "max_length": self.max_length or DEFAULT_MAX_LENGTH}
 
     def rows_for_inspection(self, num_rows: int, which: Which | list[int] = "first") -> list[dict[str, Any]]:
-        """Training rows as the model sees them; see `show_rows`."""
+        """Return training rows as the model sees them; see `show_rows`."""
         return show_rows(self.items("train"), self.rows("train"), num_rows, which, self.tokenizer.unk_token_id,
                          self.codec)

@@ -39,14 +39,14 @@ class EncodedSources:
             trains: True for rows to train on, which must not repeat those of `data.decontaminate`.
             prepares: True in `prepare_data`, which one process of each machine runs.
         """
-        reader, ours = self._sources.reader(source), self._settings
-        settings = {"task": type(ours).__name__, "settings": self._codec.encoding_settings(),
+        reader, fields = self._sources.reader(source), self._settings
+        settings = {"task": type(fields).__name__, "settings": self._codec.encoding_settings(),
                     "prompts_only": prompts_only, **encoding_state(self._codec.tokenizer)}
         if trains and self._sources.evaluation:
-            settings["decontaminate"] = [ours.decontaminate_ngram, *(self._sources.reader(each).fingerprint()
-                                                                     for each in self._sources.evaluation)]
+            evaluation = [self._sources.reader(other).fingerprint() for other in self._sources.evaluation]
+            settings["decontaminate"] = [fields.decontaminate_ngram, *evaluation]
         return self._cache.store(reader, settings, lambda: self._prepare(reader, prompts_only, trains),
-                                 rebuild=ours.rebuild_cache and is_first, contents=prepares or is_first)
+                                 rebuild=fields.rebuild_cache and is_first, contents=prepares or is_first)
 
     def stream(self, source: Source) -> StreamSource:
         """Return a source that is read and encoded during training."""
@@ -69,7 +69,7 @@ class EncodedSources:
 
     @cached_property
     def _ngrams(self) -> EvaluationNgrams:
-        """N-grams of `data.decontaminate`. Raises UserError: a source cannot be read."""
+        """Return the n-grams of `data.decontaminate`. Raises UserError if a source cannot be read."""
         evaluation = ((redact(source.path), (row for row in self._sources.reader(source) if row.problem is None))
                       for source in self._sources.evaluation)
         return EvaluationNgrams(evaluation, self._settings.decontaminate_ngram)
@@ -77,7 +77,7 @@ class EncodedSources:
     def _regroup(self, records: Iterable[Row], info: dict[str, Any], trains: bool) -> Iterator[Row]:
         """Yield records of one example each; those that were skipped during reading pass unchanged."""
         left_out: list[Row] = []
-        # `append` returns None, so a record with a problem is set aside; the loop yields it before the next usable one.
+        # `append` returns None, so records with a problem are kept; the loop yields them before the next usable one.
         usable = (record for record in records
                   if record.problem is None or left_out.append(record))  # type: ignore[func-returns-value]  # see above
         for record in self._codec.regroup(usable, info):
@@ -88,7 +88,7 @@ class EncodedSources:
 
     def _decontaminate(self, record: Row, info: dict[str, Any]) -> Row:
         """Return a training record, without its values and with the reason if it repeats an evaluation record."""
-        with suppress(RowProblem):  # the encoder drops such a record, and says why
+        with suppress(RowProblem):  # the encoder drops such a record and reports why
             if (name := self._ngrams.source_of(self._codec.list_texts(record.values, info))) is not None:
                 return record._replace(values={}, problem=f"{self._ngrams.size} consecutive words are also in {name}")
         return record

@@ -32,18 +32,18 @@ def single_label_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, flo
     from torchmetrics.functional import classification
 
     num_labels = logits.shape[1]
-    predicted, wanted = torch.from_numpy(logits.argmax(1)), torch.from_numpy(labels.astype(np.int64))
+    predicted, expected = torch.from_numpy(logits.argmax(1)), torch.from_numpy(labels.astype(np.int64))
     probabilities = _softmax(logits)
     common = {"num_classes": num_labels, "validate_args": False}
     scores = {"accuracy": float((logits.argmax(1) == labels).mean())}
     for name in ("f1_score", "precision", "recall"):
-        score = getattr(classification, f"multiclass_{name}")(predicted, wanted, average="macro", **common)
+        score = getattr(classification, f"multiclass_{name}")(predicted, expected, average="macro", **common)
         scores[f"{name.removesuffix('_score')}_macro"] = float(score)
     if num_labels == 2:
-        scores["f1"] = float(classification.binary_f1_score(predicted, wanted, validate_args=False))
+        scores["f1"] = float(classification.binary_f1_score(predicted, expected, validate_args=False))
     # A constant side is 0 as in scikit-learn; torchmetrics has 1, -1 and values between for two labels.
-    varies = len(predicted.unique()) > 1 and len(wanted.unique()) > 1
-    matthews = classification.multiclass_matthews_corrcoef(predicted, wanted, **common) if varies else 0
+    varies = len(predicted.unique()) > 1 and len(expected.unique()) > 1
+    matthews = classification.multiclass_matthews_corrcoef(predicted, expected, **common) if varies else 0
     scores["matthews"] = float(matthews)
     ranked = range(1, 2) if num_labels == 2 else range(num_labels if num_labels <= MOST_PAIRS else 0)
     areas = [_roc_auc(probabilities[:, label], labels == label) for label in ranked]
@@ -51,7 +51,7 @@ def single_label_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, flo
     if defined:
         scores["roc_auc"] = float(np.mean(defined))
     scores["calibration_error"] = float(classification.multiclass_calibration_error(
-        torch.from_numpy(probabilities), wanted, n_bins=CALIBRATION_BINS, **common))
+        torch.from_numpy(probabilities), expected, n_bins=CALIBRATION_BINS, **common))
     return scores
 
 
@@ -65,9 +65,9 @@ def multi_label_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, floa
     import torch
     from torchmetrics.functional import classification
 
-    predicted, wanted = torch.from_numpy(logits > 0), torch.from_numpy(labels).long()
+    predicted, expected = torch.from_numpy(logits > 0), torch.from_numpy(labels).long()
     f1 = {f"f1_{average}": float(classification.multilabel_f1_score(
-        predicted.long(), wanted, logits.shape[1], average=average, validate_args=False))
+        predicted.long(), expected, logits.shape[1], average=average, validate_args=False))
         for average in ("micro", "macro")}
     return {**f1, "exact_match": float(((logits > 0) == labels).all(1).mean())}
 
@@ -89,7 +89,7 @@ def regression_scores(values: np.ndarray, labels: np.ndarray) -> dict[str, float
     # torchmetrics' own Spearman ranks in float32.
     for name, pair in (("pearson", (values, labels)), ("spearman", (_ranks(values), _ranks(labels)))):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a small variance, which float64 bears
+            warnings.simplefilter("ignore")  # it warns of a small variance, which float64 can represent
             scores[name] = float(regression.pearson_corrcoef(*map(torch.from_numpy, pair)))
     return {name: score for name, score in scores.items() if np.isfinite(score)}
 
@@ -101,10 +101,10 @@ def tag_scores(predicted: np.ndarray, labels: np.ndarray, num_labels: int) -> di
         predicted: [N] integers, -1 for a word without a prediction.
         labels: [N] integers.
     """
-    shares = [_shares(*counts) for counts in zip(*_class_counts(predicted, labels, num_labels), strict=True)
-              if counts[1] + counts[2]]
+    rates = [_rates(*counts) for counts in zip(*_class_counts(predicted, labels, num_labels), strict=True)
+             if counts[1] + counts[2]]
     return {"accuracy": float((predicted == labels).mean()),
-            "f1_macro": float(np.mean([share["f1"] for share in shares]))}
+            "f1_macro": float(np.mean([tag_rates["f1"] for tag_rates in rates]))}
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:
@@ -113,7 +113,7 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return ranks from 1, equal values share the mean of theirs."""
+    """Return ranks from 1; equal values get their mean rank."""
     _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return (ends - (counts - 1) / 2)[group]
@@ -126,7 +126,7 @@ def _roc_auc(scores: np.ndarray, is_positive: np.ndarray) -> float | None:
 
     if is_positive.all() or not is_positive.any():
         return None
-    # The curve depends on the ranks alone, and shares of one would be taken for logits where one is above 1.
+    # The curve depends only on ranks; torchmetrics takes values above 1 for logits, so they are scaled.
     ranks = torch.from_numpy(_ranks(scores) / len(scores))
     return float(classification.binary_auroc(ranks, torch.from_numpy(is_positive).long(), validate_args=False))
 
@@ -146,8 +146,8 @@ def class_report(predicted: np.ndarray, labels: np.ndarray, names: list[str]) ->
         names: Names of the K classes.
     """
     if predicted.ndim == 2:
-        hits, guesses, wanted = ((predicted & labels).sum(0), predicted.sum(0), labels.sum(0))
-        return {"names": names, "classes": _table(names, hits, guesses, wanted)}
+        hits, guesses, supports = ((predicted & labels).sum(0), predicted.sum(0), labels.sum(0))
+        return {"names": names, "classes": _table(names, hits, guesses, supports)}
     size = len(names)
     table = {"names": names, "classes": _table(names, *_class_counts(predicted, labels, size))}
     if size > MOST_PAIRS:
@@ -158,20 +158,21 @@ def class_report(predicted: np.ndarray, labels: np.ndarray, names: list[str]) ->
 
 
 def _class_counts(predicted: np.ndarray, labels: np.ndarray, size: int) -> list[np.ndarray]:
-    """Count for each class, [K]: rows that have it and are given it, rows that are given it, rows that have it."""
-    return [np.bincount(numbers, minlength=size)
-            for numbers in (labels[predicted == labels], predicted[predicted >= 0], labels)]
+    """Count the hits, predictions and labels of each class, [K] each."""
+    return [np.bincount(classes, minlength=size)
+            for classes in (labels[predicted == labels], predicted[predicted >= 0], labels)]
 
 
-def _table(names: list[str], hits: Any, guesses: Any, wanted: Any) -> dict[str, dict[str, float]]:
-    """Return precision, recall, F1 and support of classes, from counts of each; 0 where a share is of nothing."""
-    return {name: {**_shares(int(hit), int(guess), int(want)), "support": int(want)}
-            for name, hit, guess, want in zip(names, hits, guesses, wanted, strict=True)}
+def _table(names: list[str], hits: Any, guesses: Any, supports: Any) -> dict[str, dict[str, float]]:
+    """Return precision, recall, F1 and support of each class, from its counts; 0 where a denominator is 0."""
+    return {name: {**_rates(int(hit), int(guess), int(support)), "support": int(support)}
+            for name, hit, guess, support in zip(names, hits, guesses, supports, strict=True)}
 
 
-def _shares(hits: int, guessed: int, wanted: int) -> dict[str, float]:
-    return {"precision": hits / guessed if guessed else 0.0, "recall": hits / wanted if wanted else 0.0,
-            "f1": 2 * hits / (guessed + wanted) if guessed + wanted else 0.0}
+def _rates(num_hits: int, num_guesses: int, support: int) -> dict[str, float]:
+    return {"precision": num_hits / num_guesses if num_guesses else 0.0,
+            "recall": num_hits / support if support else 0.0,
+            "f1": 2 * num_hits / (num_guesses + support) if num_guesses + support else 0.0}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def _shares(hits: int, guessed: int, wanted: int) -> dict[str, float]:
 class Entity(NamedTuple):
     """Words `start` to `end` - 1 of a row."""
 
-    kind: str
+    type: str
     start: int
     end: int
 
@@ -192,28 +193,28 @@ ENDS_ALONE = {"E", "L", "S", "U"}  # parts that nothing follows
 
 
 def have_entities(names: list[str]) -> bool:
-    """True if tags mark entities: as IOB1, IOB2, BIOES or BILOU do, each is O, or one letter of these and a type."""
-    others = [name for name in names if name != "O"]
-    return bool(others) and all(TAG.fullmatch(name) for name in others) and any(name[0] in "BI" for name in others)
+    """Return whether tags mark entities: IOB1, IOB2, BIOES or BILOU, where each is O, or a letter and a type."""
+    marked = [name for name in names if name != "O"]
+    return bool(marked) and all(TAG.fullmatch(name) for name in marked) and any(name[0] in "BI" for name in marked)
 
 
 def entity_spans(tags: list[str]) -> list[Entity]:
     """Return the entities of the tags of a row, in any of these schemes and in mixtures of them.
 
-    As conlleval (Tjong Kim Sang 2002) reads them: an entity also starts at an inner word that follows no word of its
-    type, so tags out of order, which a model may give, mark entities, too.
+    As in conlleval (Tjong Kim Sang 2002), an entity also starts at an inner word that follows no word of its type. So
+    tags out of order, which a model may predict, also mark entities.
     """
     spans: list[Entity] = []
-    start, before, kind_before = 0, "O", ""
+    start, before, type_before = 0, "O", ""
     for index, tag in enumerate([*tags, "O"]):
         match = TAG.fullmatch(tag)
-        part, kind = (match[1], match[2] or "") if match else ("O", "")
-        continues = part not in {"O", *BEGINS_ALONE} and before not in {"O", *ENDS_ALONE} and kind == kind_before
+        part, entity_type = (match[1], match[2] or "") if match else ("O", "")
+        continues = part not in {"O", *BEGINS_ALONE} and before not in {"O", *ENDS_ALONE} and entity_type == type_before
         if not continues:
             if before != "O":
-                spans.append(Entity(kind_before, start, index))
+                spans.append(Entity(type_before, start, index))
             start = index
-        before, kind_before = part, kind
+        before, type_before = part, entity_type
     return spans
 
 
@@ -225,13 +226,14 @@ def entity_scores(predicted: list[list[str]], labels: list[list[str]]
 
     Args:
         predicted: Tags of the words of each row.
-        labels: The same of the right ones.
+        labels: The right tags of the words of each row.
     """
-    hits, given, wanted = (Counter[str]() for _ in range(3))
-    for guessed, right in zip(predicted, labels, strict=True):
-        guesses, golds = set(entity_spans(guessed)), set(entity_spans(right))
-        for counter, spans in ((hits, guesses & golds), (given, guesses), (wanted, golds)):
-            counter.update(span.kind for span in spans)
-    kinds = sorted({*given, *wanted})
-    by_type = _table(kinds, *([counter[kind] for kind in kinds] for counter in (hits, given, wanted)))
-    return _shares(hits.total(), given.total(), wanted.total()), by_type
+    hit_counts, guess_counts, gold_counts = (Counter[str]() for _ in range(3))
+    for predicted_tags, gold_tags in zip(predicted, labels, strict=True):
+        guesses, golds = set(entity_spans(predicted_tags)), set(entity_spans(gold_tags))
+        for counter, spans in ((hit_counts, guesses & golds), (guess_counts, guesses), (gold_counts, golds)):
+            counter.update(span.type for span in spans)
+    types = sorted({*guess_counts, *gold_counts})
+    by_type = _table(types, *([counter[entity_type] for entity_type in types]
+                              for counter in (hit_counts, guess_counts, gold_counts)))
+    return _rates(hit_counts.total(), guess_counts.total(), gold_counts.total()), by_type

@@ -30,7 +30,7 @@ LABELS = "labels"  # in a checkpoint: the fields that the training rows decided
 MOST_LABELS = 10_000  # with more, a column contains something else
 
 
-def cutting_tokenizer(tokenizer: Any, max_length: int, is_pair: bool = False) -> TruncatingTokenizer:
+def make_truncating_tokenizer(tokenizer: Any, max_length: int, is_pair: bool = False) -> TruncatingTokenizer:
     """Return the tokenizer that cuts rows to `max_length`. Raises UserError: nothing but special tokens fits."""
     specials = tokenizer.num_special_tokens_to_add(pair=is_pair)
     if max_length <= specials:
@@ -97,7 +97,7 @@ class LabelData(LabelDataFields, DataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._given = {name: getattr(self, name) for name in self.found_fields}
+        self._explicit = {name: getattr(self, name) for name in self.found_fields}
         self._are_found = False
 
     # Labels ----------------------------------------------------------------------------------------------------------
@@ -107,14 +107,13 @@ class LabelData(LabelDataFields, DataModule):
         return super().make_codec()
 
     def find_labels(self) -> None:
-        """Fill in `found_fields`, once. Raises UserError: the training rows have no labels, or none that can be learnt.
-        """
+        """Fill in `found_fields`, once. Raises UserError if the training rows have no labels that can be learned."""
         if self._are_found:
             return
         readers = self.sources.training_readers()
         facts = self._facts(readers) if self.streaming else self._cached_facts(readers)
-        if self._given["labels"] is None and self._model.label_names is not None:
-            facts["labels"] = in_order_of(self._model.label_names, facts["labels"])
+        if self._explicit["labels"] is None and self._model.label_names is not None:
+            facts["labels"] = align_names(self._model.label_names, facts["labels"])
         self._adopt(facts)
 
     def _adopt(self, facts: dict[str, Any]) -> None:
@@ -124,8 +123,8 @@ class LabelData(LabelDataFields, DataModule):
         self._are_found = True
 
     def _cached_facts(self, readers: list[SourceReader]) -> dict[str, Any]:
-        """`_facts` of these sources, read from the cache if they are there."""
-        key = fingerprint({"task": type(self).__name__, "given": self._given,
+        """Return `_facts` of these sources, read from the cache if possible."""
+        key = fingerprint({"task": type(self).__name__, "given": self._explicit,
                            "sources": [reader.fingerprint() for reader in readers]})
         path = cache_folder(self.cache_dir) / f"{LABELS}-{key}.json"
         if not self.rebuild_cache and (facts := _read_facts(path, self.found_fields)) is not None:
@@ -159,13 +158,13 @@ class LabelData(LabelDataFields, DataModule):
         Raises:
             UserError: There are none, too many, or they are those of a part of a stream.
         """
-        if self._given["labels"] is not None:
-            return self._given["labels"]
+        if self._explicit["labels"] is not None:
+            return self._explicit["labels"]
         if self.streaming:
             raise UserError("data.streaming reads rows during training, but their labels must be known before. List "
                             "them in data.labels, in the order of the model's outputs")
         first = class_names[0]
-        labels = first if first and all(names == first for names in class_names) else in_order(set(names))
+        labels = first if first and all(names == first for names in class_names) else sort_names(set(names))
         if not labels:
             summary = row_counts.summary()
             why = f", {describe_dropped(summary)}" if summary["dropped"] else ""
@@ -229,40 +228,41 @@ class LabelData(LabelDataFields, DataModule):
 # Names of labels and of columns.
 
 
-def in_order(names: set[str]) -> list[str]:
-    """Names sorted as text; if all of them are integers, by their value."""
+def sort_names(names: set[str]) -> list[str]:
+    """Sort names as strings; if all of them are integers, by their value."""
     try:
         return sorted(names, key=int)
     except ValueError:
         return sorted(names)
 
 
-def in_order_of(model: list[str], names: list[str]) -> list[str]:
-    """Names in the order in which a model has them, if these are the same but for upper case; else unchanged.
+def align_names(model_names: list[str], names: list[str]) -> list[str]:
+    """Return names in the order of a model's, if they are the same except for case; otherwise unchanged.
 
-    As transformers' run_glue does, so that a model which knows these labels goes on from its own outputs.
+    As in transformers' run_glue, so that a model with these labels continues with its own outputs.
     """
     by_key = {name.casefold(): name for name in names}
-    keys = [name.casefold() for name in model]
-    same = len(keys) == len(by_key) == len(names) and set(keys) == set(by_key)
-    return [by_key[key] for key in keys] if same else names
+    keys = [name.casefold() for name in model_names]
+    is_same = len(keys) == len(by_key) == len(names) and set(keys) == set(by_key)
+    return [by_key[key] for key in keys] if is_same else names
 
 
-def find_column(first: Row, asked: str | None, usual: tuple[str, ...], key: str) -> str:
-    """Return the column of a source that is asked for, else the first usual one.
+def find_column(first: Row, requested: str | None, usual: tuple[str, ...], key: str) -> str:
+    """Return the requested column of a source, or the first usual one if none is requested.
 
     Args:
         key: Recipe key that names the column.
 
     Raises:
-        UserError: There is none.
+        UserError: The column does not exist.
     """
     columns = list(first.values)
-    column = asked if asked in columns else None if asked else next((name for name in usual if name in columns), None)
+    candidates = (requested,) if requested else usual
+    column = next((name for name in candidates if name in columns), None)
     if column is None:
-        wanted = f"no column {asked!r}" if asked else f"none of the usual columns ({', '.join(usual)})"
-        near = did_you_mean(asked, columns) if asked else ""
-        raise UserError(f"{first.file}:{first.line}: {wanted}; the columns are {', '.join(columns)}{near}. Set {key} "
+        problem = f"no column {requested!r}" if requested else f"none of the usual columns ({', '.join(usual)})"
+        hint = did_you_mean(requested, columns) if requested else ""
+        raise UserError(f"{first.file}:{first.line}: {problem}; the columns are {', '.join(columns)}{hint}. Set {key} "
                         "to one of them")
     return column
 
@@ -281,7 +281,7 @@ def _read_facts(path: Path, names: tuple[str, ...]) -> dict[str, Any] | None:
 
 
 def _write_facts(path: Path, facts: dict[str, Any]) -> None:
-    """Write a file of the cache, so that no process sees half of it. Raises UserError: it cannot be written."""
+    """Write a file of the cache, so that no process sees half of it. Raises UserError if it cannot be written."""
     with reporting_writes(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.tmp-", dir=path.parent)

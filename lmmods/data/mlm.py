@@ -30,7 +30,7 @@ class Masker:
 
     Args:
         mask_id: Id of the mask token.
-        special: [V] bool, True for special tokens: they are neither masked nor drawn.
+        special: [V] bool, True for special tokens: they are neither masked nor used as replacements.
         continues: [V] bool, True for tokens that continue a word.
         probability: Fraction of tokens (or words) to predict.
         whole_words: Mask whole words instead of tokens.
@@ -46,37 +46,37 @@ class Masker:
         self._ordinary = np.flatnonzero(~self.special)
 
     def __call__(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Masked ids and labels, both [T]; labels are IGNORED for tokens that were not chosen."""
+        """Return masked ids and labels, both [T]; labels are IGNORED for tokens that were not chosen."""
         # Random numbers are drawn for all tokens, so that their number does not depend on the choice.
-        chosen = self._choose(ids, random)
-        fate = random.random(len(ids))
-        replaced = np.where(fate < MASK_SHARE, self.mask_id, ids)
-        swapped = (fate >= MASK_SHARE) & (fate < MASK_SHARE + RANDOM_SHARE)
-        replaced = np.where(swapped, random.choice(self._ordinary, len(ids)), replaced)
-        return np.where(chosen, replaced, ids), np.where(chosen, ids, IGNORED)
+        is_target = self._choose(ids, random)
+        uniforms = random.random(len(ids))
+        masked = np.where(uniforms < MASK_SHARE, self.mask_id, ids)
+        is_random = (uniforms >= MASK_SHARE) & (uniforms < MASK_SHARE + RANDOM_SHARE)
+        masked = np.where(is_random, random.choice(self._ordinary, len(ids)), masked)
+        return np.where(is_target, masked, ids), np.where(is_target, ids, IGNORED)
 
     def _choose(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
         special = self.special[ids]
-        draw = random.random(len(ids)) < self.probability
+        is_chosen = random.random(len(ids)) < self.probability
         if self.whole_words:
             # True for tokens of a word but its first; what follows a special token, or starts the block, starts a word.
-            goes_on = self.continues[ids] & ~special
-            goes_on[1:] &= ~special[:-1]
-            goes_on[:1] = False
-            # Each token takes the draw of its word's first: the running maximum is the position of that token.
-            draw = draw[np.maximum.accumulate(np.where(goes_on, 0, np.arange(len(ids))))]
-        return draw & ~special
+            continues_word = self.continues[ids] & ~special
+            continues_word[1:] &= ~special[:-1]
+            continues_word[:1] = False
+            # Each token has the choice of its word's first: the running maximum is the position of that token.
+            is_chosen = is_chosen[np.maximum.accumulate(np.where(continues_word, 0, np.arange(len(ids))))]
+        return is_chosen & ~special
 
 
 class MaskedSet(Dataset):
     """Blocks with special tokens around them and masks. Item -1 is None, a padding row.
 
     Item number + draw * len(self) is the block `number` with the masks of that draw (an epoch, or a buffer of a
-    stream), so that masks depend neither on batches nor on workers and a resumed run draws the same.
+    stream), so that masks depend neither on batches nor on workers and a resumed run has the same masks.
 
     Args:
         blocks: Dataset of {input_ids, index} with `lengths`.
-        masker: Draws the masks.
+        masker: Makes the masks.
         around: Ids before and after each block.
         seed: Seed of the masks.
     """
@@ -133,13 +133,13 @@ def vocabulary_flags(tokenizer) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN00
 
 
 def tokens_around(tokenizer) -> tuple[list[int], list[int]]:  # noqa: ANN001
-    """Ids that the tokenizer puts before and after a single text."""
-    bare = tokenizer("a", add_special_tokens=False).input_ids
-    whole = tokenizer("a").input_ids
-    if whole != bare:
+    """Return the ids that the tokenizer puts before and after a single text."""
+    plain = tokenizer("a", add_special_tokens=False).input_ids
+    full = tokenizer("a").input_ids
+    if full != plain:
         # The tokenizer adds tokens: they surround the text.
-        start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
-        return whole[:start], whole[start + len(bare) :]
+        start = next(n for n in range(len(full)) if full[n : n + len(plain)] == plain)
+        return full[:start], full[start + len(plain) :]
     # It adds none, so take what BERT does, as far as the vocabulary has these tokens.
     ends = (tokenizer.cls_token_id, tokenizer.sep_token_id)
     return tuple([] if token is None else [token] for token in ends)  # type: ignore[return-value]
@@ -160,19 +160,19 @@ class MLMCodec(TextCodec):
 
     def make_encoder(self, reader: SourceReader, first: Row, prompts_only: bool) -> tuple[Encoder, dict[str, Any]]:
         if self.tokenizer.mask_token_id is None:
-            raise UserError("the tokenizer has no mask token; use the tokenizer of a masked language model")
+            raise UserError("the tokenizer has no mask token. Use the tokenizer of a masked language model")
         column = self.settings.text_column
         check_text_column(first, column)
         separated = self.settings.join and not prompts_only and self.tokenizer.sep_token_id is not None
         between = [self.tokenizer.sep_token_id] if separated else []
         encoder = TextRowEncoder(column, TextEncoder(self.tokenizer), begin=[], end=between,
                                  gap=self.tokenizer.mask_token if prompts_only else None,
-                                 max_length=self._room() if prompts_only else None)
+                                 max_length=self._block_length() if prompts_only else None)
         return encoder, {"format": "text"}
 
-    def _room(self) -> int:
-        before, behind = tokens_around(self.tokenizer)
-        return self.settings.max_length - len(before) - len(behind)
+    def _block_length(self) -> int:
+        before, after = tokens_around(self.tokenizer)
+        return self.settings.max_length - len(before) - len(after)
 
     def encoding_settings(self) -> dict[str, Any]:
         return {"text_column": self.settings.text_column, "join": self.settings.join,
@@ -182,7 +182,7 @@ class MLMCodec(TextCodec):
         special, continues = vocabulary_flags(self.tokenizer)
         masker = Masker(self.tokenizer.mask_token_id, special, continues, self.settings.mlm_probability,
                         self.settings.whole_word_masking)
-        blocks = BlockSet(rows, self._room(), self.settings.join, by_source)
+        blocks = BlockSet(rows, self._block_length(), self.settings.join, by_source)
         return MaskedSet(blocks, masker, tokens_around(self.tokenizer), self.settings.seed)
 
     def is_scored(self, item: dict[str, Any], role: str) -> bool:
@@ -196,9 +196,9 @@ class MLMCodec(TextCodec):
         return vocabulary_flags(self.tokenizer)[0]
 
     def prompt_of(self, row: dict[str, Any]) -> dict[str, Any]:
-        before, behind = tokens_around(self.tokenizer)
-        ids = row["input_ids"][: self._room()].tolist()
-        return {"input_ids": [*before, *ids, *behind], "index": row["index"]}
+        before, after = tokens_around(self.tokenizer)
+        ids = row["input_ids"][: self._block_length()].tolist()
+        return {"input_ids": [*before, *ids, *after], "index": row["index"]}
 
     @property
     def prompt_side(self) -> str:
@@ -237,9 +237,9 @@ class MLMCodec(TextCodec):
         if not any(fills for _, fills in outputs.values()):
             raise UserError(f"predict fills the mask tokens ({self.tokenizer.mask_token}) in the texts of "
                             "data.predict_source, but no text has one. Add them")
-        written = [{**self.example(rows, index), "prediction": text, "fills": fills}
+        records = [{**self.example(rows, index), "prediction": text, "fills": fills}
                    for index, (text, fills) in sorted(outputs.items())]
-        return Predictions(written, {}, {})
+        return Predictions(records, {}, {})
 
 
 class MLMData(MLMDataFields, TextData):

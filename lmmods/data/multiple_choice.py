@@ -47,7 +47,7 @@ class MultipleChoiceCodec(NumbersCodec):
         specials = tokenizer.num_special_tokens_to_add(pair=True)
         if max_length <= specials:
             raise UserError(f"data.max_length is {max_length}, but the tokenizer adds {specials} special tokens to a "
-                            "pair of texts; raise it")
+                            "pair of texts. Raise it")
         encoder = ChoiceEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.unk_token_id, max_length, prompts_only)
         return encoder, {"format": "choices"}
 
@@ -95,20 +95,20 @@ class MultipleChoiceCodec(NumbersCodec):
             number `choice` from 0, and the `probabilities` of all choices; `accuracy` if all records say which is
             right.
         """
-        written = []
-        right: list[Any] = []  # is each choice right; None if the record does not say it
+        records = []
+        is_right: list[Any] = []  # whether each choice is right; None if unknown
         for index, logits in sorted(outputs.items()):
             row = rows[index]
             assert row is not None
             record = rows.source_row(row["index"])
             logits = logits[: row["choices"]].astype(np.float64)
-            powers = np.exp(logits - logits.max())
+            exponentials = np.exp(logits - logits.max())
             choice = int(logits.argmax())
-            written.append({**record, "prediction": read_question(record, with_answer=False).choices[choice],
-                            "choice": choice, "probabilities": (powers / powers.sum()).tolist()})
-            right.append(None if row["answer"] == IGNORED else choice == row["answer"])
-        is_scored, warnings = can_score(role, [is_right is not None for is_right in right])
-        return Predictions(written, {"accuracy": float(np.mean(right))} if is_scored else {}, {}, warnings)
+            records.append({**record, "prediction": read_question(record, with_answer=False).choices[choice],
+                            "choice": choice, "probabilities": (exponentials / exponentials.sum()).tolist()})
+            is_right.append(None if row["answer"] == IGNORED else choice == row["answer"])
+        is_scored, warnings = can_score(role, [is_hit is not None for is_hit in is_right])
+        return Predictions(records, {"accuracy": float(np.mean(is_right))} if is_scored else {}, {}, warnings)
 
     def example(self, rows: RowSet, index: int) -> dict[str, Any]:
         """Return the record of the question behind `index` of a predict batch."""
@@ -128,5 +128,5 @@ class MultipleChoiceData(MultipleChoiceDataFields, DataModule):
 
 
 def _name_of(row: dict[str, Any], index: int) -> str:
-    """Return a choice by its number, and whether it is the right one."""
+    """Describe a choice by its index, and whether it is the right one."""
     return f"choice {index}, right" if index == row["answer"] else f"choice {index}"

@@ -36,8 +36,8 @@ class QACodec(NumbersCodec):
 
     settings: QASettings
 
-    def __init__(self, settings: QASettings, *rest: Any) -> None:
-        super().__init__(settings, *rest)
+    def __init__(self, settings: QASettings, *arguments: Any) -> None:
+        super().__init__(settings, *arguments)
         self.spans = SpanSettings(settings.n_best_size, settings.max_answer_length, settings.null_score_diff_threshold,
                                   settings.version_2_with_negative)
 
@@ -49,22 +49,23 @@ class QACodec(NumbersCodec):
         if layout == "flat" and missing:
             raise UserError(f"{first.file}:{first.line}: no column {missing[0]!r}; the columns are "
                             f"{', '.join(first.values)}. Map yours with data.columns, or use SQuAD JSON")
-        tokenizer, ours = self.tokenizer, self.settings
+        tokenizer, settings = self.tokenizer, self.settings
         specials = tokenizer.num_special_tokens_to_add(pair=True)
         # Windows overlap by `stride` tokens, so one must hold more than that to advance.
-        room = ours.max_length - ours.question_max_length - specials
-        if room <= ours.stride:
-            raise UserError(f"data.max_length {ours.max_length} leaves {room} tokens for the context next to a "
-                            f"question of {ours.question_max_length}; that must be more than data.stride {ours.stride}")
+        context_length = settings.max_length - settings.question_max_length - specials
+        if context_length <= settings.stride:
+            raise UserError(f"data.max_length {settings.max_length} leaves {context_length} tokens for the context "
+                            f"next to a question of {settings.question_max_length}, but data.stride is "
+                            f"{settings.stride}. Raise data.max_length, or lower data.stride")
         encoder = WindowEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.cls_token_id, tokenizer.unk_token_id,
-                                ours.max_length, ours.stride, ours.question_max_length,
+                                settings.max_length, settings.stride, settings.question_max_length,
                                 tokenizer.padding_side == "right", prompts_only)
         return encoder, {"format": layout}
 
     def encoding_settings(self) -> dict[str, Any]:
-        ours = self.settings
-        return {"max_length": ours.max_length, "stride": ours.stride, "question_max_length": ours.question_max_length,
-                "side": self.tokenizer.padding_side}
+        settings = self.settings
+        return {"max_length": settings.max_length, "stride": settings.stride,
+                "question_max_length": settings.question_max_length, "side": self.tokenizer.padding_side}
 
     def regroup(self, records: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
         return flat_questions(records)
@@ -116,7 +117,7 @@ class QACodec(NumbersCodec):
         """Return details of the window with this `index` of a batch.
 
         Returns:
-            `question`: number of the question as read; `offsets` [T, 2]: first and last character of each token in the
+            `question`: index of the question as read; `offsets` [T, 2]: first and last character of each token in the
             context, -1 outside it; `cls_position`.
         """
         row = rows[index]
@@ -125,12 +126,12 @@ class QACodec(NumbersCodec):
                 "cls_position": int(row["cls_position"])}
 
     def golds(self, record: dict[str, Any]) -> list[str]:
-        """Return the texts of the gold answers; empty for none. Raises RowProblem: they are damaged."""
+        """Return the texts of the gold answers; empty for none. Raises RowProblem if they are damaged."""
         return [text for text, _ in gold_answers(record)]
 
     def is_labelled(self, record: dict[str, Any]) -> bool:
-        """Return True if a record gives the right answer, or says that there is none."""
-        with suppress(RowProblem):  # of damaged answers, which are none
+        """Return whether a record has the right answer, or states that there is none."""
+        with suppress(RowProblem):  # damaged answers count as missing
             self.golds(record)
             return record.get("answers") is not None or bool(record.get("is_impossible"))
         return False
@@ -152,29 +153,29 @@ class QACodec(NumbersCodec):
         """
         windows: dict[int, list[WindowLogits]] = {}
         for index, (start, end) in sorted(outputs.items()):
-            behind = self.window(rows, index)
-            length = len(behind["offsets"])
+            window = self.window(rows, index)
+            length = len(window["offsets"])
             # Without the padding of the batch.
             inside = slice(len(start) - length, None) if self.side == "left" else slice(length)
-            logits = WindowLogits(start[inside], end[inside], behind["offsets"], behind["cls_position"])
-            windows.setdefault(behind["question"], []).append(logits)
+            logits = WindowLogits(start[inside], end[inside], window["offsets"], window["cls_position"])
+            windows.setdefault(window["question"], []).append(logits)
         records = {question: rows.source_row(question) for question in sorted(windows)}
         keys, warnings = self._name_questions(role, rows, records)
-        written, chosen = [], Answers()
+        predictions, answers = [], Answers()
         for question, record in records.items():
             context = as_text(record["context"], "context")
-            chosen.add(keys[question], *choose_answer(context, windows[question], self.spans))
-            written.append({**record, "prediction": chosen.predictions[keys[question]]})
+            answers.add(keys[question], *choose_answer(context, windows[question], self.spans))
+            predictions.append({**record, "prediction": answers.predictions[keys[question]]})
         scores: dict[str, float] = {}
         is_scored, more = can_score(role, [self.is_labelled(record) for record in records.values()])
         if is_scored:
             golds = {keys[question]: self.golds(record) for question, record in records.items()}
-            scores, left_out = self._scores(role, chosen, golds)
-            more = (*more, *left_out)
-        files = {"predictions.json": chosen.predictions, "nbest_predictions.json": chosen.nbest}
+            scores, exclusions = self._scores(role, answers, golds)
+            more = (*more, *exclusions)
+        files = {"predictions.json": answers.predictions, "nbest_predictions.json": answers.nbest}
         if self.spans.version_2_with_negative:
-            files["null_odds.json"] = chosen.null_odds
-        return Predictions(written, scores, files, (*warnings, *more))
+            files["null_odds.json"] = answers.null_odds
+        return Predictions(predictions, scores, files, (*warnings, *more))
 
     def _name_questions(self, role: str, rows: RowSet, records: dict[int, dict[str, Any]]
                         ) -> tuple[dict[int, str], tuple[str, ...]]:
@@ -184,20 +185,20 @@ class QACodec(NumbersCodec):
         These files contain one answer per id, like SQuAD's; a duplicate id is followed by the number.
         """
         keys: dict[int, str] = {}
-        taken: set[str] = set()
+        used_keys: set[str] = set()
         repeated = []
         for question, record in records.items():
             key = str(question if record.get("id") in (None, "") else record["id"])
-            if key in taken:
+            if key in used_keys:
                 repeated.append(f"{key} ({rows.location(question)})")
                 key = f"{key}#{question}"
-            taken.add(key)
+            used_keys.add(key)
             keys[question] = key
         warnings = (f"{len(repeated)} questions of {role} share the id of another one, the first is {repeated[0]}. "
                     "Each is answered and scored separately; predictions.json names them ID#ROW.",) if repeated else ()
         return keys, warnings
 
-    def _scores(self, role: str, chosen: Answers, golds: dict[str, list[str]]
+    def _scores(self, role: str, answers: Answers, golds: dict[str, list[str]]
                 ) -> tuple[dict[str, float], tuple[str, ...]]:
         """Return scores and warnings."""
         if not self.spans.version_2_with_negative:
@@ -205,11 +206,11 @@ class QACodec(NumbersCodec):
             warnings = (f"The scores of {role} exclude {len(golds) - len(answerable)} of {len(golds)} questions, "
                         "which have no answer. Set data.version_2_with_negative to score them.",
                         ) if len(answerable) < len(golds) else ()
-            scores = squad_scores(chosen.predictions, answerable, version_2=False) if answerable else {}
+            scores = squad_scores(answers.predictions, answerable, version_2=False) if answerable else {}
             return scores, warnings
-        scores = squad_scores(chosen.predictions, golds, version_2=True)
+        scores = squad_scores(answers.predictions, golds, version_2=True)
         for name, score in (("exact_match", exact_match), ("f1", token_f1)):
-            threshold, best = best_threshold(chosen.best_non_null, golds, chosen.null_odds, score)
+            threshold, best = best_threshold(answers.best_non_null, golds, answers.null_odds, score)
             scores |= {f"best_{name}": best, f"best_{name}_threshold": threshold}
         return scores, ()
 
@@ -222,5 +223,5 @@ class QAData(QADataFields, DataModule):
     @classmethod
     def recognise(cls, row: Row) -> str | None:
         columns = row.values.keys()
-        is_ours = {"paragraphs", "qas"} & columns or {"question", "context", "answers"} <= columns
-        return "the rows are questions on contexts" if is_ours else None
+        is_known = {"paragraphs", "qas"} & columns or {"question", "context", "answers"} <= columns
+        return "the rows are questions on contexts" if is_known else None

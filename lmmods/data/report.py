@@ -13,12 +13,12 @@ from lmmods.data.read.by_role import Role
 from lmmods.data.store.rows import RowSet
 
 SAMPLE = 200_000  # rows from which the padding of larger sets is estimated
-MOST_UNKNOWN = 0.03  # fraction of unknown tokens above which a vocabulary probably does not fit the texts
-MOST_UNUSED = 30  # keys that the table names; data_report.json names all
+MAX_UNKNOWN = 0.03  # fraction of unknown tokens above which a vocabulary probably does not fit the texts
+MAX_UNUSED = 30  # keys that the table names; data_report.json names all
 # Parts of rows that are in no token, in words.
 LEFT_OVER = {"not_used": "not used", "for_rewards": "only for rewards"}
 EVALUATIONS = {"val": "Validation", "test": "Test", "predict": "Predict"}
-MOST_LABELS = 12  # labels that the table counts; data_report.json counts all
+MAX_LABELS = 12  # labels that the table counts; data_report.json counts all
 
 
 def describe(settings: Settings, codec: Codec, sets: dict[Role, RowSet], items_of: Callable[[Role], Any],
@@ -55,7 +55,7 @@ def describe_source(info: dict[str, Any], left_over: str) -> dict[str, Any]:
     """Return a summary of one source, from its store's info.json.
 
     Args:
-        left_over: Key of the counts of what is in no token.
+        left_over: Key of the counts of columns that no token contains.
     """
     counts = {name: count for name, count in info["counts"].items() if not name.startswith((UNUSED, SPELLED))}
     unused = {_key_name(name): count for name, count in info["counts"].items() if name.startswith(UNUSED)}
@@ -83,10 +83,10 @@ def unknown_tokens(counts: dict[str, Any]) -> str | None:
     return f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.1%})" if unknown else None
 
 
-def misfit(info: dict[str, Any]) -> str | None:
-    """Message for a source with too many unknown tokens, from its store's info.json; None if there are few."""
+def describe_unknown_tokens(info: dict[str, Any]) -> str | None:
+    """Describe a source with too many unknown tokens, from its store's info.json; None if there are few."""
     counts = info["counts"]
-    if counts.get("unknown_tokens", 0) <= MOST_UNKNOWN * counts.get("tokens", 0):
+    if counts.get("unknown_tokens", 0) <= MAX_UNKNOWN * counts.get("tokens", 0):
         return None
     return (f"{info['path']}: {unknown_tokens(counts)} are unknown to the vocabulary, so the model cannot learn "
             "what they mean. Set data.tokenizer to one that fits the texts; if that is a folder with only "
@@ -96,23 +96,23 @@ def misfit(info: dict[str, Any]) -> str | None:
 
 def describe_lost(role: Role, info: dict[str, Any]) -> list[str]:
     """Describe which rows of a source an evaluation does not see, or not as a whole, from its store's info.json."""
-    what, counts, lines = EVALUATIONS[role], info["counts"], []
+    evaluation, counts, lines = EVALUATIONS[role], info["counts"], []
     if info["dropped"]:
-        lines.append(f"{what} excludes rows of {info['path']}, {describe_dropped(info)}")
+        lines.append(f"{evaluation} excludes rows of {info['path']}, {describe_dropped(info)}")
     if counts.get("rows_cut"):
-        lines.append(f"{what} does not cover all of {info['path']}: {counts['rows_cut']} of {info['rows_kept']} rows "
-                     f"are longer than the limits and lose {counts['tokens_cut']} tokens in total")
+        lines.append(f"{evaluation} does not cover all of {info['path']}: {counts['rows_cut']} of {info['rows_kept']} "
+                     f"rows are longer than the limits and lose {counts['tokens_cut']} tokens in total")
     return lines
 
 
-def _key_name(counted: str) -> str:
+def _key_name(name: str) -> str:
     """Return the key that a count of unused keys refers to, in printable characters."""
-    return counted.removeprefix(UNUSED)[:80].encode(errors="backslashreplace").decode()
+    return name.removeprefix(UNUSED)[:80].encode(errors="backslashreplace").decode()
 
 
 def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, seed: int,
                   batches_per_step: int) -> dict[str, Any]:
-    """Size of a split, lengths, and the share of padding under each way of batching, estimated for very large sets.
+    """Return the size and lengths of a split, and the fraction of padding for each way of batching.
 
     Args:
         items: Dataset with `lengths`, and with `tokens` if items are several sequences.
@@ -132,10 +132,10 @@ def describe_rows(items: Any, batch_size: int, multiple: int, max_length: int, s
 
 def _padding_shares(lengths: np.ndarray, tokens: np.ndarray, num_answers: int, batch_size: int, multiple: int,
                     max_length: int, seed: int, rule: OrderRule) -> dict[str, float]:
-    """Return the fraction of padding under each way of batching; of more than SAMPLE rows, that of a random sample."""
+    """Return the fraction of padding for each way of batching, estimated from a sample if there are many rows."""
     if len(lengths) > SAMPLE:
-        chosen = np.random.default_rng([seed, len(lengths)]).choice(len(lengths), SAMPLE)
-        lengths, tokens = lengths[chosen], tokens[chosen]
+        sampled = np.random.default_rng([seed, len(lengths)]).choice(len(lengths), SAMPLE)
+        lengths, tokens = lengths[sampled], tokens[sampled]
     orders = {
         "shuffled": training_order(lengths, batch_size, [seed, 0], rule),
         "group_by_length": training_order(lengths, batch_size, [seed, 0], rule, group_by_length=True),
@@ -151,14 +151,14 @@ def _padding_shares(lengths: np.ndarray, tokens: np.ndarray, num_answers: int, b
 
 def padding_share(lengths: np.ndarray, order: np.ndarray, batch_size: int, multiple: int, max_length: int,
                   num_tokens: float) -> float:
-    """Share of padding if rows of `num_tokens` in total are batched in `order`, `batch_size` at a time."""
+    """Return the fraction of padding if rows of `num_tokens` in total are batched in `order`."""
     ordered = lengths[order]
-    longest = np.maximum.reduceat(ordered, np.arange(0, len(ordered), batch_size))  # of each batch
+    max_lengths = np.maximum.reduceat(ordered, np.arange(0, len(ordered), batch_size))  # of each batch
     # As `Collator.pad_length`.
-    padded = np.maximum(longest, np.minimum(-(-longest // multiple) * multiple, max_length))
-    sizes = np.full(len(longest), batch_size)
+    padded = np.maximum(max_lengths, np.minimum(-(-max_lengths // multiple) * multiple, max_length))
+    sizes = np.full(len(max_lengths), batch_size)
     # The last batch may be short.
-    sizes[-1] = len(ordered) - batch_size * (len(longest) - 1)
+    sizes[-1] = len(ordered) - batch_size * (len(max_lengths) - 1)
     return float(1 - num_tokens / (padded * sizes).sum())
 
 
@@ -194,13 +194,13 @@ def render_table(report: dict[str, Any]) -> str:
             lines.append(f"  {source['responses_unlike_inference']} responses do not follow the prompt of "
                          "inference: the chat template opens these answers differently")
         for key, words in LEFT_OVER.items():
-            if named := [f"{name} ({rows} rows)" for name, rows in source.get(key, {}).items()]:
-                lines.append(f"  {words}: {', '.join(named[:MOST_UNUSED])}"
-                             + (f" and {len(named) - MOST_UNUSED} more" if len(named) > MOST_UNUSED else ""))
+            if listed := [f"{name} ({rows} rows)" for name, rows in source.get(key, {}).items()]:
+                lines.append(f"  {words}: {', '.join(listed[:MAX_UNUSED])}"
+                             + (f" and {len(listed) - MAX_UNUSED} more" if len(listed) > MAX_UNUSED else ""))
         if spelled := source.get("special_tokens_spelled"):
-            named = [f"{name} ({rows} rows)" for name, rows in spelled.items()]
+            listed = [f"{name} ({rows} rows)" for name, rows in spelled.items()]
             lines.append(f"  special tokens spelled in target texts, where they stay text: "
-                         f"{', '.join(named[:MOST_UNUSED])}")
+                         f"{', '.join(listed[:MAX_UNUSED])}")
         if source.get("words_cut"):
             lines.append(f"  truncated {source['words_cut']} of {source['words']} words with them")
         if source.get("words_without_token"):
@@ -221,7 +221,7 @@ def render_table(report: dict[str, Any]) -> str:
 
 
 def _mixing_lines(mixing: dict[str, Any]) -> list[str]:
-    """Return the share of each source, and how often an epoch has its rows."""
+    """Describe the share of each source, and how often an epoch has its rows."""
     size = f": an epoch has {mixing['rows_per_epoch']} rows" if "rows_per_epoch" in mixing else ""
     lines = [f"mixing by the rule {mixing['rule']}{size}"]
     for source in mixing["sources"]:
@@ -232,11 +232,11 @@ def _mixing_lines(mixing: dict[str, Any]) -> list[str]:
 
 
 def _label_list(counts: dict[str, int]) -> str:
-    """Return how many rows have each label, the most frequent first, and which labels none has."""
+    """Describe how many rows have each label, most frequent first, and which labels have none."""
     total = max(sum(counts.values()), 1)
     pairs = sorted(((name, count) for name, count in counts.items() if count), key=lambda pair: -pair[1])
     absent = [name for name, count in counts.items() if not count]
-    shown = [f"{name} {count} ({count / total:.1%})" for name, count in pairs[:MOST_LABELS]]
-    more = [f"{len(pairs) - MOST_LABELS} more"] if len(pairs) > MOST_LABELS else []
-    return ", ".join([*shown, *more]) + (f"; none of {', '.join(absent[:MOST_LABELS])}"
-                                         + (" ..." if len(absent) > MOST_LABELS else "") if absent else "")
+    shown = [f"{name} {count} ({count / total:.1%})" for name, count in pairs[:MAX_LABELS]]
+    more = [f"{len(pairs) - MAX_LABELS} more"] if len(pairs) > MAX_LABELS else []
+    return ", ".join([*shown, *more]) + (f"; none of {', '.join(absent[:MAX_LABELS])}"
+                                         + (" ..." if len(absent) > MAX_LABELS else "") if absent else "")

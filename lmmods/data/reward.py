@@ -70,13 +70,13 @@ class RewardCodec(NumbersCodec, AnswersCodec):
             UserError: One is too long under data.on_overflow: error.
         """
         ids_of: list[np.ndarray | None] = [None] * len(answers)
-        for layout, kind in (("text", str), ("messages", Conversation)):
-            indices = [index for index, answer in enumerate(answers) if isinstance(answer, kind)]
+        for layout, answer_type in (("text", str), ("messages", Conversation)):
+            indices = [index for index, answer in enumerate(answers) if isinstance(answer, answer_type)]
             if not indices:
                 continue
             encoder = PreferenceEncoder(self.conversation_encoder(layout, prompts_only=False), "single")
             try:
-                encoded = encoder.encode([answers[index] for index in indices], _as_judged)
+                encoded = encoder.encode([answers[index] for index in indices], _to_judged)
             except RowError as error:
                 raise UserError(f"an answer cannot be encoded for scoring: {error.args[1]}") from error
             ids = encoded.columns["input_ids"]
@@ -127,27 +127,27 @@ class RewardCodec(NumbersCodec, AnswersCodec):
         """
         single = self._single(rows) if role == "predict" else None
         scores_of: dict[int, dict[int, float]] = {}  # by record: scores, of the chosen answer at 1
-        for number, scores in sorted(outputs.items()):
+        for index, scores in sorted(outputs.items()):
             if single is not None:
-                row = rows[int(single.row_of[number])]
-                is_chosen = _name_of(row, int(single.place_of[number])) == CHOSEN
-                judged = {int(is_chosen): float(scores[0])}
+                row = rows[int(single.row_of[index])]
+                is_chosen = _name_of(row, int(single.place_of[index])) == CHOSEN
+                row_scores = {int(is_chosen): float(scores[0])}
             else:
-                row = rows[number]
-                judged = {1: float(scores[0]), 0: float(scores[1])}
-            scores_of.setdefault(row["index"], {}).update(judged)
-        written, pairs = [], []
-        for index, judged in scores_of.items():
+                row = rows[index]
+                row_scores = {1: float(scores[0]), 0: float(scores[1])}
+            scores_of.setdefault(row["index"], {}).update(row_scores)
+        records, pairs = [], []
+        for index, row_scores in scores_of.items():
             record = rows.source_row(index)
             if holds_pair(record):
-                pairs.append([judged.get(1), judged.get(0)])
-                written.append({**record, "scores": pairs[-1]})
+                pairs.append([row_scores.get(1), row_scores.get(0)])
+                records.append({**record, "scores": pairs[-1]})
             else:
-                written.append({**record, "score": judged[1]})
+                records.append({**record, "score": row_scores[1]})
         num_whole = sum(None not in pair for pair in pairs)
         warnings = (f"{role} has no accuracy and margin: {len(scores_of) - num_whole} of {len(scores_of)} rows are not "
                     "pairs of answers that both have a score.",) if 0 < num_whole < len(scores_of) else ()
-        return Predictions(written, _metrics(scores_of, pairs), {}, warnings)
+        return Predictions(records, _metrics(scores_of, pairs), {}, warnings)
 
     def example(self, rows: RowSet, index: int) -> dict[str, Any]:
         """Return the record of the answer behind `index` of a predict batch."""
@@ -177,7 +177,7 @@ class RewardData(RewardDataFields, ConversationData):
                 bos_token=self._tokenizer.bos_token or self.tokenizer.bos_token or self.tokenizer.cls_token)
 
 
-def _as_judged(answer: str | Conversation) -> list[Judged]:
+def _to_judged(answer: str | Conversation) -> list[Judged]:
     """Return an answer as `PreferenceEncoder` takes it. Raises RowProblem for an empty text."""
     return [Judged(read_conversation("text", {"text": answer}, {}) if isinstance(answer, str) else answer, True)]
 
@@ -191,7 +191,7 @@ def _metrics(scores_of: dict[int, dict[int, float]], pairs: list[list[float | No
     """Return the metrics of scores by row, and of the pairs among these, (chosen, rejected)."""
     if not scores_of:
         return {}
-    scores = np.array([score for judged in scores_of.values() for score in judged.values()])
+    scores = np.array([score for row_scores in scores_of.values() for score in row_scores.values()])
     metrics = {"reward_min": float(scores.min()), "reward_mean": float(scores.mean()),
                "reward_max": float(scores.max())}
     # Metrics over some of the rows would be mistaken for metrics over all.

@@ -74,9 +74,9 @@ def choose_answer(context: str, windows: list[WindowLogits], settings: SpanSetti
         nbest = [{"text": "", "score": 0.0, "start_logit": 0.0, "end_logit": 0.0}]
     scores = np.array([entry.pop("score") for entry in nbest])
     # Softmax over the list, shifted so that no exponential overflows.
-    shares = np.exp(scores - scores.max())
-    for entry, share in zip(nbest, shares / shares.sum(), strict=True):
-        entry["probability"] = float(share)
+    exponentials = np.exp(scores - scores.max())
+    for entry, probability in zip(nbest, exponentials / exponentials.sum(), strict=True):
+        entry["probability"] = float(probability)
     # The best non-empty answer: thresholds on the odds choose between it and the empty one.
     best = next((index for index, entry in enumerate(nbest) if entry["text"]), None)
     best_text = nbest[best]["text"] if best is not None else ""
@@ -87,7 +87,7 @@ def choose_answer(context: str, windows: list[WindowLogits], settings: SpanSetti
 
 
 def _candidates(window: WindowLogits, settings: SpanSettings) -> list[tuple[float, float, float, int, int]]:
-    """(score, start, end, first character, character behind the last) of the best spans of a window."""
+    """Return (score, start, end, first character, character after the last) of the best spans of a window."""
     starts = np.argsort(-window.start, kind="stable")[: settings.n_best_size]  # [N] tokens, N = n_best_size at most
     ends = np.argsort(-window.end, kind="stable")[: settings.n_best_size]
     length = ends[None, :] - starts[:, None] + 1  # [N, N] tokens of each span

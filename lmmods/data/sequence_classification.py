@@ -16,7 +16,7 @@ from lmmods.data.codec import ModelFacts, Predictions, can_score
 from lmmods.data.encode.encoder import Encoder, RowCounts
 from lmmods.data.encode.labels import DECIMAL_COMMA, Labels, SequenceEncoder, cell_list, label_name, read_bits
 from lmmods.data.label_metrics import class_report, multi_label_scores, regression_scores, single_label_scores
-from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, LabelSettings, cutting_tokenizer, find_column
+from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, LabelSettings, find_column, make_truncating_tokenizer
 from lmmods.data.read.cells import as_text
 from lmmods.data.read.conversation import RowProblem
 from lmmods.data.read.formats import format_of
@@ -51,7 +51,8 @@ class LabelSurvey:
         self.names: dict[bool, set[str]] = {False: set(), True: set()}
         self.row_counts = RowCounts()
         self._column = column
-        self._kinds: Counter[str] = Counter()  # rows with a list, a fraction, a decimal comma, an integer or a string
+        # Rows with a list, a fraction, a decimal comma, an integer or a string.
+        self._type_counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}  # first row of each kind, and the first list with a fraction
         self._has_bits_only = True  # in lists
         self._list_lengths: set[int] = set()
@@ -66,16 +67,16 @@ class LabelSurvey:
         except RowProblem as problem:
             self.row_counts.drop(row, str(problem))
             return
-        kind, shown = _kind(value), f"{row.file}:{row.line}: {reprlib.repr(value)}"
-        self._kinds[kind] += 1
-        self._first.setdefault(kind, shown)
+        value_type, location = _value_type(value), f"{row.file}:{row.line}: {reprlib.repr(value)}"
+        self._type_counts[value_type] += 1
+        self._first.setdefault(value_type, location)
         if len(self.names[is_list]) <= MOST_LABELS:
             self.names[is_list] |= names
         if is_list:
             self._list_lengths.add(len(value))
             self._has_bits_only &= class_names is None and read_bits(value) is not None
             if any(isinstance(item, float) and not item.is_integer() for item in value):
-                self._first.setdefault(FRACTIONS, shown)
+                self._first.setdefault(FRACTIONS, location)
 
     def problem_type(self, labels: list[str] | None) -> ProblemType:
         """Return the problem type that fits most rows.
@@ -86,16 +87,16 @@ class LabelSurvey:
         Raises:
             UserError: The labels look like numbers with a decimal comma.
         """
-        kinds = self._kinds
-        if 2 * kinds["list"] > kinds.total():
+        type_counts = self._type_counts
+        if 2 * type_counts["list"] > type_counts.total():
             return "multi_label"
-        if kinds["text"] or kinds["list"]:
+        if type_counts["text"] or type_counts["list"]:
             return "single_label"
-        if labels is None and kinds[COMMA]:
+        if labels is None and type_counts[COMMA]:
             raise UserError(f"{self._first[COMMA]} in the column {self._column!r} looks like a number with a decimal "
                             "comma. Write numbers with a point and several labels of a row as a list; if these are "
                             "names of labels, set data.problem_type to single_label")
-        return "regression" if kinds["fraction"] else "single_label"
+        return "regression" if type_counts["fraction"] else "single_label"
 
     def label_lists(self, labels: list[str] | None) -> LabelLists | None:
         """Return how to read lists of zeros and ones; None if there are other lists, or none.
@@ -126,7 +127,7 @@ class LabelSurvey:
 
     def check_classes(self) -> None:
         """Raise UserError if there is about one label for each row."""
-        names, rows = self.names[False], self._kinds.total() - self._kinds["list"]
+        names, rows = self.names[False], self._type_counts.total() - self._type_counts["list"]
         if rows > FEW_ROWS and len(names) > MOST_CLASSES * rows:
             raise UserError(f"data.source: the column {self._column!r} has {len(names)} different values in {rows} "
                             f"rows ({', '.join(sorted(names)[:3])} ...), so they are probably not labels. Set "
@@ -174,7 +175,7 @@ class SequenceClassificationCodec(LabelCodec):
         is_pair = len(texts) == 2
         labels = Labels(self.labels, reader.class_names(label_column))
         positions = self._positions() if self.label_lists == "positions" else None
-        cutting = cutting_tokenizer(self.tokenizer, self.settings.max_length, is_pair)
+        cutting = make_truncating_tokenizer(self.tokenizer, self.settings.max_length, is_pair)
         encoder = SequenceEncoder(cutting, prompts_only, texts, label_column, self.settings.problem_type, labels,
                                   positions)
         return encoder, {"format": "pair of texts" if is_pair else "text", "notes": self._notes(is_pair)}
@@ -215,8 +216,8 @@ class SequenceClassificationCodec(LabelCodec):
         if self.settings.problem_type == "multi_label":
             counts = rows.counts("label", len(self.labels))
         else:
-            numbers = rows.column("label")
-            counts = np.bincount(numbers[numbers != IGNORED], minlength=len(self.labels))
+            labels = rows.column("label")
+            counts = np.bincount(labels[labels != IGNORED], minlength=len(self.labels))
         return dict(zip(self.labels, counts.tolist(), strict=True))
 
     def count_labelled(self, rows: RowSet) -> int:
@@ -226,7 +227,7 @@ class SequenceClassificationCodec(LabelCodec):
         label, column = item["label"], self.settings.label_column
         if self.settings.problem_type == "regression":
             return f"{column} {label:g}"
-        return f"{column} {', '.join(self.labels[number] for number in np.atleast_1d(label)) or '(none)'}"
+        return f"{column} {', '.join(self.labels[index] for index in np.atleast_1d(label)) or '(none)'}"
 
     # From outputs to predictions
 
@@ -244,32 +245,33 @@ class SequenceClassificationCodec(LabelCodec):
             return Predictions([], {}, {})
         indices = sorted(outputs)
         logits = np.stack([outputs[index] for index in indices]).astype(np.float64)  # [N, K]
-        written = [{**self.example(rows, index), **self._predicted(values)}
+        records = [{**self.example(rows, index), **self._to_prediction(values)}
                    for index, values in zip(indices, logits, strict=True)]
         labels = [rows[index]["label"] for index in indices]
         is_regression = self.settings.problem_type == "regression"
         is_scored, warnings = can_score(role, [math.isfinite(label) if is_regression else
                                                IGNORED not in np.atleast_1d(label) for label in labels])
-        return Predictions(written, *(self._scores(logits, labels) if is_scored else ({}, {})), warnings)
+        return Predictions(records, *(self._scores(logits, labels) if is_scored else ({}, {})), warnings)
 
-    def _predicted(self, logits: np.ndarray) -> dict[str, Any]:
+    def _to_prediction(self, logits: np.ndarray) -> dict[str, Any]:
         if self.settings.problem_type == "regression":
             return {"prediction": float(logits[0])}
         if self.settings.problem_type == "multi_label":
-            shares = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
-            chosen: Any = [name for name, share in zip(self.labels, shares, strict=True) if share > 0.5]
+            probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
+            prediction: Any = [name for name, probability in zip(self.labels, probabilities, strict=True)
+                               if probability > 0.5]
         else:
-            shares = np.exp(logits - np.logaddexp.reduce(logits))
-            chosen = self.labels[int(logits.argmax())]
-        return {"prediction": chosen, "probabilities": dict(zip(self.labels, shares.tolist(), strict=True))}
+            probabilities = np.exp(logits - np.logaddexp.reduce(logits))
+            prediction = self.labels[int(logits.argmax())]
+        return {"prediction": prediction, "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True))}
 
     def _scores(self, logits: np.ndarray, labels: list[Any]) -> tuple[dict[str, float], dict[str, Any]]:
         if self.settings.problem_type == "regression":
             return regression_scores(logits[:, 0], np.array(labels)), {}
         if self.settings.problem_type == "single_label":
-            numbers = np.array(labels)
-            report = class_report(logits.argmax(1), numbers, self.labels)
-            return single_label_scores(logits, numbers), {"classes.json": report}
+            classes = np.array(labels)
+            report = class_report(logits.argmax(1), classes, self.labels)
+            return single_label_scores(logits, classes), {"classes.json": report}
         present = np.zeros(logits.shape, bool)
         for index, row in enumerate(labels):
             present[index, row] = True
@@ -309,20 +311,21 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
             raise UserError(f"{first.file}:{first.line}: no text column; the columns are {', '.join(first.values)}. "
                             "Set data.text_columns to one or two of them")
         class_names = [reader.class_names(label_column) for reader in readers]
-        survey, given_labels = LabelSurvey(label_column), self._given["labels"]
-        if given_labels is None or self._given["problem_type"] in (None, "multi_label"):
-            for reader, known in zip(readers, class_names, strict=True):
+        survey, explicit_labels = LabelSurvey(label_column), self._explicit["labels"]
+        if explicit_labels is None or self._explicit["problem_type"] in (None, "multi_label"):
+            for reader, names_of_classes in zip(readers, class_names, strict=True):
                 for row in self._sampled(reader):
-                    survey.add(row, known)
-        problem_type = self._given["problem_type"] or survey.problem_type(given_labels)
-        label_lists = survey.label_lists(given_labels) if problem_type == "multi_label" else None
+                    survey.add(row, names_of_classes)
+        problem_type = self._explicit["problem_type"] or survey.problem_type(explicit_labels)
+        label_lists = survey.label_lists(explicit_labels) if problem_type == "multi_label" else None
         names = survey.names[problem_type == "multi_label"] if label_lists != "positions" else survey.positions
         labels = [] if problem_type == "regression" else self._known_labels(
             names, class_names, label_column, survey.row_counts)
         if problem_type == "single_label" and len(labels) < 2:
             raise UserError(f"data.source: all rows have the label {labels[0]!r} in the column {label_column!r}, so "
                             "there is nothing to learn. Add rows with other labels")
-        if problem_type == "single_label" and not (given_labels or self._given["problem_type"] or any(class_names)):
+        is_explicit = explicit_labels or self._explicit["problem_type"] or any(class_names)
+        if problem_type == "single_label" and not is_explicit:
             survey.check_classes()
         return {"labels": labels, "problem_type": problem_type, "text_columns": list(columns),
                 "label_column": label_column, "label_lists": label_lists}
@@ -334,7 +337,7 @@ class SequenceClassificationData(SequenceClassificationDataFields, LabelData):
 
 
 def text_columns(row: Row, label_column: str) -> list[str]:
-    """The usual columns of a text or a pair in a row, else its first two columns of text; empty if it has none."""
+    """Return the usual columns of a text or pair in a row, or else its first two text columns; empty if it has none."""
     usual = next((list(names) for names in TEXTS if all(name in row.values for name in names)), None)
     return usual or [name for name, value in row.values.items()
                      if isinstance(value, str) and name not in (label_column, *NO_TEXTS)][:2]
@@ -349,7 +352,7 @@ def _cell(value: Any) -> Any:
         return value
 
 
-def _kind(value: Any) -> str:
+def _value_type(value: Any) -> str:
     if isinstance(value, list):
         return "list"
     if isinstance(value, bool):

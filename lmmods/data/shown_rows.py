@@ -28,8 +28,8 @@ def show_rows(items: Any, rows: RowSet, num_rows: int, which: Which | list[int],
     Raises:
         UserError: A row number does not exist.
     """
-    shown = [items[index] for index in _places(items, num_rows, which, unknown_id)]
-    return [_show(row, rows, codec) for item in shown for row in _answers(item)]
+    selected = [items[index] for index in _select(items, num_rows, which, unknown_id)]
+    return [_show(row, rows, codec) for item in selected for row in _answers(item)]
 
 
 def _answers(item: dict[str, Any]) -> list[dict[str, Any]]:
@@ -37,11 +37,11 @@ def _answers(item: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**item, **answer} for answer in item["answers"]] if "answers" in item else [item]
 
 
-def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int | None) -> list[int]:
+def _select(items: Any, num_rows: int, which: Which | list[int], unknown_id: int | None) -> list[int]:
     if isinstance(which, list):
         wrong = [index for index in which if not 0 <= index < len(items)]
         if wrong:
-            raise UserError(f"row {wrong[0]} does not exist; the training set has rows 0 to {len(items) - 1}")
+            raise UserError(f"row {wrong[0]} does not exist. Use one of rows 0 to {len(items) - 1}")
         return which
     if which == "first":
         return list(range(min(num_rows, len(items))))
@@ -53,7 +53,7 @@ def _places(items: Any, num_rows: int, which: Which | list[int], unknown_id: int
 
 
 def _show(row: dict[str, Any], rows: RowSet, codec: Codec) -> dict[str, Any]:
-    # Where `index` numbers the items themselves, `source` is the number of the row as read.
+    # If `index` counts the items themselves, `source` is the index of the row as read.
     ids, index = row["input_ids"].tolist(), int(row.get("source", row["index"]))
     labels = {"labels": row["labels"].tolist()} if "labels" in row else {}
     prompt = {"prompt_length": int(row["prompt_length"])} if "prompt_length" in row else {}

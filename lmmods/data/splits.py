@@ -25,8 +25,8 @@ class Splits:
     """Rows by role.
 
     Attributes:
-        sets: Those that have been opened.
-        left_out: By store, what the report says of its duplicates.
+        sets: Rows of the roles that have been opened.
+        left_out: Report entries about duplicates, by store.
     """
 
     def __init__(self, settings: Settings, sources: Sources, codec: Codec) -> None:
@@ -83,11 +83,11 @@ class Splits:
         if len(held_out):
             self.sets["val"] = held_out
         weights = [source.times for source in self._sources.by_role["train"]]
-        # With mixing, weights make shares of batches, and each row is there once.
+        # With mixing, weights are shares of batches, and each row occurs once.
         self.sets["train"] = rows if settings.mixes else repeat_by_weight(rows, weights, settings.seed)
 
     def _find_duplicates(self, rows: RowSet, is_first: bool) -> Duplicates:
-        """Return which of the training rows as read repeat an earlier one, from the cache if it knows."""
+        """Return which of the training rows as read repeat an earlier one, from the cache if possible."""
         if self._duplicates is not None:
             return self._duplicates
         settings, codec = self._settings, self._codec
@@ -98,7 +98,7 @@ class Splits:
         path = cache_folder(settings.cache_dir) / f"duplicates-{key}.npz"
         duplicates = None if settings.rebuild_cache and is_first else read_duplicates(path)
         if duplicates is None:
-            # Windows of one row as read are one text.
+            # Windows of one row as read have its texts.
             read = lru_cache(1)(lambda index: (rows.source_row(index), rows.info(index)))
             duplicates = find_duplicates(np.unique(rows.index).tolist(), lambda index: codec.list_texts(*read(index)),
                                          threshold, _encoded_of(rows), lambda index: codec.context_of(*read(index)))
@@ -107,27 +107,27 @@ class Splits:
         return duplicates
 
     def _drop_duplicates(self, rows: RowSet, is_first: bool) -> RowSet:
-        """Return the training rows that repeat no other one, and note the others in `left_out`."""
-        repeated = self._find_duplicates(rows, is_first)
-        for index, of, near in zip(repeated.rows.tolist(), repeated.of.tolist(), repeated.near.tolist(), strict=True):
-            noted = self.left_out.setdefault(rows.store_of(index).name, {"dropped": {}})
-            reason = f"{'nearly ' if near else ''}the same as an earlier row"
-            entry = noted["dropped"].setdefault(reason, {"rows": 0, "first": []})
+        """Return the training rows without duplicates, and add the duplicates to `left_out`."""
+        duplicates = self._find_duplicates(rows, is_first)
+        for index, original, is_near in zip(*(column.tolist() for column in duplicates), strict=True):
+            report = self.left_out.setdefault(rows.store_of(index).name, {"dropped": {}})
+            reason = f"{'nearly ' if is_near else ''}the same as an earlier row"
+            entry = report["dropped"].setdefault(reason, {"rows": 0, "first": []})
             entry["rows"] += 1
             if len(entry["first"]) < EXAMPLES_PER_REASON:
-                entry["first"].append(f"{rows.location(index)}, like {rows.location(of)}")
-        kept = rows.subset(np.flatnonzero(~np.isin(rows.index, repeated.rows)))
-        for store, size in zip(rows.stores, kept.source_sizes.tolist(), strict=True):
-            if counted := self.left_out.get(store.name):
-                counted["rows_kept"] = counted.get("rows_kept", 0) + size
-        return kept
+                entry["first"].append(f"{rows.location(index)}, like {rows.location(original)}")
+        unique_rows = rows.subset(np.flatnonzero(~np.isin(rows.index, duplicates.rows)))
+        for store, size in zip(rows.stores, unique_rows.source_sizes.tolist(), strict=True):
+            if report := self.left_out.get(store.name):
+                report["rows_kept"] = report.get("rows_kept", 0) + size
+        return unique_rows
 
     def rows(self, role: Role) -> RowSet:
         """Return the rows of a role that has been opened. Raises UserError if none are set."""
         if role not in self.sets:
-            wanted = {"val": "data.val_source or data.val_size", "test": "data.test_source",
-                      "predict": "data.predict_source, data.test_source, data.val_source or data.val_size"}[role]
-            raise UserError(f"no rows for {role}; set {wanted}")
+            keys = {"val": "data.val_source or data.val_size", "test": "data.test_source",
+                    "predict": "data.predict_source, data.test_source, data.val_source or data.val_size"}[role]
+            raise UserError(f"there are no {role} rows. Set {keys}")
         return self.sets[role]
 
     @cached_property

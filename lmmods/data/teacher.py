@@ -31,47 +31,47 @@ SHOWN = 3  # tokens named in a message
 
 
 def check_teacher(teacher: Teacher, tokenizer: Any, trust_remote_code: bool = False) -> None:
-    """Raise UserError unless a teacher has the vocabulary of the data, whose ids its distributions are over.
+    """Raise UserError unless a teacher has the same vocabulary as the data.
 
-    Its padding token may be another, and its network may have more rows than there are tokens: these are left out.
+    Its padding token may differ, and its network may have more rows than there are tokens; these are ignored.
 
     Args:
-        tokenizer: Of the data.
+        tokenizer: Tokenizer of the data.
     """
     has_own = teacher.adapter is not None and os.path.isfile(os.path.join(teacher.adapter, "tokenizer_config.json"))
     path = teacher.adapter if has_own else teacher.pretrained
-    theirs = TokenizerOptions(path, trust_remote_code=trust_remote_code).loaded
-    ours, known = tokenizer.get_vocab(), theirs.tokenizer.get_vocab()
+    teacher_tokenizer = TokenizerOptions(path, trust_remote_code=trust_remote_code).loaded
+    ids, teacher_ids = tokenizer.get_vocab(), teacher_tokenizer.tokenizer.get_vocab()
     # A padding token that only one of them has is never predicted.
-    padding = {tokenizer.pad_token, *theirs.tokenizer.convert_ids_to_tokens(theirs.new_tokens)}
-    differing = [token for token in sorted({**ours, **known}, key=lambda token: ours.get(token, known.get(token)))
-                 if ours.get(token) != known.get(token) and token not in padding]
+    padding = {tokenizer.pad_token, *teacher_tokenizer.tokenizer.convert_ids_to_tokens(teacher_tokenizer.new_tokens)}
+    tokens = sorted({**ids, **teacher_ids}, key=lambda token: ids.get(token, teacher_ids.get(token)))
+    differing = [token for token in tokens if ids.get(token) != teacher_ids.get(token) and token not in padding]
     if differing:
-        named = ", ".join(f"{token!r} ({_place(ours, token)} here, {_place(known, token)} there)"
-                          for token in differing[:SHOWN])
-        raise UserError(f"model.teacher.pretrained is {teacher.pretrained}, whose vocabulary ({path}) is not that of "
-                        f"data.tokenizer: {len(differing)} tokens differ, such as {named}. Distributions are compared "
-                        "token by token, so take a teacher with the same tokenizer.")
+        examples = ", ".join(f"{token!r} ({_describe_id(ids, token)} here, {_describe_id(teacher_ids, token)} there)"
+                             for token in differing[:SHOWN])
+        raise UserError(f"model.teacher.pretrained is {teacher.pretrained}, but its vocabulary ({path}) differs from "
+                        f"data.tokenizer's in {len(differing)} tokens, such as {examples}. Use a teacher with the same "
+                        "tokenizer, as distributions are compared token by token.")
     rows = load_config(cast(str, teacher.pretrained), None, None, trust_remote_code).get_text_config().vocab_size
-    if not has_own and rows < max(known.values()) + 1 - len(theirs.new_tokens):
-        raise UserError(f"model.teacher.pretrained is {teacher.pretrained}, whose network knows {rows} tokens, but its "
-                        f"tokenizer has {len(known)}. Name a model that was trained with this tokenizer.")
+    if not has_own and rows < max(teacher_ids.values()) + 1 - len(teacher_tokenizer.new_tokens):
+        raise UserError(f"model.teacher.pretrained is {teacher.pretrained}, but its network has {rows} tokens and its "
+                        f"tokenizer {len(teacher_ids)}. Use a model that was trained with this tokenizer.")
 
 
-def _place(vocabulary: dict[str, int], token: str) -> str:
+def _describe_id(vocabulary: dict[str, int], token: str) -> str:
     return f"id {vocabulary[token]}" if token in vocabulary else "unknown"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Most likely tokens, computed before training.
 
-NO_PLACES = ("A teacher's most likely tokens are not known for these rows, such as those of inspect --parity. Set "
-             "model.teacher.top_k to null there.")
+NO_PLACES = ("The teacher's most likely tokens are unknown for these rows, for example in inspect --parity. Set "
+             "model.teacher.top_k to null.")
 COMPUTING = "Computing the {top_k} most likely tokens of {teacher} for {tokens:,} target tokens ({role})."
 
 
 def num_columns(teacher: Teacher, tokenizer: Any, student_rows: int, trust_remote_code: bool = False) -> int:
-    """Return how many tokens both distributions are over: of the smaller table.
+    """Return how many tokens both distributions cover: the size of the smaller table.
 
     Raises:
         UserError: There are fewer than `top_k`.
@@ -85,44 +85,44 @@ def num_columns(teacher: Teacher, tokenizer: Any, student_rows: int, trust_remot
 
 
 def number_scored(data: DataModule, stage: str) -> dict[Role, int]:
-    """Number the scored tokens of the sets of a stage, one set after the other; return how many each has.
+    """Count the target tokens of the sets of a stage; give each a number, one set after the other.
 
-    Batches hold the numbers from 1 as `teacher_places` [B, T], 0 elsewhere.
+    Batches contain the numbers from 1 as `teacher_places` [B, T], 0 elsewhere.
 
     Raises:
-        UserError: Rows of a stream are not known before training.
+        UserError: Rows of a stream are unknown before training.
     """
     if data.streaming and stage == "fit":
-        raise UserError("model.teacher.top_k goes through all rows before training, which data.streaming does not "
-                        "allow: set one of them to null, or false")
+        raise UserError("model.teacher.top_k needs a pass over all rows before training, which data.streaming does "
+                        "not support. Set model.teacher.top_k to null, or data.streaming to false")
     counts: dict[Role, int] = {}
     for role in STAGE_ROLES[stage]:
         if role in data.sets and role != "predict":
             items = data.unpacked_items(role)
             sizes = np.fromiter((is_scored(items[index]["labels"]).sum() for index in range(len(items))), np.int64,
                                 len(items))
-            data.fill_column(role, PLACES, _Numbers(sum(counts.values()) + np.cumsum(sizes) - sizes))
+            data.fill_column(role, PLACES, _TargetIndices(sum(counts.values()) + np.cumsum(sizes) - sizes))
             counts[role] = int(sizes.sum())
     return counts
 
 
-class _Numbers:
-    """Numbers of the scored tokens of an item; picklable, for processes that prepare batches.
+class _TargetIndices:
+    """Returns the numbers of an item's target tokens; picklable, for processes that prepare batches.
 
     Args:
-        starts: Scored tokens before each item.
+        starts: Number of target tokens before each item.
     """
 
     def __init__(self, starts: np.ndarray) -> None:
         self._starts = starts
 
-    def __call__(self, place: int, item: dict[str, Any]) -> np.ndarray:
-        scored = is_scored(item["labels"])
-        return np.where(scored, self._starts[place] + np.cumsum(scored), 0)
+    def __call__(self, index: int, item: dict[str, Any]) -> np.ndarray:
+        is_target = is_scored(item["labels"])
+        return np.where(is_target, self._starts[index] + np.cumsum(is_target), 0)
 
 
 def is_scored(labels: np.ndarray) -> np.ndarray:
-    """Return True where a causal LM is scored on a token: where it has a label, and is not the first."""
+    """Return where a token is a target of a causal LM: it has a label, and is not the first."""
     return (labels != IGNORED) & (np.arange(len(labels)) > 0)
 
 
@@ -131,13 +131,13 @@ def teacher_store(data: DataModule, role: Role, network: dict[str, Any], count: 
     """Return the store of a teacher's most likely tokens for the target tokens of a set.
 
     Args:
-        network: All that determines the teacher's numbers.
-        count: Scored tokens.
-        size: Tokens that its distributions are over.
+        network: Everything that determines the teacher's outputs.
+        count: Number of target tokens.
+        size: Number of tokens that its distributions cover.
     """
     rows, items = data.rows(role), data.unpacked_items(role)
     key = fingerprint({"teacher": network, "top_k": top_k, "size": size,
-                       "stores": [store.name for store in rows.stores], "rows": fingerprints.of_array(rows.chosen),
+                       "stores": [store.name for store in rows.stores], "rows": fingerprints.of_array(rows.selection),
                        "lengths": fingerprints.of_array(items.lengths), "max_length": data.max_length,
                        "parts": data.mixes and not data.streaming})
     return ArrayStore(cache_folder(data.cache_dir) / f"{REFERENCE}-{key}",
@@ -148,35 +148,36 @@ class TeacherTopKTable:
     """A teacher's most likely tokens for each target token.
 
     Args:
-        parts: `ids` and `logps` of each set, in the order of their numbers.
+        parts: `ids` and `logps` of each set, in the order of their target indices.
     """
 
     def __init__(self, parts: list[dict[str, np.ndarray]], top_k: int) -> None:
         self._parts, self._top_k = parts, top_k
         self._ends = np.cumsum([0, *(len(part["ids"]) for part in parts)])
 
-    def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids [..., k] int32 and log-probabilities [..., k + 1] float32 by number; 0 where that is 0."""
-        flat = numbers.ravel() - 1
+    def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids [..., k] int32 and log-probabilities [..., k + 1] float32 by target index; 0 for index 0."""
+        flat = indices.ravel() - 1
         ids = np.zeros((len(flat), self._top_k), np.int32)
         logps = np.zeros((len(flat), self._top_k + 1), np.float32)
-        for part, begin, end in zip(self._parts, self._ends, self._ends[1:], strict=False):
-            is_own = np.flatnonzero((flat >= begin) & (flat < end))
-            ids[is_own], logps[is_own] = part["ids"][flat[is_own] - begin], part["logps"][flat[is_own] - begin]
-        return ids.reshape(*numbers.shape, -1), logps.reshape(*numbers.shape, -1)
+        for part, start, end in zip(self._parts, self._ends, self._ends[1:], strict=False):
+            positions = np.flatnonzero((flat >= start) & (flat < end))
+            ids[positions] = part["ids"][flat[positions] - start]
+            logps[positions] = part["logps"][flat[positions] - start]
+        return ids.reshape(*indices.shape, -1), logps.reshape(*indices.shape, -1)
 
 
-def gather_top_k(parts: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], begin: int, count: int, top_k: int
+def gather_top_k(parts: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], start: int, count: int, top_k: int
              ) -> dict[str, np.ndarray]:
-    """Return `ids` and `logps` of a set from parts of it: numbers [N], 0 for none, ids [N, k], log-probabilities.
+    """Return `ids` and `logps` of a set from parts of it: target indices [N], 0 for none, ids and log-probabilities.
 
     Args:
-        begin: Scored tokens of the sets before it.
-        count: Those of this one.
+        start: Number of target tokens of the sets before it.
+        count: Number of target tokens of this one.
     """
     top = {"ids": np.zeros((count, top_k), np.int32), "logps": np.zeros((count, top_k + 1), np.float32)}
-    for numbers, ids, logps in parts:
-        known = numbers > 0
-        top["ids"][numbers[known] - 1 - begin] = ids[known]
-        top["logps"][numbers[known] - 1 - begin] = logps[known]
+    for indices, ids, logps in parts:
+        is_target = indices > 0
+        top["ids"][indices[is_target] - 1 - start] = ids[is_target]
+        top["logps"][indices[is_target] - 1 - start] = logps[is_target]
     return top

@@ -12,7 +12,7 @@ from lmmods.data.codec import Predictions, can_score
 from lmmods.data.encode.encoder import Encoder, RowCounts
 from lmmods.data.encode.labels import Labels, TokenEncoder, cell_list, first_token_positions, label_name, word_prefix
 from lmmods.data.label_metrics import class_report, entity_scores, entity_spans, have_entities, tag_scores
-from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, LabelSettings, cutting_tokenizer, find_column
+from lmmods.data.labels import MOST_LABELS, LabelCodec, LabelData, LabelSettings, find_column, make_truncating_tokenizer
 from lmmods.data.read.conversation import RowProblem
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
@@ -91,14 +91,14 @@ class TokenClassificationSettings(TokenClassificationDataFields, LabelSettings):
 class TokenClassificationCodec(LabelCodec):
     """Tagged words; one row of a batch is a text.
 
-    Batches have `labels` int64 [B, T], IGNORED where a token bears no tag.
+    Batches have `labels` int64 [B, T], IGNORED where a token has no tag.
     """
 
     settings: TokenClassificationSettings
     found_fields: ClassVar[tuple[str, ...]] = FOUND
 
-    def __init__(self, settings: TokenClassificationSettings, *rest: Any) -> None:
-        super().__init__(settings, *rest)
+    def __init__(self, settings: TokenClassificationSettings, *arguments: Any) -> None:
+        super().__init__(settings, *arguments)
         self.labels, self._words, self._tags = settings.labels, settings.tokens_column, settings.tags_column
 
     # From records to rows
@@ -108,8 +108,8 @@ class TokenClassificationCodec(LabelCodec):
         if not prompts_only:
             find_column(first, self._tags, (), "data.tags_column")
         labels = Labels(self.labels, reader.class_names(self._tags))
-        cutting = cutting_tokenizer(self.tokenizer, self.settings.max_length)
-        encoder = TokenEncoder(cutting, prompts_only, self._words, self._tags, labels, self.settings.label_all_tokens,
+        tokenizer = make_truncating_tokenizer(self.tokenizer, self.settings.max_length)
+        encoder = TokenEncoder(tokenizer, prompts_only, self._words, self._tags, labels, self.settings.label_all_tokens,
                                word_prefix(self.tokenizer.backend_tokenizer.to_str()))
         return encoder, {"format": "tagged words", "notes": [f"columns: {self._words}; {self._tags}"]}
 
@@ -125,7 +125,7 @@ class TokenClassificationCodec(LabelCodec):
         return (*self.prompt_columns, "labels")
 
     def count_labels(self, rows: RowSet) -> dict[str, int]:
-        """Return how many tokens bear each tag."""
+        """Return how many tokens have each tag."""
         return dict(zip(self.labels, rows.counts("labels", len(self.labels)).tolist(), strict=True))
 
     def is_scored(self, item: dict[str, Any], role: str) -> bool:
@@ -147,11 +147,10 @@ class TokenClassificationCodec(LabelCodec):
 
         Returns:
             Records with `prediction`, a tag for each word, and `entities`, if the tags mark some. Words that the
-            network did not see (cut off, or without a token) are O where tags mark entities, else None, which is never
-            right.
-            Scores are over all words, if all records have tags; `words_not_seen` counts these, if there are any.
+            network did not see (truncated, or without a token) are O if tags mark entities, otherwise None, which is
+            never right. Scores cover all words, if all records have tags; `words_not_seen` counts unseen words, if any.
         """
-        written, predicted, gold = [], [], []
+        records, predicted, gold = [], [], []
         marks_entities = have_entities(self.labels)
         unseen_name = OUTSIDE if marks_entities else None
         unseen = self.labels.index(OUTSIDE) if marks_entities and OUTSIDE in self.labels else NO_TAG
@@ -159,37 +158,37 @@ class TokenClassificationCodec(LabelCodec):
         for index in sorted(outputs):
             row, record = rows[index], self.example(rows, index)
             firsts = first_token_positions(row["words"])
-            seen = row["words"][firsts]
-            numbers = np.full(len(row["tags"]), unseen)  # [W]
-            numbers[seen] = outputs[index][firsts].argmax(1)
-            tags: list[Any] = [unseen_name] * len(numbers)
-            for word in seen:
-                tags[word] = self.labels[numbers[word]]
+            seen_words = row["words"][firsts]
+            tag_indices = np.full(len(row["tags"]), unseen)  # [W]
+            tag_indices[seen_words] = outputs[index][firsts].argmax(1)
+            tags: list[Any] = [unseen_name] * len(tag_indices)
+            for word in seen_words:
+                tags[word] = self.labels[tag_indices[word]]
             words = cell_list(record[self._words], self._words)
             entities = {"entities": [
-                {"type": kind, "start": start, "end": end, "text": " ".join(map(str, words[start:end]))}
-                for kind, start, end in entity_spans(tags)]} if marks_entities else {}
-            written.append({**record, "prediction": tags, **entities})
-            predicted.append(numbers)
+                {"type": entity_type, "start": start, "end": end, "text": " ".join(map(str, words[start:end]))}
+                for entity_type, start, end in entity_spans(tags)]} if marks_entities else {}
+            records.append({**record, "prediction": tags, **entities})
+            predicted.append(tag_indices)
             gold.append(row["tags"])
-            num_unseen += len(numbers) - len(seen)
+            num_unseen += len(tag_indices) - len(seen_words)
         is_scored, warnings = can_score(role, [bool((tags != IGNORED).all()) for tags in gold])
         if not is_scored:
-            return Predictions(written, {}, {}, warnings)
+            return Predictions(records, {}, {}, warnings)
         scores, files = self._scores(predicted, gold, marks_entities)
         not_seen = {"words_not_seen": float(num_unseen)} if num_unseen else {}
-        return Predictions(written, {**scores, **not_seen}, files, warnings)
+        return Predictions(records, {**scores, **not_seen}, files, warnings)
 
     def _scores(self, predicted: list[np.ndarray], gold: list[np.ndarray], marks_entities: bool
                 ) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return scores of the tags of each row, numbers; NO_TAG for a word without one."""
+        """Return scores of each row's tags, as indices; NO_TAG for a word without one."""
         flat = np.concatenate(predicted), np.concatenate(gold)
         report = class_report(*flat, self.labels)
         if not marks_entities:
             return tag_scores(*flat, len(self.labels)), {"classes.json": report}
-        named = [[[OUTSIDE if index == NO_TAG else self.labels[index] for index in row] for row in rows]
-                 for rows in (predicted, gold)]
-        entities, by_type = entity_scores(*named)
+        tag_names = [[[OUTSIDE if index == NO_TAG else self.labels[index] for index in row] for row in rows]
+                     for rows in (predicted, gold)]
+        entities, by_type = entity_scores(*tag_names)
         scores = {"accuracy": float((flat[0] == flat[1]).mean()), **entities}
         return scores, {"classes.json": {**report, "entities": by_type}}
 
@@ -216,10 +215,10 @@ class TokenClassificationData(TokenClassificationDataFields, LabelData):
         tags = find_column(first, self.tags_column, TAGS, "data.tags_column")
         class_names = [reader.class_names(tags) for reader in readers]
         survey = TagSurvey(tokens, tags)
-        if self._given["labels"] is None and not self.streaming:
-            for reader, known in zip(readers, class_names, strict=True):
+        if self._explicit["labels"] is None and not self.streaming:
+            for reader, names_of_classes in zip(readers, class_names, strict=True):
                 for row in self._sampled(reader):
-                    survey.add(row, known)
+                    survey.add(row, names_of_classes)
             survey.check()
         labels = self._known_labels(survey.tags, class_names, tags, survey.row_counts)
         if len(labels) < 2:

@@ -33,7 +33,7 @@ def test_long_documents_in_pieces_read_as_one(any_folder, tmp_path, monkeypatch)
     path.write_text("".join(f"The quick brown fox {n} jumps\n" for n in range(60)))
     whole = CLMData(str(path), tokenizer=any_folder, max_length=32)
     whole.setup("fit")
-    monkeypatch.setattr("lmmods.data.read.readers.TEXT_PIECE", 100)
+    monkeypatch.setattr("lmmods.data.read.readers.TEXT_PART", 100)
     pieces = CLMData(str(path), tokenizer=any_folder, max_length=32, rebuild_cache=True)
     pieces.setup("fit")
     assert next(iter(pieces.report["sources"].values()))["rows_read"] > 5

@@ -17,7 +17,7 @@ from lmmods.data.reward import RewardData
 from lmmods.data.sequence_classification import SequenceClassificationData
 from lmmods.data.sft import SFTData
 from lmmods.data.store import duplicates
-from lmmods.data.store.duplicates import PERMUTATIONS, Signer, find_duplicates, shingles, similarity
+from lmmods.data.store.duplicates import PERMUTATIONS, Signer, compute_similarity, find_duplicates, shingles
 from lmmods.data.token_classification import TokenClassificationData
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 
@@ -93,7 +93,7 @@ def test_signatures_estimate_the_similarity():
         pair = [text, altered(text, share, draw)]
         exact = jaccard(*map(tuples_of, pair))
         one, other = map(shingles, pair)
-        assert similarity(one, other) == pytest.approx(exact, abs=1e-12)
+        assert compute_similarity(one, other) == pytest.approx(exact, abs=1e-12)
         estimate = (signer.signature(one) == signer.signature(other)).mean()
         deviations.append((estimate - exact) / np.sqrt(max(exact * (1 - exact), 0.01) / PERMUTATIONS))
     # Standard deviations of a binomial: mean 0, spread 1.

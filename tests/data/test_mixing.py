@@ -111,7 +111,7 @@ def test_a_schedule_is_the_integral_of_its_shares(interpolation, shuffle):
 def test_a_source_without_items_and_an_endless_epoch_are_errors():
     with pytest.raises(UserError, match="source 2 has no rows"):
         Mixture(Mixing(), [3, 0], [1, 1])
-    with pytest.raises(UserError, match="an epoch would have 1,000,000,000,001,000 rows; give more weight to source 1"):
+    with pytest.raises(UserError, match="an epoch would have 1,000,000,000,001,000 rows. Give more weight to source 1"):
         Mixture(Mixing(), [1000, 1000], [1e-12, 1])
 
 

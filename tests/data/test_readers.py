@@ -188,7 +188,7 @@ def limits(monkeypatch):
 
     def lower(longest: int, at_once: int = 64) -> None:
         monkeypatch.setattr(readers, "LONGEST", longest)
-        monkeypatch.setattr(readers, "LONG_PIECE", longest // 8)
+        monkeypatch.setattr(readers, "LONG_PART", longest // 8)
         monkeypatch.setattr(readers, "READ_AT_ONCE", at_once)
 
     return lower

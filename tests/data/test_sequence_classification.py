@@ -20,7 +20,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.encode.encoder import Ragged
 from lmmods.data.encode.labels import Labels, SequenceEncoder
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
-from lmmods.data.labels import cutting_tokenizer
+from lmmods.data.labels import make_truncating_tokenizer
 from lmmods.data.read.readers import Row
 from lmmods.data.sequence_classification import SequenceClassificationData
 from tests.data.conftest import CORPUS
@@ -346,7 +346,7 @@ def test_an_encoder_survives_pickling(bert_folder, write_jsonl):  # noqa: F811
 def test_wrong_values_give_a_row_or_a_reason(problem_type, label, prompts_only, bert_folder):  # noqa: F811
     """Each value of another kind in each column, straight to the encoder: JSON could not hold some of them."""
     names = [] if problem_type == "regression" else ["a", "b"]
-    cutting = cutting_tokenizer(load_tokenizer(TokenizerOptions(bert_folder)).tokenizer, 16, is_pair=True)
+    cutting = make_truncating_tokenizer(load_tokenizer(TokenizerOptions(bert_folder)).tokenizer, 16, is_pair=True)
     encoder = SequenceEncoder(cutting, prompts_only, ["first", "second"], "label", problem_type, Labels(names, None))
     row = {"first": "the fox", "second": "jumps", "label": label}
     rows = [row, *({**row, column: value} for column in row for value in WRONG),

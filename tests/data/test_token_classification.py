@@ -17,7 +17,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.encode.labels import Labels, TokenEncoder
 from lmmods.data.encode.tokenizer import TokenizerOptions, load_tokenizer
-from lmmods.data.labels import cutting_tokenizer
+from lmmods.data.labels import make_truncating_tokenizer
 from lmmods.data.read.readers import LONGEST, TOO_LONG, Row, read_file
 from lmmods.data.token_classification import TokenClassificationData
 from lmmods.runs.inspect import show_data
@@ -151,7 +151,7 @@ def test_rows_that_cannot_be_used_are_counted_with_their_reason(bert_folder, wri
 
 @pytest.mark.parametrize("prompts_only", [False, True])
 def test_wrong_values_give_a_row_or_a_reason(prompts_only, bert_folder):  # noqa: F811
-    cutting = cutting_tokenizer(load_tokenizer(TokenizerOptions(bert_folder)).tokenizer, 16)
+    cutting = make_truncating_tokenizer(load_tokenizer(TokenizerOptions(bert_folder)).tokenizer, 16)
     encoder = TokenEncoder(cutting, prompts_only, "tokens", "tags", Labels(["A", "B-C", "I-C"], None), True, "")
     row = {"tokens": ["the", "fox"], "tags": ["A", "B-C"]}
     rows = [row, *({**row, column: value} for column in row for value in WRONG),

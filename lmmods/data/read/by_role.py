@@ -68,7 +68,7 @@ class Sources:
         return reader
 
     def stream(self, source: Source) -> SourceReader:
-        """Return a reader of a source that is read during training and has no hash of all of it."""
+        """Return a reader of a source that is read during training, without a hash of all its content."""
         return SourceReader(source, self._text_files, streaming=True)
 
     def training_readers(self) -> list[SourceReader]:
@@ -77,12 +77,12 @@ class Sources:
                 for source in self.by_role["train"]]
 
     def identity(self) -> dict[str, list[str | None]]:
-        """Return content hashes of the sources that decide on training and validation, by key. Raises UserError."""
+        """Return content hashes of the sources that determine training and validation, by key. Raises UserError."""
         return {key: [content for _, content in readers] for key, readers in self._hash().items()}
 
     def describe(self) -> dict[str, list[dict[str, Any]]]:
-        """Return manifest entries of the sources that decide on training and validation, by key. Raises UserError."""
-        return {key: [reader.described() for reader, _ in readers] for key, readers in self._hash().items()}
+        """Return manifest entries of the sources that determine training and validation, by key. Raises UserError."""
+        return {key: [reader.describe() for reader, _ in readers] for key, readers in self._hash().items()}
 
     def _hash(self) -> dict[str, list[tuple[SourceReader, str | None]]]:
         """Return readers and content hashes by key; for streams, the hash covers sampled blocks of their files."""
@@ -93,5 +93,5 @@ class Sources:
             if self.evaluation:
                 readers["decontaminate"] = [self.reader(source) for source in self.evaluation]
             self._hashed = {key: [(reader, reader.sampled_content() if key == "source" and streams else reader.content)
-                                  for reader in found] for key, found in readers.items()}
+                                  for reader in key_readers] for key, key_readers in readers.items()}
         return self._hashed

@@ -13,7 +13,7 @@ QUESTIONS = ("question", "question_stem", "query", "goal", "sentence", "prompt",
 CHOICES = ("choices", "endings", "options", "candidates")
 NUMBERED = re.compile(r"(ending|choice|option|sol)_?(\d+)")  # one column for each choice
 ANSWERS = ("label", "answer", "answerKey", "answer_key", "correct_answer")
-LEAST = 2  # choices of a question
+MIN_CHOICES = 2  # choices of a question
 
 
 class Question(NamedTuple):
@@ -35,7 +35,7 @@ class Question(NamedTuple):
 def holds_choices(row: Values) -> bool:
     """Return True if a row has a text, and several choices in a list or in numbered columns."""
     name = next((name for name in CHOICES if name in row), None)
-    has_choices = len(_list_numbered(row)) >= LEAST if name is None else isinstance(row[name], list | dict | str)
+    has_choices = len(_list_numbered(row)) >= MIN_CHOICES if name is None else isinstance(row[name], list | dict | str)
     return has_choices and any(name in row for name in (*CONTEXTS, *QUESTIONS))
 
 
@@ -62,7 +62,7 @@ def read_question(row: Values, with_answer: bool = True) -> Question:
     seconds = choices if context is None or question is None else [f"{question.rstrip()} {choice.lstrip()}"
                                                                    for choice in choices]
     name = next((name for name in ANSWERS if with_answer and not is_blank(row.get(name))), None)
-    return Question(first, seconds, choices, None if name is None else _place(row[name], name, choices, labels))
+    return Question(first, seconds, choices, None if name is None else _find_choice(row[name], name, choices, labels))
 
 
 def _text_among(row: Values, names: tuple[str, ...]) -> str | None:
@@ -103,21 +103,21 @@ def _choices(row: Values) -> tuple[list[str], list[str]]:
             values = [value.get("text") for value in values]
     if not isinstance(values, list) or not isinstance(labels, list) or len(labels) not in (0, len(values)):
         raise RowProblem(f"{name} is not a list of strings")
-    if len(values) < LEAST:
+    if len(values) < MIN_CHOICES:
         raise RowProblem("fewer than two choices")
     choices = [as_text(value, name) for value in values]
     check_unicode(choices)
     return choices, [str(label).strip() for label in labels if label is not None]
 
 
-def _place(answer: Any, name: str, choices: list[str], labels: list[str]) -> int | None:
-    """Number of the choice that an answer means; None for -1, by which test sets mark an answer that is withheld.
+def _find_choice(answer: Any, name: str, choices: list[str], labels: list[str]) -> int | None:
+    """Return the index of the choice that an answer names; None for -1, with which test sets hide an answer.
 
-    A number counts from 0. A text is the name of a choice, its text, a letter, or a number, whichever fits first; in
-    the column `label`, which counts by convention, a number comes first.
+    A number counts from 0. A string is a choice's name, its text, a letter, or a number, whichever fits first. In the
+    column `label`, a number comes first, by convention.
 
     Raises:
-        RowProblem: It means none of them, or is nothing of that kind.
+        RowProblem: The answer names no choice, or has another type.
     """
     if isinstance(answer, bool) or not isinstance(answer, int | float | str):
         raise RowProblem(f"{name} is neither a number nor a string")

@@ -14,7 +14,7 @@ from lmmods.data.read.cells import Values, as_text, check_unicode, is_blank, par
 from lmmods.data.read.conversation import Conversation, Message, RowProblem
 from lmmods.data.read.readers import Row
 from lmmods.data.read.trees import flat_instances, oasst_messages, oasst_trees
-from lmmods.data.read.turns import Roles, RowReader, in_order, specifications
+from lmmods.data.read.turns import Roles, RowReader, order_turns, specifications
 from lmmods.recipe.source import file_type
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,20 +106,20 @@ def whole_text(column: str) -> Converter:
     return lambda row: [{"role": "assistant", "content": row.text(column)}]
 
 
-def preferred(row: RowReader) -> list[Message]:
-    """hh-rlhf and similar: the chosen conversation, or the chosen answer to the prompt in another column."""
-    chosen = row.values.get("chosen")
+def chosen_conversation(row: RowReader) -> list[Message]:
+    """Convert hh-rlhf and similar: the chosen conversation, or the chosen answer to the prompt in another column."""
+    value = row.values.get("chosen")
     column = next((name for name in PROMPTS if row.values.get(name) is not None), None)
-    answer = row.turns("chosen") if isinstance(chosen, list) else []
+    answer = row.turns("chosen") if isinstance(value, list) else []
     if column is None:
         return answer or marked("chosen", HUMAN, ASSISTANT)(row)
     prompt = row.values[column]
-    if isinstance(chosen, str) and chosen.startswith(HUMAN):
+    if isinstance(value, str) and value.startswith(HUMAN):
         return marked("chosen", HUMAN, ASSISTANT)(row)
     # The answer continues a transcript.
-    if isinstance(chosen, str) and isinstance(prompt, str) and prompt.startswith(HUMAN):
+    if isinstance(value, str) and isinstance(prompt, str) and prompt.startswith(HUMAN):
         return _transcript(row.text(column) + row.text("chosen"), column, HUMAN, ASSISTANT)
-    # `chosen` contains the whole conversation, or continues the turns of the prompt.
+    # `value` contains the whole conversation, or continues the turns of the prompt.
     if answer and answer[0]["role"] != "assistant":
         if any(message["content"] == prompt for message in answer):
             row.values.pop(column)  # the conversation contains it
@@ -139,7 +139,7 @@ COMMAND = re.compile(r'(\w+)\(((?:"(?:[^"\\]|\\.)*"|[^()"])*)\)(?:\s*,\s*|\s*$)'
 def moss(row: RowReader) -> list[Message]:
     """moss-003: {"turn_1": {"Human", "Inner Thoughts", "Commands", "Tool Responses", "MOSS"}, ...}, with markers."""
     chat = row.values.pop("chat", None)
-    exchanges = in_order(chat) if isinstance(chat, dict) else chat
+    exchanges = order_turns(chat) if isinstance(chat, dict) else chat
     if isinstance(exchanges, list):
         exchanges = [part for turn in exchanges for part in (_moss_turns(turn) if isinstance(turn, dict) else [turn])]
     return _moss_system(row, "meta_instruction") + row.messages(exchanges, "chat")
@@ -154,13 +154,13 @@ def _moss_turns(turn: Values) -> list[Values]:
     human, thoughts, commands, results, answer = (_remove_mark(turn.pop(key, None), key) for key in keys)
     turns: list[Values] = [{"role": "user", "content": human}]
     if commands:
-        turns.append({"role": "assistant", "reasoning_content": thoughts, **_called(commands)})
+        turns.append({"role": "assistant", "reasoning_content": thoughts, **_parse_commands(commands)})
         thoughts = None
     if results:
         turns.append({"role": "tool", "content": results})
     if answer is not None:
         turns.append({"role": "assistant", "content": answer, "reasoning_content": thoughts})
-    # Keys that are not known here stay with the last turn, where they are reported as unused.
+    # Unknown keys stay with the last turn, where they are reported as unused.
     return [*turns[:-1], {**turn, **turns[-1]}]
 
 
@@ -171,26 +171,26 @@ def _remove_mark(value: Any, key: str) -> str | None:
     return None if text == "None" and key not in ("Human", "MOSS") else text
 
 
-def _called(commands: str) -> Values:
+def _parse_commands(commands: str) -> Values:
     """Parse commands like `Search("x"), Calculate("1+1")` as calls; text of another form stays text."""
-    calls, at = [], 0
-    while at < len(commands):
-        match = COMMAND.match(commands, at)
+    calls, position = [], 0
+    while position < len(commands):
+        match = COMMAND.match(commands, position)
         if match is None:
             return {"content": commands}
         calls.append({"name": match.group(1), "arguments": match.group(2)})
-        at = match.end()
+        position = match.end()
     return {"tool_calls": calls}
 
 
-def moss_text(row: RowReader) -> list[Message]:
+def moss_marked_text(row: RowReader) -> list[Message]:
     """moss-002: one text in which <eoh> ends a turn of the user and <eoa> one of the assistant."""
-    *pieces, tail = re.split(r"<(eo[a-z])>", row.text("plain_text"))
-    if tail.strip() or not pieces:
+    *parts, tail = re.split(r"<(eo[a-z])>", row.text("plain_text"))
+    if tail.strip() or not parts:
         raise RowProblem("plain_text does not end in <eoh> or <eoa>")
     messages: list[Message] = [
         {"role": "user" if mark == "eoh" else "assistant", "content": SPEAKER_MARK.sub("", text.strip()).strip()}
-        for text, mark in zip(pieces[::2], pieces[1::2], strict=True)]
+        for text, mark in zip(parts[::2], parts[1::2], strict=True)]
     return _moss_system(row, "prefix") + messages
 
 
@@ -282,7 +282,7 @@ FORMATS: dict[str, Format] = {
     "oasst1": Format(("text",), marked("text", "### Human:", "### Assistant:"), _holds("text", "### Human:")),
     "chip2": Format(("text",), marked("text", "<human>:", "<bot>:"), _holds("text", "<human>:")),
     "text-pair": Format(("chosen", "rejected"), whole_text("chosen"), _are_plain_texts, template="plain"),
-    "hh-rlhf": Format(("chosen",), preferred),
+    "hh-rlhf": Format(("chosen",), chosen_conversation),
     "unnatural-instructions": Format(("instruction", "instances"), Pair("instruction_with_input", "output"),
                                      _instances_have("instruction_with_input"), flat_instances,
                                      spent=("instruction",)),  # contained in instruction_with_input
@@ -300,7 +300,7 @@ FORMATS: dict[str, Format] = {
     "text": Format(("text",), whole_text("text"), template="plain"),
     "conversation": Format(("conversation",), turns("conversation")),
     "moss": Format(("chat",), moss, lambda row: isinstance(row["chat"], list | dict)),
-    "moss-text": Format(("plain_text",), moss_text, _holds("plain_text", "<eoh>")),
+    "moss-text": Format(("plain_text",), moss_marked_text, _holds("plain_text", "<eoh>")),
     "openai-batch": Format(("custom_id", "body"), batch, spent=("custom_id", "method", "url")),
 }
 ALIASES = {"alpaca-clean": "alpaca", "longform": "input-output", "gsm8k": "question-answer"}
@@ -399,12 +399,12 @@ def recognise_texts(row: Row) -> str | None:
     return "the rows are texts" if format_of(row.values) == "text" else None
 
 
-def detect_format(row: Values, where: str, prompts_only: bool = False) -> str:
+def detect_format(row: Values, location: str, prompts_only: bool = False) -> str:
     """Return the name of the first format that fits a row. Raises UserError that lists the columns: none fits.
 
     Args:
         row: The first row of a source.
-        where: Its file and line.
+        location: Its file and line.
         prompts_only: The rows may lack the column of the response; the other columns then decide.
     """
     if (name := format_of(row)) is not None:
@@ -413,7 +413,7 @@ def detect_format(row: Values, where: str, prompts_only: bool = False) -> str:
         return name
     known = "; ".join(f"{name}: {', '.join(layout.columns)}" for name, layout in FORMATS.items())
     lacking = ", also without the column of the response" if prompts_only else ""
-    raise UserError(f"{where}: the columns {', '.join(row) or '(none)'} fit no known format{lacking} ({known}). Map "
+    raise UserError(f"{location}: the columns {', '.join(row) or '(none)'} fit no known format{lacking} ({known}). Map "
                     "them with data.columns, for example {your_column: instruction}, or set data.dataset_format")
 
 

@@ -40,7 +40,7 @@ def holds_preference(row: Values) -> bool:
     if holds_pair(row):
         return True
     label = label_of(row)
-    # Without an answer beside the label, it is the class of a text.
+    # Without an answer next to the label, it is the class of a text.
     return label is not None and format_of(row) not in (None, "text") and _is_label(row[label])
 
 
@@ -49,25 +49,25 @@ def _is_label(value: Any) -> bool:
     return isinstance(key, str | bool | int | float) and key in WANTED
 
 
-def conversation_layout(row: Values, where: str, prompts_only: bool = False) -> str:
+def conversation_layout(row: Values, location: str, prompts_only: bool = False) -> str:
     """Return the layout of the conversations in a row of preferences.
 
     Args:
         row: The first row of a source.
-        where: Its file and line.
+        location: Its file and line.
         prompts_only: The row may lack answers.
 
     Raises:
         UserError: The row contains no preference, or its columns fit no known layout.
     """
     if not holds_pair(row) and label_of(row) is None and not prompts_only:
-        raise UserError(f"{where}: the columns {', '.join(row)} have no preference: a row needs chosen and rejected "
+        raise UserError(f"{location}: the columns {', '.join(row)} have no preference: a row needs chosen and rejected "
                         f"(and prompt, or the conversation in both), or a list of answers with scores "
                         f"({' or '.join(LISTS)}), or one answer and whether it is wanted ({' or '.join(LABELS)}). Map "
                         "them with data.columns, for example {good: chosen, bad: rejected}")
     row = keep_chosen(row)
     if "chosen" not in row or _continues(row):
-        return detect_format(row, where, prompts_only)
+        return detect_format(row, location, prompts_only)
     return "hh-rlhf"
 
 
@@ -89,16 +89,16 @@ def read_answers(layout: str, row: Values, roles: Roles, turn_fields: dict[str, 
         UserError: The layout is unknown.
     """
     if (label := label_of(row)) is not None and _answers_column(row) is None:
-        others = {name: value for name, value in row.items() if name not in LABELS}
-        return [Judged(read_conversation(layout, others, roles, turn_fields), _is_wanted(row[label], label))]
+        rest = {name: value for name, value in row.items() if name not in LABELS}
+        return [Judged(read_conversation(layout, rest, roles, turn_fields), _is_wanted(row[label], label))]
     if "rejected" not in row and (column := _answers_column(row)) is not None:
         row = _best_and_worst(row, column)
     for name in ("chosen", "rejected"):
         if is_blank(row.get(name)):
             raise RowProblem(f"{name} is empty or missing")
-    others = {name: value for name, value in row.items() if name != "rejected"}
+    rest = {name: value for name, value in row.items() if name != "rejected"}
     # Each answer is read as the chosen one, so both are converted alike.
-    chosen, rejected = (read_conversation(layout, {**others, "chosen": row[name]}, roles, turn_fields)
+    chosen, rejected = (read_conversation(layout, {**rest, "chosen": row[name]}, roles, turn_fields)
                         for name in ("chosen", "rejected"))
     return [Judged(chosen, True), Judged(rejected, False)]
 
@@ -110,7 +110,7 @@ def _is_wanted(value: Any, name: str) -> bool:
 
 
 def _continues(row: Values) -> bool:
-    """True if the answers of a row continue a list of turns in another column (LLaMA-Factory's ShareGPT pairs)."""
+    """Return whether a row's answers continue a list of turns in another column (LLaMA-Factory's ShareGPT pairs)."""
     column = next((name for name in ("messages", "conversations", "conversation") if name in row), None)
     if column is None or any(row.get(name) is not None for name in PROMPTS):
         return False
@@ -130,21 +130,21 @@ def _answers_column(row: Values) -> str | None:
 
 def _best_and_worst(row: Values, column: str) -> Values:
     """Reduce a row's list of answers to the pair with the highest and the lowest score. Raises RowProblem."""
-    others = {name: value for name, value in row.items() if name != column}
+    rest = {name: value for name, value in row.items() if name != column}
     answers = row[column]
     if all(isinstance(answer, dict) for answer in answers):
-        judged = [_read_scored(answer, column) for answer in answers]
+        scored_answers = [_read_scored(answer, column) for answer in answers]
     else:
         name = next((name for name in SCORE_LISTS if name in row), None)
         scores = [] if name is None else parse(row[name], name) if isinstance(row[name], str) else row[name]
         if name is None or not isinstance(scores, list) or len(scores) != len(answers):
             raise RowProblem(f"{column} does not have one score per answer")
-        others.pop(name, None)
-        judged = [(_number(score, column), answer) for score, answer in zip(scores, answers, strict=True)]
-    best, worst = (choose(judged, key=lambda pair: pair[0]) for choose in (max, min))
+        rest.pop(name, None)
+        scored_answers = [(_read_score(score, column), answer) for score, answer in zip(scores, answers, strict=True)]
+    best, worst = (choose(scored_answers, key=lambda pair: pair[0]) for choose in (max, min))
     if best[0] == worst[0]:
         raise RowProblem("all answers have the same score")
-    return {**others, "chosen": best[1], "rejected": worst[1]}
+    return {**rest, "chosen": best[1], "rejected": worst[1]}
 
 
 def _read_scored(answer: Values, column: str) -> tuple[float, Any]:
@@ -152,15 +152,15 @@ def _read_scored(answer: Values, column: str) -> tuple[float, Any]:
     for name in (*SCORES, "rank"):
         if answer.get(name) is not None:
             # Rank 1 is the best, scores are better if higher.
-            return _number(answer[name], f"{column}.{name}") * (-1 if name == "rank" else 1), text
+            return _read_score(answer[name], f"{column}.{name}") * (-1 if name == "rank" else 1), text
     raise RowProblem(f"{column} has an answer without {', '.join(SCORES)} or rank")
 
 
-def _number(value: Any, name: str) -> float:
+def _read_score(value: Any, name: str) -> float:
     try:
-        number = float("nan") if isinstance(value, bool) else float(value)
+        score = float("nan") if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        number = float("nan")
-    if number != number:  # NaN
+        score = float("nan")
+    if score != score:  # NaN
         raise RowProblem(f"{name} has a score that is not a number")
-    return number
+    return score

@@ -29,11 +29,11 @@ from lmmods.recipe.source import check_regular, compression, file_type
 DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 DAMAGED_TABLE = (pa.ArrowException, MemoryError, OverflowError, ValueError)  # a length in it may be arbitrary
 BROKEN_JSON = (ValueError, RecursionError)  # ValueError: also a number of more than 4300 digits, or a key twice
-TEXT_PIECE = 1 << 14  # characters; longer documents are divided, which bounds memory and lets val_size choose
+TEXT_PART = 1 << 14  # characters; longer documents are divided, which bounds memory and lets val_size choose
 # Characters of a row: ten million tokens, the longest context of a model, have fewer. Without a limit, a compressed
 # file of a few megabytes could expand to a row of gigabytes.
 LONGEST = 64_000_000
-LONG_PIECE = 1 << 20  # characters of the pieces of a longer line of text
+LONG_PART = 1 << 20  # characters of the pieces of a longer line of text
 LONGEST_DOCUMENT = 512_000_000  # characters of a .json that is no array of records: it is parsed as a whole
 TOO_LONG = f"a row of more than {LONGEST:,} characters, longer than any model could take"
 READ_AT_ONCE = 1 << 20  # bytes
@@ -99,20 +99,20 @@ class Part(NamedTuple):
 
 
 def _decode(file: BinaryIO, path: str) -> Iterator[str]:
-    """Yield the text in pieces, decoded strictly, without a leading byte order mark."""
+    """Yield the text in chunks, decoded strictly, without a leading byte order mark."""
     start, line, undecoded, is_last = 0, 1, b"", False  # start: offset of the bytes not decoded yet
     while not is_last:
-        read = file.read(READ_AT_ONCE)
-        is_last = not read
-        data = undecoded + read
-        # Decode up to the first NUL. A character cut by the end of the piece stays in `found[used:]`; at the end of the
-        # file it is an error.
+        block = file.read(READ_AT_ONCE)
+        is_last = not block
+        data = undecoded + block
+        # Decode up to the first NUL. A character split by the end of the chunk stays in `data[num_bytes:]`; at the end
+        # of the file it is an error.
         bad, is_nul = data.find(0), True
         try:
-            text, used = codecs.utf_8_decode(data if bad < 0 else data[:bad], "strict", is_last and bad < 0)
+            text, num_bytes = codecs.utf_8_decode(data if bad < 0 else data[:bad], "strict", is_last and bad < 0)
         except UnicodeDecodeError as error:
             bad, is_nul = error.start, False
-            text, used = codecs.utf_8_decode(data[:bad], "strict", False)
+            text, num_bytes = codecs.utf_8_decode(data[:bad], "strict", False)
         text = text[1:] if start == 0 and text.startswith("\ufeff") else text
         if bad >= 0:
             # Whole lines before the bad one are still read, so that the first error of a file is the one reported.
@@ -124,30 +124,30 @@ def _decode(file: BinaryIO, path: str) -> Iterator[str]:
             raise UserError(f"{path}:{line}: byte {start + bad} ({data[bad]:#04x}) is not UTF-8; convert the file, "
                             "for example with `iconv -t UTF-8`")
         yield text
-        start, line, undecoded = start + used, line + text.count("\n"), data[used:]
+        start, line, undecoded = start + num_bytes, line + text.count("\n"), data[num_bytes:]
 
 
 def _lines(texts: Iterable[str], first: int = 1) -> Iterator[tuple[int, str | Part]]:
-    """Yield lines with numbers and line ends; one of more than LONGEST characters in parts, never held whole."""
-    held: list[str] = []
-    number, size, is_parted = first, 0, False
+    """Yield lines with their number and line end. A line of more than LONGEST characters comes in parts."""
+    parts: list[str] = []
+    line_number, size, is_parted = first, 0, False
     for text in texts:
-        # `held` collects an incomplete line; `is_parted` is True once parts of it have been yielded.
-        *whole, last = text.split("\n")
-        for line in whole:
-            if held or is_parted:
-                line = "".join((*held, line))
-            yield number, Part(line + "\n", True) if is_parted or len(line) > LONGEST else line + "\n"
-            number, held, size, is_parted = number + 1, [], 0, False
+        # `parts` collects an incomplete line; `is_parted` is True once parts of it have been yielded.
+        *complete, last = text.split("\n")
+        for line in complete:
+            if parts or is_parted:
+                line = "".join((*parts, line))
+            yield line_number, Part(line + "\n", True) if is_parted or len(line) > LONGEST else line + "\n"
+            line_number, parts, size, is_parted = line_number + 1, [], 0, False
         if last:
-            held.append(last)
+            parts.append(last)
             size += len(last)
-        # Too long to hold: pass it on in parts.
-        if size > LONGEST or is_parted and held:
-            yield number, Part("".join(held), False)
-            held, size, is_parted = [], 0, True
-    if held or is_parted:
-        yield number, Part("".join(held), True) if is_parted else "".join(held)
+        # Too long for memory: yield it in parts.
+        if size > LONGEST or is_parted and parts:
+            yield line_number, Part("".join(parts), False)
+            parts, size, is_parted = [], 0, True
+    if parts or is_parted:
+        yield line_number, Part("".join(parts), True) if is_parted else "".join(parts)
 
 
 def _read_jsonl(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
@@ -170,16 +170,16 @@ def _jsonl_rows(lines: Iterable[tuple[int, str | Part]], path: str) -> Iterator[
 
 
 def _read_json(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
-    """Rows of an array of records, an object with one array inside (`{"data": [...]}`), or JSON Lines in a .json
+    """Yield rows of an array of records, an object with one array inside (`{"data": [...]}`), or JSON Lines in a .json
     file."""
     texts = _decode(file, path)
     window = _Window(texts)
-    at = window.skip_space(0)
-    if window.text[at : at + 1] == "[":
-        yield from _json_array(window, at, path)
+    position = window.skip_space(0)
+    if window.text[position : position + 1] == "[":
+        yield from _json_array(window, position, path)
         return
     # Not an array: a line that is an object, with more text after it, is the first of JSON Lines.
-    window.read(at)
+    window.read(position)
     end = window.line_end()
     if window.text[end:].strip() and _is_record(window.text[:end]):
         yield from _jsonl_rows(_lines(itertools.chain((window.text,), texts), window.first_line), path)
@@ -215,97 +215,97 @@ def _is_record(text: str) -> bool:
 
 
 class _Window:
-    """The buffered part of a JSON text that is read in pieces; positions count from the start of the window."""
+    """The buffered part of a JSON text that is read in chunks; positions count from the start of the window."""
 
     def __init__(self, texts: Iterator[str]) -> None:
         self.text, self.has_ended = "", False
         self.first_line = 1  # line in which the window starts
-        self._texts, self._line, self._counted = texts, 1, 0
+        self._texts, self._line, self._num_counted = texts, 1, 0
 
-    def read(self, at: int) -> int:
-        """Discard what lies before a position and read as much again as is held; returns the position's new value."""
-        self.first_line = self.line(at)
-        held, size = [self.text[at:]], 0
+    def read(self, position: int) -> int:
+        """Discard the text before a position and double the rest by reading on; return the position's new value."""
+        self.first_line = self.line(position)
+        texts, size = [self.text[position:]], 0
         # Doubling: a value is parsed again after each reading, which stays linear in its length this way.
-        while size <= len(held[0]) and not self.has_ended:
+        while size <= len(texts[0]) and not self.has_ended:
             text = next(self._texts, None)
             self.has_ended = text is None
-            held.append(text or "")
-            size += len(held[-1])
-        self.text, self._counted = "".join(held), 0
+            texts.append(text or "")
+            size += len(texts[-1])
+        self.text, self._num_counted = "".join(texts), 0
         return 0
 
-    def line(self, at: int) -> int:
-        """Line number of a position, which must not precede that of the last call."""
-        self._line += self.text.count("\n", self._counted, at)
-        self._counted = at
+    def line(self, position: int) -> int:
+        """Return the line number of a position, which must not precede the last call's."""
+        self._line += self.text.count("\n", self._num_counted, position)
+        self._num_counted = position
         return self._line
 
-    def skip_space(self, at: int) -> int:
+    def skip_space(self, position: int) -> int:
         """Return the position of the next character that is not a space, or the end."""
         while True:
-            end = SPACE.match(self.text, at).end()  # type: ignore[union-attr]  # it matches no space, too
+            end = SPACE.match(self.text, position).end()  # type: ignore[union-attr]  # it matches no space, too
             if end < len(self.text) or self.has_ended:
                 return end
-            at = self.read(end)
+            position = self.read(end)
 
     def line_end(self) -> int:
-        """End of the first line, once something follows it; or the end of the text, or of the largest document."""
+        """Return the end of the first line once text follows it; else the end of the text or the largest document."""
         while True:
             end = self.text.find("\n")
             if end >= 0 and self.text[end:].strip() or self.has_ended or len(self.text) > LONGEST_DOCUMENT:
                 return len(self.text) if end < 0 else end
             self.read(0)
 
-    def value(self, at: int) -> tuple[Any, int]:
-        """Parse the value at a position; returns it (TOO_LONG if it has more than LONGEST characters) and its end.
+    def value(self, position: int) -> tuple[Any, int]:
+        """Parse the value at a position; return it (TOO_LONG if it has more than LONGEST characters) and its end.
 
         Raises:
             _Broken: It is not valid JSON, with the line.
         """
         while True:
             try:
-                value, end = DECODER.raw_decode(self.text, at)
+                value, end = DECODER.raw_decode(self.text, position)
                 # A number may continue beyond the end of the window; a list or an object has its closing bracket.
                 if end < len(self.text) or self.has_ended or isinstance(value, dict | list):
-                    return (TOO_LONG if end - at > LONGEST else value), end
+                    return (TOO_LONG if end - position > LONGEST else value), end
             except BROKEN_JSON as error:
-                # Broken, or merely cut by the end of the window: only reading on can decide.
+                # Broken, or only split by the end of the window: reading on decides.
                 is_cut = isinstance(error, json.JSONDecodeError) and not self.has_ended
-                where = self.first_line - 1 + error.lineno if isinstance(error, json.JSONDecodeError) else None
-                broken = _Broken(where, error.msg if isinstance(error, json.JSONDecodeError) else _why(error))
+                line = self.first_line - 1 + error.lineno if isinstance(error, json.JSONDecodeError) else None
+                broken = _Broken(line, error.msg if isinstance(error, json.JSONDecodeError) else _why(error))
                 if not is_cut:
                     raise broken from error
                 # Find the end without parsing, so that memory stays bounded.
-                if len(self.text) - at > LONGEST:
-                    end, size = self._skip(at, broken)
+                if len(self.text) - position > LONGEST:
+                    end, size = self._skip(position, broken)
                     # Complete, and still not valid.
                     if size <= LONGEST:
                         raise broken from error
                     return TOO_LONG, end
-            at = self.read(at)
+            position = self.read(position)
 
-    def _skip(self, at: int, broken: Exception) -> tuple[int, int]:
-        """Skip a list, an object or a string; returns its end and its length in characters."""
+    def _skip(self, position: int, broken: Exception) -> tuple[int, int]:
+        """Skip a list, an object or a string; return its end and its length in characters."""
         depth, is_text, size = 0, False, 0
         while True:
-            begun = at
-            match = (REST_OF_TEXT.match if is_text else BRACKET.search)(self.text, at)
+            start = position
+            match = (REST_OF_TEXT.match if is_text else BRACKET.search)(self.text, position)
             if match:
-                at = match.end()
+                position = match.end()
                 # Brackets inside of strings do not count; a quote starts or ends a string.
                 opens = {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
                 depth, is_text = depth + opens, match[0] == '"' and not is_text
             elif self.has_ended:
                 raise broken
             else:
-                at = len(self.text.rstrip("\\")) if is_text else len(self.text)  # an escaped character may follow
-                at = max(at, begun)
-            size += at - begun
+                position = len(self.text.rstrip("\\")) if is_text else len(self.text)  # an escaped character may follow
+                position = max(position, start)
+            size += position - start
             if match and depth <= 0 and not is_text:
-                return at, size
+                return position, size
             if not match:
-                at = self.read(at)
+                position = self.read(position)
 
 
 class _Broken(Exception):
@@ -313,25 +313,25 @@ class _Broken(Exception):
 
 
 def _json_array(window: _Window, start: int, path: str) -> Iterator[Row]:
-    """Parse elements one by one, so that each knows its line and only one is held as objects."""
-    at, separator = window.skip_space(start + 1), ","
-    if window.text[at : at + 1] == "]":
-        separator, at = "]", at + 1
+    """Parse elements one by one, so that each has its line and only one is in memory as objects."""
+    position, separator = window.skip_space(start + 1), ","
+    if window.text[position : position + 1] == "]":
+        separator, position = "]", position + 1
     while separator == ",":
-        at = window.skip_space(at)
-        line = window.line(at)
+        position = window.skip_space(position)
+        line = window.line(position)
         try:
-            values, at = window.value(at)
+            values, position = window.value(position)
         except _Broken as error:
-            where, why = error.args
-            raise UserError(f"{path}:{where or line}: broken JSON ({why}) in the record that starts in line {line}"
+            error_line, why = error.args
+            raise UserError(f"{path}:{error_line or line}: broken JSON ({why}) in the record that starts in line {line}"
                             ) from error.__cause__
         yield Row(path, line, {}, TOO_LONG) if values is TOO_LONG else Row(path, line, _as_object(values, path, line))
-        at = window.skip_space(at)
-        separator, at = window.text[at : at + 1], at + 1
-    line = window.line(min(at, len(window.text)))
-    behind = window.skip_space(at) if separator else at
-    unexpected = separator if separator != "]" else window.text[behind : behind + 1]
+        position = window.skip_space(position)
+        separator, position = window.text[position : position + 1], position + 1
+    line = window.line(min(position, len(window.text)))
+    next_position = window.skip_space(position) if separator else position
+    unexpected = separator if separator != "]" else window.text[next_position : next_position + 1]
     if unexpected or not separator:
         wrong = f"unexpected {unexpected!r}" if unexpected else "the file ends inside the array"
         raise UserError(f"{path}:{line}: broken JSON: {wrong}; expected ',' or ']' after the record")
@@ -363,7 +363,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _why(error: Exception) -> str:
-    """Python's message for broken JSON, except for those about Python's own limits."""
+    """Return Python's message for broken JSON, reworded for Python's own limits."""
     is_limit = isinstance(error, ValueError) and "int_max_str_digits" in str(error)
     return "a number of more than 4300 digits" if is_limit else str(error)
 
@@ -382,22 +382,22 @@ def _read_csv(file: BinaryIO, path: str, documents: DocumentUnit, delimiter: str
     def lines() -> Iterator[str]:
         nonlocal line, size
         quotes = 0
-        for number, text in _lines(_decode(file, path)):
+        for line_number, text in _lines(_decode(file, path)):
             if isinstance(text, Part):
                 quotes += text.text.count('"')
-                # It can be dropped alone only if it is one whole record: none is open, and its quotes are balanced.
+                # It can be dropped alone only if it is a complete record: none is open, and its quotes are balanced.
                 is_lost = size > 0 or header is None or text.ends and quotes % 2 == 1
             else:
                 is_lost = size + len(text) > LONGEST
             if is_lost:
-                raise UserError(f"{path}:{line if size else number}: the record that starts here has more than "
+                raise UserError(f"{path}:{line if size else line_number}: the record that starts here has more than "
                                 f"{LONGEST:,} characters, and its end cannot be found; is a quote unbalanced?")
             if not isinstance(text, Part):
-                line = line if size else number
+                line = line if size else line_number
                 size += len(text)
                 yield text
             elif text.ends:
-                left_out.append(Row(path, number, {}, TOO_LONG))
+                left_out.append(Row(path, line_number, {}, TOO_LONG))
                 quotes = 0
 
     header: list[str] | None = None
@@ -442,58 +442,58 @@ def _read_tsv(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Ro
 def _read_txt(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
     """Yield documents as rows {"text", "starts", "ends"}.
 
-    A long document is divided at line ends; `starts` is True for its first piece and `ends` for its last. A line of
+    A long document is divided at line ends; `starts` is True for its first part and `ends` for its last. A line of
     more than LONGEST characters is itself divided, before spaces if it has some.
     """
     if documents == "conll":
         yield from _read_conll(file, path, documents)
         return
-    piece: list[str] = []
+    lines: list[str] = []
     size, first, starts = 0, 1, True
     for line_number, line in _lines(_decode(file, path)):
         blank = isinstance(line, str) and not line.strip()
         # A document ends with this line; at the end of a file the last one ends anyway.
         closes = documents == "line" or (documents == "paragraph" and blank)
         if isinstance(line, Part):
-            # A line too long to hold: yield its pieces, and keep the rest for what follows.
-            *parts, tail = _split_text("".join((*piece, line.text)))
+            # A line too long for memory: yield its parts, and keep the last for what follows.
+            *parts, tail = _split_text("".join((*lines, line.text)))
             for part in parts:
-                yield _piece(path, first, [part], starts, False)
+                yield _make_part(path, first, [part], starts, False)
                 first, starts = line_number, False
-            piece, size, closes = [tail], len(tail), closes and line.ends
+            lines, size, closes = [tail], len(tail), closes and line.ends
         # A long document is divided before this line; before a blank one only if it is much longer.
-        elif size > (LONG_PIECE if blank else TEXT_PIECE) and documents != "line":
-            yield _piece(path, first, piece, starts, False)
-            piece, size, first, starts = [], 0, line_number, False
+        elif size > (LONG_PART if blank else TEXT_PART) and documents != "line":
+            yield _make_part(path, first, lines, starts, False)
+            lines, size, first, starts = [], 0, line_number, False
         if isinstance(line, str) and not (blank and closes):
-            piece.append(line)
+            lines.append(line)
             size += len(line)
-        if closes and piece:
-            yield _piece(path, first, piece, starts, True)
+        if closes and lines:
+            yield _make_part(path, first, lines, starts, True)
         if closes:
-            piece, size, first, starts = [], 0, line_number + 1, True
-    if "".join(piece).strip():
-        yield _piece(path, first, piece, starts, True)
+            lines, size, first, starts = [], 0, line_number + 1, True
+    if "".join(lines).strip():
+        yield _make_part(path, first, lines, starts, True)
 
 
 def _split_text(text: str) -> Iterator[str]:
     """Divide a text into parts of up to LONG_PIECE characters, before spaces if there are some."""
-    at = 0
-    while len(text) - at > LONG_PIECE:
-        end = text.rfind(" ", at + 1, at + LONG_PIECE + 1)
-        end = end if end > at else at + LONG_PIECE
-        yield text[at:end]
-        at = end
-    yield text[at:]
+    start = 0
+    while len(text) - start > LONG_PART:
+        end = text.rfind(" ", start + 1, start + LONG_PART + 1)
+        end = end if end > start else start + LONG_PART
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
-def _piece(path: str, line: int, lines: list[str], starts: bool, ends: bool) -> Row:
+def _make_part(path: str, line: int, lines: list[str], starts: bool, ends: bool) -> Row:
     text = "".join(lines)
     return Row(path, line, {"text": text.rstrip("\r\n") if ends else text, "starts": starts, "ends": ends})
 
 
 def _read_conll(file: BinaryIO, path: str, documents: DocumentUnit) -> Iterator[Row]:
-    """Yield sentences as rows {"tokens", "tags"}: the first and the last column of their lines, which blank lines part.
+    """Yield sentences as rows {"tokens", "tags"}: the first and the last column of lines; blank lines separate them.
 
     Columns are separated by tabs, in lines without a tab by spaces. Sentences of a single column have no tags. A
     -DOCSTART- line is a row with a problem, so that it is counted.

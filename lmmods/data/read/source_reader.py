@@ -51,7 +51,7 @@ class SourceReader:
         self.files = find_files(source.path)
         unused = [key for key in ("name", "split", "revision") if getattr(source, key) is not None]
         if self.files and unused:
-            raise UserError(f"{source.path}: {unused[0]} is for hub datasets, but this path has files; remove it")
+            raise UserError(f"{source.path}: {unused[0]} is for hub datasets, but this path has files. Remove it")
         self._hub_rows = None if self.files else _load_from_hub(source, streaming)
         self._is_adopted = False
         self._hashes: list[str] = []  # of the files, if this process has hashed them
@@ -79,19 +79,19 @@ class SourceReader:
 
     def _rename(self, file: str, line: int, values: dict) -> dict:
         mapping = self.source.columns or {}
-        others, renamed = dict(values), {}
-        for name, new in mapping.items():
-            # Columns are taken out, so that they appear under the new name alone.
-            taken = _take(others, name)
-            if taken is None:
-                raise UserError(f"{file}:{line}: no column {name!r}, which `columns` renames to {new!r}; "
+        rest, renamed = dict(values), {}
+        for name, new_name in mapping.items():
+            # Columns are removed, so that they appear only under the new name.
+            value = _pop_column(rest, name)
+            if value is None:
+                raise UserError(f"{file}:{line}: no column {name!r}, which `columns` renames to {new_name!r}; "
                                 f"the columns are {', '.join(values)}{did_you_mean(name, list(values))}")
-            renamed[new] = taken[0]
-        self.replaced.update(name for name in renamed if name in others)
-        return {name: value for name, value in others.items() if name not in renamed} | renamed
+            renamed[new_name] = value[0]
+        self.replaced.update(name for name in renamed if name in rest)
+        return {name: value for name, value in rest.items() if name not in renamed} | renamed
 
     def class_names(self, column: str) -> list[str] | None:
-        """Names that the numbers of a column stand for, where `datasets` noted them (`ClassLabel`); else None.
+        """Return the names of a column's numbers, if `datasets` stores them (`ClassLabel`); otherwise None.
 
         Args:
             column: Its name after mapping.
@@ -100,7 +100,7 @@ class SourceReader:
             features = self._hub_rows.features.to_dict() if self._hub_rows.features else {}
         else:
             features = table_features(self.files[0])
-        renamed = {new: name for name, new in (self.source.columns or {}).items()}
+        renamed = {new_name: name for name, new_name in (self.source.columns or {}).items()}
         feature = features.get(renamed.get(column, column))
         # A list of classes has their type inside, as an object or as a list of one.
         while isinstance(feature, dict) and "feature" in feature or isinstance(feature, list) and len(feature) == 1:
@@ -124,27 +124,27 @@ class SourceReader:
 
     @cached_property
     def content(self) -> str | None:
-        """Hash of all bytes of the files, local or remote; for hub data the hub's own. None if there is none."""
+        """Return the hash of all bytes of the files, local or remote, or the hub's own; None if there is none."""
         return self._content_by(sampled=False)
 
     def sampled_content(self) -> str | None:
         """Like `content`, from sampled blocks of each file, for files too large to be read before training starts."""
         return self._content_by(sampled=True)
 
-    def described(self) -> dict[str, Any]:
-        """The manifest's entry for the source: its `path`, and `files` with size and hash, or the hub's fingerprint.
+    def describe(self) -> dict[str, Any]:
+        """Return the manifest entry of the source: `path`, and `files` with size and hash, or the hub's fingerprint.
 
         Files that have been hashed are not read again.
         """
-        told = {key: value for key, value in vars(self.source).items() if key in ("path", "name", "split", "revision")
-                and value is not None}
+        description = {key: value for key, value in vars(self.source).items()
+                       if key in ("path", "name", "split", "revision") and value is not None}
         if self._hub_rows is not None:
-            return {**told, "rows": rows_fingerprint(self._hub_rows)}
+            return {**description, "rows": rows_fingerprint(self._hub_rows)}
         if len(self._hashes) != len(self.files):
             self._content_by(sampled=self._is_sampled)
-        return {**told, "files": {path: {"remote": digest} if "://" in path else
-                                  fingerprints.describe_file(path, digest, self._is_sampled)
-                                  for path, digest in zip(self.files, self._hashes, strict=True)}}
+        return {**description, "files": {path: {"remote": digest} if "://" in path else
+                                         fingerprints.describe_file(path, digest, self._is_sampled)
+                                         for path, digest in zip(self.files, self._hashes, strict=True)}}
 
     def adopt(self, content: str | None) -> None:
         """Adopt the content hash of another process of the run.
@@ -176,8 +176,8 @@ class SourceReader:
         return fingerprints.combine_fingerprints(self._hashes)
 
 
-def _take(values: dict, name: str) -> tuple[Any] | None:
-    """Take a column out of a row, or the value at `a.b` in its objects, which are copied; None if it is missing."""
+def _pop_column(values: dict, name: str) -> tuple[Any] | None:
+    """Remove and return a column of a row, or the value at `a.b` in its objects; None if it is missing."""
     if name in values:
         return (values.pop(name),)
     first, _, inner_name = name.partition(".")
@@ -186,7 +186,7 @@ def _take(values: dict, name: str) -> tuple[Any] | None:
         return None
     # Copied, as the caller's row must not change.
     values[first] = inner = dict(inner)
-    return _take(inner, inner_name)
+    return _pop_column(inner, inner_name)
 
 
 def _remote_key(path: str) -> str:
@@ -223,13 +223,13 @@ BOOKKEEPING = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "
 READABLE = f"supported are {', '.join(sorted(READERS))} and .gz of these"
 
 
-def find_files(named: str) -> list[str]:
+def find_files(location: str) -> list[str]:
     """Return the sorted data files of a local path, folder, glob or URL; empty if the path can only name a hub dataset.
 
     Raises:
         UserError: Nothing readable is there.
     """
-    path = os.path.expanduser(named)
+    path = os.path.expanduser(location)
     if "://" in path:
         local = _local_path(path)
         if local is None:
@@ -243,7 +243,7 @@ def find_files(named: str) -> list[str]:
     if glob.has_magic(path):
         files = sorted({name for name in _glob(path) if not os.path.isdir(name)})
         if not files:
-            raise UserError(f"{named}: no file matches this pattern (working directory {os.getcwd()})")
+            raise UserError(f"{location}: no file matches this pattern (working directory {os.getcwd()})")
         for name in files:
             check_regular(name)
         return files
@@ -251,7 +251,7 @@ def find_files(named: str) -> list[str]:
         return []
     folder, name = os.path.split(path)
     names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    raise UserError(f"{named}: no such file or folder (working directory {os.getcwd()}){did_you_mean(name, names)}")
+    raise UserError(f"{location}: no such file or folder (working directory {os.getcwd()}){did_you_mean(name, names)}")
 
 
 def did_you_mean(name: str, candidates: list[str]) -> str:
@@ -338,7 +338,7 @@ def _local_path(url: str) -> str | None:
 def _find_remote(url: str) -> list[str]:
     # A chain such as zip://*.csv::https://…: fsspec expands the pattern of one part, the others are put back around it.
     first, chained, target = url.partition("::")
-    before, behind = ("", chained + target) if "://" in first else (first + chained, "")
+    before, after = ("", chained + target) if "://" in first else (first + chained, "")
     if "hf://" in url:
         hub.check_answers(url)
     try:
@@ -353,4 +353,4 @@ def _find_remote(url: str) -> list[str]:
         raise UserError(f"{url}: cannot be opened ({type(error).__name__}: {redact(str(error))[:300]})") from error
     if not names:
         raise UserError(f"{url}: no readable file there; {READABLE}")
-    return sorted(before + filesystem.unstrip_protocol(name) + behind for name in names)
+    return sorted(before + filesystem.unstrip_protocol(name) + after for name in names)

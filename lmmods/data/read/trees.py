@@ -24,7 +24,7 @@ def flat_instances(rows: Iterable[Row]) -> Iterator[Row]:
 def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
     """OASST1 message rows: one conversation per tree, with the best-ranked reply at each turn.
 
-    Holds all messages of the source in memory, since the rows of a tree need not be adjacent. A message whose parent is
+    All messages of the source are in memory, since the rows of a tree need not be adjacent. A message whose parent is
     missing starts a conversation. Messages without a usable id, or in a cycle of parents, pass unchanged; conversion
     reports them.
     """
@@ -34,13 +34,13 @@ def oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
             messages_read.append(row)
         else:
             yield row
-    known = {row.values.get("message_id") for row in messages_read}
+    ids = {row.values.get("message_id") for row in messages_read}
     replies: dict[Any, list[Row]] = {}
     roots = []
     for row in messages_read:
         parent = row.values.get("parent_id")
         replies.setdefault(parent, []).append(row)
-        if parent is None or parent not in known:
+        if parent is None or parent not in ids:
             roots.append(row)
     yield from _find_unrooted(roots, replies, messages_read)
     for root in roots:

@@ -45,8 +45,8 @@ SHOWN = {"image": "an image", "image_url": "an image", "input_image": "an image"
 
 @cache
 def _keys(turn_fields: tuple[tuple[str, str], ...]) -> dict[str, tuple[str, ...]]:
-    named = dict(turn_fields)
-    return {field: (named[field], *keys) if field in named else keys for field, keys in KEYS.items()}
+    explicit = dict(turn_fields)
+    return {field: (explicit[field], *keys) if field in explicit else keys for field, keys in KEYS.items()}
 
 
 class RowReader:
@@ -123,7 +123,7 @@ class RowReader:
             except RowProblem as problem:
                 raise RowProblem(f"{name} is text, not a list of turns") from problem
         if isinstance(turns, dict):
-            turns = [turns] if self._holds_turns(turns) else in_order(turns)
+            turns = [turns] if self._holds_turns(turns) else order_turns(turns)
         if not isinstance(turns, list) or not turns:
             raise RowProblem(f"{name} is not a list of turns" if turns else f"{name} is empty or missing")
         messages: list[Message] = []
@@ -184,8 +184,8 @@ class RowReader:
                 texts.append(as_text(part.pop("text", None), f"{name}.text"))
             else:
                 part_type = str(part_type)[:40]
-                what = SHOWN.get(part_type, f"a part of type {part_type!r}")
-                raise RowProblem(f"a turn has {what}, which this task does not support")
+                kind = SHOWN.get(part_type, f"a part of type {part_type!r}")
+                raise RowProblem(f"a turn has {kind}, which this task does not support")
             self.leave(part, name)
         return "".join(texts)
 
@@ -245,7 +245,7 @@ def _flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
-def in_order(turns: Values) -> list | Values:
+def order_turns(turns: Values) -> list | Values:
     """Sort turns of an object like {"turn_1": {...}, "turn_2": {...}} by the numbers in its keys; other values are
     unchanged."""
     there = {key: turn for key, turn in turns.items() if turn is not None}
@@ -322,10 +322,10 @@ def _arguments(value: Any, name: str) -> Values | str:
 
 
 def spoken_calls(text: str) -> list[Values]:
-    """Calls that a turn contains as its text: {"name", "arguments"} or a list of these; [] for any other text."""
+    """Return the calls that are a turn's whole text: {"name", "arguments"} or a list of these; [] for other text."""
     try:
-        found = parse(text, "")
-        items = found if isinstance(found, list) else [found]
+        value = parse(text, "")
+        items = value if isinstance(value, list) else [value]
         are_calls = all(isinstance(item, dict) and {"name", "arguments"} <= item.keys() for item in items)
         return calls(items, "") if are_calls else []
     except RowProblem:

@@ -60,7 +60,7 @@ class _EncodedRows:
 
     def column(self, name: str) -> np.ndarray:
         """Return a column of numbers, or the lengths (int32) of a column of lists. Each call makes a new array."""
-        return self._columns.numbers(name)
+        return self._columns.to_array(name)
 
     def lists(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield a column of lists chunk by chunk: the values of all its lists, and the length of each list."""
@@ -134,7 +134,7 @@ def _open_table(path: Path) -> dict[str, pa.ChunkedArray]:
     return dict(zip(table.column_names, table.columns, strict=False))
 
 
-def _numbers(array: pa.Array) -> np.ndarray:
+def _to_numpy(array: pa.Array) -> np.ndarray:
     """View an array without nulls. Not Arrow's to_numpy: it imports pandas, which takes longer than everything else."""
     return np.from_dlpack(array)
 
@@ -165,23 +165,23 @@ class _Columns:
         if views is None:
             chunks = {name: column.chunk(index) for name, column in self._columns.items()}
             views = self._views[index] = {
-                name: (_numbers(chunk.values), _numbers(chunk.offsets)) if pa.types.is_list(chunk.type)
-                else (_numbers(chunk), None) for name, chunk in chunks.items()}
+                name: (_to_numpy(chunk.values), _to_numpy(chunk.offsets)) if pa.types.is_list(chunk.type)
+                else (_to_numpy(chunk), None) for name, chunk in chunks.items()}
         return views
 
     def lists(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield values and lengths of a column of lists, chunk by chunk."""
         for chunk in self._columns[name].chunks:
-            offsets = _numbers(chunk.offsets)
-            yield _numbers(chunk.values)[offsets[0] : offsets[-1]], np.diff(offsets)
+            offsets = _to_numpy(chunk.offsets)
+            yield _to_numpy(chunk.values)[offsets[0] : offsets[-1]], np.diff(offsets)
 
-    def numbers(self, name: str) -> np.ndarray:
+    def to_array(self, name: str) -> np.ndarray:
         """Return a column of numbers, or the lengths (int32) of a column of lists."""
         column = self._columns[name]
         if not pa.types.is_list(column.type):
-            return _numbers(column.combine_chunks())
+            return _to_numpy(column.combine_chunks())
         lengths = np.empty(len(column), np.int32)
         for start, chunk in zip(self._starts, column.chunks, strict=False):
-            offsets = _numbers(chunk.offsets)
+            offsets = _to_numpy(chunk.offsets)
             np.subtract(offsets[1:], offsets[:-1], out=lengths[start : start + len(chunk)])
         return lengths

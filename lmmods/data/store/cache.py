@@ -102,7 +102,7 @@ class Cache:
                 rebuild, wrong = False, None
             except (ValueError, KeyError, TypeError, pa.ArrowException) as error:  # only sizes were compared
                 rebuild, wrong = False, error
-        raise UserError(f"{folder}: the cache cannot be read, and rebuilding it does not help ({wrong}); set "
+        raise UserError(f"{folder}: the cache cannot be read, and rebuilding it does not help ({wrong}). Set "
                         "data.cache_dir or LMMODS_CACHE to another folder")
 
     def _processes(self, reader: SourceReader) -> int:
@@ -119,7 +119,7 @@ def _reported(folder: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise UserError(f"{folder}: this cache entry cannot be used ({error}); set data.cache_dir or "
+        raise UserError(f"{folder}: this cache entry cannot be used ({error}). Set data.cache_dir or "
                         "LMMODS_CACHE to a folder that can be read and written") from error
 
 
@@ -130,17 +130,17 @@ def remove(folder: Path, identity: int | None = None) -> None:
         identity: Inode of the store to remove; a new one that another process has put there is kept.
     """
     # In the same folder, as a rename is atomic only within a file system.
-    old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+    renamed = folder.with_name(f"{folder.name}.old-{os.getpid()}")
     try:
         if identity is not None and folder.lstat().st_ino != identity:
             return
-        folder.rename(old)
+        folder.rename(renamed)
     except FileNotFoundError:
         return
-    if old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old, ignore_errors=True)
+    if renamed.is_dir() and not renamed.is_symlink():
+        shutil.rmtree(renamed, ignore_errors=True)
     else:
-        old.unlink()
+        renamed.unlink()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def _result(batch: list[Row], future: Future) -> tuple[list[Row], Encoded]:
         index = usable[index]
         raise UserError(f"{batch[index].file}:{batch[index].line}: {message}") from error
     except BrokenExecutor as error:
-        raise UserError("a tokenising process was killed, most likely for lack of memory; lower "
+        raise UserError("a tokenising process was killed, most likely for lack of memory. Lower "
                         "data.num_proc") from error
 
 

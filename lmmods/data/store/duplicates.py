@@ -33,9 +33,9 @@ class Duplicates(NamedTuple):
     """Rows to remove.
 
     Args:
-        rows: Their numbers, int64 ascending.
-        of: Number of the row that stays instead, of each.
-        near: True for those that are not equal to it, of each.
+        rows: Indices of the rows, int64 ascending.
+        of: For each, the index of the row that stays instead.
+        near: For each, True if it is only nearly equal.
     """
 
     rows: np.ndarray
@@ -43,25 +43,25 @@ class Duplicates(NamedTuple):
     near: np.ndarray
 
 
-def find_duplicates(numbers: Sequence[int], texts_of: Callable[[int], list[str]], threshold: float | None,
+def find_duplicates(indices: Sequence[int], texts_of: Callable[[int], list[str]], threshold: float | None,
                     encoded_of: Callable[[int], bytes] = lambda row: b"",
                     context_of: Callable[[int], str] = lambda row: "") -> Duplicates:
-    """Find the rows that repeat one before them, which stays.
+    """Find the rows that repeat an earlier row, which stays.
 
     Args:
-        numbers: Numbers of the rows, in order.
+        indices: Indices of the rows, in order.
         texts_of: Returns the texts of a row. A row without any is not a duplicate.
         threshold: Minimum Jaccard similarity of the word 5-grams of two rows that are nearly equal; None finds equal
             rows only. Of nearly equal rows, each is compared with those that stay.
         encoded_of: Returns the tokens and labels of a row, which equal rows have in common.
         context_of: Returns what equal and nearly equal rows have in common besides their texts.
     """
-    count = len(numbers)
+    count = len(indices)
     digests, has_text = np.zeros((count, 2), np.uint64), np.zeros(count, bool)
     signer = None if threshold is None else Signer(threshold)
     bands, has_words = np.zeros((signer.bands if signer else 0, count), np.uint64), np.zeros(count, bool)
     # As in `build_store`: a bar on terminals only, and only after two seconds.
-    for index, row in enumerate(tqdm(numbers, desc="comparing", unit=" rows", disable=None, delay=2)):
+    for index, row in enumerate(tqdm(indices, desc="comparing", unit=" rows", disable=None, delay=2)):
         text = normalise(texts_of(row))
         has_text[index] = bool(text)
         context = context_of(row).encode(errors="surrogatepass")
@@ -70,23 +70,23 @@ def find_duplicates(numbers: Sequence[int], texts_of: Callable[[int], list[str]]
         digests[index] = np.frombuffer(digest, "<u8")
         if signer is not None and len(grams := shingles(text)):
             # Added, so that rows of different contexts share no band.
-            own = np.frombuffer(blake2b(context, digest_size=8).digest(), "<u8") if context else np.uint64(0)
-            has_words[index], bands[:, index] = True, signer(grams) + own
+            context_hash = np.frombuffer(blake2b(context, digest_size=8).digest(), "<u8") if context else np.uint64(0)
+            has_words[index], bands[:, index] = True, signer(grams) + context_hash
     first = _first_equal(digests)
     first[~has_text] = np.flatnonzero(~has_text)
     stays = first == np.arange(count)
     near = np.full(count, -1)
     if threshold is not None:
-        near = _near(bands, np.flatnonzero(stays & has_words), threshold, lambda index: texts_of(numbers[index]))
-    of = np.where(near >= 0, near, first)
-    places = np.flatnonzero(of != np.arange(count))
-    # An equal row may repeat one that is itself left out.
-    rows = np.asarray(numbers, np.int64)
-    return Duplicates(rows[places], rows[of[of[places]]], near[first[places]] >= 0)
+        near = _find_near(bands, np.flatnonzero(stays & has_words), threshold, lambda index: texts_of(indices[index]))
+    original = np.where(near >= 0, near, first)
+    repeated = np.flatnonzero(original != np.arange(count))
+    # An equal row may repeat one that is itself removed.
+    rows = np.asarray(indices, np.int64)
+    return Duplicates(rows[repeated], rows[original[original[repeated]]], near[first[repeated]] >= 0)
 
 
 def _first_equal(digests: np.ndarray) -> np.ndarray:
-    """Return the place of the first of equal rows [N, 2], for each row."""
+    """Return the index of the first equal row, for each row of [N, 2]."""
     order = np.lexsort(digests.T)  # stable
     begins = np.ones(len(order), bool)
     begins[1:] = (digests[order[1:]] != digests[order[:-1]]).any(1)
@@ -96,22 +96,23 @@ def _first_equal(digests: np.ndarray) -> np.ndarray:
 
 
 def shingles(text: str) -> np.ndarray:
-    """Return the hashes of a text's word 5-grams, ascending and each once; of a shorter one, that of all its words."""
+    """Return the unique hashes of a text's word 5-grams, ascending, or of all its words if it is shorter."""
     words = words_in(text)
     return np.unique(ngram_hashes(words, min(SHINGLE, max(len(words), 1))))
 
 
-def similarity(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the Jaccard similarity of two sets of shingles: those of both by those of either."""
-    both = len(np.intersect1d(one, other, assume_unique=True))
-    return both / (len(one) + len(other) - both)
+def compute_similarity(first: np.ndarray, second: np.ndarray) -> float:
+    """Return the Jaccard similarity of two sets of shingles: their intersection divided by their union."""
+    num_shared = len(np.intersect1d(first, second, assume_unique=True))
+    return num_shared / (len(first) + len(second) - num_shared)
 
 
 class Signer:
     """Computes the bands of MinHash signatures: rows that share one are compared.
 
     Args:
-        threshold: Similarity of which pairs are to be found. The bands are as long as lets `FOUND` of them be found.
+        threshold: Similarity of the pairs to find. The bands are as long as possible while `FOUND` of these pairs are
+            found.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -135,8 +136,9 @@ class Signer:
         return (parts * self._mixed).sum(1, dtype=np.uint64)
 
 
-def _near(bands: np.ndarray, indices: np.ndarray, threshold: float, texts_of: Callable[[int], list[str]]) -> np.ndarray:
-    """Return the place of the first row before that stays and is nearly equal, for each row; -1 if there is none.
+def _find_near(bands: np.ndarray, indices: np.ndarray, threshold: float, texts_of: Callable[[int], list[str]]
+               ) -> np.ndarray:
+    """Return, for each row, the index of the first earlier row that stays and is nearly equal; -1 if there is none.
 
     Args:
         bands: Hashes of the bands of each row, [bands, N].
@@ -149,29 +151,29 @@ def _near(bands: np.ndarray, indices: np.ndarray, threshold: float, texts_of: Ca
         ordered = values[order]
         starts = np.ones(len(ordered), bool)
         starts[1:] = ordered[1:] != ordered[:-1]
-        numbers = np.cumsum(starts) - 1
+        group_of = np.cumsum(starts) - 1
         # Most rows share this band with no other.
-        shared = np.bincount(numbers)[numbers] > 1
-        groups.append(numbers[shared] + num_groups)
+        shared = np.bincount(group_of)[group_of] > 1
+        groups.append(group_of[shared] + num_groups)
         members.append(indices[order[shared]])
         num_groups += len(ordered)
     group, member = np.concatenate(groups), np.concatenate(members)
     order = np.argsort(member, kind="stable")
     group, member = group[order], member[order]
-    rows, begins = np.unique(member, return_index=True)
+    rows, starts_of_rows = np.unique(member, return_index=True)
     duplicate_of = np.full(bands.shape[1], -1)
     staying: defaultdict[int, list[int]] = defaultdict(list)  # group -> its rows that stay
-    read = lru_cache(1 << 12)(lambda place: shingles(normalise(texts_of(place))))
-    for row, start, end in zip(rows.tolist(), begins, [*begins[1:], len(group)], strict=False):
-        own = group[start:end].tolist()
-        candidates = sorted({candidate for number in own for candidate in staying.get(number, ())})
-        match = next((candidate for candidate in candidates if similarity(read(row), read(candidate)) >= threshold),
-                     None)
+    read = lru_cache(1 << 12)(lambda index: shingles(normalise(texts_of(index))))
+    for row, start, end in zip(rows.tolist(), starts_of_rows, [*starts_of_rows[1:], len(group)], strict=False):
+        row_groups = group[start:end].tolist()
+        candidates = sorted({candidate for group_index in row_groups for candidate in staying.get(group_index, ())})
+        match = next((candidate for candidate in candidates
+                      if compute_similarity(read(row), read(candidate)) >= threshold), None)
         if match is not None:
             duplicate_of[row] = match
             continue
-        for number in own:
-            staying[number].append(row)
+        for group_index in row_groups:
+            staying[group_index].append(row)
     return duplicate_of
 
 
@@ -185,7 +187,7 @@ def read_duplicates(path: Path) -> Duplicates | None:
 
 
 def write_duplicates(path: Path, duplicates: Duplicates) -> None:
-    """Write a file of the cache, so that no process sees half of it. Raises UserError: it cannot be written."""
+    """Write a file of the cache, so that no process sees half of it. Raises UserError if it cannot be written."""
     with reporting_writes(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.tmp-", dir=path.parent)

@@ -32,12 +32,12 @@ class ArrayStore:
     Args:
         folder: Path, existing or not yet.
         shapes: Shape of each array, by name.
-        what: Name of the numbers in messages.
+        content: Name of the arrays in messages.
     """
 
     folder: Path
     shapes: dict[str, tuple[int, ...]]
-    what: str
+    content: str
 
     def read(self) -> dict[str, np.ndarray] | None:
         """Return the arrays, mapped from their files; None if they have not been computed."""
@@ -52,7 +52,7 @@ class ArrayStore:
             if all(array.shape == self.shapes[name] for name, array in arrays.items()):
                 return arrays
             wrong = f"{files[0]} belongs to other rows"
-        tell(f"The cached {self.what} in {self.folder} are damaged ({wrong}); recomputing them.")
+        tell(f"The cached {self.content} in {self.folder} are damaged ({wrong}); recomputing them.")
         remove(self.folder)
         return None
 
