@@ -285,7 +285,7 @@ class DataModule(DataFields, lightning.LightningDataModule):
         return self._loader
 
     def _max_steps(self) -> int:
-        # The torch engine ends its runs itself: Lightning's own `max_steps` says nothing there.
+        # The torch engine ends its runs itself: Lightning's own `max_steps` is not set there.
         trainer: Any = self.trainer
         return trainer.length[0] if hasattr(trainer, "length") else trainer.max_steps
 

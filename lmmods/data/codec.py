@@ -86,7 +86,7 @@ class Codec(ABC):
         model: Facts about the model that rows depend on.
     """
 
-    draws_by_epoch: ClassVar[bool] = False  # True if item number + draw * len is drawn again in each epoch or buffer
+    draws_by_epoch: ClassVar[bool] = False  # True if items differ between epochs or buffers
     left_over: ClassVar[str] = "not_used"  # in the data report: key of the parts of records that are in no token
 
     def __init__(self, settings: Settings, tokenizer: Any, model: ModelFacts = ModelFacts()) -> None:
@@ -174,7 +174,7 @@ class Codec(ABC):
 
     @property
     def has_token_types(self) -> bool:
-        """True if batches say which of two texts a token is of."""
+        """True if batches contain the token types of pairs of texts."""
         return "token_type_ids" in self.batch_columns(())
 
     def is_scored(self, item: dict[str, Any], role: str) -> bool:

@@ -19,7 +19,7 @@ from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.mlm import MLMDataFields
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows of masked language models: special tokens around a block, and masks drawn from (seed, draw, row).
+# Rows of masked language models: special tokens around a block, and random masks from (seed, draw, row).
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the rest is unchanged (Devlin et al. 2018)
 
@@ -47,7 +47,7 @@ class Masker:
 
     def __call__(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return masked ids and labels, both [T]; labels are IGNORED for tokens that were not chosen."""
-        # Random numbers are drawn for all tokens, so that their number does not depend on the choice.
+        # All tokens get random numbers, so that their count does not depend on the choice.
         is_target = self._choose(ids, random)
         uniforms = random.random(len(ids))
         masked = np.where(uniforms < MASK_SHARE, self.mask_id, ids)
@@ -150,7 +150,7 @@ class MLMSettings(MLMDataFields, TextSettings):
 
 
 class MLMCodec(TextCodec):
-    """Texts in blocks between special tokens. Training masks are drawn again in each epoch, evaluation masks are fixed.
+    """Texts in blocks between special tokens. Training masks differ between epochs, evaluation masks are fixed.
 
     In predict, the mask token typed in a text is the gap to fill.
     """
@@ -188,7 +188,7 @@ class MLMCodec(TextCodec):
     def is_scored(self, item: dict[str, Any], role: str) -> bool:
         if (item["labels"] != IGNORED).any():
             return True
-        return role == "train" and not self._special[item["input_ids"]].all()  # masks are drawn again in each epoch
+        return role == "train" and not self._special[item["input_ids"]].all()  # masks differ between epochs
 
     @cached_property
     def _special(self) -> np.ndarray:

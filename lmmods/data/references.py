@@ -33,7 +33,7 @@ def reference_store(data: PreferenceData, role: Role, network: dict[str, Any]) -
         network: All that determines the reference model's numbers.
     """
     rows, items, answers = data.rows(role), data.items(role), data.codec.model.answers
-    # The second answer is another row's: drawn by the seed, cut to max_length.
+    # The second answer is another row's, selected by the seed and truncated to max_length.
     lent = {"seed": data.seed, "max_length": data.max_length} if answers == "mismatched" else {}
     key = fingerprint({"network": network, "answers": answers, **lent,
                        "stores": [store.name for store in rows.stores], "rows": fingerprints.of_array(rows.selection)})

@@ -26,7 +26,7 @@ from lmmods.rollouts.reward_processes import LOADING, Outcome, Server, attempt, 
 from lmmods.rollouts.sandbox import ENDING, begin, ends_within, how_it_ended, kill_group, process_variables
 
 KEY = "model.environment"
-ENVIRONMENT = "environment"  # name of its reward, also where a reason says why it is missing
+ENVIRONMENT = "environment"  # name of its reward, and key of the reason if the reward is missing
 RESET, SCORE = "reset", "get_reward"  # methods that are not tools
 MAX_CHARACTERS = 100_000  # of a result; the rest is left out
 

@@ -12,6 +12,6 @@ def test_answers_without_any_score_are_reported(spm_folder, write_jsonl, capsys,
     data.connect(reward_model=lambda texts: scores)
     data.prepare_data()
     data.setup("predict")
-    found = data.predictions(data.complete({0: ("Say it.", ["a", "b"])}))
-    assert found.rows[0]["prediction"] == best and found.scores["answers_without_score"] == scores.count(None)
+    result = data.predictions(data.complete({0: ("Say it.", ["a", "b"])}))
+    assert result.rows[0]["prediction"] == best and result.scores["answers_without_score"] == scores.count(None)
     assert ("the reward model scores none of the answers" in capsys.readouterr().out) is is_said

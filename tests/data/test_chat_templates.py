@@ -114,10 +114,10 @@ def test_each_response_follows_the_prompt_of_inference(renderer, name, chat):
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     for turns in ("all", "split", "last"):
         rows = ours.rows(Conversation(messages, tools), turns)
-        found = [(row, response) for row in rows for response in responses(row)]
-        assert len(found) == (1 if turns == "last" else len(places))
-        assert turns == "all" or len(rows) == len(found)
-        for place, (row, response) in zip(places[-len(found):], found, strict=True):
+        result = [(row, response) for row in rows for response in responses(row)]
+        assert len(result) == (1 if turns == "last" else len(places))
+        assert turns == "all" or len(rows) == len(result)
+        for place, (row, response) in zip(places[-len(result):], result, strict=True):
             prompt = tokenizer.apply_chat_template(messages[:place], tools=tools or None, tokenize=False,
                                                    add_generation_prompt=True)
             assert text_of(ours.prompt(Conversation(messages[:place], tools))) == prompt
@@ -130,9 +130,9 @@ def test_each_response_follows_the_prompt_of_inference(renderer, name, chat):
             assert response.endswith(end) and response.count(end) == 1
             if name == "forgets":
                 assert messages[place].get("reasoning_content", "<think>") in response
-    whole = len(ours.rows(Conversation(messages, tools), "all")) == 1
-    assert whole == (len(places) == 1 or name not in ("forgets", "closed thought", "no end")
-                     and not (name == "moves" and chat == "system"))
+    full = len(ours.rows(Conversation(messages, tools), "all")) == 1
+    assert full == (len(places) == 1 or name not in ("forgets", "closed thought", "no end")
+                    and not (name == "moves" and chat == "system"))
     assert ours.ends() == {"moves": ["</s>"], "open": ["<|im_start|>"]}.get(name, ["<|im_end|>"])
 
 
@@ -142,31 +142,32 @@ def test_marks_score_what_transformers_scores(renderer, chat):
     messages, tools = CHATS[chat]
     made = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=True, return_dict=True,
                                          return_assistant_tokens_mask=True)
-    wanted = [token for token, scored in zip(made["input_ids"], made["assistant_masks"], strict=True) if scored]
+    expected = [token for token, scored in zip(made["input_ids"], made["assistant_masks"], strict=True) if scored]
     row, = ours.rows(Conversation(messages, tools), "all")
-    assert "".join(responses(row)) == tokenizer.decode(wanted)
-    found = renderer("steady")[1].rows(Conversation(messages, tools), "all")  # the same template without marks
-    assert [responses(each) for each in found] == [responses(row)]
-    assert [text_of(each.segments) for each in found] == [text_of(row.segments)]
+    assert "".join(responses(row)) == tokenizer.decode(expected)
+    result = renderer("steady")[1].rows(Conversation(messages, tools), "all")  # the same template without marks
+    assert [responses(each) for each in result] == [responses(row)]
+    assert [text_of(each.segments) for each in result] == [text_of(row.segments)]
 
 
 def test_a_turn_that_is_not_learned(renderer):
     messages = [user("hello"), answer("no", scored=False), user("again"), answer("yes"), user("x"), answer("y")]
     for name in ("steady", "marked", "forgets"):
         rows = renderer(name)[1].rows(Conversation(messages), "all")
-        found = [response for row in rows for response in responses(row)]
-        assert [text.removesuffix("<|im_end|>").split("\n")[-1] for text in found] == ["yes", "y"]
+        result = [response for row in rows for response in responses(row)]
+        assert [text.removesuffix("<|im_end|>").split("\n")[-1] for text in result] == ["yes", "y"]
 
 
 def test_variables_documents_and_what_is_not_shown(renderer):
     tokenizer, ours = renderer("forgets", thinking=False)
-    asked = [user("hello")]
-    prompt = text_of(ours.prompt(Conversation(asked)))
-    assert prompt == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, thinking=False)
+    requested = [user("hello")]
+    prompt = text_of(ours.prompt(Conversation(requested)))
+    assert prompt == tokenizer.apply_chat_template(requested, tokenize=False, add_generation_prompt=True,
+                                                   thinking=False)
     assert prompt.endswith("</think>\n\n")
-    assert text_of(ours.prompt(Conversation(asked, template_kwargs={"thinking": True}))).endswith("assistant\n")
+    assert text_of(ours.prompt(Conversation(requested, template_kwargs={"thinking": True}))).endswith("assistant\n")
     with pytest.raises(RowProblem, match="sets tools, which"):
-        ours.prompt(Conversation(asked, template_kwargs={"tools": []}))
+        ours.prompt(Conversation(requested, template_kwargs={"tools": []}))
     with pytest.raises(UserError, match="sets messages, which each row sets itself"):
         renderer("steady", messages=[])
     chat = Conversation([user("a"), answer("b", reasoning_content="because")], documents=[{"text": "c"}])
@@ -333,17 +334,17 @@ def test_inspect_compares_with_inference(jinja, chat_folder, write_jsonl):
 def test_a_stream_and_packs_hold_the_same_rows(jinja, chat_folder, write_jsonl, capsys):
     path = write_jsonl([*ROWS, {"messages": [user("a")]}])
     fields = {"template": jinja("forgets"), "batch_size": 1}
-    wanted = sorted(text for _, text in shown(build(path, chat_folder, **fields)))
+    expected = sorted(text for _, text in shown(build(path, chat_folder, **fields)))
     data = build(path, chat_folder, streaming=True, stream_window=4, **fields)
     batches = iter(data.train_batches())
     decode = data.tokenizer.decode
-    found = [decode([token for token in next(batches)["labels"][0].tolist() if token != -100]) for _ in wanted]
+    result = [decode([token for token in next(batches)["labels"][0].tolist() if token != -100]) for _ in expected]
     next(batches)  # of the second pass
-    assert sorted(found) == wanted
-    assert "Pass 1 of the stream" in (said := capsys.readouterr().out) and "5 read: no response (1 rows" in said
+    assert sorted(result) == expected
+    assert "Pass 1 of the stream" in (output := capsys.readouterr().out) and "5 read: no response (1 rows" in output
     packed = build(path, chat_folder, packing=True, **fields)
     labels = [label for batch in packed.train_batches() for label in batch["labels"].flatten().tolist()]
-    assert decode([label for label in labels if label != -100]).count("<|im_end|>") == len(wanted)
+    assert decode([label for label in labels if label != -100]).count("<|im_end|>") == len(expected)
 
 
 @pytest.mark.parametrize("template", [None, "chatml"])

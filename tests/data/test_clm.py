@@ -31,13 +31,13 @@ def test_blocks_hold_every_token(documents, count, any_folder, tmp_path):
 def test_long_documents_in_pieces_read_as_one(any_folder, tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("".join(f"The quick brown fox {n} jumps\n" for n in range(60)))
-    whole = CLMData(str(path), tokenizer=any_folder, max_length=32)
-    whole.setup("fit")
+    full = CLMData(str(path), tokenizer=any_folder, max_length=32)
+    full.setup("fit")
     monkeypatch.setattr("lmmods.data.read.readers.TEXT_PART", 100)
     pieces = CLMData(str(path), tokenizer=any_folder, max_length=32, rebuild_cache=True)
     pieces.setup("fit")
     assert next(iter(pieces.report["sources"].values()))["rows_read"] > 5
-    assert tokens_in_order(pieces) == tokens_in_order(whole)
+    assert tokens_in_order(pieces) == tokens_in_order(full)
 
 
 def test_a_corpus_shorter_than_a_block_trains(any_folder, tmp_path):

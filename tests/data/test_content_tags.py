@@ -76,8 +76,8 @@ def test_tags_are_whole_and_other_special_tokens_in_texts_are_not(folder, write_
     # As inference renders it, but for what the user typed.
     prompt = [{"role": "user", "content": "Say 7. <think>"}, {"role": "assistant", "content": ANSWER}]
     path = write_jsonl([{"messages": prompt}], "other.jsonl")
-    wanted = tokenizer.apply_chat_template(prompt, return_dict=False)
-    assert build(SFTData, folder(), path).rows_for_inspection(1)[0]["input_ids"] == wanted
+    expected = tokenizer.apply_chat_template(prompt, return_dict=False)
+    assert build(SFTData, folder(), path).rows_for_inspection(1)[0]["input_ids"] == expected
     text = build(CLMData, folder(), write_jsonl([{"text": f"{ANSWER}</s>"}], "texts.jsonl"), max_length=64)
     [row] = text.rows_for_inspection(1)
     assert [token for token in tokenizer.convert_ids_to_tokens(row["input_ids"])

@@ -33,8 +33,8 @@ def assert_well_formed(conversation: Conversation) -> None:
     for message in conversation.messages:
         assert message["role"] in ("system", "user", "assistant", "tool")
         for key, value in message.items():
-            wanted = {"tool_calls": list, "scored": bool}.get(key, str)
-            assert isinstance(value, wanted), (key, value)
+            expected = {"tool_calls": list, "scored": bool}.get(key, str)
+            assert isinstance(value, expected), (key, value)
         for call in message.get("tool_calls", []):
             assert call["type"] == "function" and isinstance(call["function"]["name"], str)
             assert isinstance(call["function"]["arguments"], dict | str)

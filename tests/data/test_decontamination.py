@@ -28,7 +28,7 @@ def test_rows_are_found_as_by_tuples_of_words(size):
                         for _ in range(30)] for name in ("one", "two")}
     ngrams = EvaluationNgrams([(name, [Row("x", 1, {"a": row[0], "b": [{"c": row[1]}], "n": 3}) for row in rows])
                                for name, rows in evaluated.items()], size)
-    wanted = {name: set().union(*(tuples_of(row, size) for row in rows)) for name, rows in evaluated.items()}
+    expected = {name: set().union(*(tuples_of(row, size) for row in rows)) for name, rows in evaluated.items()}
     outcomes = []
     for _ in range(300):
         words = draw.choices(vocabulary, k=30)
@@ -39,8 +39,8 @@ def test_rows_are_found_as_by_tuples_of_words(size):
         texts = [" ".join(words[:26]).upper() + ".", ", ".join(words[26:])]
         own = tuples_of(texts, size)
         outcomes.append(ngrams.source_of(texts))
-        assert (outcomes[-1] is not None) == any(own & each for each in wanted.values())
-        assert outcomes[-1] is None or own & wanted[outcomes[-1]]
+        assert (outcomes[-1] is not None) == any(own & each for each in expected.values())
+        assert outcomes[-1] is None or own & expected[outcomes[-1]]
     assert {None, "one", "two"} == set(outcomes)
     short = [sum(not tuples_of(row, size) for row in rows) for rows in evaluated.values()]
     assert ngrams.notes == [f"looked for {size} consecutive words of {30 - count} rows of {name}"

@@ -25,8 +25,8 @@ WORDS = [f"{first}{second}" for first in "abcdefghij" for second in ("na", "ro",
 
 
 def found_in(texts, threshold=None):
-    found = find_duplicates(range(len(texts)), lambda number: [texts[number]], threshold)
-    return list(zip(found.rows.tolist(), found.of.tolist(), found.near.tolist(), strict=True))
+    result = find_duplicates(range(len(texts)), lambda number: [texts[number]], threshold)
+    return list(zip(result.rows.tolist(), result.of.tolist(), result.near.tolist(), strict=True))
 
 
 def tuples_of(text):
@@ -68,22 +68,22 @@ def test_nearly_equal_texts_as_a_comparison_of_all_pairs(threshold):
     # Without pairs so near the threshold that some are missed.
     sets = []
     for text in [*texts]:
-        own, least = tuples_of(text), min(threshold + 0.15, 1)
-        if any(threshold <= jaccard(own, other) < least for other in sets if own and other):
+        own, minimum = tuples_of(text), min(threshold + 0.15, 1)
+        if any(threshold <= jaccard(own, other) < minimum for other in sets if own and other):
             texts.remove(text)
         else:
             sets.append(own)
-    stays, wanted, plain = [], [], {}
+    stays, expected, plain = [], [], {}
     for number, own in enumerate(sets):
         first = plain.setdefault(texts[number], number)
         near = next((other for other in stays if own and sets[other] and jaccard(own, sets[other]) >= threshold), None)
         if near is None and first == number:
             stays.append(number)
         else:
-            wanted.append((number, near if near is not None else first))
-    found = found_in(texts, threshold)
-    assert [(row, of) for row, of, _ in found] == wanted and len(wanted) > 40
-    assert all(near or texts[row] == texts[of] for row, of, near in found)
+            expected.append((number, near if near is not None else first))
+    result = found_in(texts, threshold)
+    assert [(row, of) for row, of, _ in result] == expected and len(expected) > 40
+    assert all(near or texts[row] == texts[of] for row, of, near in result)
 
 
 def test_signatures_estimate_the_similarity():
@@ -110,9 +110,9 @@ def test_bands_find_pairs_at_the_threshold(threshold):
 
 def test_long_texts_are_signed_in_parts(monkeypatch):
     hashes = shingles(" ".join(random.Random(2).choices(WORDS, k=3000)))
-    whole = Signer(0.8)(hashes)
+    full = Signer(0.8)(hashes)
     monkeypatch.setattr(duplicates, "AT_ONCE", 7)
-    assert (Signer(0.8)(hashes) == whole).all()
+    assert (Signer(0.8)(hashes) == full).all()
 
 
 def test_words():
@@ -165,12 +165,12 @@ def test_the_first_stays_and_the_others_are_counted(spm_folder, sources):
 
 
 def test_nearly_equal_rows_are_counted_by_themselves(spm_folder, sources):
-    found = build(sources, spm_folder, deduplicate="minhash").report["sources"][sources[1]]["dropped"]
-    assert found["the same as an earlier row"]["rows"] == 1
-    assert found["nearly the same as an earlier row"] == {
+    result = build(sources, spm_folder, deduplicate="minhash").report["sources"][sources[1]]["dropped"]
+    assert result["the same as an earlier row"]["rows"] == 1
+    assert result["nearly the same as an earlier row"] == {
         "rows": 2, "first": [f"{sources[1]}:{row}, like {sources[1]}:3" for row in (4, 5)]}
-    found = build(sources, spm_folder, deduplicate="minhash", minhash_threshold=0.5).report["sources"][sources[1]]
-    assert found["dropped"]["nearly the same as an earlier row"]["rows"] == 3
+    result = build(sources, spm_folder, deduplicate="minhash", minhash_threshold=0.5).report["sources"][sources[1]]
+    assert result["dropped"]["nearly the same as an earlier row"]["rows"] == 3
 
 
 def test_no_repetition_among_the_validation_rows(spm_folder, write_jsonl):

@@ -119,9 +119,9 @@ def conversations(name, *rows):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_layout_is_recognised_and_converted(name):
-    row, wanted = ROWS[name]
+    row, expected = ROWS[name]
     assert detect_format(row, "f:1") == name
-    assert conversations(name, row) == [wanted]
+    assert conversations(name, row) == [expected]
 
 
 @pytest.mark.parametrize(("columns", "layout"), [

@@ -149,14 +149,14 @@ def test_rollouts_begin_where_their_first_batch_is_read():
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 def test_steps_have_the_same_rows_however_they_are_cut(batch_size):
     plan = RolloutPlan(5, 2, 2, 1, 2, seed=0)
-    whole, _ = loader_of(plan, 4)
+    full, _ = loader_of(plan, 4)
     cut, _ = loader_of(plan, batch_size)
 
     def steps(loader):
         rows = [row for batch in rows_of(loader, 2) for row in batch]
         return [sorted(rows[start : start + 4], key=str) for start in range(0, len(rows), 4)]
 
-    assert steps(cut) == steps(whole)
+    assert steps(cut) == steps(full)
 
 
 def test_two_ranks_share_the_rows_of_one():
@@ -172,14 +172,14 @@ def test_two_ranks_share_the_rows_of_one():
 def test_a_position_is_in_a_rollout(done):
     plan = RolloutPlan(5, 2, 2, 1, 2, seed=0)
     straight, _ = loader_of(plan, 2)
-    wanted = rows_of(straight, 2)
+    expected = rows_of(straight, 2)
     loader, _ = loader_of(plan, 2)
     for _ in islice(iter(loader), done):
         pass
     state = json.loads(json.dumps(loader.state_dict()))
     again, begun = loader_of(plan, 2)
     again.load_state_dict(state)
-    assert rows_of(again, 2)[: len(wanted) - done] == wanted[done:]
+    assert rows_of(again, 2)[: len(expected) - done] == expected[done:]
     # A rollout that has been trained on is read by its name; one that has not is made.
     assert begun.names[0] == (state["rollout"] if done % 4 else None)
 

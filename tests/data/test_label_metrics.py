@@ -42,7 +42,7 @@ def test_single_label_scores_are_scikit_learns(num_labels, present, seed):
     logits = (draw.normal(size=(300, num_labels)) + 1.5 * np.eye(num_labels)[labels]).astype(np.float32)
     given, shares = logits.argmax(1), softmax(logits.astype(np.float64))
     scores = single_label_scores(logits, labels)
-    wanted = {
+    expected = {
         "accuracy": metrics.accuracy_score(labels, given),
         "f1_macro": metrics.f1_score(labels, given, average="macro"),
         "precision_macro": metrics.precision_score(labels, given, average="macro", zero_division=0),
@@ -51,11 +51,11 @@ def test_single_label_scores_are_scikit_learns(num_labels, present, seed):
         "calibration_error": calibration_error(shares, labels),
     }
     if num_labels == 2:
-        wanted |= {"f1": metrics.f1_score(labels, given), "roc_auc": metrics.roc_auc_score(labels, shares[:, 1])}
+        expected |= {"f1": metrics.f1_score(labels, given), "roc_auc": metrics.roc_auc_score(labels, shares[:, 1])}
     else:
-        wanted["roc_auc"] = np.mean([metrics.roc_auc_score(labels == label, shares[:, label])
-                                     for label in range(present)])
-    assert scores == pytest.approx(wanted, abs=2e-6)
+        expected["roc_auc"] = np.mean([metrics.roc_auc_score(labels == label, shares[:, label])
+                                       for label in range(present)])
+    assert scores == pytest.approx(expected, abs=2e-6)
 
 
 @pytest.mark.parametrize("labels,given", [
@@ -123,11 +123,11 @@ def test_tag_scores_and_the_table_are_scikit_learns():
     report = class_report(given, labels, names)
     assert report["names"] == names
     assert report["confusion"] == metrics.confusion_matrix(labels, given, labels=range(6)).tolist()
-    wanted = metrics.classification_report(labels, given, labels=range(6), target_names=names, output_dict=True,
-                                           zero_division=0)
+    expected = metrics.classification_report(labels, given, labels=range(6), target_names=names, output_dict=True,
+                                             zero_division=0)
     for name in names:
         assert report["classes"][name] == pytest.approx(
-            {key.replace("-score", ""): value for key, value in wanted[name].items()})
+            {key.replace("-score", ""): value for key, value in expected[name].items()})
 
 
 def test_words_without_a_tag_are_wrong():
@@ -138,10 +138,10 @@ def test_words_without_a_tag_are_wrong():
         "accuracy": metrics.accuracy_score(labels, given),
         "f1_macro": metrics.f1_score(labels, given, labels=[0, 1, 2], average="macro")})
     report = class_report(given, labels, names)
-    wanted = metrics.classification_report(labels, given, labels=[0, 1, 2], target_names=names, output_dict=True,
-                                           zero_division=0)
+    expected = metrics.classification_report(labels, given, labels=[0, 1, 2], target_names=names, output_dict=True,
+                                             zero_division=0)
     assert {name: report["classes"][name]["f1"] for name in names} == pytest.approx(
-        {name: wanted[name]["f1-score"] for name in names})
+        {name: expected[name]["f1-score"] for name in names})
     assert report["confusion"] == [[1, 0, 0], [0, 1, 0], [0, 1, 0]]
     assert [report["classes"][name]["support"] for name in names] == [2, 1, 2]
 
@@ -159,10 +159,10 @@ def test_the_table_of_several_labels():
     labels, given = draw.random((2, 50, 3)) < 0.4
     names = ["a", "b", "c"]
     classes = class_report(given, labels, names)["classes"]
-    wanted = metrics.classification_report(labels, given, target_names=names, output_dict=True, zero_division=0)
+    expected = metrics.classification_report(labels, given, target_names=names, output_dict=True, zero_division=0)
     for name in "abc":
-        assert classes[name]["f1"] == pytest.approx(wanted[name]["f1-score"])
-        assert classes[name]["support"] == wanted[name]["support"]
+        assert classes[name]["f1"] == pytest.approx(expected[name]["f1-score"])
+        assert classes[name]["support"] == expected[name]["support"]
 
 
 # Entities
@@ -181,16 +181,16 @@ def test_entities_of_any_tags_are_seqevals(scheme, seed):
     draw = random.Random(seed)
     gold, given = ([[draw.choice(SCHEMES[scheme]) for _ in range(draw.randint(1, 12))] for _ in range(200)]
                    for _ in range(2))
-    given = [[*row, *["O"] * 12][: len(wanted)] for row, wanted in zip(given, gold, strict=True)]
+    given = [[*row, *["O"] * 12][: len(expected)] for row, expected in zip(given, gold, strict=True)]
     for row in gold:
         spans = [(kind, start, end - 1) for kind, start, end in entity_spans(row)]
         assert spans == seqeval.sequence_labeling.get_entities(row)
     scores, by_type = entity_scores(given, gold)
     assert scores == pytest.approx({"precision": seqeval.precision_score(gold, given),
                                     "recall": seqeval.recall_score(gold, given), "f1": seqeval.f1_score(gold, given)})
-    wanted = seqeval.classification_report(gold, given, output_dict=True)
+    expected = seqeval.classification_report(gold, given, output_dict=True)
     for kind, row in by_type.items():
-        assert row["f1"] == pytest.approx(wanted[kind]["f1-score"]) and row["support"] == wanted[kind]["support"]
+        assert row["f1"] == pytest.approx(expected[kind]["f1-score"]) and row["support"] == expected[kind]["support"]
 
 
 @pytest.mark.parametrize("tags,spans", [

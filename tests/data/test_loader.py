@@ -69,7 +69,7 @@ def test_ranks_share_the_same_global_batches(world_size):
 
 @pytest.mark.parametrize("stop", range(0, 20))
 def test_resume_at_any_batch_also_twice(stop):
-    whole = take(make(), 24)
+    full = take(make(), 24)
     first = make()
     seen = take(first, stop)
     for extra in (2, 3):
@@ -77,7 +77,7 @@ def test_resume_at_any_batch_also_twice(stop):
         first = make()
         first.load_state_dict(state)
         seen += take(first, extra)
-    assert seen == whole[: stop + 5]
+    assert seen == full[: stop + 5]
 
 
 @pytest.mark.parametrize("before,after", [(1, 2), (2, 1), (2, 3), (4, 1)])
@@ -96,14 +96,14 @@ def test_resume_on_another_world_size(before, after):
 
 @pytest.mark.slow
 def test_workers_change_nothing_and_resume():
-    whole = take(make(), 12)
+    full = take(make(), 12)
     loader = make(num_workers=2)
-    assert take(loader, 5) == whole[:5]
+    assert take(loader, 5) == full[:5]
     state = loader.state_dict()
     assert state["rows"] == 5 * BATCH_SIZE
     resumed = make(num_workers=1)
     resumed.load_state_dict(state)
-    assert take(resumed, 5) == whole[5:10]
+    assert take(resumed, 5) == full[5:10]
 
 
 def test_iter_alone_moves_nothing():
@@ -126,8 +126,9 @@ def test_a_step_has_the_same_rows_however_it_is_cut(group, batch_size, world_siz
             for start in range(0, len(rows), world_size * accumulate):
                 yield sorted(itertools.chain.from_iterable(rows[start : start + world_size * accumulate]))
 
-    found, wanted = list(steps(batch_size, world_size, accumulate)), list(steps(8, 1, 1))
-    assert found == wanted and sorted(itertools.chain.from_iterable(found[: len(found) // 2])) == list(range(NUM_ROWS))
+    result, expected = list(steps(batch_size, world_size, accumulate)), list(steps(8, 1, 1))
+    assert result == expected
+    assert sorted(itertools.chain.from_iterable(result[: len(result) // 2])) == list(range(NUM_ROWS))
 
 
 @pytest.mark.parametrize(("batch_size", "batches"), [(1, 12), (2, 6), (4, 3), (12, 1)])
@@ -138,8 +139,8 @@ def test_a_run_goes_on_in_another_cut(batch_size, batches):
     other = make(batch_size=batch_size, batches_per_step=12 // batch_size)
     other.load_state_dict(first.state_dict())
     rest = list(itertools.chain.from_iterable(take(other, -(-(NUM_ROWS - 12) // batch_size))))
-    whole = list(itertools.chain.from_iterable(take(make(batch_size=3, batches_per_step=4), len(make()) + 9)))
-    assert rest == whole[12 : NUM_ROWS] and len(begun) == 4
+    full = list(itertools.chain.from_iterable(take(make(batch_size=3, batches_per_step=4), len(make()) + 9)))
+    assert rest == full[12 : NUM_ROWS] and len(begun) == 4
 
 
 def test_a_position_inside_a_batch_is_refused():
@@ -158,8 +159,8 @@ def test_a_position_of_an_earlier_version_keeps_its_order():
     order = random.permutation(NUM_ROWS)
     order = order[np.lexsort((-LENGTHS[order], np.arange(NUM_ROWS) // (50 * BATCH_SIZE)))]
     chunks = random.permutation(-(-NUM_ROWS // BATCH_SIZE))
-    wanted = [order[chunk * BATCH_SIZE : (chunk + 1) * BATCH_SIZE].tolist() for chunk in chunks]
-    assert take(loader, len(wanted) - 2) == wanted[2:]
+    expected = [order[chunk * BATCH_SIZE : (chunk + 1) * BATCH_SIZE].tolist() for chunk in chunks]
+    assert take(loader, len(expected) - 2) == expected[2:]
     assert loader.state_dict()["order"] == 1
     with pytest.raises(UserError, match="started by an earlier version.*with 4 instead of 3.*Set data.batch_size 3"):
         make(batch_size=4).load_state_dict(state)
@@ -168,19 +169,19 @@ def test_a_position_of_an_earlier_version_keeps_its_order():
 def test_an_order_of_an_earlier_version_that_groups_nothing_may_be_cut_otherwise():
     loader = make(group=False, batch_size=2)
     loader.load_state_dict({"epoch": 0, "rows": 6, "batch_size": 3, "num_rows": NUM_ROWS})
-    whole = list(itertools.chain.from_iterable(take(make(group=False), 8)))
-    assert list(itertools.chain.from_iterable(take(loader, 9))) == whole[6:]
+    full = list(itertools.chain.from_iterable(take(make(group=False), 8)))
+    assert list(itertools.chain.from_iterable(take(loader, 9))) == full[6:]
 
 
 @pytest.mark.parametrize(("limit", "lengths"), [(8, [3, 3, 2]), (4, [3, 1]), (3, [3])])
 def test_steps_are_lists_of_micro_batches(limit, lengths):
     """A pass ends at its limit; the next one goes on with the rows that follow, and ends with the epoch."""
     loader = StepLoader(make(), 3, limit)
-    whole = take(make(), 8)
+    full = take(make(), 8)
     first, second = list(loader), list(loader)
     assert len(loader) == len(lengths) and [len(step) for step in first] == lengths
-    found = [batch["index"].tolist() for step in first + (second if limit < 8 else []) for batch in step]
-    assert found == whole[:len(found)] and len(second) == (3 if limit == 8 else len(lengths))
+    result = [batch["index"].tolist() for step in first + (second if limit < 8 else []) for batch in step]
+    assert result == full[:len(result)] and len(second) == (3 if limit == 8 else len(lengths))
 
 
 def test_a_pass_resumes_after_the_steps_done():

@@ -38,10 +38,10 @@ def test_equal_shares_are_those_of_datasets(rule, sizes):
     """Without shuffling, item by item: LLaMA-Factory's interleave_under and interleave_over call this function."""
     parts = [datasets.Dataset.from_dict({"item": [[source, item] for item in range(size)]})
              for source, size in enumerate(sizes)]
-    wanted = datasets.interleave_datasets(parts, stopping_strategy=HF_RULES[rule])["item"][:]
+    expected = datasets.interleave_datasets(parts, stopping_strategy=HF_RULES[rule])["item"][:]
     numbers = Mixture(Mixing(rule), sizes, [1.0] * len(sizes)).epoch(0, seed=1, shuffle=False)
     source, _, item = of_source(numbers, sizes)
-    assert np.stack([source, item], 1).tolist() == wanted
+    assert np.stack([source, item], 1).tolist() == expected
 
 
 @pytest.mark.parametrize(("rule", "temperature", "weights", "counts"), [
@@ -101,9 +101,9 @@ def test_a_schedule_is_the_integral_of_its_shares(interpolation, shuffle):
     ats, shares = [0, 0.25, 0.75, 1], [0, 0.5, 0.75, 0.75]
     share = (np.interp(places, ats, shares) if interpolation == "linear"
              else np.array(shares)[np.searchsorted(ats, places, "right") - 1])
-    wanted = np.interp((np.arange(len(source)) + 1) / len(source), places, np.cumsum(share) / len(places))
+    expected = np.interp((np.arange(len(source)) + 1) / len(source), places, np.cumsum(share) / len(places))
     had = np.cumsum(source == 1) / len(source)
-    assert np.abs(had - wanted).max() < 3 / len(source)
+    assert np.abs(had - expected).max() < 3 / len(source)
     assert mixture.shares == pytest.approx([1 - share.mean(), share.mean()], abs=1e-5)
     assert sorted(items[source == int(np.argmax(mixture.shares))]) == list(range(4000))  # `exhaust`
 
@@ -141,11 +141,11 @@ def build(source, folder, kind=SFTData, rank=0, world_size=1, accumulate=1, **fi
 def take(data, count):
     """`count` batches, over the ends of epochs."""
     loader = data._loader or data.train_batches()
-    found = []
-    while len(found) < count:
-        found += [{name: batch[name].tolist() for name in ("input_ids", "token_seeds")}
-                  for batch in itertools.islice(iter(loader), count - len(found))]
-    return found
+    result = []
+    while len(result) < count:
+        result += [{name: batch[name].tolist() for name in ("input_ids", "token_seeds")}
+                   for batch in itertools.islice(iter(loader), count - len(result))]
+    return result
 
 
 def rows_of(batches):
@@ -177,13 +177,13 @@ def test_a_step_has_the_same_rows_however_it_is_cut(batch_size, world_size, accu
 @pytest.mark.parametrize("rule", HF_RULES)
 def test_resume_anywhere(stop, rule, spm_folder, sources):
     fields = {"mixing": Mixing(rule)}
-    whole = take(build(weighed(sources, 1, 2), spm_folder, **fields), stop + 4)
+    full = take(build(weighed(sources, 1, 2), spm_folder, **fields), stop + 4)
     first = build(weighed(sources, 1, 2), spm_folder, **fields)
-    assert take(first, stop) == whole[:stop]
+    assert take(first, stop) == full[:stop]
     second = build(weighed(sources, 1, 2), spm_folder, **fields)
     second.train_batches()
     second.load_state_dict(first.state_dict() if stop else second.state_dict())
-    assert take(second, 4) == whole[stop:]
+    assert take(second, 4) == full[stop:]
 
 
 def test_an_epoch_has_the_rows_of_its_shares(spm_folder, sources):
@@ -207,9 +207,9 @@ def test_an_epoch_has_the_rows_of_its_shares(spm_folder, sources):
 
 def test_validation_rows_are_set_aside_first(spm_folder, sources):
     data = build(weighed(sources, 3, 1), spm_folder, val_size=10)
-    found = {response(data, ids) for ids, _ in rows_of(take(data, 60))}
+    result = {response(data, ids) for ids, _ in rows_of(take(data, 60))}
     held_out = {response(data, row.tolist()) for batch in data.val_dataloader() for row in batch["input_ids"]}
-    assert len(found) == 31 and len(held_out) == 10 and not found & held_out
+    assert len(result) == 31 and len(held_out) == 10 and not result & held_out
 
 
 @pytest.mark.parametrize("fields", [{}, {"packing": True}, {"join": False}], ids=str)
@@ -220,12 +220,12 @@ def test_blocks_are_of_one_source(fields, byte_level_folder, tmp_path):
                  max_length=16, mixing=Mixing(temperature=1e9), shuffle=False, **fields)
     end = data.tokenizer.eos_token_id
     data.train_batches()
-    found = [{text[0] for text in data.tokenizer.decode([token for token in ids if token != end])
-              if text in "ab"} for ids, _ in rows_of(take(data, len(data._loader)))]
-    assert all(len(letters) == 1 for letters in found)
-    assert found[::2] == [{"a"}] * (len(found) // 2) and found[1::2] == [{"b"}] * (len(found) // 2)
+    result = [{text[0] for text in data.tokenizer.decode([token for token in ids if token != end])
+               if text in "ab"} for ids, _ in rows_of(take(data, len(data._loader)))]
+    assert all(len(letters) == 1 for letters in result)
+    assert result[::2] == [{"a"}] * (len(result) // 2) and result[1::2] == [{"b"}] * (len(result) // 2)
     sizes = data._built.loaders.mixture._sizes
-    assert len(found) == 2 * sizes[1] and sizes.sum() == len(data.items("train"))
+    assert len(result) == 2 * sizes[1] and sizes.sum() == len(data.items("train"))
 
 
 def test_masks_are_those_of_the_pass(bert_folder, tmp_path):  # noqa: F811
@@ -291,12 +291,12 @@ def test_shares_of_a_stream():
 @pytest.mark.parametrize("stop", [1, 8, 21])
 def test_a_mixed_stream_resumes_and_is_reported(stop, spm_folder, sources):
     fields = {"streaming": True, "stream_window": 16, "mixing": Mixing("upsample", 2.0)}
-    whole = take(build(weighed(sources, 9, 1), spm_folder, **fields), stop + 3)
+    full = take(build(weighed(sources, 9, 1), spm_folder, **fields), stop + 3)
     first = build(weighed(sources, 9, 1), spm_folder, **fields)
-    assert take(first, stop) == whole[:stop]
+    assert take(first, stop) == full[:stop]
     second = build(weighed(sources, 9, 1), spm_folder, **fields)
     second.load_state_dict(first.state_dict())
-    assert take(second, 3) == whole[stop:]
+    assert take(second, 3) == full[stop:]
     assert "a.jsonl: share 75.0%\n" in first.report_table()
 
 

@@ -52,12 +52,12 @@ def test_shares_of_masks_within_three_sigma():
     masked, labels = masker(ids, np.random.default_rng(0))
     chosen = labels != -100
     count = chosen.sum()
-    for share, wanted, total in (
+    for share, expected, total in (
         (count, 0.15, len(ids)),
         ((masked[chosen] == 4).sum(), 0.8, count),
         ((masked[chosen] == ids[chosen]).sum(), 0.1 + 0.1 / 995, count),
     ):
-        assert abs(share - wanted * total) < 3 * np.sqrt(total * wanted * (1 - wanted))
+        assert abs(share - expected * total) < 3 * np.sqrt(total * expected * (1 - expected))
 
 
 @pytest.mark.parametrize("join", [True, False])
@@ -86,7 +86,7 @@ def test_evaluation_masks_are_fixed_and_training_masks_are_not(bert_folder, tmp_
 
 
 def test_masks_survive_a_resume(bert_folder, tmp_path):
-    whole = [
+    full = [
         b["input_ids"].tolist()
         for loader in [build(bert_folder, tmp_path).train_batches()]
         for _ in range(2)
@@ -99,7 +99,7 @@ def test_masks_survive_a_resume(bert_folder, tmp_path):
     data = build(bert_folder, tmp_path)
     data.load_state_dict(half.state_dict())
     loader = data.train_batches()
-    assert [b["input_ids"].tolist() for _ in range(2) for b in loader][: len(whole) - 3] == whole[3:]
+    assert [b["input_ids"].tolist() for _ in range(2) for b in loader][: len(full) - 3] == full[3:]
 
 
 def test_gap_in_predict_and_typed_specials_elsewhere(bert_folder, tmp_path):
@@ -118,6 +118,6 @@ def test_a_missing_padding_token_is_added_and_reported(byte_level_folder):
     data = MLMData("x", tokenizer=byte_level_folder)
     size = len(data.tokenizer)
     assert data.tokenizer.pad_token == "[PAD]" and not data.trainable_new_tokens
-    found = data._tokenizer.loaded
-    assert found.new_tokens == [size - 1] and found.notes == [
+    result = data._tokenizer.loaded
+    assert result.new_tokens == [size - 1] and result.notes == [
         f"pad_token [PAD] is new: the vocabulary grows from {size - 1} to {size}"]

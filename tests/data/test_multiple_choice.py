@@ -35,10 +35,10 @@ def test_every_layout_on_the_page_is_the_same_question():
     """The text before the choices, the choices, and which is right."""
     rows = printed()
     for row in rows:
-        found = read_question(row)
-        texts = {f"{found.first} {second}" for second in found.seconds}
+        result = read_question(row)
+        texts = {f"{result.first} {second}" for second in result.seconds}
         assert texts == {"Tom is hungry. He eats a stone.", "Tom is hungry. He eats a pear."}, row
-        assert found.choices[found.answer] == "a pear." and holds_choices(row), row
+        assert result.choices[result.answer] == "a pear." and holds_choices(row), row
     assert len(rows) == 11
 
 
@@ -88,9 +88,9 @@ def test_pairs_are_encoded_as_by_transformers(write_jsonl):
     # Names of special tokens in a text are text.
     first = ["the man"] * 4 + ["Who [ SEP ] is it?"] * 4
     second = [f"He {rows[0][f'ending{n}']}" for n in range(4)] + rows[1]["choices"]
-    wanted = tokenizer(first, second, padding=True, return_tensors="pt")
+    expected = tokenizer(first, second, padding=True, return_tensors="pt")
     for name in ("input_ids", "token_type_ids", "attention_mask"):
-        assert batch[name].flatten(0, 1).tolist() == wanted[name].tolist(), name
+        assert batch[name].flatten(0, 1).tolist() == expected[name].tolist(), name
     assert batch["labels"].tolist() == [2, 3] and batch["choices"].tolist() == [4, 4]
     assert batch["index"].tolist() == [0, 1]
     real = batch["attention_mask"].bool()
@@ -103,12 +103,12 @@ def test_the_context_alone_is_truncated(write_jsonl):
     data = data_of(write_jsonl([row]), max_length=30)
     pairs = [answer["input_ids"] for answer in data.items("train")[0]["answers"]]
     tokenizer = AutoTokenizer.from_pretrained(BERT)
-    wanted = tokenizer([row["context"]] * 2, [f"{row['question']} {choice}" for choice in row["choices"]],
-                       truncation="only_first", max_length=30)["input_ids"]
-    assert [ids.tolist() for ids in pairs] == wanted
-    whole = tokenizer([row["context"]] * 2, [f"{row['question']} {choice}" for choice in row["choices"]])["input_ids"]
+    expected = tokenizer([row["context"]] * 2, [f"{row['question']} {choice}" for choice in row["choices"]],
+                         truncation="only_first", max_length=30)["input_ids"]
+    assert [ids.tolist() for ids in pairs] == expected
+    full = tokenizer([row["context"]] * 2, [f"{row['question']} {choice}" for choice in row["choices"]])["input_ids"]
     [source] = data.report["sources"].values()
-    assert (source["rows_cut"], source["tokens_cut"]) == (1, sum(map(len, whole)) - 60)
+    assert (source["rows_cut"], source["tokens_cut"]) == (1, sum(map(len, full)) - 60)
 
 
 def test_a_question_with_a_choice_that_leaves_no_room_counts(write_jsonl):
@@ -116,11 +116,11 @@ def test_a_question_with_a_choice_that_leaves_no_room_counts(write_jsonl):
     row = {**TWO, "choices": ["4", "5 " * 80]}
     path = write_jsonl([TWO, row], "val.jsonl")
     data = data_of(write_jsonl([TWO]), "validate", val_source=path)
-    wanted = AutoTokenizer.from_pretrained(BERT)([TWO["question"]] * 2, row["choices"], truncation="longest_first",
-                                                 max_length=64)["input_ids"]
-    assert [answer["input_ids"].tolist() for answer in data.items("val")[1]["answers"]] == wanted
-    found = data.answer("val", {0: np.array([0, 1, 0], np.float32), 1: np.array([1, 0, 0], np.float32)})
-    assert found.scores == {"accuracy": 0.5} and len(found.rows) == 2
+    expected = AutoTokenizer.from_pretrained(BERT)([TWO["question"]] * 2, row["choices"], truncation="longest_first",
+                                                   max_length=64)["input_ids"]
+    assert [answer["input_ids"].tolist() for answer in data.items("val")[1]["answers"]] == expected
+    result = data.answer("val", {0: np.array([0, 1, 0], np.float32), 1: np.array([1, 0, 0], np.float32)})
+    assert result.scores == {"accuracy": 0.5} and len(result.rows) == 2
     [source] = (entry for name, entry in data.report["sources"].items() if name == path)
     assert source["rows_cut"] == source["choices_cut"] == 1
     assert "truncated choices, too, in 1 of these rows" in data.report_table()
@@ -158,12 +158,12 @@ def test_answers_of_an_evaluation(write_jsonl):
     data = data_of(write_jsonl([TWO]), "validate", val_source=write_jsonl(rows, "val.jsonl"))
     # The second row has two choices: its third logit is that of a padding sequence.
     logits = np.array([[0.5, 2, -1], [0.25, 0.5, 9], [1, 1.5, 3]], np.float32)
-    found = data.answer("val", dict(enumerate(logits)))
-    assert found.scores == {"accuracy": 2 / 3} and found.files == {}
-    assert [(row["choice"], row["prediction"]) for row in found.rows] == [(1, "4"), (1, "4"), (2, "22")]
-    for row, each in zip(found.rows, ([0.5, 2, -1], [0.25, 0.5], [1, 1.5, 3]), strict=True):
+    result = data.answer("val", dict(enumerate(logits)))
+    assert result.scores == {"accuracy": 2 / 3} and result.files == {}
+    assert [(row["choice"], row["prediction"]) for row in result.rows] == [(1, "4"), (1, "4"), (2, "22")]
+    for row, each in zip(result.rows, ([0.5, 2, -1], [0.25, 0.5], [1, 1.5, 3]), strict=True):
         np.testing.assert_allclose(row["probabilities"], softmax(each), rtol=1e-6)
-    assert {name: found.rows[2][name] for name in TWO} == rows[2]
+    assert {name: result.rows[2][name] for name in TWO} == rows[2]
 
 
 @pytest.mark.parametrize("answers", [(None, -1, "none"), (1, 1, 1)])
@@ -174,9 +174,9 @@ def test_predict_needs_no_answers(answers, write_jsonl):
     for batch in data.predict_dataloader():
         assert "labels" not in batch and batch["input_ids"].shape[1] == 3
         outputs |= {index: np.array([0, 1, 0], np.float32) for index in batch["index"].tolist() if index >= 0}
-    found = data.predictions(outputs)
-    assert [row["prediction"] for row in found.rows] == ["4"] * 3
-    assert found.scores == ({"accuracy": 1.0} if None not in answers else {})
+    result = data.predictions(outputs)
+    assert [row["prediction"] for row in result.rows] == ["4"] * 3
+    assert result.scores == ({"accuracy": 1.0} if None not in answers else {})
     assert data.example(2)["answer"] == answers[2]
 
 

@@ -85,12 +85,12 @@ def test_the_chosen_share_depends_on_seed_epoch_and_row_alone():
         rows.draw(range(2 * count)[::order])
         return np.array([rows[number]["drawn"] for number in range(2 * count)])
 
-    found = chosen(share)
-    assert abs(found.sum() - share * 2 * count) < 3 * np.sqrt(2 * count * share * (1 - share))
-    assert (found == chosen(share, order=-1)).all() and (found <= chosen(0.6)).all()
-    assert (found[:count] != found[count:]).any() and (found != chosen(share, seed=4)).any()
-    wanted = [draws(3, [place], 1, step=epoch)[0, 0] < share for epoch in range(2) for place in range(count)]
-    assert found.tolist() == wanted
+    result = chosen(share)
+    assert abs(result.sum() - share * 2 * count) < 3 * np.sqrt(2 * count * share * (1 - share))
+    assert (result == chosen(share, order=-1)).all() and (result <= chosen(0.6)).all()
+    assert (result[:count] != result[count:]).any() and (result != chosen(share, seed=4)).any()
+    expected = [draws(3, [place], 1, step=epoch)[0, 0] < share for epoch in range(2) for place in range(count)]
+    assert result.tolist() == expected
     assert chosen(1.0).all()
 
 
@@ -125,9 +125,9 @@ def test_steps_have_the_same_answers_however_they_are_cut(batch_size):
         rows = [row for batch in rows_of(loader) for row in batch if row]
         return [sorted(rows[start : start + 4]) for start in range(0, NUM_ROWS, 4)]
 
-    (whole, student), (cut, other) = loader_of(4), loader_of(batch_size)
+    (full, student), (cut, other) = loader_of(4), loader_of(batch_size)
     for _ in range(2):  # epochs
-        assert steps(cut) == steps(whole)
+        assert steps(cut) == steps(full)
     assert student.asked == other.asked
 
 
@@ -141,13 +141,13 @@ def test_two_ranks_draw_the_answers_of_one():
 @pytest.mark.parametrize("done", range(1, 10))
 def test_a_step_that_goes_on_draws_all_its_answers_again(done):
     straight, student = loader_of(1, share=1.0)
-    wanted = rows_of(straight, 2)
+    expected = rows_of(straight, 2)
     loader, _ = loader_of(1, share=1.0)
     for _ in islice(iter(loader), done):
         pass
     again, other = loader_of(1, share=1.0)
     again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert rows_of(again, 2)[: len(wanted) - done] == wanted[done:]
+    assert rows_of(again, 2)[: len(expected) - done] == expected[done:]
     assert other.asked[: len(student.asked) - done // 4] == student.asked[done // 4 :]
 
 
@@ -174,8 +174,8 @@ def test_rows_without_room_are_counted(data_with, capsys):
     assert 0 < count < len(prompts)
     for _ in range(2):
         loader = data.train_batches()
-    said = capsys.readouterr()
-    assert (said.out + said.err).count(f"{count} of {len(prompts)} training rows do not have space for") == 1
+    output = capsys.readouterr()
+    assert (output.out + output.err).count(f"{count} of {len(prompts)} training rows do not have space for") == 1
     batch = next(iter(loader))
     assert batch["drawn"].shape == (4,) and 0 < batch["drawn"].sum() < 4
     with pytest.raises(UserError, match="none of the .* training rows has space for"):

@@ -28,14 +28,14 @@ def data_of(source, folder, answers="pair", **settings) -> PreferenceData:
 
 def shown(data: PreferenceData) -> list[tuple[str, str]]:
     """Prompt and scored text of each answer of the training rows."""
-    found = []
+    result = []
     for row in data.rows_for_inspection(99):
         first = next(place for place, label in enumerate(row["labels"]) if label != IGNORED)
         ids, labels = row["input_ids"], row["labels"]
         decode = data.tokenizer.decode
         scored = [token for token, label in zip(ids, labels, strict=True) if label != IGNORED]
-        found.append((row["name"], decode(ids[:first]), decode(scored)))
-    return found
+        result.append((row["name"], decode(ids[:first]), decode(scored)))
+    return result
 
 
 @pytest.mark.parametrize("row", [
@@ -77,17 +77,17 @@ def test_pairs_as_printed(byte_level_folder, write_jsonl):
 
 
 def test_single_answers_as_printed(byte_level_folder, write_jsonl):
-    found = []
+    result = []
     for place, row in enumerate(printed("single")):
-        found += shown(data_of(write_jsonl([row], f"{place}.jsonl"), byte_level_folder, "single", template="alpaca"))
-    assert [(name, text) for name, _, text in found] == [
+        result += shown(data_of(write_jsonl([row], f"{place}.jsonl"), byte_level_folder, "single", template="alpaca"))
+    assert [(name, text) for name, _, text in result] == [
         ("wanted", "4<|endoftext|>"), ("not wanted", "22<|endoftext|>")] * 3
-    assert len({prompt for _, prompt, _ in found}) == 1
+    assert len({prompt for _, prompt, _ in result}) == 1
 
 
 def test_transcripts_of_hh_rlhf(byte_level_folder, write_jsonl):
-    said = "\n\nHuman: One?\n\nAssistant: 1\n\nHuman: Two?\n\nAssistant:"
-    row = {"chosen": f"{said} 2", "rejected": f"{said} 22"}
+    output = "\n\nHuman: One?\n\nAssistant: 1\n\nHuman: Two?\n\nAssistant:"
+    row = {"chosen": f"{output} 2", "rejected": f"{output} 22"}
     chosen, rejected = shown(data_of(write_jsonl([row]), byte_level_folder))
     assert chosen[1] == rejected[1] and chosen[1].count("1<|endoftext|>") == 1
     assert (chosen[2], rejected[2]) == ("2<|endoftext|>", "22<|endoftext|>")
@@ -109,9 +109,9 @@ LABELLED = [{"prompt": "Two?", "completion": "2", "label": True},
 def test_single_answers(rows, chat_folder, write_jsonl):
     files = [write_jsonl([row], f"{place}.jsonl") for place, row in enumerate(rows)]
     data = data_of(files, chat_folder, "single")
-    found = shown(data)
-    assert [name for name, *_ in found] == ["wanted", "not wanted"]
-    assert found[0][2] == "2<|im_end|>" and found[1][2].startswith("22")
+    result = shown(data)
+    assert [name for name, *_ in result] == ["wanted", "not wanted"]
+    assert result[0][2] == "2<|im_end|>" and result[1][2].startswith("22")
     batch = data_of(files, chat_folder, "single", batch_size=2, shuffle=False).collator(seeded=True)(
         [data.items("train")[place] for place in (0, 1, -1)])
     assert batch["input_ids"].shape[:2] == (3, 1) and batch["desirable"].tolist() == [1, 0, 0]
@@ -240,9 +240,9 @@ def test_rows_split_and_report_count_all_answers(chat_folder, write_jsonl):
 def test_inspect_shows_both_answers(chat_folder, write_jsonl, capsys):
     data = data_of(write_jsonl([TEXTS]), chat_folder)
     show_data(data, 4, "longest")
-    told = capsys.readouterr().out
-    assert "rows.jsonl:1), chosen: " in told and "rows.jsonl:1), rejected: " in told
-    assert "[[22 is the answer.<|im_end|>]]" in told
+    output = capsys.readouterr().out
+    assert "rows.jsonl:1), chosen: " in output and "rows.jsonl:1), rejected: " in output
+    assert "[[22 is the answer.<|im_end|>]]" in output
 
 
 @pytest.mark.parametrize("row", [TEXTS, {"prompt": "Two?", "completion": "2", "label": True},

@@ -53,7 +53,7 @@ def windows_of(data, role="train"):
 
 def test_every_answer_lies_where_the_labels_say(bert_folder, tmp_path):  # noqa: F811
     data = build(squad(tmp_path), bert_folder)
-    found, covered = {}, {}
+    result, covered = {}, {}
     for row, window in windows_of(data):
         question = data.rows("train").source_row(window["question"])
         offsets = window["offsets"]
@@ -64,8 +64,8 @@ def test_every_answer_lies_where_the_labels_say(bert_folder, tmp_path):  # noqa:
             continue
         text = question["context"][offsets[start, 0] : offsets[end, 1]]
         assert text == data.codec.golds(data.rows("train").source_row(window["question"]))[0]
-        found[question["id"]] = found.get(question["id"], 0) + 1
-    assert set(found) == {"0", "1", "2"}
+        result[question["id"]] = result.get(question["id"], 0) + 1
+    assert set(result) == {"0", "1", "2"}
     for spans in covered.values():  # windows overlap and reach from end to end
         spans.sort()
         assert spans[0][0] == 0 and spans[-1][1] == len(CONTEXT.rstrip())
@@ -92,7 +92,7 @@ def test_padding_side_left_moves_positions(bert_folder, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "context,text,start,wanted",
+    "context,text,start,expected",
     [
         ("a fox jumps", "fox", 2, "fox"),
         ("a fox jumps", "fox", 3, "fox"),
@@ -103,9 +103,9 @@ def test_padding_side_left_moves_positions(bert_folder, tmp_path):  # noqa: F811
         ("a", "fox", -5, None),
     ],
 )
-def test_locate(context, text, start, wanted):
+def test_locate(context, text, start, expected):
     span = locate(context, text, start)
-    assert (None if span is None else context[slice(*span)]) == wanted
+    assert (None if span is None else context[slice(*span)]) == expected
 
 
 def test_wrong_offsets_are_found_or_counted(bert_folder, tmp_path):  # noqa: F811
@@ -209,16 +209,18 @@ def test_questions_without_an_id_stay_distinct_and_a_number_is_a_context(tmp_pat
     path.write_text("".join(json.dumps({**row, **more}) + "\n" for more in ({}, {"id": None}, {"id": ""}, {"id": "x"})))
     data = build(str(path), bert_folder)
     lengths = [len(data.codec.window(data.rows("train"), index)["offsets"]) for index in range(4)]
-    found = data.answer("train", {index: (np.zeros(length), np.zeros(length)) for index, length in enumerate(lengths)})
-    assert list(found.files["predictions.json"]) == ["0", "1", "2", "x"] and len(found.rows) == 4
+    result = data.answer("train", {index: (np.zeros(length), np.zeros(length)) for index, length in enumerate(lengths)})
+    assert list(result.files["predictions.json"]) == ["0", "1", "2", "x"] and len(result.rows) == 4
 
 
 def test_questions_that_share_an_id_are_answered_each_by_itself(bert_folder, write_jsonl, capsys):  # noqa: F811
     """SQuAD's scorer counts each question, but its file has one answer for an id: others get another name."""
-    asked = [("a", "quick"), ("a", "fox"), ("", "lazy"), ("2", "dog"), ("a", "over")]
+    questions = [("a", "quick"), ("a", "fox"), ("", "lazy"), ("2", "dog"), ("a", "over")]
     context = "The quick brown fox jumps over the lazy dog."
-    data = build(write_jsonl([{"id": key, "question": f"q {n}", "context": context, "answers": {
-        "text": [text], "answer_start": [context.index(text)]}} for n, (key, text) in enumerate(asked)]), bert_folder)
+    data = build(write_jsonl([
+        {"id": key, "question": f"q {n}", "context": context,
+         "answers": {"text": [text], "answer_start": [context.index(text)]}}
+        for n, (key, text) in enumerate(questions)]), bert_folder)
     logits = {}
     for row, window in windows_of(data):  # sure of the right answer, but for the last question
         first, last = (int(row[f"{end}_positions"]) for end in ("start", "end"))
@@ -226,15 +228,15 @@ def test_questions_that_share_an_id_are_answered_each_by_itself(bert_folder, wri
         logits[int(row["index"])] = tuple(10.0 * (np.arange(len(row["input_ids"])) == place - wrong)
                                           for place in (first, last))
     for _ in range(2):
-        found = data.answer("train", logits)
-    assert [row["prediction"] for row in found.rows[:4]] == [text for _, text in asked[:4]]
-    assert found.scores["exact_match"] == 80.0 and len(found.rows) == 5
-    files = found.files["predictions.json"]
-    assert list(files) == list(found.files["nbest_predictions.json"]) == ["a", "a#1", "2", "2#3", "a#4"]
-    assert list(files.values()) == [row["prediction"] for row in found.rows]
-    said = capsys.readouterr().out
-    assert said.count("warning: 3 questions of train share the id of another one, the first is a (") == 1
-    assert "rows.jsonl:2)" in said
+        result = data.answer("train", logits)
+    assert [row["prediction"] for row in result.rows[:4]] == [text for _, text in questions[:4]]
+    assert result.scores["exact_match"] == 80.0 and len(result.rows) == 5
+    files = result.files["predictions.json"]
+    assert list(files) == list(result.files["nbest_predictions.json"]) == ["a", "a#1", "2", "2#3", "a#4"]
+    assert list(files.values()) == [row["prediction"] for row in result.rows]
+    output = capsys.readouterr().out
+    assert output.count("warning: 3 questions of train share the id of another one, the first is a (") == 1
+    assert "rows.jsonl:2)" in output
 
 
 def test_windows_are_shown_with_the_place_of_their_question(bert_folder, write_jsonl):  # noqa: F811
@@ -244,9 +246,9 @@ def test_windows_are_shown_with_the_place_of_their_question(bert_folder, write_j
     data = build(path, bert_folder)
     shown = data.rows_for_inspection(100)
     assert len(shown) == len(data.rows("train")) > 4
-    wanted = data.rows("train").index.tolist()
-    assert [row["index"] for row in shown] == wanted
-    assert [row["location"] for row in shown] == [f"{path}:{number + 1}" for number in wanted]
+    expected = data.rows("train").index.tolist()
+    assert [row["index"] for row in shown] == expected
+    assert [row["location"] for row in shown] == [f"{path}:{number + 1}" for number in expected]
     assert {row["scored"] for row in shown} == {"start and end of 42", "no answer: this window does not contain it"}
 
 

@@ -41,8 +41,8 @@ def test_alpaca_rows(limits, train_on_source, any_folder, write_jsonl, alpaca_ro
     rows = [*alpaca_rows, {"instruction": "Größe?\n", "input": " 東京 ", "output": "  numbers\n\n 1"}]
     data = build(write_jsonl(rows), any_folder, "qlora-alpaca", source_max_length=limits[0],
                  target_max_length=limits[1], train_on_prompt=train_on_source)
-    found = [(row["input_ids"], row["labels"]) for row in data.rows_for_inspection(99)]
-    assert found == qlora_rows(data.tokenizer, rows, *limits, train_on_source)
+    result = [(row["input_ids"], row["labels"]) for row in data.rows_for_inspection(99)]
+    assert result == qlora_rows(data.tokenizer, rows, *limits, train_on_source)
     counts = data.report["sources"][next(iter(data.report["sources"]))]
     assert (counts.get("rows_cut", 0) > 0) is (limits != (1024, 256)) and counts["rows_dropped"] == 0
 

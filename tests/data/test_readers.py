@@ -151,22 +151,23 @@ def test_urls_and_saved_data_sets(tmp_path):
 
 
 def test_hub_sets_are_asked_for_by_name_split_and_revision(monkeypatch):
-    asked = []
+    requested = []
 
     def load(*args, **options):
-        asked.append((*args, options))
+        requested.append((*args, options))
         return datasets.Dataset.from_list([{"a": "1"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     reader = SourceReader(Source("org/set", name="de", split="train[:10%]", revision="v2"))
     assert [row.line for row in reader] == [1]
     SourceReader(Source("alpaca"), streaming=True)
-    assert asked[0] == (
+    assert requested[0] == (
         "org/set",
         "de",
         {"data_files": None, "split": "train[:10%]", "revision": "v2", "streaming": False},
     )
-    assert asked[1][0] == "tatsu-lab/alpaca" and asked[1][2]["split"] == "train" and asked[1][2]["streaming"]
+    path, _, options = requested[1]
+    assert path == "tatsu-lab/alpaca" and options["split"] == "train" and options["streaming"]
 
 
 def test_options_that_a_path_cannot_honour_are_refused(tmp_path):
@@ -222,11 +223,11 @@ def test_a_row_without_end_is_left_out_and_told(name, tmp_path, limits):
         else:
             with pa.ipc.new_stream(str(path), table.schema) as writer:
                 writer.write_table(table)
-    found = list(read_file(str(path)))
-    assert [row.values for row in found] == [LONG[0], {}, LONG[2]]
-    assert [row.problem for row in found] == [None, readers.TOO_LONG, None]
+    result = list(read_file(str(path)))
+    assert [row.values for row in result] == [LONG[0], {}, LONG[2]]
+    assert [row.problem for row in result] == [None, readers.TOO_LONG, None]
     first = {"array.json": 2, "a.csv": 2, "a.tsv": 2, "a.jsonl": 2, "lines.json": 2, "a.jsonl.gz": 2}.get(name, 1)
-    assert [row.line for row in found] == [first, first + 1, first + 2]
+    assert [row.line for row in result] == [first, first + 1, first + 2]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.txt.gz", "blank.txt.gz"])
@@ -265,15 +266,15 @@ def test_elements_are_parted_as_json_parts_them(seed, tmp_path, limits):
     rows = [{"k": value(3)} for _ in range(30)]
     texts = [json.dumps(row, ensure_ascii=random.random() < 0.5, indent=random.choice([None, 1])) for row in rows]
     (tmp_path / "a.json").write_text("[ " + " ,\n".join(texts) + "\n]\n", encoding="utf-8")
-    wanted = [{} if len(text) > 60 else row for text, row in zip(texts, rows, strict=True)]
-    assert any(wanted) and {} in wanted
-    found = list(read_file(str(tmp_path / "a.json")))
-    assert [row.values for row in found] == wanted
+    expected = [{} if len(text) > 60 else row for text, row in zip(texts, rows, strict=True)]
+    assert any(expected) and {} in expected
+    result = list(read_file(str(tmp_path / "a.json")))
+    assert [row.values for row in result] == expected
     line, lines = 1, []
     for text in texts:
         lines.append(line)
         line += text.count("\n") + 1
-    assert [row.line for row in found] == lines
+    assert [row.line for row in result] == lines
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -305,16 +306,16 @@ def test_a_line_without_end_is_read_in_parts(tmp_path, limits, documents):
     words = " ".join(f"größer{n}" for n in range(3000))
     text = f"first\n\nsecond {words}\nthird\n\nlast {'x' * 9000}\n"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    found = list(read_file(str(tmp_path / "a.txt"), documents))
-    parts = [row.values["text"] for row in found]
+    result = list(read_file(str(tmp_path / "a.txt"), documents))
+    parts = [row.values["text"] for row in result]
     assert max(map(len, parts)) <= 1000 + len("third\n")
     joined = "".join(part + ("\n" if row.values["ends"] and documents != "file" else "")
-                     for part, row in zip(parts, found, strict=True))
+                     for part, row in zip(parts, result, strict=True))
     assert joined.replace("\n", "") == text.replace("\n", "") and joined.count("\n") <= text.count("\n")
-    assert all(part.startswith(" ") for part, row in zip(parts[1:], found[1:], strict=True)
+    assert all(part.startswith(" ") for part, row in zip(parts[1:], result[1:], strict=True)
                if not row.values["starts"] and row.line == 3)
     ends = {"file": 1, "paragraph": 3, "line": 4}[documents]
-    assert [sum(row.values[key] for row in found) for key in ("starts", "ends")] == [ends, ends]
+    assert [sum(row.values[key] for row in result) for key in ("starts", "ends")] == [ends, ends]
 
 
 def test_a_row_of_the_hub_without_end(monkeypatch):

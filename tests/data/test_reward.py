@@ -55,13 +55,13 @@ def test_answers_of_other_models_are_written_as_those_of_rows(chat_folder, byte_
     """Chats and texts in one call; what cannot be written comes back as None."""
     rows = [{"messages": [*PROMPT, answer]} for answer in (GOOD, BAD)]
     data = data_of(write_jsonl([TEXTS], "train.jsonl"), chat_folder, "predict", predict_source=write_jsonl(rows))
-    wanted = [items["input_ids"].flatten().tolist() for items in data.predict_dataloader()][::-1]
+    expected = [items["input_ids"].flatten().tolist() for items in data.predict_dataloader()][::-1]
     empty = {"role": "assistant", "content": " "}
-    found = data.codec.encode_answers([Conversation([*PROMPT, GOOD]), PLAIN["chosen"], Conversation([*PROMPT, empty]),
-                                       Conversation([*PROMPT, BAD]), ""])
-    assert found[2] is None and found[4] is None
-    assert [found[0].tolist(), found[3].tolist()] == sorted(wanted, key=len)
-    assert data.tokenizer.decode(found[1]) == f"<s>{PLAIN['chosen']}<|im_end|>"
+    result = data.codec.encode_answers([Conversation([*PROMPT, GOOD]), PLAIN["chosen"], Conversation([*PROMPT, empty]),
+                                        Conversation([*PROMPT, BAD]), ""])
+    assert result[2] is None and result[4] is None
+    assert [result[0].tolist(), result[3].tolist()] == sorted(expected, key=len)
+    assert data.tokenizer.decode(result[1]) == f"<s>{PLAIN['chosen']}<|im_end|>"
     assert data.codec.encode_answers([]) == []
 
 
@@ -115,9 +115,9 @@ def test_what_is_cut_is_counted(byte_level_folder, write_jsonl):
     [source] = data.report["sources"].values()
     first = data.items("train")[0]["answers"][0]["input_ids"]
     assert len(first) == 40 and source["rows_cut"] == 1
-    whole = data.tokenizer(long["chosen"])["input_ids"]
-    assert source["tokens_cut"] == len(whole) + 1 - 40  # 1: the end token
-    assert first.tolist() == whole[:40]
+    full = data.tokenizer(long["chosen"])["input_ids"]
+    assert source["tokens_cut"] == len(full) + 1 - 40  # 1: the end token
+    assert first.tolist() == full[:40]
 
 
 @pytest.mark.parametrize(("row", "reason"), [
@@ -156,8 +156,8 @@ def predicted(data: RewardData, score) -> tuple[list[dict], dict[str, float]]:
         for index, ids, mask in zip(batch["index"].tolist(), batch["input_ids"], batch["attention_mask"], strict=True):
             text = data.tokenizer.decode(ids[0][mask[0].bool()])
             outputs[index] = np.array([score(text)], np.float32)
-    found = data.predictions(outputs)
-    return found.rows, found.scores
+    result = data.predictions(outputs)
+    return result.rows, result.scores
 
 
 def test_predict_scores_chats_and_pairs(chat_folder, write_jsonl, capsys):
@@ -171,9 +171,9 @@ def test_predict_scores_chats_and_pairs(chat_folder, write_jsonl, capsys):
     assert metrics == {"reward_min": good, "reward_mean": (2 * good + 2 * bad) / 4, "reward_max": bad}
     [source] = [data.sets["predict"].info(0)]
     assert list(source["dropped"]) == ["the conversation does not end in an answer"]
-    said = capsys.readouterr().out
-    assert "4 read: the conversation does not end in an answer (1 rows, first" in said
-    assert "predict has no accuracy and margin: 2 of 3 rows are not pairs of answers that both have a score" in said
+    output = capsys.readouterr().out
+    assert "4 read: the conversation does not end in an answer (1 rows, first" in output
+    assert "predict has no accuracy and margin: 2 of 3 rows are not pairs of answers that both have a score" in output
     assert data.example(1) == rows[1] and data.example(2) == rows[1]
 
 
@@ -181,22 +181,22 @@ def test_predict_scores_what_training_does(chat_folder, write_jsonl):
     """The rows of a test set and the same rows as a source of predict, whose answers are encoded one by one."""
     source = write_jsonl([TEXTS, {**TEXTS, "chosen": "two"}])
     settings = [{"test_source": source}, {"predict_source": source}]
-    found = [predicted(data_of(source, chat_folder, "predict", **each), lambda text: hash(text) % 97)
-             for each in settings]
-    assert found[0] == found[1] and {"accuracy", "margin"} <= found[0][1].keys()
+    result = [predicted(data_of(source, chat_folder, "predict", **each), lambda text: hash(text) % 97)
+              for each in settings]
+    assert result[0] == result[1] and {"accuracy", "margin"} <= result[0][1].keys()
 
 
 def test_metrics_of_an_evaluation(chat_folder, write_jsonl):
     rows = [{**TEXTS, "chosen": "2" * n} for n in (1, 2, 3, 4)]
     data = data_of(write_jsonl([TEXTS]), chat_folder, "validate", val_source=write_jsonl(rows, "val.jsonl"))
     scores = np.array([[1.5, -0.5], [0.25, 0.25], [-2.0, 1.0], [3.0, 2.0]], np.float32)
-    found = data.answer("val", dict(enumerate(scores)))
+    result = data.answer("val", dict(enumerate(scores)))
     chosen, rejected = scores.T
-    assert found.scores == {
+    assert result.scores == {
         "accuracy": (chosen > rejected).mean(), "margin": (chosen - rejected).mean(), "reward_min": scores.min(),
         "reward_mean": scores.mean(), "reward_max": scores.max()}
-    assert found.scores["accuracy"] == 0.5  # equal scores are not right
-    assert json.loads(json.dumps(found.rows)) == [
+    assert result.scores["accuracy"] == 0.5  # equal scores are not right
+    assert json.loads(json.dumps(result.rows)) == [
         {**row, "scores": pair.tolist()} for row, pair in zip(rows, scores, strict=True)]
 
 

@@ -44,19 +44,19 @@ def rows_of(data, role="train"):
     """Rows of batches by the number of the source row."""
     loader = {"train": data.train_batches, "val": data.val_dataloader, "test": data.test_dataloader,
               "predict": data.predict_dataloader}[role]()
-    found = {}
+    result = {}
     for batch in loader:
         for place, index in enumerate(batch["index"].tolist()):
             if index >= 0:
                 source = data.rows(role)[index]["index"]
-                found[source] = {name: column[place] for name, column in batch.items()}
-    return found
+                result[source] = {name: column[place] for name, column in batch.items()}
+    return result
 
 
 # Labels
 
 
-@pytest.mark.parametrize("labels,wanted,numbers", [
+@pytest.mark.parametrize("labels,expected,numbers", [
     (["b", "a", "b", "c"], ["a", "b", "c"], [1, 0, 1, 2]),
     ([1, 0, 10, 2], ["0", "1", "2", "10"], [1, 0, 3, 2]),
     ([True, False, True], ["false", "true"], [1, 0, 1]),
@@ -64,14 +64,14 @@ def rows_of(data, role="train"):
     ([-1, 1, 0], ["-1", "0", "1"], [0, 2, 1]),
     (["yes", 1, "no"], ["1", "no", "yes"], [2, 0, 1]),
 ])
-def test_labels_are_those_of_the_rows_in_order(labels, wanted, numbers, bert_folder, write_jsonl):  # noqa: F811
+def test_labels_are_those_of_the_rows_in_order(labels, expected, numbers, bert_folder, write_jsonl):  # noqa: F811
     data = build(write_jsonl(labelled(labels)), bert_folder)
-    assert data.labels == wanted and data.problem_type == "single_label"
+    assert data.labels == expected and data.problem_type == "single_label"
     rows = rows_of(data)
     assert [int(rows[n]["labels"]) for n in range(len(labels))] == numbers
     config = AutoConfig.for_model("bert", **data.network_fields)
-    assert config.num_labels == len(wanted) and config.problem_type == "single_label_classification"
-    assert [config.id2label[n] for n in range(len(wanted))] == wanted and config.label2id[wanted[1]] == 1
+    assert config.num_labels == len(expected) and config.problem_type == "single_label_classification"
+    assert [config.id2label[n] for n in range(len(expected))] == expected and config.label2id[expected[1]] == 1
 
 
 def test_text_cells_of_csv_files_are_numbers_too(bert_folder, tmp_path):  # noqa: F811
@@ -113,8 +113,8 @@ def test_lists_of_zeros_and_ones(lists, fields, labels, rows, bert_folder, write
     path = write_jsonl(labelled(lists))
     for names in (None, ["1", "0"]):  # a model's own order of the same labels
         data = build(path, bert_folder, names=names, **fields)
-        found = {n: dict(zip(data.labels, row["labels"].tolist(), strict=True)) for n, row in rows_of(data).items()}
-        assert found == {n: dict(zip(labels, row, strict=True)) for n, row in enumerate(rows)}
+        result = {n: dict(zip(data.labels, row["labels"].tolist(), strict=True)) for n, row in rows_of(data).items()}
+        assert result == {n: dict(zip(labels, row, strict=True)) for n, row in enumerate(rows)}
         assert data.problem_type == "multi_label" and set(data.labels) == set(labels)
     notes = " ".join(data.report["sources"][path]["notes"])
     sizes = {len(row) for row in lists}
@@ -190,12 +190,12 @@ def test_given_labels_and_their_order(bert_folder, write_jsonl):  # noqa: F811
     assert {n: int(row["labels"]) for n, row in rows_of(data).items()} == {0: 0, 1: 1, 3: 0}
 
 
-@pytest.mark.parametrize("names,wanted", [
+@pytest.mark.parametrize("names,expected", [
     (["Pos", "neg", "NEUTRAL"], ["pos", "neg", "neutral"]), (["LABEL_0", "LABEL_1", "LABEL_2"], None),
     (["pos", "neg"], None), (["pos", "neg", "neutral", "mixed"], None), (None, None)])
-def test_the_model_s_own_order_of_the_same_labels(names, wanted, bert_folder, write_jsonl):  # noqa: F811
+def test_the_model_s_own_order_of_the_same_labels(names, expected, bert_folder, write_jsonl):  # noqa: F811
     path = write_jsonl(labelled(["neg", "pos", "neutral"]))
-    assert build(path, bert_folder, names=names).labels == (wanted or ["neg", "neutral", "pos"])
+    assert build(path, bert_folder, names=names).labels == (expected or ["neg", "neutral", "pos"])
     assert build(path, bert_folder, names=names, labels=["neutral", "neg", "pos"]).labels == ["neutral", "neg", "pos"]
 
 
@@ -223,10 +223,10 @@ def test_labels_are_kept_for_other_processes_evaluation_and_checkpoints(bert_fol
     path = write_jsonl(labelled(["b", "a", "c"]))
     data = build(path, bert_folder)
     [kept] = (tmp_path / "cache").glob("labels-*.json")
-    found = json.loads(kept.read_text())
-    assert found == {"labels": ["a", "b", "c"], "problem_type": "single_label", "text_columns": ["text"],
-                     "label_column": "label", "label_lists": None}
-    kept.write_text(json.dumps({**found, "labels": ["c", "b", "a"]}))  # read, and not found anew
+    result = json.loads(kept.read_text())
+    assert result == {"labels": ["a", "b", "c"], "problem_type": "single_label", "text_columns": ["text"],
+                      "label_column": "label", "label_lists": None}
+    kept.write_text(json.dumps({**result, "labels": ["c", "b", "a"]}))  # read, and not found anew
     assert build(path, bert_folder).labels == ["c", "b", "a"]
     kept.write_text("{")
     assert build(path, bert_folder).labels == ["a", "b", "c"]
@@ -278,19 +278,19 @@ def test_rows_are_transformers_own(is_pair, max_length, any_folder, bert_folder,
     for folder in (any_folder, bert_folder):
         data = build(write_jsonl(rows), folder, max_length=max_length)
         tokenizer = data.tokenizer
-        found = rows_of(data)
+        result = rows_of(data)
         cut = 0
         for n, pair in enumerate(pairs):
-            wanted = tokenizer(*pair[: len(names)], truncation="longest_first", max_length=max_length,
-                               return_token_type_ids=True)
-            ids = found[n]["input_ids"][found[n]["attention_mask"].bool()].tolist()
-            assert ids == wanted.input_ids
+            expected = tokenizer(*pair[: len(names)], truncation="longest_first", max_length=max_length,
+                                 return_token_type_ids=True)
+            ids = result[n]["input_ids"][result[n]["attention_mask"].bool()].tolist()
+            assert ids == expected.input_ids
             cut += len(tokenizer(*pair[: len(names)]).input_ids) - len(ids)
-            if "token_type_ids" in found[n]:
-                assert found[n]["token_type_ids"][: len(ids)].tolist() == wanted.token_type_ids
+            if "token_type_ids" in result[n]:
+                assert result[n]["token_type_ids"][: len(ids)].tolist() == expected.token_type_ids
         [source] = data.report["sources"].values()
         assert source["tokens_cut"] == cut
-    assert "token_type_ids" in found[0]
+    assert "token_type_ids" in result[0]
     assert "token_type_ids" not in rows_of(build(write_jsonl(rows), any_folder))[0]
 
 
@@ -390,7 +390,7 @@ def test_rows_of_other_tasks(row):
     assert SequenceClassificationData.recognise(Row("a.jsonl", 1, row)) is None
 
 
-@pytest.mark.parametrize("row,fields,wanted", [
+@pytest.mark.parametrize("row,fields,expected", [
     ({"text": "a", "x": 1}, {}, "jsonl:1: none of the usual columns .label, .*columns are text, x.*data.label_column"),
     ({"text": "a", "label": 1}, {"label_column": "lable"}, "no column 'lable'.*did you mean 'label'"),
     ({"text": "a", "label": 1}, {"text_columns": ["txt"]}, "no column 'txt'.*did you mean 'text'"),
@@ -404,8 +404,8 @@ def test_rows_of_other_tasks(row):
     ({"text": "a", "label": 1}, {"labels": ["a"], "problem_type": "regression"}, "data.labels"),
     ({"text": "a", "label": 1}, {"text_columns": ["a", "b", "c"]}, "one or two columns"),
 ])
-def test_refused_with_a_remedy(row, fields, wanted, bert_folder, write_jsonl):  # noqa: F811
-    with pytest.raises(UserError, match=wanted):
+def test_refused_with_a_remedy(row, fields, expected, bert_folder, write_jsonl):  # noqa: F811
+    with pytest.raises(UserError, match=expected):
         build(write_jsonl([row] * 3), bert_folder, **fields)
 
 
@@ -431,40 +431,40 @@ def test_answers_of_one_label(bert_folder, write_jsonl):  # noqa: F811
     rows = labelled(["a", "b", "c", "b", "a"])
     data = build(write_jsonl(rows), bert_folder, "test", test_source=write_jsonl(rows, "test.jsonl"))
     logits = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
-    found = data.answer("test", dict(enumerate(logits)))
-    for row, source, logit in zip(found.rows, rows, logits, strict=True):
+    result = data.answer("test", dict(enumerate(logits)))
+    for row, source, logit in zip(result.rows, rows, logits, strict=True):
         assert row["text"] == source["text"] and row["prediction"] == "abc"[logit.argmax()]
         assert row["probabilities"] == pytest.approx(
             dict(zip("abc", torch.from_numpy(logit).double().softmax(0).tolist(), strict=True)))
-    right = sum(row["prediction"] == row["label"] for row in found.rows)
-    assert found.scores["accuracy"] == right / 5 and found.scores["f1_macro"] <= 1
-    assert np.trace(np.array(found.files["classes.json"]["confusion"])) == right
-    json.dumps(found)
+    right = sum(row["prediction"] == row["label"] for row in result.rows)
+    assert result.scores["accuracy"] == right / 5 and result.scores["f1_macro"] <= 1
+    assert np.trace(np.array(result.files["classes.json"]["confusion"])) == right
+    json.dumps(result)
     assert data.answer("test", {}) == ([], {}, {}, ())
 
 
 def test_answers_of_several_labels_and_numbers(bert_folder, write_jsonl):  # noqa: F811
     data = build(write_jsonl(labelled([["a"], ["a", "b"], []])), bert_folder)
-    found = data.answer("train", {n: np.array(row, np.float32) for n, row in enumerate([[1, -1], [2, 2], [-1, 1]])})
-    assert [row["prediction"] for row in found.rows] == [["a"], ["a", "b"], ["b"]]
-    assert found.scores["exact_match"] == pytest.approx(2 / 3)
-    assert found.files["classes.json"]["classes"]["b"]["support"] == 1
+    result = data.answer("train", {n: np.array(row, np.float32) for n, row in enumerate([[1, -1], [2, 2], [-1, 1]])})
+    assert [row["prediction"] for row in result.rows] == [["a"], ["a", "b"], ["b"]]
+    assert result.scores["exact_match"] == pytest.approx(2 / 3)
+    assert result.files["classes.json"]["classes"]["b"]["support"] == 1
     data = build(write_jsonl(labelled([0.5, 1.5, 2.5])), bert_folder)
-    found = data.answer("train", {n: np.array([n], np.float32) for n in range(3)})
-    assert found.scores["mse"] == pytest.approx(0.25) and found.scores["pearson"] == pytest.approx(1)
-    assert [row["prediction"] for row in found.rows] == [0, 1, 2] and found.files == {}
+    result = data.answer("train", {n: np.array([n], np.float32) for n in range(3)})
+    assert result.scores["mse"] == pytest.approx(0.25) and result.scores["pearson"] == pytest.approx(1)
+    assert [row["prediction"] for row in result.rows] == [0, 1, 2] and result.files == {}
 
 
 def test_predict_without_labels_and_with_some(bert_folder, write_jsonl):  # noqa: F811
     path = write_jsonl(labelled(["a", "b"]))
-    for asked, num_scores in (([{"text": "the fox"}, {"text": "x", "label": "zzz"}], 0), (labelled(["b", "a"]), 8)):
-        data = build(path, bert_folder, "predict", predict_source=write_jsonl(asked, "ask.jsonl"))
+    for requested, num_scores in (([{"text": "the fox"}, {"text": "x", "label": "zzz"}], 0), (labelled(["b", "a"]), 8)):
+        data = build(path, bert_folder, "predict", predict_source=write_jsonl(requested, "ask.jsonl"))
         [batch] = data.predict_dataloader()
         assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "index"}
-        found = data.predictions({int(n): np.array([1, 0], np.float32) for n in batch["index"] if n >= 0})
-        assert [row["prediction"] for row in found.rows] == ["a", "a"] and len(found.scores) == num_scores
-        assert data.example(1)["text"] == asked[1]["text"]
-        assert all(map(math.isfinite, found.scores.values()))
+        result = data.predictions({int(n): np.array([1, 0], np.float32) for n in batch["index"] if n >= 0})
+        assert [row["prediction"] for row in result.rows] == ["a", "a"] and len(result.scores) == num_scores
+        assert data.example(1)["text"] == requested[1]["text"]
+        assert all(map(math.isfinite, result.scores.values()))
 
 
 def test_predict_says_why_there_are_no_scores(bert_folder, write_jsonl, capsys):  # noqa: F811

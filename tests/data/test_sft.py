@@ -41,10 +41,10 @@ def labelled(row):
 def test_labels_are_the_responses_and_their_end(any_folder, write_jsonl, alpaca_rows):
     data = build(write_jsonl(alpaca_rows), any_folder, template="alpaca")
     for number, row in enumerate(data.rows_for_inspection(len(alpaca_rows))):
-        wanted = labelled(row)
-        assert wanted[-1] == data.tokenizer.eos_token_id
-        assert wanted.count(data.tokenizer.eos_token_id) == 1
-        assert data.tokenizer.decode(wanted[:-1]).strip() == alpaca_rows[number]["output"]
+        expected = labelled(row)
+        assert expected[-1] == data.tokenizer.eos_token_id
+        assert expected.count(data.tokenizer.eos_token_id) == 1
+        assert data.tokenizer.decode(expected[:-1]).strip() == alpaca_rows[number]["output"]
 
 
 @pytest.mark.parametrize("template", [*TEMPLATES, None])
@@ -54,10 +54,10 @@ def test_prompt_at_inference_is_a_prefix_of_the_training_row(template, rows, any
         pytest.skip("same path as llama2")
     rows = CHAT if rows == "chat" else alpaca_rows
     train = build(write_jsonl(rows), any_folder, template=template)
-    asked = [{**row, "output": None} if "output" in row else {"messages": row["messages"][:-1]} for row in rows]
+    requested = [{**row, "output": None} if "output" in row else {"messages": row["messages"][:-1]} for row in rows]
     data = SFTData(
-        write_jsonl(asked, "asked.jsonl"),
-        predict_source=write_jsonl(asked, "asked.jsonl"),
+        write_jsonl(requested, "asked.jsonl"),
+        predict_source=write_jsonl(requested, "asked.jsonl"),
         tokenizer=any_folder,
         template=template,
         max_length=512,
@@ -253,8 +253,8 @@ def test_scores_say_what_they_do_not_count(chat_folder, write_jsonl, alpaca_rows
     batch = {"input_ids": torch.full((4, 1), padding), "index": torch.tensor([0, 1, 2, -1])}
     outputs = data.outputs_by_index(batch, [*answers, ids])
     assert [outputs[n].is_cut for n in range(3)] == [False, True, False] and len(outputs) == 3
-    found = data.predictions(outputs)
-    assert found.scores == {"exact_match": 0.5, "answers_cut": 1}
+    result = data.predictions(outputs)
+    assert result.scores == {"exact_match": 0.5, "answers_cut": 1}
     assert "predict/exact_match covers 2 of 3 answers; the other rows have no response" in capsys.readouterr().out
     assert data.predictions({0: outputs[0]}).scores == {"exact_match": 1}
 
@@ -347,7 +347,7 @@ def test_packed_batches_score_the_same_tokens(any_folder, write_jsonl, alpaca_ro
 def test_rows_count_by_their_weight(any_folder, write_jsonl, alpaca_rows):
     weights = [0.5, None, 3, "2", 1e-50, 0]
     path = write_jsonl([{**row, "weight": weight} for row, weight in zip(alpaca_rows, weights)])
-    wanted = {0: 0.5, 1: 1.0, 2: 3.0, 3: 2.0}
+    expected = {0: 0.5, 1: 1.0, 2: 3.0, 3: 2.0}
     for fields in ({}, {"streaming": True}, {"packing": True}):
         data = build(path, any_folder, batch_size=4, max_length=512, shuffle=False, group_by_length=False, **fields)
         if not fields:
@@ -359,11 +359,11 @@ def test_rows_count_by_their_weight(any_folder, write_jsonl, alpaca_rows):
         if fields.get("packing"):
             ids, weight = (batch[name][0][batch["segment_ids"][0] == 1] for name in ("input_ids", "loss_weights"))
             index = next(n for n, row in rows.items() if row["input_ids"].tolist() == ids.tolist())
-            assert weight.tolist() == [wanted[index]] * len(ids)
-        for n, (found, mask) in enumerate(zip(batch["loss_weights"], batch["attention_mask"], strict=True)):
+            assert weight.tolist() == [expected[index]] * len(ids)
+        for n, (result, mask) in enumerate(zip(batch["loss_weights"], batch["attention_mask"], strict=True)):
             if not fields.get("packing"):
-                assert found[mask > 0].unique().tolist() == [wanted[n]] and not found[mask == 0].any()
-            assert found.dtype == torch.float32
+                assert result[mask > 0].unique().tolist() == [expected[n]] and not result[mask == 0].any()
+            assert result.dtype == torch.float32
     assert "loss_weights" not in next(iter(build(write_jsonl(alpaca_rows), any_folder).train_batches()))
 
 
@@ -380,15 +380,15 @@ def test_token_seeds_do_not_depend_on_how_rows_are_batched(spm_folder, write_jso
     def epochs(seed=7, **options):
         data = build(path, spm_folder, val_size=0, **options)
         data.connect(seed=seed)
-        loader, found = data.train_batches(), []
+        loader, result = data.train_batches(), []
         for _ in range(2):
-            found.append({})
+            result.append({})
             for batch in loader:
                 documents = batch.get("segment_ids", batch["attention_mask"])
                 assert (batch["token_seeds"][documents == 0] == 0).all()
                 for ids, seeds, row in zip(batch["input_ids"], batch["token_seeds"], documents):
-                    found[-1] |= {tuple(ids[row == n].tolist()): seeds[row == n].tolist() for n in row.unique() if n}
-        return found
+                    result[-1] |= {tuple(ids[row == n].tolist()): seeds[row == n].tolist() for n in row.unique() if n}
+        return result
 
     first, second = epochs(batch_size=1)
     assert len(first) == len(alpaca_rows) and all(first[ids] != second[ids] for ids in first)
@@ -430,9 +430,9 @@ def test_lightning_resumes_in_the_middle(spm_folder, write_jsonl, alpaca_rows, t
         trainer.save_checkpoint(tmp_path / "a.ckpt")
         return module.seen
 
-    whole = run(25)
+    full = run(25)
     for stop in (3, 11, 17):  # inside, at the end, and in the second epoch of 11 batches
-        assert run(stop) + run(25, tmp_path / "a.ckpt") == whole
+        assert run(stop) + run(25, tmp_path / "a.ckpt") == full
 
 
 class Sums(lightning.LightningModule):

@@ -34,13 +34,13 @@ def take(data, count):
 
 def test_each_row_once_per_epoch_and_other_orders_later(spm_folder, write_jsonl, alpaca_rows):
     path = write_jsonl(alpaca_rows)
-    whole = SFTData(path, tokenizer=spm_folder, max_length=512)
-    whole.setup("fit")
-    wanted = sorted(row["input_ids"] for row in whole.rows_for_inspection(99))
+    full = SFTData(path, tokenizer=spm_folder, max_length=512)
+    full.setup("fit")
+    expected = sorted(row["input_ids"] for row in full.rows_for_inspection(99))
     batches = take(build(path, spm_folder), 27)  # buffers of 16, 16 and 8 rows, which follow each other without a gap
-    rows = [[token for token in row if token != whole.tokenizer.pad_token_id] for batch in batches for row in batch]
-    epochs = [rows[: len(wanted)], rows[len(wanted) : 2 * len(wanted)]]
-    assert [sorted(epoch) for epoch in epochs] == [wanted] * 2 and epochs[0] != epochs[1]
+    rows = [[token for token in row if token != full.tokenizer.pad_token_id] for batch in batches for row in batch]
+    epochs = [rows[: len(expected)], rows[len(expected) : 2 * len(expected)]]
+    assert [sorted(epoch) for epoch in epochs] == [expected] * 2 and epochs[0] != epochs[1]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 5, 6, 7, 14, 15, 20])
@@ -48,12 +48,12 @@ def test_each_row_once_per_epoch_and_other_orders_later(spm_folder, write_jsonl,
 def test_resume_anywhere(stop, packing, spm_folder, write_jsonl, alpaca_rows):
     fields = {"packing": packing, "group_by_length": not packing}
     path = write_jsonl(alpaca_rows)
-    whole = take(build(path, spm_folder, **fields), stop + 4)
+    full = take(build(path, spm_folder, **fields), stop + 4)
     first = build(path, spm_folder, **fields)
-    assert take(first, stop) == whole[:stop]
+    assert take(first, stop) == full[:stop]
     second = build(path, spm_folder, **fields)
     second.load_state_dict(first.state_dict())
-    assert take(second, 4) == whole[stop:]
+    assert take(second, 4) == full[stop:]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -144,25 +144,25 @@ def test_a_stream_whose_beginning_is_dropped_goes_on_and_counts(spm_folder, writ
     assert (source["rows_read"], source["rows_kept"]) == (2540, 40)
     assert source["dropped"]["empty response"]["rows"] == 2500
     assert any(note.startswith("a stream") for note in source["notes"])
-    whole = SFTData(path, tokenizer=spm_folder, max_length=512)
-    whole.setup("fit")
+    full = SFTData(path, tokenizer=spm_folder, max_length=512)
+    full.setup("fit")
     batches = take(data, 27)  # two passes of 40 rows, and one row
     seen = [[token for token in row if token != data.tokenizer.pad_token_id] for batch in batches for row in batch]
-    assert sorted(seen[:-1]) == sorted([row["input_ids"] for row in whole.rows_for_inspection(99)] * 2)
-    said = capsys.readouterr().out
-    assert said.count(f"drops rows: empty response (first {path}:1)") == 1
-    assert f"Pass 1 of the stream {path}: 2540 read: empty response (2500 rows, first {path}:1)." in said
+    assert sorted(seen[:-1]) == sorted([row["input_ids"] for row in full.rows_for_inspection(99)] * 2)
+    output = capsys.readouterr().out
+    assert output.count(f"drops rows: empty response (first {path}:1)") == 1
+    assert f"Pass 1 of the stream {path}: 2540 read: empty response (2500 rows, first {path}:1)." in output
 
 
 def test_resume_behind_a_dropped_beginning(spm_folder, write_jsonl, alpaca_rows):
     path = write_jsonl(empty_rows(40) + alpaca_rows + empty_rows(40))
-    whole = take(build(path, spm_folder), 40)
+    full = take(build(path, spm_folder), 40)
     for stop in (3, 16, 20):
         first = build(path, spm_folder)
         take(first, stop)
         second = build(path, spm_folder)
         second.load_state_dict(first.state_dict())
-        assert take(second, 40 - stop) == whole[stop:]
+        assert take(second, 40 - stop) == full[stop:]
 
 
 def test_a_stream_without_a_usable_row_ends_with_its_counts(spm_folder, write_jsonl, alpaca_rows):

@@ -50,8 +50,8 @@ def test_transformers_writes_what_the_renderer_writes(kind, name, request):
                                                  add_generation_prompt=open_response)
 
         try:
-            asked = Conversation(messages)
-            segments = renderer.prompt(asked) if open_response else renderer.rows(asked, "all")[0].segments
+            requested = Conversation(messages)
+            segments = renderer.prompt(requested) if open_response else renderer.rows(requested, "all")[0].segments
         except RowProblem:
             with pytest.raises(jinja2.TemplateError):
                 written()
@@ -87,25 +87,25 @@ def test_the_assistant_mask_of_transformers_is_what_is_scored(name, bytes_folder
         except RowProblem:
             return
         [(ids, response)] = encoder.encode_rows([runs])
-        found = tokenizer.apply_chat_template(messages, chat_template=source, return_dict=True,
-                                              return_assistant_tokens_mask=True)
-        assert found["input_ids"] == ids.tolist()
-        assert found["assistant_masks"] == (response >= 0).astype(int).tolist()
+        result = tokenizer.apply_chat_template(messages, chat_template=source, return_dict=True,
+                                               return_assistant_tokens_mask=True)
+        assert result["input_ids"] == ids.tolist()
+        assert result["assistant_masks"] == (response >= 0).astype(int).tolist()
         assert np.isin(tokenizer.convert_tokens_to_ids(renderer.end), ids[response >= 0]) or (response < 0).all()
 
     check()
 
 
-@pytest.mark.parametrize(("message", "tools", "said"), [
+@pytest.mark.parametrize(("message", "tools", "output"), [
     ({"role": "user", "content": [{"type": "image"}]}, None, "not text"), ({"role": "user"}, None, "not text"),
     ({"role": "critic", "content": "bad"}, None, "critic"),
     ({"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}, None, "no place for tools"),
     ({"role": "user", "content": "a"}, [{"type": "function", "function": {"name": "f"}}], "no place for tools"),
 ])
-def test_what_a_template_has_no_place_for_is_refused(message, tools, said, bytes_folder):
+def test_what_a_template_has_no_place_for_is_refused(message, tools, output, bytes_folder):
     tokenizer = AutoTokenizer.from_pretrained(bytes_folder)
     source = template_jinja(renderer_of("chatml", tokenizer))
-    with pytest.raises(jinja2.TemplateError, match=said):
+    with pytest.raises(jinja2.TemplateError, match=output):
         tokenizer.apply_chat_template([message], tools=tools, chat_template=source)
 
 
@@ -139,10 +139,11 @@ def test_what_a_run_leaves_is_the_template_of_its_rows(chat_folder, byte_level_f
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_who_trains_on_with_what_was_left_has_the_same_rows(name, chat_folder, write_jsonl, tmp_path):
-    asked = {"role": "user", "content": "hello 1"}
+    question = {"role": "user", "content": "hello 1"}
     answers = [{"role": "assistant", "content": text} for text in (" The sum\n", "42.")]
-    rows = write_jsonl([{"messages": [asked, answers[0]]},
-                        {"messages": [{"role": "system", "content": "Add."}, asked, answers[1], asked, answers[0]]}])
+    system = {"role": "system", "content": "Add."}
+    rows = write_jsonl([{"messages": [question, answers[0]]},
+                        {"messages": [system, question, answers[1], question, answers[0]]}])
 
     def data_of(template: str) -> SFTData:
         data = SFTData(rows, tokenizer=chat_folder, template=template, max_length=256)

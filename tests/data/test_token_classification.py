@@ -95,8 +95,8 @@ def test_rows_are_run_ners(kind, max_length, label_all_tokens, request, write_js
                               max_length=max_length, **options)
         assert row["input_ids"][inside].tolist() == ids and row["labels"][inside].tolist() == labels
         assert (row["labels"][~inside] == IGNORED).all() and row["labels"].dtype == torch.int64
-        whole = tokenizer(WORDS[n], is_split_into_words=True, **options).input_ids
-        cut += len(whole) - len(ids)
+        full = tokenizer(WORDS[n], is_split_into_words=True, **options).input_ids
+        cut += len(full) - len(ids)
     source = data.report["sources"][path]
     assert source["tokens_cut"] == cut and source["words"] == sum(map(len, WORDS))
     assert (source["words_cut"] > 0) == (max_length == 10)
@@ -122,14 +122,15 @@ def test_words_without_a_token(num_words, bert_folder, write_jsonl):  # noqa: F8
     path = write_jsonl(tagged([words, ["\u200b"]], [tags, ["A"]]))
     data = build(path, bert_folder)
     source = data.report["sources"][path]
-    wanted = sum(not data.tokenizer.tokenize(word) for word in words)
-    assert source["words_without_token"] == wanted and source["dropped"]["the tokenizer finds no token"]["rows"] == 1
+    expected = sum(not data.tokenizer.tokenize(word) for word in words)
+    assert source["words_without_token"] == expected and source["dropped"]["the tokenizer finds no token"]["rows"] == 1
     item = data.rows("train")[0]
     logits = np.eye(2, dtype=np.float32)[np.maximum(item["labels"], 0)]
-    found = data.answer("train", {0: logits})
-    assert found.rows[0]["prediction"] == [tag if data.tokenizer.tokenize(word) else None
-                                           for word, tag in zip(words, tags, strict=True)]
-    assert found.scores["accuracy"] == (num_words - wanted) / num_words and found.scores["words_not_seen"] == wanted
+    result = data.answer("train", {0: logits})
+    assert result.rows[0]["prediction"] == [tag if data.tokenizer.tokenize(word) else None
+                                            for word, tag in zip(words, tags, strict=True)]
+    assert result.scores["accuracy"] == (num_words - expected) / num_words
+    assert result.scores["words_not_seen"] == expected
 
 
 def test_rows_that_cannot_be_used_are_counted_with_their_reason(bert_folder, write_jsonl):  # noqa: F811
@@ -216,12 +217,12 @@ def test_conll_files(tmp_path):
     assert [row[1:] for row in read_file(str(tmp_path / "d.conll.gz"))] == [row[1:] for row in rows]
 
 
-@pytest.mark.parametrize("text,wanted", [
+@pytest.mark.parametrize("text,expected", [
     ("", []), ("\n\n", []), ("a O\nb\n\nc O", ["lines of a sentence differ in their number of columns", ["c"]]),
     ("New York\tB-LOC\nis\tO\n", [["New York", "is"]]), ("a\nb\n", [["a", "b"]]), ("a  O \n", [["a"]])])
-def test_sentences_of_conll_files(text, wanted, tmp_path):
+def test_sentences_of_conll_files(text, expected, tmp_path):
     (tmp_path / "a.conll").write_text(text)
-    assert [row.problem or row.values["tokens"] for row in read_file(str(tmp_path / "a.conll"))] == wanted
+    assert [row.problem or row.values["tokens"] for row in read_file(str(tmp_path / "a.conll"))] == expected
 
 
 COMMENTS = """#\thttp://example.org/0 [2009-10-17]
@@ -237,16 +238,16 @@ COMMENTS = """#\thttp://example.org/0 [2009-10-17]
 """
 
 
-@pytest.mark.parametrize("text,wanted", [
+@pytest.mark.parametrize("text,expected", [
     (COMMENTS, r"no usable row among 3 read: a comment line \(#\), which is read as a word: remove such lines "
      r"\(2 rows, first .*a.conll:1\); lines of a sentence differ in their number of columns \(1 rows, first .*:9\)"),
     ("1\tDofun\tB-PER\tO\n2\tlives\tO\tO\n\n1\tOlek\tB-PER\tO\n", "1, 2, 3 and so on in every row.*tokens_column"),
     ("B-PER\tDofun\nO\tlives\n\nO\tin\nB-LOC\tGelumaz\n", r"look swapped: 'tokens' has 3 different words "
      r"\(B-LOC, B-PER, O\), 'tags' has 4 different tags \(Dofun, Gelumaz, in \.\.\.\)\. Set data.tokens_column"),
     ("\n\n".join(f"NN\tword{n}\nVB\tis{n}" for n in range(20)), "look swapped: 'tokens' has 2 .* 'tags' has 40 ")])
-def test_files_in_another_form_are_refused_with_the_reason(text, wanted, bert_folder, tmp_path):  # noqa: F811
+def test_files_in_another_form_are_refused_with_the_reason(text, expected, bert_folder, tmp_path):  # noqa: F811
     (tmp_path / "a.conll").write_text(text)
-    with pytest.raises(UserError, match=wanted):
+    with pytest.raises(UserError, match=expected):
         build(str(tmp_path / "a.conll"), bert_folder)
 
 
@@ -273,11 +274,11 @@ def test_training_from_conll_files(bert_folder, tmp_path):  # noqa: F811
     assert data.report["sources"][str(tmp_path / "train.txt")]["rows_dropped"] == 2
     [batch] = data.predict_dataloader()
     assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "index"}
-    found = data.predictions({n: np.eye(4, dtype=np.float32)[np.zeros(int(mask.sum()), int)]
-                              for n, mask in zip(batch["index"].tolist(), batch["attention_mask"])})
-    assert [row["prediction"] for row in found.rows] == [["B-ORG", "B-ORG"], ["B-ORG"]] and found.scores == {}
-    assert found.rows[0]["entities"] == [{"type": "ORG", "start": 0, "end": 1, "text": "EU"},
-                                         {"type": "ORG", "start": 1, "end": 2, "text": "rejects"}]
+    result = data.predictions({n: np.eye(4, dtype=np.float32)[np.zeros(int(mask.sum()), int)]
+                               for n, mask in zip(batch["index"].tolist(), batch["attention_mask"])})
+    assert [row["prediction"] for row in result.rows] == [["B-ORG", "B-ORG"], ["B-ORG"]] and result.scores == {}
+    assert result.rows[0]["entities"] == [{"type": "ORG", "start": 0, "end": 1, "text": "EU"},
+                                          {"type": "ORG", "start": 1, "end": 2, "text": "rejects"}]
 
 
 @pytest.mark.parametrize("label_all_tokens", [False, True])
@@ -287,8 +288,8 @@ def test_words_are_shown_with_their_tags(label_all_tokens, bert_folder, write_js
     assert [row["scored"] for row in shown] == [
         " ".join(f"{word}/{tag}" for word, tag in zip(*row, strict=True)) for row in zip(WORDS, TAGS, strict=True)]
     show_data(data, 1, "first")
-    said = capsys.readouterr().out
-    assert f"scored: {shown[0]['scored']}\n" in said and "scored tokens are [[marked]]" in said
+    output = capsys.readouterr().out
+    assert f"scored: {shown[0]['scored']}\n" in output and "scored tokens are [[marked]]" in output
 
 
 # Outputs
@@ -301,15 +302,15 @@ def test_answers_from_logits(label_all_tokens, bert_folder, write_jsonl):  # noq
     for n in range(len(WORDS)):
         item = data.items("train")[n]
         outputs[n] = np.eye(7, dtype=np.float32)[np.maximum(item["labels"], 0)]
-    found = data.answer("train", outputs)
-    assert [row["prediction"] for row in found.rows] == TAGS
-    assert found.scores == {"accuracy": 1, "precision": 1, "recall": 1, "f1": 1}
-    assert found.rows[3]["entities"] == [{"type": "LOC", "start": 2, "end": 4, "text": "東京 U.S."}]
-    assert found.files["classes.json"]["entities"]["MISC"]["support"] == 2
+    result = data.answer("train", outputs)
+    assert [row["prediction"] for row in result.rows] == TAGS
+    assert result.scores == {"accuracy": 1, "precision": 1, "recall": 1, "f1": 1}
+    assert result.rows[3]["entities"] == [{"type": "LOC", "start": 2, "end": 4, "text": "東京 U.S."}]
+    assert result.files["classes.json"]["entities"]["MISC"]["support"] == 2
     outputs[1] = -outputs[1]  # the first tag of the others is the largest then
     scores = data.answer("train", outputs).scores
     assert scores["accuracy"] == pytest.approx(17 / 19) and scores["recall"] == pytest.approx(5 / 6)
-    json.dumps(found)
+    json.dumps(result)
 
 
 def right_logits(data, role):
@@ -327,18 +328,18 @@ def test_words_that_are_cut_off_are_missed_entities(role, bert_folder, write_jso
     stage, by_length = {"val": "validate"}.get(role, role), []
     for max_length in (4, 8, 16, 24, 32, 128):
         data = build(path, bert_folder, stage, max_length=max_length, **{f"{role}_source": other})
-        found = data.answer(role, right_logits(data, role))
-        predicted = [row["prediction"] for row in found.rows]
+        result = data.answer(role, right_logits(data, role))
+        predicted = [row["prediction"] for row in result.rows]
         unseen = [len(row) - len(set(data.rows(role)[n]["words"].tolist()) - {-1}) for n, row in enumerate(tags)]
         assert [row[len(row) - count:] for row, count in zip(predicted, unseen, strict=True)] == [
             ["O"] * count for count in unseen]
-        assert found.scores.pop("words_not_seen", 0) == sum(unseen)
-        assert found.scores == pytest.approx({"accuracy": seqeval.accuracy_score(tags, predicted), **{
+        assert result.scores.pop("words_not_seen", 0) == sum(unseen)
+        assert result.scores == pytest.approx({"accuracy": seqeval.accuracy_score(tags, predicted), **{
             name: getattr(seqeval, f"{name}_score")(tags, predicted, zero_division=0)
             for name in ("precision", "recall", "f1")}})
-        entities = found.files["classes.json"]["entities"]
+        entities = result.files["classes.json"]["entities"]
         assert sum(entity["support"] for entity in entities.values()) == 3
-        by_length.append([found.scores[name] for name in ("accuracy", "recall", "f1")])
+        by_length.append([result.scores[name] for name in ("accuracy", "recall", "f1")])
     assert by_length == sorted(by_length) and by_length[-1] == [1, 1, 1] and by_length[0][2] < 1
     assert any(0 < f1 < 1 for *_, f1 in by_length)
 
@@ -347,36 +348,36 @@ def test_entities_without_the_tag_of_other_words(bert_folder, write_jsonl):  # n
     """O is then none of the labels, but words beyond the cut are missed all the same."""
     rows = tagged([["Peter", "Blackburn", "Brussels"], ["EU"]], [["B-PER", "I-PER", "B-LOC"], ["B-LOC"]])
     data = build(write_jsonl(rows), bert_folder, max_length=4)
-    found = data.answer("train", right_logits(data, "train"))
-    assert "O" not in data.labels and found.rows[0]["prediction"][-1] == "O"
-    wanted = [row["ner_tags"] for row in rows]
-    assert found.scores["recall"] == pytest.approx(seqeval.recall_score(
-        wanted, [row["prediction"] for row in found.rows], zero_division=0))
-    assert sum(entry["support"] for entry in found.files["classes.json"]["classes"].values()) == 4
+    result = data.answer("train", right_logits(data, "train"))
+    assert "O" not in data.labels and result.rows[0]["prediction"][-1] == "O"
+    expected = [row["ner_tags"] for row in rows]
+    assert result.scores["recall"] == pytest.approx(seqeval.recall_score(
+        expected, [row["prediction"] for row in result.rows], zero_division=0))
+    assert sum(entry["support"] for entry in result.files["classes.json"]["classes"].values()) == 4
 
 
 def test_evaluation_says_what_it_does_not_see(bert_folder, write_jsonl, capsys):  # noqa: F811
     path = write_jsonl(tagged())
     val = write_jsonl([*tagged(), {"tokens": [], "ner_tags": []}, {"tokens": ["a"]}, {"tokens": ["b"]}], "val.jsonl")
     data = build(path, bert_folder, "validate", val_source=val, max_length=10)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (f"warning: Validation excludes rows of {val}, 7 read: ner_tags is missing (2 rows, first {val}:6); empty "
-            f"tokens (1 rows, first {val}:5)." in said)
+            f"tokens (1 rows, first {val}:5)." in output)
     source = data.report["sources"][val]
     assert (f"warning: Validation does not cover all of {val}: {source['rows_cut']} of 4 rows are longer than the "
-            f"limits and lose {source['tokens_cut']} tokens in total." in said) and source["rows_cut"]
+            f"limits and lose {source['tokens_cut']} tokens in total." in output) and source["rows_cut"]
     build(path, bert_folder, "fit", val_source=val, max_length=10)  # has the data report
     assert "does not cover" not in capsys.readouterr().out
     build(path, bert_folder, "predict", test_source=val, max_length=10)
-    said = capsys.readouterr().out
-    assert said.count("does not cover") == 1 and "Predict does not cover" in said
+    output = capsys.readouterr().out
+    assert output.count("does not cover") == 1 and "Predict does not cover" in output
 
 
 def test_predict_says_why_there_are_no_scores(bert_folder, write_jsonl, capsys):  # noqa: F811
     ask = write_jsonl([*tagged(), {"tokens": ["a"], "ner_tags": ["B-GOD"]}], "ask.jsonl")
     data = build(write_jsonl(tagged()), bert_folder, "predict", predict_source=ask)
-    found = data.answer("predict", right_logits(data, "predict"))
-    assert found.scores == {} and len(found.rows) == 5
+    result = data.answer("predict", right_logits(data, "predict"))
+    assert result.scores == {} and len(result.rows) == 5
     assert "warning: predict has no scores: 1 of 5 rows have no right answer, or one that training did not have" in (
         capsys.readouterr().out)
 
@@ -386,9 +387,9 @@ def test_parts_of_speech_have_no_entities(bert_folder, write_jsonl):  # noqa: F8
     data = build(write_jsonl(rows), bert_folder)
     assert (data.tokens_column, data.tags_column) == ("words", "pos_tags")
     outputs = {n: np.zeros((len(data.rows("train")[n]["input_ids"]), 4), np.float32) for n in range(2)}
-    found = data.answer("train", outputs)
-    assert set(found.scores) == {"accuracy", "f1_macro"} and found.scores["accuracy"] == 0.25
-    assert set(found.rows[0]) == {"words", "pos_tags", "prediction"}
+    result = data.answer("train", outputs)
+    assert set(result.scores) == {"accuracy", "f1_macro"} and result.scores["accuracy"] == 0.25
+    assert set(result.rows[0]) == {"words", "pos_tags", "prediction"}
 
 
 @pytest.mark.parametrize("row,is_ours", [
@@ -398,7 +399,7 @@ def test_which_rows_are_recognised(row, is_ours):
     assert bool(TokenClassificationData.recognise(Row("a.jsonl", 1, row))) is is_ours
 
 
-@pytest.mark.parametrize("row,fields,wanted", [
+@pytest.mark.parametrize("row,fields,expected", [
     ({"tokens": ["a"]}, {}, "none of the usual columns .ner_tags, .*data.tags_column"),
     ({"text": "a", "tags": ["O"]}, {}, "none of the usual columns .tokens, words.*data.tokens_column"),
     ({"tokens": ["a"], "tags": ["O"]}, {"tags_column": "tag"}, "no column 'tag'.*did you mean 'tags'"),
@@ -406,6 +407,6 @@ def test_which_rows_are_recognised(row, is_ours):
     ({"tokens": ["a"], "tags": None}, {},
      r"no row has a label in the column 'tags', 3 read: tags is not a list \(3 rows, first .*rows.jsonl:1"),
     ({"tokens": ["a"], "tags": ["O"]}, {"streaming": True}, "List them in data.labels")])
-def test_refused_with_a_remedy(row, fields, wanted, bert_folder, write_jsonl):  # noqa: F811
-    with pytest.raises(UserError, match=wanted):
+def test_refused_with_a_remedy(row, fields, expected, bert_folder, write_jsonl):  # noqa: F811
+    with pytest.raises(UserError, match=expected):
         build(write_jsonl([row] * 3), bert_folder, **fields)

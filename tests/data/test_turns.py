@@ -66,10 +66,10 @@ def turns(*spoken: dict) -> list[dict]:
 
 
 def test_calls_of_openai_keep_their_order_ids_and_answers():
-    found = read("messages", PARALLEL)
+    result = read("messages", PARALLEL)
     calls = [{**CALLED, "function": {**CALL, "arguments": {"city": city}}, "id": f"c{n}"}
              for n, city in enumerate(("Paris", "Rome"))]
-    assert found.messages == [
+    assert result.messages == [
         {"role": "system", "content": "sys"},
         {"role": "user", "content": "Paris or Rome?", "name": "Ann"},
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -77,22 +77,22 @@ def test_calls_of_openai_keep_their_order_ids_and_answers():
         {"role": "tool", "content": "sun", "tool_call_id": "c1", "name": "get_weather"},
         {"role": "assistant", "content": "Rome.", "reasoning_content": "Sun is better."},
     ]
-    assert found.tools == [TOOL] and found.unused == ("parallel_tool_calls",)
+    assert result.tools == [TOOL] and result.unused == ("parallel_tool_calls",)
 
 
 def test_calls_and_observations_of_llama_factory():
-    found = read("sharegpt", LLAMA_FACTORY)
-    assert found.messages == [
+    result = read("sharegpt", LLAMA_FACTORY)
+    assert result.messages == [
         {"role": "system", "content": "sys"},
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": "", "tool_calls": [CALLED]},
         {"role": "tool", "content": '{"sky": "grey"}'},
         {"role": "assistant", "content": "Grey."},
     ]
-    assert found.tools == [TOOL] and not found.unused
+    assert result.tools == [TOOL] and not result.unused
 
 
-@pytest.mark.parametrize("turn,wanted", [
+@pytest.mark.parametrize("turn,expected", [
     ({"from": "function_call", "value": json.dumps([CALL, CALL])}, {"content": "", "tool_calls": [CALLED, CALLED]}),
     ({"from": "function_call", "value": "get_weather(Paris)"}, {"content": "get_weather(Paris)"}),
     ({"from": "function_call", "value": '{"city": "Paris"}'}, {"content": '{"city": "Paris"}'}),
@@ -117,8 +117,8 @@ def test_calls_and_observations_of_llama_factory():
     ({"role": "assistant", "content": "x", "masked": True}, {"content": "x", "scored": False}),
     ({"role": "assistant", "content": "x", "train": None}, {"content": "x"}),
 ])
-def test_an_assistant_says(turn, wanted):
-    assert turns(turn) == [{"role": "assistant", **wanted}]
+def test_an_assistant_says(turn, expected):
+    assert turns(turn) == [{"role": "assistant", **expected}]
 
 
 @pytest.mark.parametrize("name,role", [
@@ -160,20 +160,20 @@ def test_turns_in_an_object_or_as_json_text():
 
 def test_one_turn_of_several_speakers():
     row = {"messages": [{"human": "a", "assistant": "b", "weight": 0, "id": 3}, {"Kunde": "c", "gpt": None}]}
-    found = read("messages", row, {"Kunde": "human"})
-    assert found.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "scored": False},
-                              {"role": "user", "content": "c"}]
-    assert found.unused == ("messages.id",)
+    result = read("messages", row, {"Kunde": "human"})
+    assert result.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "scored": False},
+                               {"role": "user", "content": "c"}]
+    assert result.unused == ("messages.id",)
 
 
 def test_keys_of_turns_can_be_named():
     row = {"messages": [{"who": "Kunde", "said": "a"},
                         {"who": "gpt", "said": "b", "thoughts": "c", "calls": [CALL], "counts": 0}]}
-    found = read("messages", row, {"Kunde": "user"}, {"role": "who", "content": "said", "tool_calls": "calls",
-                                                      "reasoning_content": "thoughts", "scored": "counts"})
-    assert found.messages == [{"role": "user", "content": "a"},
-                              {"role": "assistant", "content": "b", "tool_calls": [CALLED], "reasoning_content": "c",
-                               "scored": False}]
+    result = read("messages", row, {"Kunde": "user"}, {"role": "who", "content": "said", "tool_calls": "calls",
+                                                       "reasoning_content": "thoughts", "scored": "counts"})
+    assert result.messages == [{"role": "user", "content": "a"},
+                               {"role": "assistant", "content": "b", "tool_calls": [CALLED], "reasoning_content": "c",
+                                "scored": False}]
     with pytest.raises(UserError, match=r"data.turn_fields: 'roles' is not a part of a turn \(role, content"):
         SFTData("x", turn_fields={"roles": "who"})
 
@@ -186,8 +186,8 @@ def test_keys_of_turns_can_be_named():
     [{"type": None, "function": WEATHER}]])
 @pytest.mark.parametrize("column", ["tools", "functions"])
 def test_tools_of_any_writing(tools, column):
-    found = read("messages", {"messages": [USER, REPLY], column: tools})
-    assert found.tools == [TOOL] and found.messages == [USER, REPLY]
+    result = read("messages", {"messages": [USER, REPLY], column: tools})
+    assert result.tools == [TOOL] and result.messages == [USER, REPLY]
 
 
 def test_what_stands_beside_the_turns():
@@ -245,7 +245,7 @@ def test_unused_keys_of_rows_and_turns():
 ASKED = ["user: ask", "assistant: reply"]
 
 
-@pytest.mark.parametrize("row,layout,wanted", [
+@pytest.mark.parametrize("row,layout,expected", [
     # LLaMA-Factory
     ({"instruction": "more", "input": "", "output": "end", "history": [["ask", "reply"]], "system": "sys"}, "alpaca",
      ["system: sys", "user: ask", "assistant: reply", "user: more", "assistant: end"]),
@@ -272,19 +272,19 @@ ASKED = ["user: ask", "assistant: reply"]
     # lmsys-chat-1m
     ({"conversation_id": "x", "conversation": [USER, REPLY]}, "conversation", ASKED),
 ])
-def test_rows_of_other_trainers(row, layout, wanted):
+def test_rows_of_other_trainers(row, layout, expected):
     assert detect_format(row, "f:1") == layout
-    if wanted is None:
+    if expected is None:
         with pytest.raises(RowProblem):
             read(layout, row)
     else:
-        assert [f"{m['role']}: {m['content']}" for m in read(layout, row).messages] == wanted
+        assert [f"{m['role']}: {m['content']}" for m in read(layout, row).messages] == expected
 
 
 def test_tools_and_thoughts_of_moss():
-    found = read("moss", PLUGINS).messages
-    assert [m["content"] for m in found if m["role"] == "user"] == ["ask 1", "ask 2", "ask 10"]
-    assert found[1:4] == [
+    result = read("moss", PLUGINS).messages
+    assert [m["content"] for m in result if m["role"] == "user"] == ["ask 1", "ask 2", "ask 10"]
+    assert result[1:4] == [
         {"role": "assistant", "content": "", "reasoning_content": "I look it up.", "tool_calls": [
             {"type": "function", "function": {"name": "Search", "arguments": '"a (b), c"'}},
             {"type": "function", "function": {"name": "Calculate", "arguments": '"1+1"'}}]},
@@ -303,9 +303,9 @@ def test_answers_of_openai_batches():
     body = {"model": "m", "messages": [USER], "tools": [TOOL]}
     answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     row = {"custom_id": "1", "body": body, "response": {"status_code": 200, "body": {"choices": [{"message": answer}]}}}
-    found = read("openai-batch", row)
-    assert found.messages == [USER, {"role": "assistant", "content": "", "tool_calls": [CALLED]}]
-    assert found.tools == [TOOL] and found.unused == ("body.model",)
+    result = read("openai-batch", row)
+    assert result.messages == [USER, {"role": "assistant", "content": "", "tool_calls": [CALLED]}]
+    assert result.tools == [TOOL] and result.unused == ("body.model",)
     assert read("openai-batch", {"custom_id": "1", "body": json.dumps(body)}).messages == [USER]
     with pytest.raises(RowProblem, match="response has no answer"):
         read("openai-batch", {**row, "response": {"status_code": 400, "body": {"error": {"message": "x"}}}})

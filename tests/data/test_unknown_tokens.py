@@ -63,10 +63,10 @@ def test_a_split_without_a_scored_token_is_refused(mlm, engine, train, val, key,
 @ENGINES
 def test_unknown_tokens_are_counted_and_warned_about(mlm, engine, tmp_path, capsys):
     assert main(["fit", *mlm(engine, "the fox Jumps\n" * 40, val_size=4)]) == 0
-    said = capsys.readouterr().out
-    assert said.count("40 of 160 tokens (25.0%) are unknown to the vocabulary") == 1
-    assert "warning: " in said and "data.tokenizer_options: {do_lower_case: false}" in said
-    assert "  unknown to the vocabulary: 40 of 160 tokens (25.0%)" in said
+    output = capsys.readouterr().out
+    assert output.count("40 of 160 tokens (25.0%) are unknown to the vocabulary") == 1
+    assert "warning: " in output and "data.tokenizer_options: {do_lower_case: false}" in output
+    assert "  unknown to the vocabulary: 40 of 160 tokens (25.0%)" in output
     [source] = json.loads(RunFolder(tmp_path / "run").data_report.read_text())["sources"].values()
     assert source["unknown_tokens"] == 40
 

@@ -15,7 +15,7 @@ from lmmods.data.store.rows import RowSet
 
 SEEDS = "token_seeds"
 PLACES = "teacher_places"  # indices of target tokens, see `number_scored`
-DRAWN = "drawn"  # 1 for rows whose answer the model in training has drawn, see `DrawnSet`
+DRAWN = "drawn"  # 1 for rows whose answer the model in training has sampled, see `SampledSet`
 
 Collate = Callable[[list], dict[str, torch.Tensor]]
 

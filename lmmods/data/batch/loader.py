@@ -74,7 +74,7 @@ class Widths:
 class _Batches:
     """Batch sampler of the DataLoader; `upcoming` is set before each pass."""
 
-    # Replaced rather than passed anew: persistent workers live only as long as their DataLoader.
+    # Replaced rather than passed to a new DataLoader, with which persistent workers would end.
     upcoming: Iterator[list[int]] = iter(())
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -163,7 +163,7 @@ class StatefulLoader:
     def __init__(self, rows: Dataset, order_of: Callable[[int, OrderRule], BatchOrder],
                  collate: Callable[[list], Batch], shard: Shard, batch_size: int, widths: Widths | None = None,
                  grouped: bool = True, num_rows: int | None = None) -> None:
-        # The order of millions of rows takes a second to draw, and is asked for several times in an epoch.
+        # Shuffling millions of rows takes a second, and the order is needed several times in an epoch.
         self._order_of = lru_cache(1)(order_of)
         self._shard, self._widths, self._grouped = shard, widths, grouped
         self._batches = _Batches()

@@ -1,4 +1,4 @@
-"""Streaming: training on more data than memory or disk holds. Rows are encoded buffer by buffer while they are read.
+"""Streaming: training on more data than fits in memory or on disk. Rows are encoded buffer by buffer while read.
 
 A shuffle buffer of rows is a small dataset, arranged and shuffled like any other. The rows of all buffers are
 concatenated and then divided into batches, so that each step has the same rows under every batch split. Every rank

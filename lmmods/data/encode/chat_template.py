@@ -60,13 +60,13 @@ COMPARING = {"in", "eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le
 PREFIXES = {"startswith", "endswith", "removeprefix", "removesuffix"}  # look only at the ends of a text
 CONTAINERS = list | tuple | dict | set | KeysView | ValuesView | ItemsView | Namespace
 PASSED = Environment | Context | EvalContext  # passed by Jinja to filters besides their arguments
-# Around text marked as generated. Unicode keeps these noncharacters for internal use; a row that holds one is dropped.
+# Around text marked as generated. Unicode reserves them for internal use; a row that contains one is dropped.
 MARKS = BEGIN, END = "\U0010fffe", "\U0010ffff"
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
 
 
 class LimitReached(Exception):
-    """A template exceeds its budget or calls something disabled. The message says what it does."""
+    """A template exceeds its budget or calls something disabled. The message describes it."""
 
 
 class ChatTemplate:

@@ -28,7 +28,7 @@ def normalise(texts: Iterable[str]) -> str:
 
 
 def words_in(text: str) -> list[str]:
-    """Return the words in lower case, without punctuation; a Chinese or Japanese character is one by itself."""
+    """Return the words in lower case, without punctuation; each Chinese or Japanese character is a word."""
     return WORD.findall(unicodedata.normalize("NFC", text).lower())
 
 

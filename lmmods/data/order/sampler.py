@@ -91,7 +91,7 @@ class BatchOrder:
 
 def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: OrderRule, shuffle: bool = True,
                    group_by_length: bool = False, rows_before: int = 0) -> BatchOrder:
-    """Return each row once, in an order drawn from the seed.
+    """Return each row once, in a random order determined by the seed.
 
     Args:
         lengths: Tokens of each row.
@@ -105,7 +105,7 @@ def training_order(lengths: np.ndarray, batch_size: int, seed: list[int], rule: 
     if not shuffle:
         return BatchOrder(_arange(len(lengths)), batch_size)
     random = np.random.default_rng(seed)
-    # The order of draws from `random` is part of every saved position: a resumed run repeats it.
+    # The order of calls of `random` is part of every saved position: a resumed run repeats it.
     order = shuffle_rows(len(lengths), random)
     if not group_by_length:
         return BatchOrder(order, batch_size)

@@ -52,7 +52,7 @@ class Sources:
         if role == "val" and "val" not in self.by_role:
             return "train"
         if role == "predict" and "predict" not in self.by_role:
-            # Without sources of its own, predict takes test rows, else validation rows.
+            # Without its own sources, predict takes test rows, else validation rows.
             return "test" if "test" in self.by_role else self.origin("val")
         return role
 

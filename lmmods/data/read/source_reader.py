@@ -215,7 +215,7 @@ def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets 
 # ---------------------------------------------------------------------------------------------------------------------
 # Resolution of a path, folder, glob or URL to data files.
 #
-# Only regular files are ever opened: a pipe would block, and a device would never end. Nothing that could hold rows is
+# Only regular files are ever opened: a pipe would block, and a device would never end. Nothing that may contain rows is
 # skipped silently: whatever looks like a data file but is not one is rejected by name.
 
 # Metadata written by datasets' save_to_disk.
