@@ -1,4 +1,4 @@
-"""The average of parameters over steps (`optimizer.ema_decay`) in checkpoints: part of the optimiser's state."""
+"""Averages of parameters over steps (`optimizer.ema_decay`), which checkpoints keep in the optimiser's state."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ from lmmods.runs.checkpoint import CheckpointContent
 
 
 def averaged_parameters(content: CheckpointContent, layers: int) -> dict[str, Any]:
-    """Return the parameters to evaluate a checkpoint with: its average, or those in training if it has none.
+    """Return the parameters to evaluate a checkpoint with: their averages if it has any, else the trained ones.
 
     Args:
         layers: `settings.num_layers` of the network.
     """
     params, identity = content["state_dict"], content.get("identity") or {}
-    settings = (identity.get("model") or {}).get("optimizer") or {}
-    if settings.get("ema_decay") is None:
+    options = (identity.get("model") or {}).get("optimizer") or {}
+    if options.get("ema_decay") is None:
         return params
-    # Parameters are numbered through the groups of the run's own settings, whatever those of this recipe are.
-    own = Optimizer(**settings)
-    ordered = sorted(content["param_names"], key=lambda name: own.group_of(name, params[name].ndim, layers))
-    (optimizer,) = content["optimizer_states"]
-    averages = {ordered[index]: entry["ema"] for index, entry in optimizer["state"].items() if "ema" in entry}
+    # The optimiser's state numbers parameters by the groups of the run that wrote it; this recipe may have others.
+    optimizer = Optimizer(**options)
+    ordered = sorted(content["param_names"], key=lambda name: optimizer.group_of(name, params[name].ndim, layers))
+    (state,) = content["optimizer_states"]
+    averages = {ordered[index]: entry["ema"] for index, entry in state["state"].items() if "ema" in entry}
     return {**params, **averages}

@@ -1,17 +1,17 @@
 """Checkpoints on disk, the same for both engines: their content, saving, and reading them to resume.
 
     model.safetensors       trainable parameters, by torch's names
-    optimizer.safetensors   optimiser state, numbered as torch's optimisers number parameters
+    optimizer.safetensors   optimiser state; parameters are numbered as in torch's optimisers
     state.safetensors       other arrays
-    state.json              everything else, and where the arrays go
+    state.json              everything else, with references to the arrays
     manifest.json           size and checksum of each file
 
-No file is pickled. If several processes write, each has files of its own without communicating meanwhile:
+No file is pickled. If several processes write, each writes its own files, without communication:
 
     model-00003-of-00008.safetensors    shards of process 3 of 8; the metadata give their offsets in each array
 
 In older checkpoints the shards have no offsets and are concatenated along the first dimension. The folder gets its
-final name only when all of it is on disk. How a run's other checkpoints are kept or deleted: `checkpoint_policy`.
+final name only when all of it is on disk. `checkpoint_policy` decides which checkpoints of a run are kept.
 """
 
 import json
@@ -44,27 +44,26 @@ SHARDED = {"state_dict": "model", "optimizer_states": "optimizer"}
 REST = "state"
 # Path prefixes of arrays that are read lazily. Earlier versions wrote gradients of unfinished steps.
 LARGE = ("state_dict/", "optimizer_states/", "window/gradients/")
-SHARDS_KEY = "pieces"  # in the metadata of a file: JSON of {name in the file: [name, shape, begin]}
+SHARDS_KEY = "pieces"  # in the metadata of a file: JSON of {name in the file: [name, shape, offset]}
 POLL_SECONDS = 0.05
-SMALL = 2**20  # bytes; smaller arrays are not divided among processes that all hold them
+SMALL = 2**20  # bytes; smaller arrays are not divided among the processes that hold a copy
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Content: all that a run needs to resume exactly, as a tree of plain data and arrays.
-#
-# The tree has the layout of Lightning's checkpoints, so that a run can change engine.
+# Content: a tree of plain data and arrays from which a run resumes exactly. Both engines use the layout of Lightning's
+# checkpoints, so that a run can change engine.
 
 class CheckpointContent(TypedDict, total=False):
     """The keys of a checkpoint.
 
-    Further keys are the state of the training data, under the DataModule's class name, and those of one engine:
-    `engine` on JAX, `pytorch-lightning_version` and Lightning's own keys on torch.
+    The state of the training data is under the DataModule's class name. Each engine adds keys: `engine` on JAX,
+    `pytorch-lightning_version` and Lightning's own keys on torch.
 
     Args:
         global_step: Optimiser steps done.
         progress: Epochs and steps done (lmmods.runs.progress).
         state_dict: Trainable parameters, by the names of the torch engine.
-        param_names: Order of the parameters, which numbers them in `optimizer_states`.
-        optimizer_states: One state in the form of torch's optimisers: `state` by number, `param_groups`.
+        param_names: Names of the parameters, in the order of their indices in `optimizer_states`.
+        optimizer_states: One state in the form of torch's optimisers: `state` by parameter index, `param_groups`.
         lr_schedulers: One state of torch's LambdaLR.
         callbacks: `Metrics` (lmmods.runs.step_metrics), `Checkpoint` (lmmods.runs.checkpoint_policy), and other
             callbacks' state under their keys.
@@ -95,7 +94,7 @@ class ArrayLibrary:
         save: Write arrays by name as a safetensors file with these metadata.
         load: Inverse of `save`.
         concatenate: Join arrays along their first dimension.
-        empty: Allocate an array of a shape, of the kind of another one.
+        empty: Allocate an array of the type of the first argument, with the shape of the second.
         open: Return the arrays of a safetensors file by name, to be read lazily.
         read: Read the whole of such a lazy array.
         memory_of: Returns a key that is equal for arrays with the same memory, shape and strides.
@@ -143,32 +142,31 @@ class Shards:
         return sum(array.nbytes for _, array in self.parts)
 
     def __getitem__(self, index: int) -> "Shards":
-        """The shards of entry `index` along the first dimension."""
-        # Offsets and shards lose the first dimension; only shards that contain the entry have a part of it.
+        """Return the shards of entry `index` along the first dimension, from those that contain it."""
         return Shards(self.shape[1:], tuple((begin[1:], array[index - begin[0]]) for begin, array in self.parts
                                             if begin[0] <= index < begin[0] + len(array)))
 
 
-def own_shard(begin: tuple[int, ...], array: Any, number: int, count: int
+def own_shard(begin: tuple[int, ...], array: Any, index: int, count: int
              ) -> tuple[tuple[tuple[int, ...], np.ndarray], ...]:
-    """Return the part, copied, that holder `number` of the `count` holders of a shard writes: some rows, or all or
-    nothing.
+    """Return a copy of the rows of a shard that process `index` writes, of the `count` processes that hold the shard.
+
+    The result is empty if another process writes the whole shard.
 
     Args:
         begin: Offset of the shard.
         array: Its values, with `shape`, `nbytes` and slices.
     """
-    # Too small to divide, or fewer rows than holders: the first holder writes all of it.
+    # A shard that is too small to divide, or has fewer rows than processes, is written by the first one.
     if count == 1 or not array.ndim or array.nbytes < SMALL or array.shape[0] < count:
-        return ((begin, np.array(array)),) if number == 0 else ()
-    # Consecutive rows, in shares that differ by at most one row.
-    first, last = (len(array) * rank // count for rank in (number, number + 1))
+        return ((begin, np.array(array)),) if index == 0 else ()
+    first, last = (len(array) * rank // count for rank in (index, index + 1))
     return (((begin[0] + first, *begin[1:]), np.array(array[first:last])),)
 
 
 @dataclass(frozen=True)
 class WriterRank:
-    """The place of this process among those that write a checkpoint together: `rank` of `size`."""
+    """Rank of this process among the `size` processes that write a checkpoint together."""
 
     rank: int
     size: int
@@ -181,7 +179,7 @@ class WriterRank:
 # Save: in the background of training, by one process or by all together.
 
 class BackgroundWriter:
-    """Write checkpoints in a thread, one at a time, while training goes on."""
+    """Thread that writes checkpoints, one at a time, while training goes on."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -194,16 +192,16 @@ class BackgroundWriter:
 
         Args:
             then: Called by the first process when the checkpoint is complete.
-            writer_rank: If several processes write it together and all call this: the rank of this one among them.
-            barrier: Waits for all of them, in the calling thread.
+            writer_rank: Rank of this process if several processes write the checkpoint; all of them then call this.
+            barrier: Waits for all of these processes, in the calling thread.
 
         Raises:
-            Exception: The error of the checkpoint before.
+            Exception: Writing the previous checkpoint failed.
         """
-        self.wait()  # at most one is written at a time
+        self.wait()
         if writer_rank is not None:
             if writer_rank.rank == 0:
-                # The folder must be empty before any process writes into it, hence the barrier.
+                # The barrier below keeps other processes from writing before the folder is empty.
                 begin_folder(folder)
             barrier()
         self._writing = self._thread.submit(self._write, folder, content, then, writer_rank, library)
@@ -219,13 +217,13 @@ class BackgroundWriter:
             then()
 
     def wait(self) -> None:
-        """Wait until nothing is being written any more, and raise the writer's error if there was one."""
+        """Wait until nothing is being written. Raises the writer's error, if any."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def check(self) -> None:
-        """Raise the writer's error if it has failed by now. Does not wait."""
+        """Raise the writer's error if writing has failed by now. Does not wait."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -236,17 +234,16 @@ def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLib
     Args:
         folder: Existing content is replaced.
     """
-    # Hidden until complete: readers only look for the final name.
     temporary = _temporary(folder)
     tree, arrays = split(content, library.is_array, library.memory_of)
     by_file: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
-        file, inside = place_of(name)
-        by_file.setdefault(file, {})[inside] = array
+        file, key = locate_array(name)
+        by_file.setdefault(file, {})[key] = array
     with saving(folder, temporary, sum(array.nbytes for array in arrays.values())):
         fresh_folder(temporary)
-        for file, part in by_file.items():
-            library.save(part, temporary / f"{file}.safetensors", {})
+        for file, stored in by_file.items():
+            library.save(stored, temporary / f"{file}.safetensors", {})
         write_json(temporary / PLAIN, tree)
         # The manifest needs all other files, and the final name comes last: a folder that has it is complete.
         write_manifest(temporary)
@@ -263,8 +260,8 @@ def write_shards(folder: Path, content: CheckpointContent, writer_rank: WriterRa
     """Write this process's shards; the first process also completes the checkpoint when all others have written theirs.
 
     Args:
-        content: The same tree in all processes, with `Shards` of this process, and arrays that all hold, which the
-            first one writes.
+        content: The same tree in all processes, with `Shards` of this process. Other arrays are equal in all processes,
+            and the first one writes them.
 
     Raises:
         UserError: The disk failed, here or for another process.
@@ -273,26 +270,25 @@ def write_shards(folder: Path, content: CheckpointContent, writer_rank: WriterRa
     tree, arrays = split_shards(content, library)
     files: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for path, array in arrays.items():
-        group, name = place_of(path)
-        stored, placed = files.setdefault(group, ({}, {}))
+        group, name = locate_array(path)
+        stored, offsets = files.setdefault(group, ({}, {}))
         if not isinstance(array, Shards):
-            # All processes hold it, so one writes it.
             array = Shards(array.shape, (((0,) * array.ndim, array),) if writer_rank.rank == 0 else ())
-        for number, (begin, part) in enumerate(array.parts):
+        for index, (begin, values) in enumerate(array.parts):
             # A process may hold several shards of one array, but a file needs distinct names.
-            key = f"{name}|{number}"
-            stored[key] = part
-            placed[key] = [name, list(array.shape), list(begin)]
+            key = f"{name}|{index}"
+            stored[key] = values
+            offsets[key] = [name, list(array.shape), list(begin)]
     with saving(folder, temporary, sum(array.nbytes for array in arrays.values()), is_shard=True):
-        for group, (stored, placed) in files.items():
-            # Rename when complete: the first process takes a file's name as the sign that it is whole.
+        for group, (stored, offsets) in files.items():
+            # Rename when complete: for the first process, a file is complete once it has its final name.
             hidden = temporary / f".{writer_rank.file(group)}"
-            library.save(stored, hidden, {SHARDS_KEY: json.dumps(placed)})
+            library.save(stored, hidden, {SHARDS_KEY: json.dumps(offsets)})
             os.replace(hidden, temporary / writer_rank.file(group))
         if writer_rank.rank == 0:
             awaited = {writer_rank.file(group, rank) for group in files for rank in range(writer_rank.size)}
-            # Polled, as a collective would mix with those of training. If another process fails, it moves the folder
-            # away, and `iterdir` raises.
+            # Polled, as a collective operation would interfere with those of training. If another process fails, it
+            # renames the folder, and `iterdir` raises.
             while not awaited <= {path.name for path in temporary.iterdir()}:
                 time.sleep(POLL_SECONDS)
             write_json(temporary / PLAIN, tree)
@@ -315,10 +311,10 @@ def split(tree: object, is_array: Callable[[Any], bool],
         memory_of: Returns a key that is equal for arrays with the same memory, shape and strides.
 
     Returns:
-        The tree as JSON can hold it, and the arrays by their path in it.
+        The tree as JSON data, and the arrays by their path in it.
 
     Raises:
-        TypeError: Something in the tree is neither plain data nor an array.
+        TypeError: A node is neither plain data nor an array.
     """
     arrays: dict[str, Any] = {}
     paths: dict[Hashable, str] = {}
@@ -330,7 +326,7 @@ def split(tree: object, is_array: Callable[[Any], bool],
             arrays.setdefault(path, node)
             return {"$array": path}
         if isinstance(node, dict):
-            # Keys that JSON cannot hold, or that look like the markers below, are stored as pairs.
+            # Keys that JSON does not support, or that look like the markers below, are stored as pairs.
             if all(isinstance(key, str) and not key.startswith("$") for key in node):
                 return {key: walk(value, f"{path}/{key}".lstrip("/")) for key, value in node.items()}
             return {"$items": [[walk(key, path), walk(value, f"{path}/{key}".lstrip("/"))]
@@ -340,12 +336,12 @@ def split(tree: object, is_array: Callable[[Any], bool],
             return {"$tuple": items} if isinstance(node, tuple) else items
         if node is None or isinstance(node, (bool, int, float, str)):
             return node
-        raise TypeError(f"{path or 'the tree'} holds a {type(node).__name__}, which a checkpoint cannot store")
+        raise TypeError(f"{path or 'the tree'} contains a {type(node).__name__}, which a checkpoint cannot store")
 
     return walk(tree, ""), arrays
 
 
-def place_of(path: str) -> tuple[str, str]:
+def locate_array(path: str) -> tuple[str, str]:
     """Map an array's path in the tree to its file, without suffix, and its name in that file."""
     top, _, rest = path.partition("/")
     return (SHARDED[top], rest) if top in SHARDED else (REST, path)
@@ -370,30 +366,30 @@ def saving(checkpoint: Path, temporary: Path, num_bytes: int, is_shard: bool = F
         is_shard: True if other processes write into the same folder.
 
     Raises:
-        UserError: The disk failed, here or for another process that writes a part of it. Earlier checkpoints are
-            untouched.
+        UserError: The disk failed, here or for another process. Earlier checkpoints are untouched.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = disk_problem(error)
-        # The disk is fine here, but the folder is gone: the process whose disk failed has moved it away.
+        # The disk works here, but the process whose disk failed has renamed the folder.
         if is_shard and reason is None and not temporary.exists():
-            raise UserError(f"{checkpoint} could not be saved: another process could not write its part of it, and "
-                            "says why.") from error
-        _take_away(temporary)
+            raise UserError(f"{checkpoint} could not be saved: another process failed to write its part. See the error "
+                            "of that process.") from error
+        _discard(temporary)
         if reason is None:
             raise
-        before = checkpoint_names(checkpoint.parent)
+        earlier = checkpoint_names(checkpoint.parent)
         free = shutil.disk_usage(checkpoint.parent).free if checkpoint.parent.is_dir() else 0
-        advice = (f"The checkpoint before it, {before[-1]}, is whole: make room, then go on with --ckpt_path last."
-                  if before else "There is none before it: make room, then start again with --overwrite true.")
+        advice = (f"Free some space, then resume from the checkpoint before it, {earlier[-1]}, with --ckpt_path last."
+                  if earlier else "There is no earlier checkpoint: free some space, then start again with --overwrite "
+                  "true.")
         raise UserError(f"{checkpoint} could not be saved: {reason}. It takes {num_bytes / 2**20:,.1f} MiB, and "
                         f"{free / 2**20:,.1f} MiB are free there. {advice}") from error
 
 
-def _take_away(folder: Path) -> None:
-    """Delete a folder that other processes write into: renamed first, so that they see it whole or not at all."""
+def _discard(folder: Path) -> None:
+    """Delete a folder that other processes write into, renamed first so that they never see it half deleted."""
     dropped = folder.with_name(f"{folder.name}-dropped")  # a name that `remove_unfinished` cleans up
     with suppress(OSError):
         os.replace(folder, dropped)
@@ -415,10 +411,10 @@ def read_plain(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} cannot be read. Resume from another one.") from error
     _check_object(folder, plain)
-    if missing := missing_key(plain):
-        key, kind = missing
-        raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} holds no {key} that is {kind}. Resume from another "
-                        "one.")
+    if missing := find_missing_key(plain):
+        key, type_name = missing
+        raise UserError(f"Checkpoint {folder} is damaged: in {PLAIN}, {key} is missing or not {type_name}. Resume from "
+                        "another one.")
     return plain
 
 
@@ -426,16 +422,15 @@ def check_manifest(folder: Path, *names: str, share: tuple[int, int] = (0, 1)) -
     """Raise UserError if a file in `names`, or by default any file, is missing, truncated, altered or not listed.
 
     Args:
-        share: (index, count): check only part `index` of `count` of the folder's files.
+        share: (index, count): check only every `count`-th file, beginning with file `index`.
     """
     try:
         manifest = json.loads(read_text(folder / MANIFEST))
         # Every file that will be read must be listed, or damage to it would go unnoticed.
-        read = {PLAIN, *(path.name for path in folder.glob("*.safetensors"))}
-        unlisted = sorted(read - set(manifest)) if isinstance(manifest, dict) else [PLAIN]
-        # Every n-th file, so that all processes verify about as much.
-        own = [] if unlisted else names or sorted(manifest)[share[0]::share[1]]
-        damaged = first_damaged(folder, {name: manifest[name] for name in own}) if own else None
+        needed = {PLAIN, *(path.name for path in folder.glob("*.safetensors"))}
+        unlisted = sorted(needed - set(manifest)) if isinstance(manifest, dict) else [PLAIN]
+        checked = [] if unlisted else names or sorted(manifest)[share[0]::share[1]]
+        damaged = first_damaged(folder, {name: manifest[name] for name in checked}) if checked else None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} cannot be read. Resume from another one."
                         ) from error
@@ -443,8 +438,8 @@ def check_manifest(folder: Path, *names: str, share: tuple[int, int] = (0, 1)) -
         raise UserError(f"Checkpoint {folder} is damaged: {MANIFEST} does not list {unlisted[0]}. Resume from another "
                         "one.")
     if damaged is not None:
-        raise UserError(f"Checkpoint {folder} is damaged: {damaged} is not as it was written. Resume from another "
-                        f"one, for example --ckpt_path {folder.parent}/step=N.")
+        raise UserError(f"Checkpoint {folder} is damaged: {damaged} has changed since it was written. Resume from "
+                        f"another one, for example --ckpt_path {folder.parent}/step=N.")
 
 
 def read_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointContent:
@@ -467,31 +462,30 @@ def open_checkpoint(folder: Path, library: ArrayLibrary = NUMPY) -> CheckpointCo
     for top, file in (*SHARDED.items(), ("", REST)):
         for name, array in _open_arrays(folder, sorted(folder.glob(f"{file}*.safetensors")), library).items():
             path = f"{top}/{name}".lstrip("/")
-            # Only parameters, optimiser state and gradients stay lazy.
             arrays[path] = array if array.ndim and path.startswith(LARGE) else library.read(array)
     return cast(CheckpointContent, read_tree(folder, arrays))
 
 
 def _open_arrays(folder: Path, files: list[Path], library: ArrayLibrary) -> dict[str, LazyArray]:
-    """Return the arrays whose shards are in `files`, placed by their offsets or else along the first dimension."""
+    """Return the arrays in `files`, their shards joined by offset, or in older files along the first dimension."""
     shapes: dict[str, tuple[int, ...]] = {}
     shards: dict[str, list[tuple[tuple[int, ...], LazyArray]]] = {}
-    # Sorted by name, hence by rank, which the order of shards without offsets relies on.
+    # `files` are sorted by rank: shards without offsets are joined in this order.
     for file in files:
-        placed = shards_in(file)
+        offsets = read_offsets(file)
         for key, array in library.open(file).items():
-            if placed is not None:
-                name, shape, begin = placed[key]
-            elif array.ndim:  # a shard without offset: follows those of the files before
-                first = shapes[key][0] if key in shapes else 0
-                name, shape, begin = key, (first + array.shape[0], *array.shape[1:]), (first, *[0] * (array.ndim - 1))
+            if offsets is not None:
+                name, shape, begin = offsets[key]
+            elif array.ndim:  # without offset: follows the shards of earlier files
+                num_rows = shapes[key][0] if key in shapes else 0
+                name, shape = key, (num_rows + array.shape[0], *array.shape[1:])
+                begin = (num_rows, *[0] * (array.ndim - 1))
             else:
                 name, shape, begin = key, (), ()
             shapes[name] = shape
             shards.setdefault(name, []).append((begin, array))
-    # With offsets, missing shards leave a gap.
     for name, parts in shards.items():
-        check_filled(folder, name, sum(array.size for _, array in parts), shapes[name])
+        check_complete(folder, name, sum(array.size for _, array in parts), shapes[name])
     return {name: lazy_array.assemble_shards(shapes[name], parts) for name, parts in shards.items()}
 
 
@@ -500,9 +494,9 @@ def read_arrays(folder: Path, library: ArrayLibrary = NUMPY) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
     for top, file in (*SHARDED.items(), ("", REST)):
         files = sorted(folder.glob(f"{file}*.safetensors"))
-        if files and shards_in(files[0]) is not None:
-            found = assemble(files, library.load, library.empty)
-            arrays |= {f"{top}/{name}".lstrip("/"): array for name, array in found.items()}
+        if files and read_offsets(files[0]) is not None:
+            assembled = assemble(files, library.load, library.empty)
+            arrays |= {f"{top}/{name}".lstrip("/"): array for name, array in assembled.items()}
             continue
         shards = [library.load(path) for path in files]
         for name, array in shards[0].items() if shards else ():
@@ -517,49 +511,49 @@ def assemble(files: list[Path], load: Callable[[Path], dict[str, Any]], empty: C
     """Assemble arrays from their shards in `files`, loading one file at a time.
 
     Args:
-        empty: Allocates an array of a shape, of the kind of another one.
+        empty: Allocates an array of the type of the first argument, with the shape of the second.
 
     Raises:
-        UserError: Some shards are in none of the files.
+        UserError: Some shards are missing.
     """
     whole: dict[str, Any] = {}
     filled: Counter[str] = Counter()
     for file in files:
         arrays = load(file)
-        for key, (name, shape, begin) in (shards_in(file) or {}).items():
-            part = arrays.pop(key)  # taken out, so that it can be freed before the next
+        for key, (name, shape, begin) in (read_offsets(file) or {}).items():
+            part = arrays.pop(key)  # removed, so that its memory can be freed
             if name not in whole:
                 whole[name] = empty(part, shape)
-            whole[name][tuple(slice(at, at + size) for at, size in zip(begin, part.shape, strict=True))] = part
+            whole[name][tuple(slice(start, start + size) for start, size in zip(begin, part.shape, strict=True))] = part
             filled[name] += math.prod(part.shape)
     for name, array in whole.items():
-        check_filled(files[0].parent, name, filled[name], array.shape)
+        check_complete(files[0].parent, name, filled[name], array.shape)
     return whole
 
 
-def shards_in(file: Path) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] | None:
-    """Return the array's name, its shape and the shard's offset for each shard in a file, by the shard's name there.
+def read_offsets(file: Path) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] | None:
+    """Return (array name, array shape, offset) of each shard in a file, by the shard's name in it.
 
-    None if the file holds no shards with offsets.
+    None if the file's shards have no offsets.
     """
     with safe_open(file, framework="np") as opened:
-        placed = (opened.metadata() or {}).get(SHARDS_KEY)
-    if placed is None:
+        offsets = (opened.metadata() or {}).get(SHARDS_KEY)
+    if offsets is None:
         return None
-    return {key: (name, tuple(shape), tuple(begin)) for key, (name, shape, begin) in json.loads(placed).items()}
+    return {key: (name, tuple(shape), tuple(begin)) for key, (name, shape, begin) in json.loads(offsets).items()}
 
 
-def check_filled(folder: Path, name: str, found: int, shape: tuple[int, ...]) -> None:
-    """Raise UserError unless shards with `found` values in all make up an array of this shape."""
-    if found != math.prod(shape):
+def check_complete(folder: Path, name: str, num_values: int, shape: tuple[int, ...]) -> None:
+    """Raise UserError unless shards with `num_values` values in total make up an array of this shape."""
+    if num_values != math.prod(shape):
         raise UserError(f"Checkpoint {folder} is damaged: parts of {name} are missing. Resume from another one.")
 
 
 def read_tree(folder: Path, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return state.json of a folder with its arrays put back.
+    """Return the tree in state.json, with its arrays.
 
     Raises:
-        UserError: It is not such a tree, or refers to an array that is missing.
+        UserError: It is not such a tree, or refers to a missing array.
     """
     try:
         tree = join(json.loads(read_text(folder / PLAIN)), arrays)
@@ -587,12 +581,12 @@ def join(tree: Any, arrays: dict[str, Any]) -> Any:
 
 def _check_object(folder: Path, tree: object) -> None:
     if not isinstance(tree, dict):
-        raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} holds a {type(tree).__name__}. Resume from another "
-                        "one.")
+        raise UserError(f"Checkpoint {folder} is damaged: {PLAIN} contains a {type(tree).__name__}. Resume from "
+                        "another one.")
 
 
-_KINDS = {dict: "an object", list: "a list", int: "a whole number"}
-# Keys required in checkpoints of all versions; earlier ones lack some others.
+_TYPE_NAMES = {dict: "an object", list: "a list", int: "an integer"}
+# Keys that checkpoints of all versions have; older ones lack some of the other keys.
 _REQUIRED = {
     "state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int, "epoch": int,
     "callbacks|Metrics|num_tokens": int, "callbacks|Metrics|num_rows": int, "callbacks|Metrics|latest": dict,
@@ -603,13 +597,13 @@ _REQUIRED_BEFORE = {  # of earlier versions, see `update_checkpoint`
     "loops|fit_loop|epoch_progress|current": dict, "loops|fit_loop|epoch_loop.batch_progress|current": dict}
 
 
-def missing_key(content: dict[str, Any]) -> tuple[str, str] | None:
+def find_missing_key(content: dict[str, Any]) -> tuple[str, str] | None:
     """Return the first required key that is missing, and the type it must have; None if all are present."""
-    for path, kind in (_REQUIRED | (_REQUIRED_BEFORE if "loops" in content else _REQUIRED_NOW)).items():
+    for path, cls in (_REQUIRED | (_REQUIRED_BEFORE if "loops" in content else _REQUIRED_NOW)).items():
         value: Any = content
         for key in path.split("|"):
             value = value.get(key) if isinstance(value, dict) else None
-        # bool is a subclass of int, but no count.
-        if not isinstance(value, kind) or isinstance(value, bool):
-            return path.replace("|", "."), _KINDS[kind]
+        # bool is a subclass of int.
+        if not isinstance(value, cls) or isinstance(value, bool):
+            return path.replace("|", "."), _TYPE_NAMES[cls]
     return None

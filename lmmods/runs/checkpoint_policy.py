@@ -12,7 +12,7 @@ from lmmods.runs.run_files import remove_checkpoint
 
 
 class CheckpointPolicy(CheckpointFields):
-    """Ranks the checkpoints of a run and decides which stay."""
+    """Ranking of a run's checkpoints, and the rule by which they are kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -20,12 +20,12 @@ class CheckpointPolicy(CheckpointFields):
         self.rank_by("val/loss", "min")
 
     def rank_by(self, monitor: str, mode: str) -> None:
-        """Set what the recipe leaves to the task: the metric that says which checkpoint is best, and its direction."""
+        """Set the task's metric and its direction, for ranking checkpoints unless the recipe sets another."""
         self._default = monitor, mode
 
     @property
     def ranking(self) -> tuple[str, str]:
-        """`monitor` and `mode`, with what null means."""
+        """`monitor` and `mode`, with defaults in place of null."""
         monitor, mode = self._default
         return self.monitor or monitor, self.mode or (mode if self.monitor in (None, monitor) else "min")
 
@@ -36,15 +36,15 @@ class CheckpointPolicy(CheckpointFields):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the ranking, unless it is by another metric than this run's; older checkpoints do not name theirs."""
         monitor, mode = self.ranking
-        same = (state.get("monitor", monitor), state.get("mode", mode)) == self.ranking
-        self.best = [(value, name) for value, name in state["best"] if same and math.isfinite(value)]
+        is_same = (state.get("monitor", monitor), state.get("mode", mode)) == self.ranking
+        self.best = [(value, name) for value, name in state["best"] if is_same and math.isfinite(value)]
 
     def is_due(self, step: int) -> bool:
         """Return True if a checkpoint is due after optimiser step `step`."""
         return self.every_n_steps is not None and step % self.every_n_steps == 0
 
     def rank(self, metrics: dict[str, float], name: str) -> None:
-        """Enter the checkpoint about to be written into the ranking of the best; values that are not finite never are.
+        """Add the checkpoint about to be written to the ranking, unless its value is not finite.
 
         Raises:
             UserError: The run does not log the metric to rank by.
@@ -53,8 +53,8 @@ class CheckpointPolicy(CheckpointFields):
             return
         monitor, mode = self.ranking
         if monitor not in metrics:
-            raise UserError(f"checkpoint.monitor is {monitor!r}, which this run does not log "
-                            f"({', '.join(sorted(metrics))}).")
+            raise UserError(f"checkpoint.monitor is {monitor!r}, which this run does not log. Use one of "
+                            f"{', '.join(sorted(metrics))}.")
         value = metrics[monitor]
         if not math.isfinite(value):
             return
@@ -68,9 +68,9 @@ class CheckpointPolicy(CheckpointFields):
         return KeptCheckpoints(newest, tuple(name for _, name in self.best), self.keep_last)
 
     def resume(self, folder: RunFolder, checkpoint: Path) -> None:
-        """Complete the clean-up that a run interrupted after writing `checkpoint` left undone.
+        """Complete the clean-up of a run that was interrupted after writing `checkpoint`.
 
-        Ranked checkpoints that do not exist, deleted since or of another run folder, leave the ranking.
+        Checkpoints that were deleted or belong to another run folder are removed from the ranking.
         """
         self.best = [pair for pair in self.best if folder.checkpoint(pair[1]).is_dir()][: self.keep_best]
         if checkpoint.name in folder.names():
@@ -79,12 +79,12 @@ class CheckpointPolicy(CheckpointFields):
 
 @dataclass(frozen=True)
 class KeptCheckpoints:
-    """The checkpoints to keep, decided when one is written; another thread may apply it while others are ranked.
+    """The checkpoints to keep, decided when one is written. Another thread may apply this while training goes on.
 
     Args:
-        newest: Name of the checkpoint that is written.
-        best: Names of the best, in order; `newest` may be among them.
-        keep_last: Number of the newest to keep.
+        newest: Name of the checkpoint being written.
+        best: Names of the best checkpoints, best first; may include `newest`.
+        keep_last: Number of newest checkpoints to keep.
     """
 
     newest: str
@@ -92,9 +92,9 @@ class KeptCheckpoints:
     keep_last: int
 
     def apply(self, folder: RunFolder) -> None:
-        """Now that `newest` is complete, point `last` and `best` to their checkpoints, then delete those not kept.
+        """Point `last` and `best` to their checkpoints, then delete the others. Call when `newest` is complete.
 
-        In this order a process killed at any point leaves whole checkpoints, and links to whole ones.
+        In this order, a process killed at any point leaves complete checkpoints, and links to complete ones.
         """
         folder.point("last", folder.checkpoint(self.newest))
         if self.best and folder.checkpoint(self.best[0]).is_dir():

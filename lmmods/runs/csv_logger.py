@@ -1,4 +1,4 @@
-"""The logger that writes metrics.csv of the run folder, and Lightning's CSVLogger."""
+"""The logger that writes metrics.csv, and support of Lightning's CSVLogger."""
 
 import csv
 import io
@@ -32,7 +32,7 @@ class MetricsCSV(Logger):
         self._columns = ["step"]
 
     def rewind(self, step: int) -> None:
-        """Read the file back and drop the rows after `step`, which the resumed run will log again."""
+        """Read the file and drop the rows after `step`, which the resumed run will log again."""
         if self.path.exists():
             table = repair_table(self.path)
             self._columns = table.columns
@@ -44,12 +44,12 @@ class MetricsCSV(Logger):
         row = {"step": str(step), **{name: repr(float(value)) for name, value in metrics.items()}}
         new_columns = [name for name in row if name not in self._columns]
         self._columns += new_columns
-        same_step = bool(self._rows) and self._rows[-1]["step"] == row["step"]
-        if same_step:
+        is_same_step = bool(self._rows) and self._rows[-1]["step"] == row["step"]
+        if is_same_step:
             self._rows[-1] |= row
         else:
             self._rows.append(row)
-        if same_step or new_columns or not self.path.exists():
+        if is_same_step or new_columns or not self.path.exists():
             self._rewrite()
         else:
             with open_to_append(self.path) as file:
@@ -69,4 +69,4 @@ class MetricsCSV(Logger):
         """Do nothing: the recipe is in config.yaml."""
 
 
-SUPPORT = VersionedFolder("metrics.csv", "hparams.yaml")  # for Lightning's
+SUPPORT = VersionedFolder("metrics.csv", "hparams.yaml")  # of Lightning's logger

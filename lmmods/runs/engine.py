@@ -42,7 +42,7 @@ class Engine(Protocol):
 
     def inspect(self, model: TaskFields, datamodule: DataModule, rows: int, which: Which | list[int],
                 recipe: bool) -> None:
-        """Print what would be trained on, with `recipe` the resolved recipe, too. Raises UserError."""
+        """Print rows, loss mask and sizes; with `recipe` also the resolved recipe. Raises UserError."""
 
     def measure(self, model: TaskFields, datamodule: DataModule, rows: list[Row], folder: Path) -> None:
-        """Write loss, logits and gradients of rows for `core.parity`."""
+        """Write loss, logits and gradients of rows to `folder`, for `core.parity`."""

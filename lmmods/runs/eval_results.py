@@ -13,13 +13,13 @@ FOLDER = ".eval_results"
 
 
 def eval_results(recipe: dict[str, Any], metrics: dict[str, Any], measured: set[str]) -> dict[str, str]:
-    """Return the scores that publish.eval_results names as files in the hub's format, one for each benchmark.
+    """Return the scores of publish.eval_results as files in the hub's format, one per benchmark.
 
-    A score without a finite metric is left out; a warning says so once its kind of metric has been measured.
+    A score is left out if its metric is missing or not finite, with a warning if it should have been measured by now.
 
     Args:
         metrics: Content of metrics.json.
-        measured: Kinds of metrics that were measured just now: `val` of val/loss.
+        measured: Prefixes of the metrics that were just measured, such as `val` for val/loss.
 
     Returns:
         YAML by path in the model's folder, `.eval_results/<owner>--<name>.yaml`.
@@ -33,14 +33,14 @@ def eval_results(recipe: dict[str, Any], metrics: dict[str, Any], measured: set[
             entries.setdefault(score.dataset, []).append(EvalResultEntry(
                 score.dataset, score.task, value * score.scale, dataset_revision=score.revision, notes=score.notes))
         elif score.metric.partition("/")[0] in measured:
-            warn(f"publish.eval_results: {score.metric} is {metrics.get(score.metric, 'no metric of this run')}, so "
-                 f"there is no score on {score.dataset}. metrics.json has the metrics.")
-    return {f"{FOLDER}/{dataset.replace('/', '--')}.yaml": as_yaml(eval_result_entries_to_yaml(found))
-            for dataset, found in entries.items()}
+            warn(f"publish.eval_results: {score.metric} is {metrics.get(score.metric, 'not a metric of this run')}, so "
+                 f"no score on {score.dataset} is written. Use a metric of metrics.json.")
+    return {f"{FOLDER}/{dataset.replace('/', '--')}.yaml": as_yaml(eval_result_entries_to_yaml(scores))
+            for dataset, scores in entries.items()}
 
 
 def write_eval_results(model: Path, files: dict[str, str]) -> None:
-    """Write what `eval_results` returns into a model's folder."""
+    """Write the files that `eval_results` returns to a model's folder."""
     for name, text in files.items():
         path = inside(model, name)
         path.parent.mkdir(exist_ok=True)

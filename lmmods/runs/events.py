@@ -1,4 +1,4 @@
-"""Order of the events after an optimiser step and at the end of a run: decided here, performed by each engine."""
+"""Order of the events after an optimiser step and at the end of a run. Each engine performs them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class RunState:
         epoch_ends: True if the last step done was the last of its epoch.
         validates: Returns True if a validation follows, by its interval or because the run ends.
         run_ends: Returns True if the run is known to end here.
-        is_interrupted: Returns True if any process has been asked to stop. All processes call it at the same place.
+        is_interrupted: Returns True if any process has been asked to stop. All processes must call it together.
         is_saved: Returns True if a checkpoint of this position exists.
     """
 
@@ -83,9 +83,9 @@ class Events:
             yield Event.SAMPLE
 
     def inside_step(self, now: RunState) -> Iterator[Event]:
-        """Events that abandon an unfinished step at the user's request: what is saved is the state before it.
+        """Events that abandon an unfinished step at the user's request. The state before the step is saved.
 
-        Only for a run of one process. Several processes stop after a step, as agreeing earlier makes them wait.
+        Only for a run of one process. Several processes stop after a step: agreeing within one would make them wait.
         """
         if self.checkpoint is not None and not now.is_saved():
             yield Event.SAVE
@@ -99,7 +99,7 @@ class Events:
             yield Event.CHECK_EPOCH
         if self.samples.is_due(now.step, now.run_ends()):
             yield Event.SAMPLE
-        # If a validation follows, they are asked within it, so that its metrics include them.
+        # If a validation follows, the questions are asked within it, so that its metrics include their accuracy.
         asked_later = now.validates() and self.mmlu.at_validation
         if not asked_later and self.mmlu.is_due(now.step, now.run_ends()):
             yield Event.ASK
@@ -108,7 +108,6 @@ class Events:
             yield from self.in_validation()
             yield from self.after_validation(now)
         elif self._saves(now):
-            # Without a validation: by the rule of checkpoints, at the end of the run, or to stop.
             yield from self._save(now)
 
     def in_validation(self) -> Iterator[Event]:
@@ -125,12 +124,11 @@ class Events:
         yield from self._save(now)
 
     def at_end(self, now: RunState) -> Iterator[Event]:
-        """Events after the last step, which is not known to be the last if a callback ends the run."""
+        """Events after the last step. If a callback ends the run, no earlier event knew that it was the last."""
         if self.samples.is_due(now.step, ends=True):
             yield Event.SAMPLE
         if self.mmlu.is_due(now.step, ends=True):
             yield Event.ASK
-        # No second checkpoint of the same position.
         if self.checkpoint is not None and not now.is_saved():
             yield from self._save(now)
         yield Event.FINISH

@@ -142,7 +142,7 @@ def test_what_several_have_is_written_once(rows, count, monkeypatch):
     """By rows where there are enough of them, and nothing twice."""
     monkeypatch.setattr(checkpoint, "SMALL", 1)
     array = np.arange(rows * 2).reshape(rows, 2)
-    parts = [part for number in range(count) for part in checkpoint.own_shard((5, 1), array, number, count)]
+    parts = [part for index in range(count) for part in checkpoint.own_shard((5, 1), array, index, count)]
     assert np.array_equal(np.concatenate([part for _, part in parts]), array)
     assert [begin for begin, _ in parts] == [(5 + sum(len(part) for _, part in parts[:place]), 1)
                                              for place in range(len(parts))]
@@ -153,10 +153,10 @@ def test_damage_is_found(tmp_path):
     with open(tmp_path / "c" / "model.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"x")
-    with pytest.raises(UserError, match="model.safetensors is not as it was written"):
+    with pytest.raises(UserError, match="model.safetensors has changed since it was written"):
         read_checkpoint(tmp_path / "c")
     check_manifest(tmp_path / "c", share=(1, 2))  # of model, state
-    with pytest.raises(UserError, match="model.safetensors is not as it was written"):
+    with pytest.raises(UserError, match="model.safetensors has changed since it was written"):
         check_manifest(tmp_path / "c", share=(0, 2))
 
 

@@ -34,7 +34,7 @@ def test_round_trip_through_json():
 
 
 def test_what_cannot_be_stored_is_named():
-    with pytest.raises(TypeError, match="a/0 holds a set"):
+    with pytest.raises(TypeError, match="a/0 contains a set"):
         split({"a": [{1}]}, is_array)
 
 

@@ -115,10 +115,10 @@ def test_scores_on_benchmarks_are_uploaded_beside_the_model(recipe, folder, hub,
     assert scores(folder) == {"some--bench.yaml": [("some/bench", None, "first", loss * 100, "no tools")]}
     assert "dataset:\n    id: some/bench" in hub.content.decode(errors="ignore")
     said = " ".join(capsys.readouterr().out.split())
-    assert "val/loos is no metric of this run, so there is no score on other/bench" in said
+    assert "val/loos is not a metric of this run, so no score on other/bench is written" in said
     assert "eval/mine" not in said and "test/loos" not in said
     assert main(["test", *arguments, "--ckpt_path", "last"]) == 0
-    assert "test/loos is no metric of this run" in capsys.readouterr().out
+    assert "test/loos is not a metric of this run" in capsys.readouterr().out
     tested = json.loads(folder.metrics_json.read_text())["test/loss"]
     assert scores(folder)["some--bench.yaml"][1] == ("some/bench", "abc", "second", tested, None)
     folder.merge_metrics({"eval/mine/acc": 0.5})  # as the command evaluate does

@@ -71,7 +71,7 @@ def test_damage_that_another_process_has_found(tmp_path):
                                WriterRank(0, 2))
     damaged = tmp_path / "c" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    with pytest.raises(UserError, match="model.safetensors is not as it was written"):
+    with pytest.raises(UserError, match="model.safetensors has changed since it was written"):
         reader.open_checkpoint(tmp_path / "c", lambda own: own, WriterRank(0, 1))
 
 
