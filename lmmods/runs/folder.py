@@ -72,20 +72,20 @@ class RunFolder:
         self.model = self.root / "model"
         self.completed = self.root / "completed"
         self.files, self._lock = RunFiles(self.root), FolderLock(self.root)
-        self.problem: UserError | None = None  # of the first process, to be raised on all
+        self.problem: UserError | None = None  # error of the first process, which all processes then raise
 
     # Ownership -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def lock(self, command: str, check: Callable[[], None] = lambda: None, is_first: bool = True,
              tells_later: bool = False) -> Iterator[None]:
-        """Hold the folder for one command; the command's first process takes the lock.
+        """Lock the folder while a command runs; the command's first process holds the lock.
 
         Args:
-            command: Name of the command, shown if another process finds the folder in use.
-            check: Checks whether the command may do its work in the folder; raises UserError.
+            command: Name of the command, for the message to other processes that want the folder.
+            check: Checks whether the command may work in the folder; raises UserError.
             is_first: True in the first process of the command.
-            tells_later: Store the error as `problem` instead of raising it: other processes wait for it.
+            tells_later: Store the error as `problem` instead of raising it, because other processes wait for it.
         """
         try:
             try:
@@ -94,7 +94,7 @@ class RunFolder:
                     check_links(self.root, (*NAMES, LIST, LOCK, f"{REPLACED}model"))
                     # Before `check`, so that no other run changes the folder between its checks and this run.
                     self._lock.take(command)
-                    # Finish or undo replacements that a killed process has left half done.
+                    # Finish or undo replacements that a killed process did not complete.
                     for old in (*self.root.glob(f"{REPLACED}model"), *self.checkpoints.glob(f"{REPLACED}step=*")):
                         restore(old)
                     check()
@@ -108,7 +108,7 @@ class RunFolder:
 
     def check_fit(self, ckpt_path: str | None, overwrite: bool, recipe: dict[str, Any], stop_at: int | None = None
                   ) -> None:
-        """Raise UserError if training would overwrite another run or files of others, or end before it begins."""
+        """Raise UserError if training would overwrite another run or foreign files, or stop before it starts."""
         check_inputs(self.root, NAMES, recipe)
         checkpoint = find_resumed(self, ckpt_path)
         if stop_at is not None:
@@ -130,15 +130,18 @@ class RunFolder:
     # Starting --------------------------------------------------------------------------------------------------------
 
     def check_can_start(self, overwrite: bool) -> None:
-        """Raise UserError if a new run would overwrite another one or files of others. Leaves no file behind."""
+        """Raise UserError if a new run would overwrite another one or foreign files. Leaves no file behind."""
         check_writable(self.root)
         if not overwrite and self.holds_run() and {"config.yaml", "checkpoints"} & self.files.entries():
-            again, last = "start again with --overwrite true (its files are then deleted)", self.find("last")
+            restart, last = "start again with --overwrite true, which deletes its files", self.find("last")
             if self.completed.exists():
-                raise UserError(f"{self.root} holds a finished run. Choose another trainer.default_root_dir, or "
-                                f"{again}.")
-            remedy = f"go on with --ckpt_path last, or {again}" if last else f"it saved no checkpoint yet; {again}"
-            raise UserError(f"{self.root} holds an unfinished run{f' ({last.name})' if last else ''}: {remedy}.")
+                raise UserError(f"{self.root} contains a finished run. Set another trainer.default_root_dir, or "
+                                f"{restart}.")
+            if last:
+                raise UserError(f"{self.root} contains an unfinished run ({last.name}). Resume it with --ckpt_path "
+                                f"last, or {restart}.")
+            raise UserError(f"{self.root} contains an unfinished run without a checkpoint. Set another "
+                            f"trainer.default_root_dir, or {restart}.")
         check_names(self.root, self.files)
 
     def check_can_resume(self, checkpoint: Path, overwrite: bool) -> None:
@@ -146,17 +149,17 @@ class RunFolder:
         if not self._owns(checkpoint):
             return self.check_can_start(overwrite)
         check_writable(self.root)
-        check_places(self.root, self.checkpoints)
+        check_kinds(self.root, self.checkpoints)
         check_names(self.root, self.files)
         later = self._later_than(checkpoint)
         if later and not overwrite:
-            raise UserError(f"{self.root} holds later checkpoints than {checkpoint.name} ({later[-1].name}). Resume "
-                            "from --ckpt_path last, or add --overwrite true (the later ones are then deleted).")
+            raise UserError(f"{self.root} contains later checkpoints than {checkpoint.name} ({later[-1].name}). Resume "
+                            "with --ckpt_path last, or add --overwrite true, which deletes the later ones.")
 
     def begin(self, checkpoint: Path | None) -> None:
-        """Prepare the folder: delete an earlier run, or everything that came after `checkpoint`."""
+        """Prepare the folder: delete an earlier run, or everything it wrote after `checkpoint`."""
         self.root.mkdir(parents=True, exist_ok=True)
-        # A checkpoint of another folder only gives the start of a new run here.
+        # A checkpoint of another folder starts a new run here.
         if checkpoint is not None and self._owns(checkpoint):
             self.completed.unlink(missing_ok=True)
             remove_unfinished(self.checkpoints)
@@ -164,8 +167,8 @@ class RunFolder:
                 remove_checkpoint(folder)
             for name in STEP_FOLDERS:
                 remove_steps(self.root / name, after=checkpoint_position(checkpoint.name)[0])
-        elif left := self.files.delete():
-            print(f"Left where they are, as no run wrote them: {', '.join(map(str, left))}.", flush=True)
+        elif foreign := self.files.delete():
+            print(f"Kept, because no run wrote them: {', '.join(map(str, foreign))}.", flush=True)
         self.files.claim("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints")
 
     def holds_run(self) -> bool:
@@ -177,11 +180,11 @@ class RunFolder:
         return self.checkpoints / name
 
     def names(self) -> list[str]:
-        """Names of the complete checkpoints, oldest first."""
+        """Return the names of the complete checkpoints, oldest first."""
         return checkpoint_names(self.checkpoints)
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """Return the steps of the complete checkpoints, oldest first."""
         return [checkpoint_position(name)[0] for name in self.names()]
 
     def find(self, alias: str) -> Path | None:
@@ -198,30 +201,31 @@ class RunFolder:
         """Return the checkpoint folder that `--ckpt_path` names: `last`, `best`, a step number or a path.
 
         Raises:
-            UserError: There is none.
+            UserError: It does not exist, or the path is not a checkpoint.
         """
         check_ckpt_path(ckpt_path)
-        found = None
+        checkpoint = None
         if ckpt_path in ("last", "best"):
-            found = self.find(ckpt_path)
+            checkpoint = self.find(ckpt_path)
         elif CHECKPOINT_NAME.fullmatch(f"{CHECKPOINT_PREFIX}{ckpt_path.removeprefix(CHECKPOINT_PREFIX)}"):
-            found = next((self.checkpoint(name) for name in self.names()
-                          if checkpoint_position(name) == checkpoint_position(ckpt_path)), None)
+            checkpoint = next((self.checkpoint(name) for name in self.names()
+                               if checkpoint_position(name) == checkpoint_position(ckpt_path)), None)
         else:
             with suppress(OSError, ValueError, RuntimeError):  # too long, a NUL in it, a cycle of links
-                found = path if (path := Path(ckpt_path).resolve()).exists() else None
-        if found is None or not found.exists():
-            here = ", ".join(self.names()) or "none"
-            raise UserError(f"--ckpt_path {ckpt_path}: there is no such checkpoint (in {self.checkpoints}: {here}).")
-        refuse_foreign(ckpt_path, found)
-        return found
+                checkpoint = path if (path := Path(ckpt_path).resolve()).exists() else None
+        if checkpoint is None or not checkpoint.exists():
+            available = ", ".join(self.names()) or "none"
+            raise UserError(f"--ckpt_path {ckpt_path} does not exist. Use a checkpoint of {self.checkpoints}: "
+                            f"{available}.")
+        reject_other_path(ckpt_path, checkpoint)
+        return checkpoint
 
     def point(self, alias: str, checkpoint: Path) -> None:
         """Point the link `last` or `best` at a checkpoint, atomically."""
         link = self.checkpoints / alias
         temporary = self.checkpoints / f".{alias}-{os.getpid()}"
-        delete(temporary)  # one that a killed process with the same number left
-        # A symlink cannot be overwritten in place: create it under another name, then rename it over the old one.
+        delete(temporary)  # left by a killed process with the same pid
+        # A symlink cannot be changed atomically: create a new one under another name, then rename it.
         temporary.symlink_to(checkpoint.name)
         os.replace(temporary, link)
 
@@ -230,11 +234,10 @@ class RunFolder:
 
     def _later_than(self, checkpoint: Path) -> list[Path]:
         position = checkpoint_position(checkpoint.name)
-        # Positions, not names: "step=9" comes before "step=10".
         return [self.checkpoint(name) for name in self.names() if checkpoint_position(name) > position]
 
     def write_start(self, recipe: dict[str, Any], report: dict[str, Any]) -> None:
-        """Write the inputs of the run: its whole recipe and the report on its data."""
+        """Write config.yaml and data_report.json."""
         if recipe:
             self.files.claim(*logger_paths(recipe, self.root))
             write_text(self.config, as_yaml(recipe))
@@ -245,9 +248,9 @@ class RunFolder:
     def room_for_model(self) -> Path:
         """Return a new folder to export into; `put_model` turns it into model/."""
         self.files.claim("model")
-        # A link or mount cannot be replaced by a rename: export inside it, on the same file system.
-        stays = self.model.is_symlink() or self.model.is_mount()
-        return self._new_folder("model/.new" if stays else ".model")
+        # A link or mount cannot be replaced by a rename, so export into a folder within it, on its file system.
+        is_fixed = self.model.is_symlink() or self.model.is_mount()
+        return self._new_folder("model/.new" if is_fixed else ".model")
 
     def room_for_upload(self) -> Path:
         """Return a new folder for a copy of the model that is deleted after its upload."""
@@ -258,19 +261,18 @@ class RunFolder:
         return fresh_folder(self.root / name)
 
     def put_model(self, exported: Path) -> None:
-        """Replace model/ by an exported folder. The old one stays until then; files of others are kept in the new one.
+        """Replace model/ with an exported folder, keeping foreign files.
 
         Raises:
-            UserError: A file that no run wrote has the name of an exported one.
+            UserError: A foreign file has the name of an exported one.
         """
         old, new = self.files.inside("model"), files_in(exported)
         self.files.claim(*(f"model/{name}" for name in new))
-        # A rename would lose a mount or the files of others, so these folders are filled file by file.
+        # A rename would lose a mount or foreign files, so files are moved one by one into such a folder.
         if exported.parent == self.model or files_in(self.model) - old:
             commit_files(exported, self.model)
         else:
             commit_folder(exported, self.model)
-        # Names that only the old model had.
         self.files.drop(*(f"model/{name}" for name in old - new))
 
     def complete(self) -> None:
@@ -285,30 +287,31 @@ class RunFolder:
         """Return whether a run that is resumed with nothing left to train was complete, and report it.
 
         Args:
-            stopped: Why callbacks stopped it; empty strings for callbacks that did not.
+            stopped: Why each callback stopped the run; empty strings for callbacks that did not.
             out_of_time: True if `trainer.max_time` has passed.
         """
         if any(stopped):
-            why = f"{' '.join(filter(None, stopped))} Raise its patience, or take the callback away, to go on"
+            why = f"{' '.join(filter(None, stopped))} Raise its patience, or remove the callback, to train longer."
         elif max_steps not in (-1, None) and step >= max_steps:
-            why = f"trainer.max_steps is {max_steps}. Raise that to go on"
+            why = f"trainer.max_steps is {max_steps}. Raise it to train longer."
         elif out_of_time:
-            why = "trainer.max_time has passed. Raise that to go on"
+            why = "trainer.max_time has passed. Raise it to train longer."
         else:
-            why = f"trainer.max_epochs is {max_epochs}. Raise that to go on"
-        complete = self.completed.exists()
-        say(f"{self.root} holds a complete run, which ended at step {step}: {why}; nothing was changed." if complete
-            else f"{self.root} holds a run at step {step} without its end, which is written now: {why}.")
-        return complete
+            why = f"trainer.max_epochs is {max_epochs}. Raise it to train longer."
+        is_complete = self.completed.exists()
+        say(f"{self.root} already contains a run that finished at step {step}. Nothing was changed: {why}"
+            if is_complete else f"{self.root} contains a run that stopped at step {step}, before its end. Writing its "
+            f"results now: {why}")
+        return is_complete
 
     def write_files(self, files: dict[str, Any]) -> None:
-        """Write results as JSON, by file name."""
+        """Write results as JSON files, from contents by file name."""
         self.files.claim(*files)
         for name, content in files.items():
             write_json(self.root / name, content)
 
     def merge_metrics(self, metrics: dict[str, float]) -> None:
-        """Merge final numbers into metrics.json, and after the end of the run into the scores beside its model."""
+        """Merge metrics into metrics.json and, if the run has finished, update the scores in its model's folder."""
         self.files.claim("metrics.json")
         merged = {**repair_numbers(self.metrics_json), **metrics}
         write_json(self.metrics_json, merged)
@@ -317,20 +320,20 @@ class RunFolder:
             self.files.claim(*(f"model/{name}" for name in files))
             write_eval_results(self.model, files)
 
-    def write_predictions(self, found: "Predictions") -> str:
-        """Write `rows`, `files` and `scores` of predict. Returns a message for the user."""
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows]
+    def write_predictions(self, predictions: "Predictions") -> str:
+        """Write the rows, files and scores of predict. Returns a message for the user."""
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in predictions.rows]
         self.files.claim("predictions.jsonl")
         write_text(self.predictions, "".join(lines))
-        self.write_files(found.files)
-        scores = {f"predict/{name}": value for name, value in found.scores.items()}
+        self.write_files(predictions.files)
+        scores = {f"predict/{name}": value for name, value in predictions.scores.items()}
         self.merge_metrics(scores)
         return (f"Wrote {len(lines)} rows to {self.predictions}. "
                 + "  ".join(f"{name} {value:.4g}" for name, value in scores.items()))
 
 
 def find_resumed(folder: RunFolder, ckpt_path: str | None) -> Path | None:
-    """Return the checkpoint that fit resumes from, None if it starts a run. `auto` is the last one if there is any.
+    """Return the checkpoint that fit resumes from; None if it starts a run, as `auto` does without a checkpoint.
 
     Raises:
         UserError: See `RunFolder.resolve`.
@@ -368,22 +371,19 @@ DATA_KEYS = ("tokenizer", "source", "val_source", "test_source", "predict_source
 
 
 def check_inputs(root: Path, names: Iterable[str], recipe: dict[str, Any]) -> None:
-    """Refuse a recipe that reads files which its own run would replace.
+    """Raise UserError if a recipe reads files that its own run would replace.
 
     Args:
         names: Names that the run writes in `root`.
-
-    Raises:
-        UserError: A model, an adapter, a tokenizer or rows lie under one of these names.
     """
     written = {name: (root / name).resolve() for name in names}
     for key, path in _paths(recipe):
         if not os.path.lexists(path):  # e.g. an id on the hub
             continue
-        for name, place in written.items():
-            if path.resolve() == place or place in path.resolve().parents:  # itself, or something inside it
-                raise UserError(f"{key} is {path}, but a run in {root} writes {name} itself. Choose another "
-                                "trainer.default_root_dir, or move what is read out of this one.")
+        for name, target in written.items():
+            if path.resolve() == target or target in path.resolve().parents:  # the target or a path in it
+                raise UserError(f"{key} is {path}, but a run in {root} overwrites {name}. Set another "
+                                "trainer.default_root_dir, or move the input to another folder.")
 
 
 def _paths(recipe: dict[str, Any]) -> Iterator[tuple[str, Path]]:
@@ -393,85 +393,87 @@ def _paths(recipe: dict[str, Any]) -> Iterator[tuple[str, Path]]:
         if named.last != "config":
             yield f"model.{named.key}", _before_pattern(named.name)
     for key in DATA_KEYS:
-        for text in _texts(data.get(key)):
+        for text in _names(data.get(key)):
             yield f"data.{key}", _before_pattern(text)
-    for text in _texts((recipe.get("mmlu") or {}).get("source")):
+    for text in _names((recipe.get("mmlu") or {}).get("source")):
         yield "mmlu.source", _before_pattern(text)
 
 
-def _texts(value: object) -> Iterator[str]:
+def _names(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
+        for item in value:
+            yield from _names(item)
     elif isinstance(value, dict):
-        yield from _texts(value.get("path"))
+        yield from _names(value.get("path"))
 
 
 def _before_pattern(text: str) -> Path:
     parts = Path(text).expanduser().parts
-    plain = next((place for place, part in enumerate(parts) if any(sign in part for sign in "*?[")), len(parts))
-    return Path(*parts[:plain])
+    end = next((index for index, part in enumerate(parts) if any(wildcard in part for wildcard in "*?[")), len(parts))
+    return Path(*parts[:end])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reasons for which a run may not start in a folder: it is read-only, holds another run, or files that no run wrote.
+# Checks that a run can write its files in a folder.
 
 def check_writable(root: Path) -> None:
     """Raise UserError if a folder cannot be created or written. Leaves nothing behind."""
     parent = next(p for p in (root, *root.absolute().parents) if p.exists())
     if not parent.is_dir():
-        raise UserError(f"trainer.default_root_dir is {root}, but {parent} is a file. Choose another folder.")
+        raise UserError(f"trainer.default_root_dir is {root}, but {parent} is a file. Use another folder.")
     try:
         with tempfile.NamedTemporaryFile(prefix=".writable-", dir=parent):
             pass
     except OSError as error:
         raise UserError(f"trainer.default_root_dir is {root}, but {parent} cannot be written "
-                        f"({error.strerror}). Choose another folder.") from error
+                        f"({error.strerror}). Use another folder.") from error
 
 
 def check_names(root: Path, files: RunFiles) -> None:
     """Raise UserError if a file that no run wrote has a name that runs write."""
     if foreign := files.foreign_names():
-        raise UserError(f"{root} holds {', '.join(foreign)}, which no run wrote, and a run needs "
-                        f"{'this name' if len(foreign) == 1 else 'these names'}. Move them, or choose another "
-                        "trainer.default_root_dir.")
+        raise UserError(f"{root} contains {', '.join(foreign)}, which no run wrote, but a run needs "
+                        f"{'this name' if len(foreign) == 1 else 'these names'}. Move "
+                        f"{'it' if len(foreign) == 1 else 'them'}, or set another trainer.default_root_dir.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `--ckpt_path`: what a path that is no checkpoint is instead, and whether a run can write its files.
+# Checks of `--ckpt_path`, and of the folder of a resumed run.
 
-def refuse_foreign(asked: str, path: Path) -> None:
-    """Raise UserError, naming what the path is, unless it may be a checkpoint."""
+def reject_other_path(ckpt_path: str, path: Path) -> None:
+    """Raise UserError, describing the path, unless it may be a checkpoint."""
     if path.is_dir() and ((path / "state.json").exists() or path.name.startswith("step=")):
-        return  # whole or damaged: shown by reading it
-    raise UserError(f"--ckpt_path {asked} is {_what(path)}, but must be last, best, a step number, or {A_CHECKPOINT}.")
+        return  # reading it reports damage
+    raise UserError(f"--ckpt_path {ckpt_path} is {_describe(path)}, but must be last, best, a step number, or "
+                    f"{A_CHECKPOINT}.")
 
 
-def _what(path: Path) -> str:
+def _describe(path: Path) -> str:
     if not path.is_dir():
-        return ("a file of weights (name the folder it is in as model.pretrained or model.adapter to start from it)"
+        return ("a weights file (to start from it, set model.pretrained or model.adapter to its folder)"
                 if path.suffix == ".safetensors" else "a single file, as other programs write")
-    kinds = {"checkpoints": "a run folder", "last": "the checkpoints of a run",
-             "trainer_state.json": "a checkpoint of transformers' Trainer (model.pretrained or model.adapter starts "
-                                   "from its weights)",
-             "adapter_config.json": "an adapter (model.adapter starts from it)",
-             "config.json": "a model folder (model.pretrained starts from it)"}
-    return next((kind for name, kind in kinds.items() if os.path.lexists(path / name)), "a folder without a state.json")
+    by_file = {"checkpoints": "a run folder", "last": "the checkpoints of a run",
+               "trainer_state.json": "a checkpoint of transformers' Trainer (model.pretrained or model.adapter starts "
+                                     "from its weights)",
+               "adapter_config.json": "an adapter (model.adapter starts from it)",
+               "config.json": "a model folder (model.pretrained starts from it)"}
+    return next((description for name, description in by_file.items() if os.path.lexists(path / name)),
+                "a folder without a state.json")
 
 
-def check_places(root: Path, checkpoints: Path) -> None:
-    """Refuse to resume in a run folder if something of another kind has a name that the run will write.
+def check_kinds(root: Path, checkpoints: Path) -> None:
+    """Check that a resumed run can write its files, checkpoints and links.
 
     Raises:
-        UserError: A folder instead of a file, a file instead of a checkpoint, a copy of one instead of the link to it.
+        UserError: A folder has the name of a file, a file the name of a checkpoint, or a copy the name of a link.
     """
-    kinds = [(root / name, Path.is_file, "a file") for name in (*FILES, "manifest.json")]
-    kinds += [(checkpoints / alias, Path.is_symlink, "a link to a checkpoint (a copy of it is none)")
-              for alias in ("last", "best")]
-    kinds += [(path, Path.is_dir, "the folder of a checkpoint") for path in checkpoints.glob("step=*")
-              if CHECKPOINT_NAME.fullmatch(path.name)]
-    for path, is_right, expected in kinds:
+    expectations = [(root / name, Path.is_file, "a file") for name in (*FILES, "manifest.json")]
+    expectations += [(checkpoints / alias, Path.is_symlink, "a link to a checkpoint (a copy does not work)")
+                     for alias in ("last", "best")]
+    expectations += [(path, Path.is_dir, "a checkpoint folder") for path in checkpoints.glob("step=*")
+                     if CHECKPOINT_NAME.fullmatch(path.name)]
+    for path, is_right, expected in expectations:
         if os.path.lexists(path) and not is_right(path):
-            raise UserError(f"{path} is where the run writes {expected}. Move it away, or delete it.")
+            raise UserError(f"{path} is not {expected}, which the run must write there. Move or delete it.")

@@ -1,4 +1,4 @@
-"""Uploads of the model to a Hugging Face hub repository, at the end or at each checkpoint, for both engines."""
+"""Uploads of the model to the Hugging Face hub, at the end or at each checkpoint, for both engines."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from lmmods.runs.run_files import OWNER
 
 
 class Publisher(PublishFields):
-    """Uploads the model of a run to a hub repository."""
+    """Uploader of a run's model to a hub repository."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -28,7 +28,7 @@ class Publisher(PublishFields):
         self._has_warned = False
 
     def problem(self) -> str | None:
-        """Create the repository. Returns what prevents uploading to it, if anything does."""
+        """Create the repository. Returns an error message if it cannot be used, else None."""
         from huggingface_hub import HfApi, get_token
 
         if get_token() is None:
@@ -38,8 +38,8 @@ class Publisher(PublishFields):
         try:
             HfApi().create_repo(self.repo, private=self.private, exist_ok=True)
             is_private = HfApi().repo_info(self.repo).private
-        except Exception as error:  # of many kinds: network, rights, name
-            return (f"publish.repo: {self.repo} cannot be made or written ({_format(error)}). Check name, token and "
+        except Exception as error:  # many types: network, permissions, name
+            return (f"publish.repo: {self.repo} cannot be created or written ({_format(error)}). Check name, token and "
                     "network, or set publish.repo to null and upload later.")
         if is_private != self.private:
             return (f"publish.private is {self.private}, but {self.repo} exists and is "
@@ -49,7 +49,7 @@ class Publisher(PublishFields):
 
     @property
     def is_busy(self) -> bool:
-        """Whether an upload is under way."""
+        """True while an upload is running."""
         return self._upload is not None and self._upload.is_alive()
 
     def upload_aside(self, folder: Path, step: int) -> None:
@@ -60,15 +60,15 @@ class Publisher(PublishFields):
     def _upload_and_remove(self, folder: Path, step: int) -> None:
         try:
             self._send(folder, f"Step {step}")
-        except Exception as error:  # training goes on, whatever it was
+        except Exception as error:  # no error of an upload may stop training
             if not self._has_warned:
-                warn(f"The upload of step {step} to {self.repo} failed ({_format(error)}). Training goes on; uploads "
-                     "of later checkpoints are attempted too, without another warning if they fail.")
+                warn(f"The upload of step {step} to {self.repo} failed ({_format(error)}). Training continues; later "
+                     "checkpoints are uploaded too, without another warning if that fails.")
             self._has_warned = True
         shutil.rmtree(folder)
 
     def finish(self, folder: Path, step: int) -> None:
-        """Upload what the finished run has exported. Raises UserError if that fails; everything is saved by then."""
+        """Upload the exported model of a finished run. Raises UserError if that fails; the run is saved by then."""
         if self._upload is not None:
             self._upload.join()
         try:
@@ -88,9 +88,9 @@ class Publisher(PublishFields):
 
 @contextmanager
 def _publishable(folder: Path) -> Iterator[Path]:
-    """The model folder in a form to publish.
+    """Context with the model folder, or a copy of it, to publish.
 
-    An adapter does not name a base that is only on this machine, and no link takes a file along from elsewhere.
+    The copy has no links, which could publish files from elsewhere, and does not name a base on this machine.
     """
     file = folder / "adapter_config.json"
     config = json.loads(read_text(file)) if file.exists() else {}
@@ -103,9 +103,9 @@ def _publishable(folder: Path) -> Iterator[Path]:
         warn(f"{folder}: links are not uploaded ({', '.join(links)}).")
     with tempfile.TemporaryDirectory(prefix=".upload-", dir=folder.parent) as temporary:
         copy = Path(temporary) / folder.name
-        shutil.copytree(folder, copy, copy_function=_link, ignore=lambda place, names: {
-            name for name in names if _is_private(Path(place) / name)})
-        if has_local_base:  # a new file: the linked one stays
+        shutil.copytree(folder, copy, copy_function=_link, ignore=lambda source, names: {
+            name for name in names if _is_private(Path(source) / name)})
+        if has_local_base:  # replaces the hard link; the original file does not change
             write_json(copy / file.name, {**config, "base_model_name_or_path": None})
         yield copy
 
@@ -117,12 +117,12 @@ def _is_private(path: Path) -> bool:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without links
+    except OSError:  # the file system has no hard links
         shutil.copyfile(source, target)
 
 
 def _format(error: Exception) -> str:
-    """Kind and first line of an error, without the token that some of them quote."""
+    """Return type and first line of an error, without the token that some errors quote."""
     from huggingface_hub import get_token
 
     return f"{type(error).__name__}: {redact(first_line(error), get_token())}"

@@ -1,4 +1,4 @@
-"""A lock that gives one process at a time a run folder; the system releases it when its holder exits or is killed."""
+"""Lock of a run folder, for one process at a time. The system releases it when its holder exits or is killed."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ except ImportError:  # Windows
     import msvcrt
 
 FILE = ".run-lock"
-LOCKED_BYTE = 2**30  # Windows locks bytes against reading too, so lock one far behind the end of the record
+LOCKED_BYTE = 2**30  # on Windows a locked byte cannot be read, so lock one far behind the record
 # Error numbers of flock on file systems without lock support.
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 # Mount options and types whose locks are visible on this machine only.
@@ -45,7 +45,7 @@ def lock_file(file: int, wait: bool = False) -> None:
     while True:
         os.lseek(file, LOCKED_BYTE, os.SEEK_SET)
         try:
-            return msvcrt.locking(file, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]  # there alone
+            return msvcrt.locking(file, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]  # only on Windows
         except PermissionError as error:
             if not wait:
                 raise BlockingIOError(*error.args) from error
@@ -53,10 +53,10 @@ def lock_file(file: int, wait: bool = False) -> None:
 
 
 class FolderLock:
-    """A lock on a file in the run folder that names its holder: host, process, command, start.
+    """A lock on a file in the run folder that names its holder: host, process, command, start time.
 
-    The file exists while a process holds the lock; one left by a killed process blocks nobody. If other machines cannot
-    see the lock, the content of the file decides, and a file written by another host must be deleted by hand.
+    The file exists while a process holds the lock; a file left by a killed process blocks nobody. If other machines
+    cannot see the lock, the content of the file decides, and a file written by another host must be deleted by hand.
 
     Args:
         folder: The run folder; created if missing, and removed again if nothing has been written into it.
@@ -65,12 +65,12 @@ class FolderLock:
     def __init__(self, folder: Path):
         self.path = folder / FILE
         self._file: int | None = None
-        self._made: list[Path] = []
+        self._new_folders: list[Path] = []
 
     def take(self, command: str) -> None:
         """Acquire the lock. Raises UserError: another process holds it, or may hold it."""
         try:
-            # Again if the file or folder was deleted while this process took it.
+            # Try again if the file or folder was deleted meanwhile.
             while self._file is None:
                 self._make_folders()
                 self._file = self._open(command)
@@ -86,7 +86,7 @@ class FolderLock:
                 self.path.unlink(missing_ok=True)  # before unlocking: waiting processes must see that it is gone
             self.close()
             if not fcntl:
-                with contextlib.suppress(PermissionError):  # Windows deletes no file that a process has open
+                with contextlib.suppress(PermissionError):  # Windows cannot delete a file that a process has open
                     self.path.unlink(missing_ok=True)
         self._remove_folders()
 
@@ -100,11 +100,11 @@ class FolderLock:
     def _open(self, command: str) -> int | None:
         """Return the file, locked and with a record of this process; None if another process has just deleted it."""
         try:
-            # O_NOFOLLOW, which Windows lacks: a link under this name is refused, not written through.
+            # O_NOFOLLOW, which Windows lacks, raises an error if the file is a link.
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
             try:
                 self._lock(file)
-                # The holder may have deleted the file before our lock, which then protects nothing.
+                # If the last holder has deleted the file meanwhile, this lock has no effect.
                 if not os.path.samestat(os.fstat(file), os.stat(self.path)):
                     raise FileNotFoundError
                 record = {"host": socket.gethostname(), "pid": os.getpid(), "command": command,
@@ -119,8 +119,8 @@ class FolderLock:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise UserError(f"{self.path} cannot be written ({error.strerror}), so nothing can say that this folder is "
-                            "in use. Make room, delete it, or choose another trainer.default_root_dir.") from error
+            raise UserError(f"{self.path} cannot be written ({error.strerror}), so the folder cannot be locked. Free "
+                            "some space, delete the file, or set another trainer.default_root_dir.") from error
 
     def _lock(self, file: int) -> None:
         """Lock the open file. Raises UserError: the folder is in use."""
@@ -134,7 +134,7 @@ class FolderLock:
                 raise
             reaches_all = False
         record = _read(file)
-        # Where other machines do not see the lock, the record of the holder decides.
+        # If other machines do not see the lock, the holder's record decides.
         if not reaches_all and record and not _is_dead(record):
             raise self._in_use(record)
 
@@ -144,22 +144,22 @@ class FolderLock:
             holder = "process {pid} on {host} ({command}, since {started})".format_map(record)
         if record.get("host") != socket.gethostname():
             remedy = f" If that process is gone and this persists, delete {self.path}."
-        return UserError(f"{self.path.parent} is in use by {holder}. Wait for its end, or choose another "
+        return UserError(f"{self.path.parent} is in use by {holder}. Wait until it ends, or set another "
                          f"trainer.default_root_dir.{remedy}")
 
     def _make_folders(self) -> None:
         folder = self.path.parent
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        self._made = self._made or missing  # of the first attempt, whose folders a later one finds existing
+        self._new_folders = self._new_folders or missing  # a second attempt finds those of the first one
 
     def _remove_folders(self) -> None:
-        for folder in self._made:
+        for folder in self._new_folders:
             try:
                 folder.rmdir()
             except OSError:  # not empty, or removed by another process
                 break
-        self._made = []
+        self._new_folders = []
 
 
 _HELD: set[FolderLock] = set()
@@ -170,7 +170,7 @@ def _close_all() -> None:
         lock.close()
 
 
-# A forked child that outlives this process must not keep its locks; an exec closes them anyway, as Python opens files.
+# A forked child that outlives this process must not keep its locks. Python's files are closed by an exec.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_all)
 
@@ -193,12 +193,12 @@ def _read(file: int) -> dict[str, Any]:
         record = json.loads(os.read(file, 4096))
     except ValueError:
         return {}
-    wanted = ("host", "pid", "command", "started")
-    return record if isinstance(record, dict) and all(key in record for key in wanted) else {}
+    keys = ("host", "pid", "command", "started")
+    return record if isinstance(record, dict) and all(key in record for key in keys) else {}
 
 
 def _job() -> list[str] | None:
-    """Return the batch job that this process belongs to, and the number of its restart."""
+    """Return the id and the restart count of this process's batch job, None without one."""
     job = os.environ.get("SLURM_JOB_ID")
     return [job, os.environ.get("SLURM_RESTART_COUNT", "0")] if job else None
 
@@ -206,11 +206,10 @@ def _job() -> list[str] | None:
 def _is_dead(record: dict[str, Any]) -> bool:
     """True if the process that wrote a record is known to have exited.
 
-    On other hosts that is unknown (False), except for an earlier start of the same job: a batch system ends it before
-    the next one.
+    False for a process on another host, unless it belongs to an earlier start of this job, which has ended.
     """
-    job, was = _job(), record.get("job")
-    if job and isinstance(was, list) and was[0] == job[0] and was[1] != job[1]:
+    job, old_job = _job(), record.get("job")
+    if job and isinstance(old_job, list) and old_job[0] == job[0] and old_job[1] != job[1]:
         return True
     if record["host"] != socket.gethostname():
         return False

@@ -1,17 +1,17 @@
-"""Files of a run: the rules by which they are written and deleted, and the functions that keep them.
+"""Files of a run: the rules for writing and deleting them, and functions that follow these rules.
 
-What a run writes or deletes lies, by its real path, inside its folder, and was made by it. A run folder may come from
-anybody, unpacked from an archive with all its links, so nothing that the folder says is trusted:
+A run only writes and deletes its own files, inside its folder. A run folder may come from anybody, for example from an
+archive with links in it, so its content is not trusted:
 
-- Inside: nothing is written or deleted through a link. New files appear by a rename, which replaces a link; folders are
-  created again (`fresh_folder`); a link in the way is itself removed. Names read from a file must be plain names
-  (`inside`). Only model and checkpoints may be links, and only if the folder behind the link names this run folder as
-  its owner, in a file `.run-folder` (`check_links`). No program writes that file, and an archive cannot place it
-  outside of itself, so it shows that the user made the link.
-- Made by it: a list in the folder has each path before it is created (`RunFiles.claim`), and paths that no run writes
-  are not accepted in it. The files of a checkpoint are those that its manifest names.
-- Whole: readers see the old file or folder or the complete new one, even if the writer is killed. Engines and libraries
-  write into new folders, which `commit_folder` renames.
+- Inside: nothing is written or deleted through a link. New files are renamed into place, which replaces a link; folders
+  are created again (`fresh_folder`); links with the name of a file are removed. Names read from a file must be plain
+  names (`inside`). Only model and checkpoints may be links, and only if a file `.run-folder` in the target contains the
+  path of this run folder (`check_links`). No program writes that file, and an archive cannot place it outside of
+  itself, so it proves that the user made the link.
+- Own: a list in the folder records each path before it is created (`RunFiles.claim`); it may only contain paths that
+  runs write. The files of a checkpoint are those in its manifest.
+- Complete: readers see either the old or the complete new file or folder, even if the writer is killed. Engines and
+  libraries write into new folders, which `commit_folder` renames.
 """
 
 import json
@@ -35,7 +35,7 @@ OWNER = ".run-folder"  # in the target of a link: the path of the run folder tha
 MAY_BE_LINKS = ("checkpoints", "model")
 REPLACED = ".replaced-"
 MANIFEST = "manifest.json"  # of a checkpoint: name of each file, with size and checksum
-PLAIN = "state.json"  # of a checkpoint: everything but arrays, and where the arrays go
+PLAIN = "state.json"  # of a checkpoint: its content without arrays, with references to them
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Inside: links and names.
@@ -44,18 +44,18 @@ def check_links(root: Path, names: Iterable[str]) -> None:
     """Raise UserError if a name that a run writes in its folder is a link that must not be followed."""
     for name in names:
         path = root / name
-        if not path.is_symlink() or name in MAY_BE_LINKS and _belongs(path, root):
+        if not path.is_symlink() or name in MAY_BE_LINKS and _is_owned(path, root):
             continue
         if name in MAY_BE_LINKS and path.is_dir():
             target = path.resolve()
-            raise UserError(f"{path} is a link to {target}, out of the run folder. If you have made it and that folder "
-                            f"is for this run alone, say so there: echo {shlex.quote(str(root.resolve()))} > "
+            raise UserError(f"{path} is a link to {target}, outside of the run folder. If you made it, and only this "
+                            f"run uses the target, confirm that: echo {shlex.quote(str(root.resolve()))} > "
                             f"{shlex.quote(str(target / OWNER))}. If not, delete the link (docs/runs.md).")
-        raise UserError(f"{path} is a link, and what a run writes lies in its folder. Move the link away, or choose "
-                        "another trainer.default_root_dir.")
+        raise UserError(f"{path} is a link, but a run only writes inside its folder. Remove the link, or set another "
+                        "trainer.default_root_dir.")
 
 
-def _belongs(link: Path, root: Path) -> bool:
+def _is_owned(link: Path, root: Path) -> bool:
     """True if the target of a link names this run folder as its owner."""
     try:
         owner = Path(read_text(link / OWNER, max_bytes=2**16).strip())
@@ -73,16 +73,15 @@ def inside(folder: Path, name: str) -> Path:
     parts = name.split("/")
     parents = [folder.joinpath(*parts[:count]) for count in range(1, len(parts))]
     if not all(map(is_plain_name, parts)) or any(parent.is_symlink() for parent in parents):
-        raise UserError(f"{folder}: the name {name!r} of a file of the run leads out of that folder. Delete the link, "
-                        "or choose another trainer.default_root_dir.")
+        raise UserError(f"{folder}: the file name {name!r} leads out of this folder. Delete the link, or set another "
+                        "trainer.default_root_dir.")
     return folder / name
 
 
 def find_escape(root: Path, place: str | os.PathLike) -> Path | None:
-    """Return a path that leads out of the run folder below `place`, where a library will write; None if there is none.
+    """Return a path that leads out of the run folder: `place`, where a library will write, or a link in it; else None.
 
-    The path is `place` itself or a link in it. Links that `check_links` has checked are skipped, and so are W&B's files
-    of earlier starts, which are not written again.
+    Links that `check_links` checks are skipped, and so are W&B's files of earlier starts, which are not written again.
     """
     top, start = root.resolve(), Path(place).resolve()
     if not start.is_relative_to(top):
@@ -99,12 +98,12 @@ def find_escape(root: Path, place: str | os.PathLike) -> Path | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whole: atomic writes, and deletions.
+# Complete: atomic writes, and deletions.
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file's content atomically; it is on disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # An unguessable, unused name: nobody can have placed a link there.
+    # A random name, so that nobody can have placed a link there.
     temporary = path.with_name(f".{path.name[:50]}-{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
@@ -113,13 +112,13 @@ def write_bytes(path: Path, content: bytes) -> None:
             # Without this, a crash after the rename could leave an empty file.
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:  # the disk is full: leave no partial file
+    except OSError:  # for example, the disk is full
         temporary.unlink(missing_ok=True)
         raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file's text atomically. A link of this name is replaced itself; its target is left alone."""
+    """Replace a file's text atomically. If it is a link, the link is replaced and its target does not change."""
     write_bytes(path, text.encode())
 
 
@@ -129,13 +128,13 @@ def write_json(path: Path, value: object) -> None:
 
 def append_json(path: Path, value: object) -> None:
     """Append a line to a small .jsonl file. The file is on disk when this returns."""
-    # Rewritten as a whole: an append that is cut off would leave half a line.
+    # The whole file is rewritten, as an interrupted append would leave a partial line.
     before = read_bytes(path, MAX_TABLE_BYTES) if path.exists() else b""
     write_bytes(path, before + json.dumps(value, ensure_ascii=False).encode() + b"\n")
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file's content; `target` is replaced as by `write_text`."""
+    """Copy a file's content; `target` is replaced as in `write_text`."""
     write_bytes(target, read_bytes(source, MAX_TABLE_BYTES))
 
 
@@ -146,15 +145,15 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def files_in(folder: Path) -> set[str]:
-    """Return the paths of all files and links in `folder`, relative to it; none if there is no such folder."""
+    """Return the paths of all files and links in `folder`, relative to it; an empty set if it does not exist."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
 
 
 def commit_folder(temporary: Path, final: Path) -> None:
-    """Rename a finished folder to its final name, replacing an older one, after its files have reached the disk."""
+    """Rename a finished folder to its final name, replacing an older one, once its files are on disk."""
     sync(temporary)
-    # A folder cannot be renamed over another that is not empty: move the old one aside first. If the process is killed
-    # between the two renames, `restore` puts it back at the next start.
+    # A rename cannot replace a folder that is not empty, so rename the old one first. If the process is killed between
+    # the two renames, `restore` renames it back at the next start.
     old = final.with_name(f"{REPLACED}{final.name}")
     restore(old)
     if final.is_symlink():
@@ -167,7 +166,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
 
 def restore(old: Path) -> None:
-    """Complete an interrupted `commit_folder`: remove the old folder if the new one exists, else put it back."""
+    """Complete an interrupted `commit_folder`: delete the old folder if the new one exists, else rename it back."""
     final = old.with_name(old.name.removeprefix(REPLACED))
     if old.is_symlink():
         old.unlink()  # not created by this program
@@ -178,19 +177,18 @@ def restore(old: Path) -> None:
 
 
 def commit_files(temporary: Path, final: Path) -> None:
-    """Like `commit_folder`, file by file, for a folder that must not be replaced: a link, a mount, one with other
-    files.
+    """Like `commit_folder`, but move each file, because the final folder is a link or a mount or has foreign files.
 
     Raises:
         UserError: A folder in it is a link.
     """
     sync(temporary)
-    # All places are checked before the first file is moved.
-    places = {name: inside(final, name) for name in sorted(files_in(temporary))}
-    for name, place in places.items():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(temporary / name, place)
-    # Reverse order: inner folders come before those that contain them.
+    # Check all targets before the first file is moved.
+    targets = {name: inside(final, name) for name in sorted(files_in(temporary))}
+    for name, target in targets.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(temporary / name, target)
+    # Reverse order, so that inner folders come before the outer ones.
     for folder in sorted((path for path in temporary.rglob("*") if path.is_dir()), reverse=True):
         folder.rmdir()
     temporary.rmdir()
@@ -199,7 +197,7 @@ def commit_files(temporary: Path, final: Path) -> None:
 
 def sync(folder: Path) -> None:
     """Flush all files of a folder to disk."""
-    # Folders too, as the entry of a new file is part of its folder.
+    # Folders too, as they contain the entries of new files.
     for path in (*folder.rglob("*"), folder):
         _flush(path)
 
@@ -219,14 +217,14 @@ def delete(path: Path) -> None:
 
 
 def fresh_folder(path: Path) -> Path:
-    """Create an empty folder, deleting whatever has this name."""
+    """Create an empty folder, deleting anything that has its name."""
     delete(path)
     path.mkdir(parents=True)
     return path
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Made by it: files of a checkpoint folder, deleted without those of somebody else.
+# Own: files of a checkpoint, deleted without foreign files in its folder.
 
 def own_files(checkpoint: Path) -> list[str]:
     """Return the names of the files of a checkpoint; empty if the folder is not one."""
@@ -234,21 +232,21 @@ def own_files(checkpoint: Path) -> list[str]:
         manifest = json.loads(read_text(checkpoint / MANIFEST))
     except (OSError, ValueError, RecursionError):
         return []
-    is_ours = isinstance(manifest, dict) and PLAIN in manifest and all(map(is_plain_name, manifest))
-    return [*manifest, MANIFEST] if is_ours else []
+    is_checkpoint = isinstance(manifest, dict) and PLAIN in manifest and all(map(is_plain_name, manifest))
+    return [*manifest, MANIFEST] if is_checkpoint else []
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Delete a checkpoint. Other folders, links, and files that somebody put into its folder are kept.
+    """Delete a checkpoint. Folders that are not checkpoints, links, and foreign files in its folder are kept.
 
-    A partly deleted checkpoint never keeps its name, unless such files lie in its folder.
+    A partly deleted checkpoint never has its name, unless there are such files.
     """
     names = own_files(checkpoint)
     if not names or checkpoint.is_symlink():
         return
-    folders = {path.name for path in checkpoint.iterdir() if path.is_dir()}  # no checkpoint has folders
+    folders = {path.name for path in checkpoint.iterdir() if path.is_dir()}  # always foreign
     if not folders and {path.name for path in checkpoint.iterdir()} <= set(names):
-        # Rename before deleting: a process killed meanwhile leaves no incomplete checkpoint under this name.
+        # Rename first, so that a process killed meanwhile leaves no incomplete checkpoint with this name.
         hidden = checkpoint.with_name(f".dropped-{checkpoint.name}")
         delete(hidden)
         os.replace(checkpoint, hidden)
@@ -260,7 +258,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 
 def keep_foreign_files(old: Path, new: Path) -> None:
-    """Delete a checkpoint that `new` replaces; move files of others from its folder to `new`."""
+    """Delete a checkpoint that `new` replaces; move foreign files from its folder to `new`."""
     names = own_files(old)
     for path in old.iterdir() if names else ():
         if path.name not in names and not (new / path.name).exists():
@@ -269,7 +267,7 @@ def keep_foreign_files(old: Path, new: Path) -> None:
 
 
 def remove_checkpoints(checkpoints: Path) -> None:
-    """Delete all checkpoints in a folder and the links `last` and `best`, nothing else."""
+    """Delete all checkpoints in a folder and the links `last` and `best`, but nothing else."""
     remove_unfinished(checkpoints)
     for path in checkpoints.glob("step=*"):
         remove_checkpoint(path)
@@ -286,14 +284,14 @@ def remove_unfinished(checkpoints: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Made by it: files of a run without a list, of an earlier version, recognised by name and content.
+# Own: files of a run of an earlier version, which has no list, recognised by name and content.
 
-# Names at the top of the folder of any run.
+# Files at the top of any run folder.
 FILES = ("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "samples.jsonl", "resumes.jsonl",
          "loss.png", "completed", "predictions.jsonl", "evaluate.json")
-# Files that single tasks write there.
+# Files that some tasks write there.
 RESULTS = list_all("model", lambda task: task.own_files)
-# Files that exports write: models, adapters, tokenizers, card and curves.
+# Files of an exported model or adapter.
 EXPORTED = re.compile(
     r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
     r"|(model|adapter_model)(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
@@ -301,29 +299,29 @@ EXPORTED = re.compile(
 
 
 def recognise_files(root: Path) -> set[str]:
-    """Return the paths of a run without that list, recognised by its recipe and checkpoints; none without a run."""
-    recipe = _recipe(root)
+    """Return the paths of a run without a list, recognised by its recipe and checkpoints; empty without a run."""
+    recipe = _read_own_recipe(root)
     has_checkpoint = any(own_files(path) for path in (root / "checkpoints").glob("step=*"))
     if not (recipe and (root / "data_report.json").is_file()) and not has_checkpoint:
         return set()
     task = declared("model").get(recipe["model"].get("class_path", "") if recipe else "")
-    found = {name for name in (*FILES, *(task.own_files if task else ())) if (root / name).is_file()}
+    names = {name for name in (*FILES, *(task.own_files if task else ())) if (root / name).is_file()}
     if has_checkpoint:
-        found.add("checkpoints")
-    found |= {name for name in (".model", ".publish") if (root / name).is_dir()}  # incomplete exports
-    found |= {"manifest.json"} if _is_manifest(root / "manifest.json") else set()
-    return found | _find_exported(root) | logger_paths(recipe, root)
+        names.add("checkpoints")
+    names |= {name for name in (".model", ".publish") if (root / name).is_dir()}  # incomplete exports
+    names |= {"manifest.json"} if _is_manifest(root / "manifest.json") else set()
+    return names | _find_exported(root) | logger_paths(recipe, root)
 
 
 def _is_manifest(path: Path) -> bool:
-    """True if a run wrote this file; the user may have one of the same name."""
+    """True if a run wrote this file, which may also be a user's file of the same name."""
     try:
         return {"starts", "end"} <= json.loads(read_text(path)).keys()
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 
-def _recipe(root: Path) -> dict[str, Any]:
+def _read_own_recipe(root: Path) -> dict[str, Any]:
     """Return config.yaml if a run wrote it, else {}."""
     try:
         recipe = read_recipe(root / "config.yaml")
@@ -334,39 +332,39 @@ def _recipe(root: Path) -> dict[str, Any]:
 
 
 def _find_exported(root: Path) -> set[str]:
-    """Return model/ and its exported files if its card is one of this program."""
+    """Return model/ and its exported files if this program wrote its card."""
     card = root / "model" / "README.md"
     try:
-        is_ours = re.search(r"^- lmmods$", read_text(card).split("\n---")[0], re.M)
+        is_own_card = re.search(r"^- lmmods$", read_text(card).split("\n---")[0], re.M)
     except (OSError, ValueError):
         return set()
     return {"model", *(f"model/{path.name}" for path in card.parent.iterdir() if EXPORTED.fullmatch(path.name))
-            } if is_ours else set()
+            } if is_own_card else set()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Made by it: the list.
+# Own: the list.
 
 LIST = ".run-files.json"
-# Folders of single tasks with files by step, and hidden ones in which tasks prepare something.
+# Folders of some tasks with one file per step, and their hidden temporary folders.
 STEP_FOLDERS = list_all("model", lambda task: task.own_folders)
 _HIDDEN = tuple(f".{name}" for name in STEP_FOLDERS)
-# All that commands write at the top of a run folder. For model and wandb the list also holds their content.
+# Everything that commands write at the top of a run folder. The list also contains the files in model and wandb.
 NAMES = (*FILES, *RESULTS, "manifest.json", "checkpoints", "model", *STEP_FOLDERS, "wandb", ".model", ".publish",
          *_HIDDEN)
 FOLDERS = ("checkpoints", "model", *STEP_FOLDERS, "wandb")
-UNDER_WAY = (".model", ".publish", *_HIDDEN, "model/.new")  # folders being written, without files of the user
+UNFINISHED_FOLDERS = (".model", ".publish", *_HIDDEN, "model/.new")  # temporary folders, without foreign files
 
 
 class RunFiles:
-    """The list of one run folder: relative paths, each recorded before it is created.
+    """The list of a run's files: relative paths, each recorded before it is created.
 
     A folder of an earlier version has no list; its run's files are recognised by its recipe and checkpoints.
     """
 
     def __init__(self, root: Path):
         self.root, self.path = root, root / LIST
-        self._turn = threading.Lock()  # the thread that writes checkpoints claims paths too
+        self._write_lock = threading.Lock()  # the thread that writes checkpoints claims paths, too
 
     def entries(self) -> set[str]:
         """Return all paths that runs wrote. Raises UserError if the list is damaged."""
@@ -374,32 +372,32 @@ class RunFiles:
             return recognise_files(self.root)
         try:
             paths = {str(path) for path in json.loads(read_text(self.path))["paths"]}
-            if foreign := sorted(path for path in paths if not _is_a_runs(path)):
+            if foreign := sorted(path for path in paths if not _may_list(path)):
                 raise ValueError(f"no run writes {foreign[0]!r}")
             return paths
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise UserError(f"{self.path} is damaged ({error}), so what runs wrote into this folder is not known. "
-                            "Delete it; the run is then recognised by its config.yaml and checkpoints.") from error
+            raise UserError(f"{self.path} is damaged ({error}), so the run's files are unknown. Delete it to recognise "
+                            "the run by config.yaml and checkpoints.") from error
 
     def claim(self, *paths: str) -> None:
         """Record paths that are about to be written.
 
         Raises:
-            UserError: A file that no run wrote is in the way, or a link leads out of the folder.
+            UserError: A foreign file has one of these paths, or a link leads out of the folder.
         """
-        with self._turn:
-            known = self.entries()
+        with self._write_lock:
+            listed = self.entries()
             for path in paths:
-                place = self._real(path)
-                if path not in known and _is_taken(place):
-                    raise UserError(f"{place} was written by no run, so no run may write over it. Move it, "
-                                    "or choose another trainer.default_root_dir.")
-            self._write(known | set(paths))
+                target = self._real(path)
+                if path not in listed and _is_occupied(target):
+                    raise UserError(f"{target} was not written by a run, so it is not overwritten. Move it, or set "
+                                    "another trainer.default_root_dir.")
+            self._write(listed | set(paths))
 
     def foreign_names(self) -> list[str]:
-        """Return names that runs need but that files of others have."""
-        known = self.entries()
-        return [name for name in NAMES if name not in known and _is_taken(self.root / name)]
+        """Return names that runs need, but that foreign files have."""
+        listed = self.entries()
+        return [name for name in NAMES if name not in listed and _is_occupied(self.root / name)]
 
     def inside(self, folder: str) -> set[str]:
         """Return the listed paths in a folder, relative to it."""
@@ -409,35 +407,35 @@ class RunFiles:
         """Delete listed files, and remove them from the list."""
         for path in paths:
             self._delete(path)
-        with self._turn:
+        with self._write_lock:
             self._write(self.entries() - set(paths))
 
     def delete(self) -> list[Path]:
-        """Delete everything listed. Returns files in the run's folders that are not the run's; they are kept."""
-        known = self.entries()
+        """Delete everything listed. Returns the foreign files in the run's folders, which are kept."""
+        listed = self.entries()
         check_links(self.root, NAMES)
-        self._write(known)
-        for path in sorted(known, key=lambda path: (-path.count("/"), path)):
+        self._write(listed)
+        for path in sorted(listed, key=lambda path: (-path.count("/"), path)):
             self._delete(path)
-        left = {path for path in known if path in FOLDERS and (self.root / path).is_dir()}
-        self._write(left)
-        return [each for path in sorted(left) for each in sorted((self.root / path).iterdir()) if each.name != OWNER]
+        folders = {path for path in listed if path in FOLDERS and (self.root / path).is_dir()}
+        self._write(folders)
+        return [file for path in sorted(folders) for file in sorted((self.root / path).iterdir()) if file.name != OWNER]
 
     def _real(self, path: str) -> Path:
-        """Return where a path of the list lies. Raises UserError: a link in it leads out of the folder."""
-        top, _, rest = path.partition("/")
-        if rest or top in FOLDERS:  # other names are those of files: a link is then replaced or deleted itself
+        """Join the root and a path of the list. Raises UserError: a link in it leads out of the folder."""
+        top, _, subpath = path.partition("/")
+        if subpath or top in FOLDERS:  # others are files, and links to files are replaced or deleted
             check_links(self.root, (top,))
-        return inside(self.root / top, rest) if rest else self.root / top
+        return inside(self.root / top, subpath) if subpath else self.root / top
 
     def _delete(self, path: str) -> None:
-        target, (top, _, rest) = self._real(path), path.partition("/")
-        if path in UNDER_WAY:
+        target, (top, _, subpath) = self._real(path), path.partition("/")
+        if path in UNFINISHED_FOLDERS:
             delete(target)
-        elif top == "wandb" and rest:
-            # Path.glob skips broken links, and `latest-run` is one once its target is deleted: so glob only `*`.
-            for each in list(target.parent.glob(rest)) if "*" in rest else [target]:
-                delete(each)
+        elif top == "wandb" and subpath:
+            # Without `*` do not glob, as Path.glob skips broken links such as `latest-run` without its target.
+            for match in list(target.parent.glob(subpath)) if "*" in subpath else [target]:
+                delete(match)
         elif path == "checkpoints":
             remove_checkpoints(target)
             _delete_if_empty(target)
@@ -446,7 +444,7 @@ class RunFiles:
             _delete_if_empty(target)
         elif target.is_dir() and not target.is_symlink():
             _delete_if_empty(target)
-        elif path not in FOLDERS:  # a link of these names is the user's and is kept
+        elif path not in FOLDERS:  # links with the names of folders are the user's
             delete(target)
 
     def _write(self, paths: set[str]) -> None:
@@ -457,27 +455,27 @@ class RunFiles:
 
 
 OF_STEP = re.compile(r"step=(\d+)\.(jsonl|safetensors)")
-UNFINISHED = re.compile(r"\.step=\d+\.(jsonl|safetensors)-[0-9a-f]{16}")  # left by a kill, see `write_bytes`
+UNFINISHED_FILE = re.compile(r"\.step=\d+\.(jsonl|safetensors)-[0-9a-f]{16}")  # after a kill, see `write_bytes`
 
 
 def remove_steps(folder: Path, after: int = -1) -> None:
-    """Delete the files in a folder that were written after more than `after` steps, and unfinished files."""
+    """Delete the files of steps after `after`, and unfinished files, in a folder."""
     for path in list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():
         match = OF_STEP.fullmatch(path.name)
-        if match and int(match[1]) > after or UNFINISHED.fullmatch(path.name):
+        if match and int(match[1]) > after or UNFINISHED_FILE.fullmatch(path.name):
             delete(path)
 
 
-def _is_a_runs(path: str) -> bool:
-    """True if runs write this path. The list is not trusted: it may come from anybody."""
-    top, _, rest = path.partition("/")
-    parts = rest.split("/")
+def _may_list(path: str) -> bool:
+    """True if a run may write this path. The list is not trusted, as it may come from anybody."""
+    top, _, subpath = path.partition("/")
+    parts = subpath.split("/")
     return path in NAMES or all(map(is_plain_name, parts)) and (top == "model" or top == "wandb" and len(parts) == 1)
 
 
-def _is_taken(path: Path) -> bool:
-    """True if something that could be lost has this path; not an empty folder, or the user's link to one."""
-    return os.path.lexists(path) and not (path.is_dir() and {each.name for each in path.iterdir()} <= {OWNER})
+def _is_occupied(path: Path) -> bool:
+    """True if a path exists, unless it is an empty folder or the user's link to one."""
+    return os.path.lexists(path) and not (path.is_dir() and {entry.name for entry in path.iterdir()} <= {OWNER})
 
 
 def _delete_if_empty(folder: Path) -> None:

@@ -92,7 +92,7 @@ def test_max_time_ends_a_run(recipe, tmp_path, monkeypatch, capsys, accumulate):
     assert 0 < metrics["trainer/global_step"] < 5 and (tmp_path / "run" / "completed").exists()
     capsys.readouterr()
     assert main(["fit", *timed, "--ckpt_path", "last"]) == 0
-    assert "trainer.max_time has passed. Raise that to go on; nothing was changed" in capsys.readouterr().out
+    assert "Nothing was changed: trainer.max_time has passed. Raise it to train longer." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("value", "shown"), [

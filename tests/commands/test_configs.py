@@ -106,7 +106,7 @@ def test_the_smoke_overlay_may_be_repeated_but_spares_other_folders(recipe, fini
     before = mine.config.read_text()
     capsys.readouterr()
     assert main(["fit", *arguments, "--trainer.default_root_dir", str(mine.root)]) == 2
-    assert "holds a finished run" in capsys.readouterr().err and mine.config.read_text() == before
+    assert "contains a finished run" in capsys.readouterr().err and mine.config.read_text() == before
     assert main(["fit", *arguments, "--overwrite", "false"]) == 2
 
 

@@ -195,7 +195,7 @@ def test_a_run_that_changes_engine_keeps_count(flat, tmp_path, stop_at, first, c
     capfd.readouterr()
     exported = folder.completed.stat().st_mtime_ns
     assert main(["fit", *flat, "--engine", first, "--ckpt_path", "last"]) == 0  # it stays stopped
-    assert "a complete run, which ended at step 6: EarlyStopping: val/loss" in (said := capfd.readouterr().out)
+    assert "finished at step 6. Nothing was changed: EarlyStopping: val/loss" in (said := capfd.readouterr().out)
     assert "Raise its patience" in said and folder.completed.stat().st_mtime_ns == exported
     assert_stopped_at_step_6(folder)
     assert main(["fit", *flat, "--engine", first, "--ckpt_path", "last", "--trainer.callbacks.patience", "3"]) == 0

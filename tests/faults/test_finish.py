@@ -62,7 +62,8 @@ def test_a_complete_run_says_so_and_goes_on_when_it_is_longer(recipe, tmp_path, 
     capfd.readouterr()
     assert main(["fit", *recipe(engine=engine, **PLAIN), "--ckpt_path", "last"]) == 0
     said = capfd.readouterr().out
-    assert f"{run.root} holds a complete run, which ended at step 4: trainer.max_steps is 4. Raise that" in said
+    assert (f"{run.root} already contains a run that finished at step 4. Nothing was changed: trainer.max_steps is 4. "
+            "Raise it to train longer.") in said
     assert {name: (run.root / name).stat().st_mtime_ns for name in files_in(run.root)} == before
     assert main(["fit", *recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 5}), "--ckpt_path", "last"]) == 0
     assert run.names()[-1] == "step=5" and run.completed.exists()
@@ -76,7 +77,7 @@ def test_a_run_that_is_longer_than_asked_for_ends_as_it_stands(recipe, tmp_path,
         with pytest.raises(Killed):
             main(["fit", *recipe(engine=engine, **PLAIN)])
     assert main(["fit", *recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 2}), "--ckpt_path", "last"]) == 0
-    assert "holds a run at step 4 without its end, which is written now" in capfd.readouterr().out
+    assert "contains a run that stopped at step 4, before its end. Writing its results now" in capfd.readouterr().out
     assert run.completed.exists() and run.model.is_dir()
 
 

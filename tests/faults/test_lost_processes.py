@@ -100,7 +100,7 @@ def test_a_disk_that_is_full_for_one_ends_all(engine, full, recipe, tmp_path, ca
     assert "checkpoints/step=10 could not be saved: File too large. It takes 0." in said[full], said
     assert [len(re.findall("^error: ", text, re.M)) for text in said] == [1, 1], said
     assert not re.search("Traceback|stack trace", "".join(said)), said
-    assert re.search(rf"error: (Process {full} on .* failed|.*another process could not write)",
+    assert re.search(rf"error: (Process {full} on .* failed|.*another process failed to write)",
                      said[1 - full]), said
     assert forks[full].returncode == 2 and forks[1 - full].returncode in (1, 2), said
     assert run.names() == ["step=2"] and rows(run)[-1]["step"] < 20
@@ -163,5 +163,5 @@ def test_a_run_folder_that_the_first_of_srun_refuses_ends_all(engine, recipe, tm
     forks = [Fork(train, "fit", *arguments, **own) for own in by_srun(2)]
     said = ended(forks)
     assert [fork.returncode for fork in forks] == [2, 2] and "Traceback" not in "".join(said), said
-    assert all(text.endswith(f"error: {folder} holds config.yaml, which no run wrote, and a run needs this name. Move "
-                             "them, or choose another trainer.default_root_dir.\n") for text in said), said
+    assert all(text.endswith(f"error: {folder} contains config.yaml, which no run wrote, but a run needs this name. "
+                             "Move it, or set another trainer.default_root_dir.\n") for text in said), said

@@ -54,7 +54,7 @@ def test_lines_of_the_table_that_cannot_be_read_are_left_out_and_said(tmp_path, 
     path, content = tmp_path / "metrics.csv", TABLE.encode().replace(b"2,2.0,1.5\n", BROKEN_LINES[broken])
     assert rewound(path, content) == TABLE.replace("2,2.0,1.5\n", "")
     said = capsys.readouterr().out
-    assert "metrics.csv cannot be read in line 3, left out here" in said and "metrics.csv.damaged" in said
+    assert "metrics.csv is damaged: line 3 is skipped" in said and "metrics.csv.damaged" in said
     assert (tmp_path / "metrics.csv.damaged").read_bytes() == content
     MetricsCSV(path).rewind(3)
     assert capsys.readouterr().out == ""  # mended
@@ -69,12 +69,12 @@ def test_a_table_without_its_header_is_begun_anew(tmp_path, capsys, header):
     logger.rewind(3)
     logger.log_metrics({"train/loss": 1.0}, step=4)
     assert path.read_text() == "step,train/loss\n4,1.0\n"
-    assert "cannot be read in 4 lines, the first of them 1" in capsys.readouterr().out
+    assert "is damaged: 4 lines from line 1 on are skipped" in capsys.readouterr().out
 
 
 def test_a_table_that_is_cut_off_loses_its_last_line_only(tmp_path, capsys):
     assert rewound(tmp_path / "metrics.csv", TABLE[:-4].encode()) == TABLE.replace("3,nan,\n", "")
-    assert "in line 4, left out" in capsys.readouterr().out
+    assert "line 4 is skipped" in capsys.readouterr().out
     assert rewound(tmp_path / "metrics.csv", b"step,train/l") == "step\n"
     assert rewound(tmp_path / "metrics.csv", b"") == "step\n"
 
@@ -100,7 +100,7 @@ def test_samples_that_cannot_be_read_are_left_out_and_said(tmp_path, capsys, bro
     writer.begin(folder, 2)
     assert repair_samples(folder.samples) == SAMPLES[:2]
     said = capsys.readouterr().out
-    assert f"samples.jsonl cannot be read in line {2 if place == 'middle' else 4}" in said
+    assert f"samples.jsonl is damaged: line {2 if place == 'middle' else 4} is skipped" in said
     assert (tmp_path / "samples.jsonl.damaged").read_text() == content
     writer.write(4, ["5"], [])
     assert [row["output"] for row in repair_samples(folder.samples)] == ["0", "2", "5"]
@@ -114,7 +114,7 @@ def test_numbers_that_are_none_are_begun_anew(tmp_path, capsys, content):
     folder.merge_metrics({"val/loss": 2.0})
     assert json.loads(folder.metrics_json.read_text()) == {"val/loss": 2.0}
     assert (tmp_path / "metrics.json.damaged").read_bytes() == content
-    assert "metrics.json holds no numbers by name any more" in capsys.readouterr().out
+    assert "metrics.json is not a JSON object and is ignored" in capsys.readouterr().out
     folder.merge_metrics({"val/f1": 3.0})
     assert json.loads(folder.metrics_json.read_text()) == {"val/loss": 2.0, "val/f1": 3.0}
 
@@ -156,21 +156,21 @@ DAMAGES = {
     "manifest is a list": (file_in_checkpoint("manifest.json", "[]"), "manifest.json does not list"),
     "manifest is empty": (file_in_checkpoint("manifest.json", "{}"), "manifest.json does not list model.safetensors"),
     "manifest is a pipe": (fifo, "manifest.json cannot be read"),
-    "state is cut off": (file_in_checkpoint("state.json", "{"), "state.json is not as it was written"),
-    "state is a list": (state_with(lambda state: []), "state.json holds a list"),
+    "state is cut off": (file_in_checkpoint("state.json", "{"), "state.json has changed since"),
+    "state is a list": (state_with(lambda state: []), "state.json contains a list"),
     "state without steps": (state_with(lambda state: state.pop("global_step") and state),
-                            "holds no global_step that is a whole number"),
+                            "global_step is missing or not an integer"),
     "steps are text": (state_with(lambda state: {**state, "global_step": "2"}),
-                       "holds no global_step that is a whole number"),
-    "callbacks are a list": (state_with(lambda state: {**state, "callbacks": []}), "holds no callbacks.Metrics"),
+                       "global_step is missing or not an integer"),
+    "callbacks are a list": (state_with(lambda state: {**state, "callbacks": []}), "callbacks.Metrics.num_tokens is"),
     "best is a number": (state_with(lambda state: state["callbacks"]["Checkpoint"].update(best=3) or state),
-                         "holds no callbacks.Checkpoint.best that is a list"),
+                         "callbacks.Checkpoint.best is missing or not a list"),
     "an array that is not there": (state_with(lambda state: {**state, "window": {"$array": "x"}}), "does not fit its"),
-    "a step is a file": (in_checkpoints("step=4", Path.touch), "step=4 is where the run writes"),
-    "a step leads nowhere": (in_checkpoints("step=4", lambda path: path.symlink_to("gone")), "step=4 is where"),
-    "last is a copy": (copy_instead_of_link, "last is where the run writes a link"),
-    "numbers are a folder": (lambda run: (run.metrics_json.unlink(), run.metrics_json.mkdir()), "metrics.json is"),
-    "table is a pipe": (lambda run: (run.metrics_csv.unlink(), os.mkfifo(run.metrics_csv)), "metrics.csv is where"),
+    "a step is a file": (in_checkpoints("step=4", Path.touch), "step=4 is not a checkpoint folder"),
+    "a step leads nowhere": (in_checkpoints("step=4", lambda path: path.symlink_to("gone")), "step=4 is not a"),
+    "last is a copy": (copy_instead_of_link, "last is not a link to a checkpoint"),
+    "numbers are a folder": (lambda run: (run.metrics_json.unlink(), run.metrics_json.mkdir()), "json is not a"),
+    "table is a pipe": (lambda run: (run.metrics_csv.unlink(), os.mkfifo(run.metrics_csv)), "metrics.csv is not a"),
 }
 HARMLESS = {
     "folders of other names": lambda run: [(run.checkpoints / name).mkdir() for name in (
@@ -287,11 +287,11 @@ def foreign(tmp_path, llama_folder) -> dict[str, tuple[str, str]]:
         "epoch=1.ckpt": "a single file, as other programs write", "notes.txt": "a single file",
         "adapter": "an adapter (model.adapter starts from it)", "trainer": "a checkpoint of transformers' Trainer",
         "other": "a folder without a state.json", "a run": "a run folder", "a run/checkpoints": "a folder without",
-        "loop": "no such checkpoint", "gone": "no such checkpoint", "x" * 5000: "no such checkpoint",
+        "loop": "does not exist", "gone": "does not exist", "x" * 5000: "does not exist",
     }.items()} | {str(llama_folder): "a model folder (model.pretrained starts from it)",
-                  str(llama_folder / "model.safetensors"): "a file of weights",
-                  "³": "no such checkpoint", "7" * 5000: "no such checkpoint", "7+x": "no such checkpoint",
-                  "step=7": "no such checkpoint", "\0": "no such checkpoint"}
+                  str(llama_folder / "model.safetensors"): "a weights file",
+                  "³": "does not exist", "7" * 5000: "does not exist", "7+x": "does not exist",
+                  "step=7": "does not exist", "\0": "does not exist"}
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path, foreign):

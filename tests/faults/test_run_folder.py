@@ -51,7 +51,7 @@ def test_a_name_that_something_else_has_is_refused(run, name, overwrite):
     path = run.root / name / "mine" if "." not in name[1:] and name != "completed" else run.root / name
     write_text(path, "mine")
     before = tree(run.root)
-    with pytest.raises(UserError, match=f"holds {name}, which no run wrote"):
+    with pytest.raises(UserError, match=f"contains {name}, which no run wrote"):
         run.check_can_start(overwrite)
     assert tree(run.root) == before
 
@@ -64,12 +64,12 @@ def test_auto_begins_a_run_or_goes_on(run):
     write_text(run.config, "{}")  # killed before its first checkpoint
     run.check_fit("auto", False, {})
     run.complete()
-    with pytest.raises(UserError, match="holds a finished run"):
+    with pytest.raises(UserError, match="contains a finished run"):
         run.check_fit("auto", False, {})
     add_checkpoint(run, "step=2")
     run.check_fit("auto", False, {})
     assert find_resumed(run, "auto") == run.checkpoint("step=2")
-    with pytest.raises(UserError, match="no such checkpoint"):
+    with pytest.raises(UserError, match="does not exist"):
         run.resolve("auto")
 
 
@@ -134,7 +134,7 @@ def test_overwrite_deletes_what_runs_wrote_and_nothing_else(run, capfd):
     run.check_can_start(overwrite=True)
     run.begin(None)
     assert set(tree(run.root)) == {*mine, LIST}
-    assert f"Left where they are, as no run wrote them: {run.checkpoints / 'step=2'}" in capfd.readouterr().out
+    assert f"Kept, because no run wrote them: {run.checkpoints / 'step=2'}" in capfd.readouterr().out
     run.check_can_start(overwrite=True)  # its own folders, whatever lies in them
     add_model(run, "config.json")
     assert set(tree(run.model)) == {"config.json", "model.gguf"}
@@ -157,7 +157,7 @@ def test_exporting_again_keeps_files_of_others(run):
     write_text(run.model / "mine.txt", "mine")
     add_model(run, "config.json", "new.json")
     assert set(tree(run.model)) == {"config.json", "new.json", "mine.txt"}
-    with pytest.raises(UserError, match="mine.txt was written by no run"):
+    with pytest.raises(UserError, match="mine.txt was not written by a run"):
         add_model(run, "mine.txt")
     assert (run.model / "mine.txt").read_text() == "mine"
 
@@ -228,7 +228,7 @@ def test_the_users_model_in_an_unfinished_run_without_a_list(run):
     add_checkpoint(run, "step=2")
     write_json(run.metrics_json, {})
     write_text(run.model / "config.json", json.dumps({"mine": True}))
-    with pytest.raises(UserError, match="holds model, which no run wrote"):
+    with pytest.raises(UserError, match="contains model, which no run wrote"):
         run.check_can_resume(run.checkpoint("step=2"), overwrite=False)
 
 
@@ -294,14 +294,14 @@ def test_no_link_in_model_leads_out(run, thesis):
     (run.model / "config.json").symlink_to(thesis / "thesis.tex")
     write_json(run.root / LIST, {"paths": ["model", "model/config.json", "model/figures/one.png"]})
     before = tree(thesis)
-    with pytest.raises(UserError, match="leads out of that folder"):
+    with pytest.raises(UserError, match="leads out of this folder"):
         add_model(run, "config.json")
     assert (run.model / "config.json").read_text() == "exported"
     exported = run.room_for_model()
     write_text(exported / "figures" / "one.png", "exported")
-    with pytest.raises(UserError, match="leads out of that folder"):
+    with pytest.raises(UserError, match="leads out of this folder"):
         run.put_model(exported)
-    with pytest.raises(UserError, match="leads out of that folder"):
+    with pytest.raises(UserError, match="leads out of this folder"):
         run.files.delete()
     assert tree(thesis) == before
 

@@ -159,4 +159,4 @@ def test_it_is_written_trained_resumed_and_described(run, tmp_path, llama_folder
     (tmp_path / "third" / "retold.json").write_text((tmp_path / "rows.jsonl").read_text())
     status, said = run("fit", *small, "--trainer.max_steps", "2", "--trainer.default_root_dir", "third",
                        "--data.source", "third/retold.json")
-    assert status == 2 and "a run in third writes retold.json itself" in said, said
+    assert status == 2 and "a run in third overwrites retold.json" in said, said

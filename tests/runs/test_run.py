@@ -64,7 +64,7 @@ def test_last_is_the_newest_wherever_its_link_points(folder):
     assert folder.resolve("last").name == "step=7"
     assert folder.resolve("5").name == "step=5"
     assert folder.resolve(str(folder.checkpoint("step=5"))).name == "step=5"
-    with pytest.raises(UserError, match="no such checkpoint.*step=5, step=7"):
+    with pytest.raises(UserError, match="does not exist.*step=5, step=7"):
         folder.resolve("6")
 
 
