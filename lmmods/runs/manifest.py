@@ -3,12 +3,12 @@
     starts      one entry per start of the run, the first and each resume
       time, step, checkpoint      time of the start, and the checkpoint it resumed from
       engine, recipe              the recipe as in config.yaml
-      code                        version, fingerprint of the sources, git commit, files changed since
+      code                        version, fingerprint of the sources, git commit, changed files
       python, platform, packages  versions of the libraries that training may use
       machine                     processor, devices, processes, settings of the engine that change numbers
       variables                   environment variables that change numbers
-      inputs                      files of data, base, adapter and tokenizer with size and hash; commits of the hub
-    end         of a finished run: time, step, and the files it left with size and SHA-256
+      inputs                      files of data, base, adapter and tokenizer with size and hash; hub commits
+    end         of a finished run: time, step, and its result files with size and SHA-256
 """
 
 import functools
@@ -33,7 +33,7 @@ from lmmods.runs.folder import RunFolder
 from lmmods.runs.model_card import described_model
 from lmmods.runs.run_files import write_json
 
-LEFT = ("config.yaml", "data_report.json", "metrics.csv", "samples.jsonl")  # beside model/; final when the run ends
+RESULT_FILES = ("config.yaml", "data_report.json", "metrics.csv", "samples.jsonl")  # besides model/
 READERS = 4  # threads; each hashes about 1 GB per second
 
 
@@ -46,19 +46,20 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Inverse of `write`. Raises UserError if there is no such file, or it is damaged."""
+        """Inverse of `write`. Raises UserError if the file does not exist or is damaged."""
         try:
-            told = json.loads(read_text(path))
-            starts, end = told["starts"], told["end"]
-            whole = starts and all(isinstance(start["step"], int) and isinstance(start["recipe"], dict)
-                                   and isinstance(start["inputs"], dict) for start in starts)
-            if not whole or not (end is None or isinstance(end["files"], dict)):
-                raise ValueError("it is not what a run writes")
+            content = json.loads(read_text(path))
+            starts, end = content["starts"], content["end"]
+            is_complete = starts and all(isinstance(start["step"], int) and isinstance(start["recipe"], dict)
+                                         and isinstance(start["inputs"], dict) for start in starts)
+            if not is_complete or not (end is None or isinstance(end["files"], dict)):
+                raise ValueError("not written by a run")
         except FileNotFoundError as error:
-            raise UserError(f"{path}: there is no such file: this is no run folder, or its run is of a version that "
-                            "wrote none.") from error
+            raise UserError(f"{path} does not exist. Use a run folder that has one; old versions did not write it."
+                            ) from error
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{path} is damaged ({error}), so what the run was made of is not known.") from error
+            raise UserError(f"{path} is damaged ({error}), so the run's inputs are unknown. Restore the file."
+                            ) from error
         return cls(starts, end)
 
     def write(self, folder: RunFolder) -> None:
@@ -68,7 +69,7 @@ class Manifest:
 
 def begin_manifest(folder: RunFolder, recipe: dict[str, Any], sources: dict[str, list[dict[str, Any]]],
                    machine: dict[str, Any], checkpoint: Path | None, step: int) -> None:
-    """Append a start of a run to the manifest.
+    """Add the start of a run to the manifest.
 
     Args:
         recipe: As in config.yaml.
@@ -80,23 +81,23 @@ def begin_manifest(folder: RunFolder, recipe: dict[str, Any], sources: dict[str,
     Raises:
         UserError: An input cannot be read.
     """
-    earlier: list[dict[str, Any]] = []
+    starts: list[dict[str, Any]] = []
     if folder.manifest.exists():
         try:
-            earlier = Manifest.read(folder.manifest).starts
+            starts = Manifest.read(folder.manifest).starts
         except UserError as error:
-            warn(f"{error} It begins anew with this start.")
+            warn(f"{error} Starting a new manifest.")
     start = {
         "time": _now(), "step": step, "checkpoint": str(checkpoint) if checkpoint else None,
         "engine": recipe.get("engine"), "recipe": recipe, **surroundings(), "machine": machine,
-        "inputs": {**{f"data.{key}": found for key, found in sources.items() if found}, **_models(recipe)},
+        "inputs": {**{f"data.{key}": files for key, files in sources.items() if files}, **_models(recipe)},
     }
-    Manifest([*earlier, start]).write(folder)
+    Manifest([*starts, start]).write(folder)
 
 
 @functools.cache
 def _code_of_process() -> dict[str, Any]:
-    """Return the version of the code at its first use: files that change later are not those that run."""
+    """Return the version of the code that runs, which later changes to its files do not affect."""
     return code_version()
 
 
@@ -111,13 +112,13 @@ def end_manifest(folder: RunFolder, step: int) -> None:
     if not folder.manifest.exists():
         return  # a run of an earlier version
     manifest = Manifest.read(folder.manifest)
-    names = [name for name in LEFT if (folder.root / name).is_file()]
-    # Scores come later, too: from test and evaluate.
+    names = [name for name in RESULT_FILES if (folder.root / name).is_file()]
+    # Without scores: test and evaluate change them after the end of the run.
     names += sorted(f"model/{name}" for name in folder.files.inside("model")
                     if not name.startswith(f"{EVAL_RESULTS}/") and (folder.model / name).is_file())
     with ThreadPoolExecutor(READERS) as threads:
-        found = threads.map(lambda name: fingerprints.sha256(folder.root / name), names)
-        manifest.end = {"time": _now(), "step": step, "files": dict(zip(names, found, strict=True))}
+        hashes = threads.map(lambda name: fingerprints.sha256(folder.root / name), names)
+        manifest.end = {"time": _now(), "step": step, "files": dict(zip(names, hashes, strict=True))}
     manifest.write(folder)
 
 

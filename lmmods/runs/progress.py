@@ -9,7 +9,7 @@ from lmmods.runs.checkpoint import CheckpointContent
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """Batch split: how the rows of an optimiser step are divided into micro-batches.
+    """How the rows of an optimiser step are split into micro-batches.
 
     Args:
         rows: Rows of a micro-batch, `data.batch_size`.
@@ -33,7 +33,7 @@ class BatchSplit:
 
     @property
     def devices(self) -> str:
-        """The number of ranks in words."""
+        """Number of ranks, for messages."""
         return f"{self.ranks} device{'s' if self.ranks > 1 else ''}"
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Progress:
     Args:
         epoch: Epochs finished before the current one.
         epoch_step: Steps done in the current epoch.
-        step: Steps done in all.
+        step: Steps done in total.
         ends_epoch: True if the last step done was the last of the current epoch.
     """
 
@@ -63,35 +63,35 @@ class Progress:
 
 
 def update_checkpoint(content: CheckpointContent) -> CheckpointContent:
-    """Return a checkpoint in this version's form, without changing it.
+    """Convert a checkpoint to this version's form, without changing the argument.
 
-    Earlier versions stored the state of Lightning's loops, which counted micro-batches, and could write a checkpoint
-    inside a step. Such a step starts again, from the same weights, rows and seed: the gradients of its first
-    micro-batches (`window`) are dropped. Nothing else in a checkpoint changes within a step.
+    Earlier versions stored the state of Lightning's loops, which counted micro-batches, and could save within a step.
+    Such a step is repeated with the same weights, rows and seed: the gradients of its first micro-batches (`window`)
+    are dropped. Nothing else in a checkpoint changes within a step.
 
     Raises:
-        UserError: The unfinished step began in an earlier buffer of a stream, whose position the checkpoint lacks.
+        UserError: The unfinished step started in an earlier buffer of a stream, whose position was not saved.
     """
     if "progress" in content:
         return content
-    old = cast(dict[str, Any], content)  # with keys that this version does not write
-    key, data = next((key, dict(value)) for key, value in old.items()
+    old_content = cast(dict[str, Any], content)  # with keys that this version does not write
+    key, data = next((key, dict(value)) for key, value in old_content.items()
                      if isinstance(value, dict) and "batch_size" in value)
-    fit = old["loops"]["fit_loop"]
-    counts, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]["current"]
-    batches, ranks, size = counts["current"]["ready"], old.get("world_size", 1), data["batch_size"]
-    if window := old.get("window"):
+    fit_loop = old_content["loops"]["fit_loop"]
+    counts, epochs = fit_loop["epoch_loop.batch_progress"], fit_loop["epoch_progress"]["current"]
+    batches, ranks, size = counts["current"]["ready"], old_content.get("world_size", 1), data["batch_size"]
+    if window := old_content.get("window"):
         batches -= window["num_batches"]
-        unit, each = ("rows", size) if "rows" in data else ("batches", 1)
-        data[unit] -= window["num_batches"] * ranks * each
-        if data[unit] < 0:
-            raise UserError("An earlier version wrote this checkpoint inside a step that spans two buffers of the "
+        counter, factor = ("rows", size) if "rows" in data else ("batches", 1)
+        data[counter] -= window["num_batches"] * ranks * factor
+        if data[counter] < 0:
+            raise UserError("An earlier version wrote this checkpoint within a step that spans two buffers of the "
                             "stream. Resume from an earlier checkpoint.")
     if "num_rows" in data:  # positions were counted in micro-batches, the last of which may be short
         data["rows"] = min(data.pop("batches") * size, data["num_rows"])
-    accumulated = old.get("identity", {}).get("trainer", {}).get("accumulate_grad_batches") or 1
+    accumulated = old_content.get("identity", {}).get("trainer", {}).get("accumulate_grad_batches") or 1
     # At the end of a run, Lightning had counted the epoch as finished.
     finished = epochs["completed"] - (epochs["ready"] == epochs["completed"] > 0)
-    progress = Progress(finished, -(-batches // accumulated), old["global_step"],
+    progress = Progress(finished, -(-batches // accumulated), old_content["global_step"],
                         counts["is_last_batch"] and not window)
-    return cast(CheckpointContent, {**old, key: data, "progress": progress.state()})
+    return cast(CheckpointContent, {**old_content, key: data, "progress": progress.state()})

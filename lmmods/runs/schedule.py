@@ -13,13 +13,11 @@ class Schedule:
 
     Args:
         batches_per_epoch: Global micro-batches of a training epoch.
-        batches_per_step: Global micro-batches of an optimiser step; the last step of an epoch may have fewer.
+        batches_per_step: Global micro-batches of an optimiser step; the last one of an epoch may have fewer.
         num_val_batches: Global micro-batches of a validation; 0 if there is no validation set.
-        steps_per_validation: Optimiser steps between two validations. Counting steps makes validations independent of
-            the batch split.
+        steps_per_validation: Optimiser steps between two validations, which does not depend on the batch split.
         counts_over_run: True if this interval is counted over the whole run, False if it restarts with each epoch.
-        val_epochs: Validate in every n-th epoch only; None for no epoch. Applies if the interval restarts with each
-            epoch.
+        val_epochs: Validate only in every n-th epoch; None for no epoch. Ignored if `counts_over_run`.
     """
 
     batches_per_epoch: int
@@ -37,16 +35,14 @@ class Schedule:
         """Build the schedule from the trainer's keys. Raises UserError: the run has no end.
 
         Args:
-            max_epochs: Epochs, a fraction allowed; None or -1 leave it to `max_steps`.
-            max_steps: Optimiser steps; -1 leaves it to `max_epochs`.
-            val_check_interval: Optimiser steps over the whole run, or share of an epoch; None is a whole epoch.
+            max_epochs: Maximum number of epochs, may be fractional; None or -1 for no maximum.
+            max_steps: Maximum number of optimiser steps; -1 for no maximum.
+            val_check_interval: Optimiser steps over the whole run, or fraction of an epoch; None is a whole epoch.
         """
         epoch = steps_per_epoch(batches_per_epoch, batches_per_step)
-        # Rounded down to whole steps, at least one. None is a whole epoch, by `interval or epoch` below.
         interval = (max(int(epoch * val_check_interval), 1) if isinstance(val_check_interval, float)
                     else val_check_interval)
         steps = num_steps(batches_per_epoch, batches_per_step, max_epochs, max_steps)
-        # An integer counts over the run; a share of an epoch starts again with each epoch.
         return cls(batches_per_epoch, batches_per_step, steps, num_val_batches, interval or epoch,
                    isinstance(val_check_interval, int), val_epochs)
 
@@ -56,7 +52,7 @@ class Schedule:
 
     @property
     def is_endless(self) -> bool:
-        """True if the rows are a stream, in one epoch that never ends."""
+        """True if the rows are a stream, which is one endless epoch."""
         return self.batches_per_epoch >= ENDLESS
 
     @property
@@ -66,28 +62,27 @@ class Schedule:
 
     @property
     def num_epochs(self) -> float:
-        """Epochs of the run, with the fraction."""
+        """Number of epochs of the run, fractional."""
         return self.num_steps / self.steps_per_epoch
 
     def validations_after(self, step: int) -> int:
-        """Number of validations after optimiser step `step`, including the one at the end of the run."""
+        """Return the number of validations after optimiser step `step`, including the one at the end of the run."""
         if not self.num_val_batches or step >= self.num_steps:
             return 0
-        # A run validates at its end in any case, which adds one unless the interval is due there anyway.
-        at_end = self._validations(self.num_steps) == self._validations(self.num_steps - 1)  # not due by interval
+        # A run always validates at its end, which adds one unless the interval ends there.
+        at_end = self._validations(self.num_steps) == self._validations(self.num_steps - 1)
         return self._validations(self.num_steps) - self._validations(step) + at_end
 
     def _validations(self, steps: int) -> int:
-        """Validations due by the interval in the first `steps` optimiser steps."""
+        """Return the number of validations by the interval in the first `steps` optimiser steps."""
         if self.counts_over_run:
             return steps // self.steps_per_validation
         if self.val_epochs is None:
             return 0
         epochs, steps = divmod(steps, self.steps_per_epoch)
-        each = self.steps_per_epoch // self.steps_per_validation
+        per_epoch = self.steps_per_epoch // self.steps_per_validation
         is_due = (epochs + 1) % self.val_epochs == 0
-        # Whole epochs with validations, then the current one, if it is an epoch with validations.
-        return epochs // self.val_epochs * each + (steps // self.steps_per_validation if is_due else 0)
+        return epochs // self.val_epochs * per_epoch + (steps // self.steps_per_validation if is_due else 0)
 
     def ends_epoch(self, progress: Progress) -> bool:
         """True if the last step done was the last of its epoch."""
@@ -110,7 +105,7 @@ class RunLength:
 
     Args:
         rows: Rows of an epoch.
-        limit: `trainer.limit_train_batches`, see `limited`.
+        limit: `trainer.limit_train_batches`, see `limit_batches`.
         max_steps: See `Schedule.from_keys`.
         max_epochs: See `Schedule.from_keys`.
     """
@@ -121,7 +116,7 @@ class RunLength:
     max_epochs: int | float | None
 
     def num_steps(self, batch: int, batches_per_step: int) -> int:
-        """Optimiser steps of the run.
+        """Return the number of optimiser steps of the run.
 
         Args:
             batch: Rows of a global micro-batch.

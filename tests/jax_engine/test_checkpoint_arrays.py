@@ -163,7 +163,7 @@ def test_another_model_or_optimizer_is_refused(toy, tmp_path):
         unpack(content, one.shapes(stepped(toy, one, RULES[1], 0)[1]), RULES[1], toy.to_torch, toy.from_torch)
     toy.num_layers = 4
     _, deeper = stepped(toy, one, RULES[0], 0)
-    with pytest.raises(UserError, match="another model: 3 parameters are missing from it, e.g. model.layers.3.norm"):
+    with pytest.raises(UserError, match="another model: 3 parameters are missing in it, e.g. model.layers.3.norm"):
         unpack(content, one.shapes(deeper), RULES[0], toy.to_torch, toy.from_torch)
     toy.num_layers, toy.size = 3, 8
     _, narrower = stepped(toy, one, RULES[0], 0)

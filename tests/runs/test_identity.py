@@ -22,9 +22,9 @@ from lmmods.runs.identity import (
     REPORTED,
     BatchSplitChange,
     Comparison,
-    fitting,
     identity_tree,
     is_among,
+    suggest_split,
 )
 from lmmods.runs.model_card import model_facts
 from lmmods.runs.progress import BatchSplit
@@ -142,7 +142,7 @@ def test_what_moved_is_the_same_where_its_content_is():
     assert compared(tree(), tree(Data("b"), **moved)) == (["data.source.content"], ["data.source.path"])
     assert compared(tree(), tree(Data("b"))) == (["data.source.content"], [])
     assert compared(tree(Data(None)), tree(**moved)) == (["data.source.path"], [])  # nobody can tell
-    trusting = Comparison(tree(), tree(None, **moved), {}, trust_places=True)  # another process can
+    trusting = Comparison(tree(), tree(None, **moved), {}, trusts_paths=True)  # another process can
     assert not trusting.refused
     assert Comparison(tree(None), tree(), {}).unknown == ["data.source.content", "data.tokenizer.content"]
 
@@ -306,7 +306,7 @@ def together(cases: list[tuple[dict, str]]) -> tuple[dict, set[str]]:
 def test_what_would_be_another_run_is_refused_in_one_message(resume):
     changes, expected = together(REFUSALS)
     _, error = resume(**changes)
-    assert error.startswith("error: ") and "is of another run" in error
+    assert error.startswith("error: ") and "belongs to another run" in error
     assert set(lines(error)) == {"key was now", *expected}
 
 
@@ -330,7 +330,7 @@ def test_what_may_change_on_resume_stands_in_one_table(resume):
 def test_settings_that_keep_the_rows_of_a_step(was, now, fits):
     size, accumulated, ranks = fits
     assert BatchSplit(*fits).step == BatchSplit(*was).step
-    assert fitting(BatchSplit(*was).step, BatchSplit(*now)) == (
+    assert suggest_split(BatchSplit(*was).step, BatchSplit(*now)) == (
         f"with {ranks} device{'s' if ranks > 1 else ''}, data.batch_size {size} and trainer.accumulate_grad_batches "
         f"{accumulated} make {BatchSplit(*was).step}")
 
@@ -348,8 +348,8 @@ def cuts(was: tuple[int, int, int], now: tuple[int, int, int], limits: tuple = (
 def test_what_another_cut_must_keep():
     assert cuts((2, 4, 1), (8, 1, 1)) == cuts((2, 4, 1), (1, 2, 4)) == cuts((2, 4, 1), (1, 2, 4), num_rows=None) == ""
     assert cuts((2, 4, 1), (2, 4, 2)) == (
-        "Its steps have 8 rows (data.batch_size 2 x trainer.accumulate_grad_batches 4 x 1 device), those of this "
-        "recipe 16 rows (data.batch_size 2 x trainer.accumulate_grad_batches 4 x 2 devices): with 2 devices, "
+        "Its steps have 8 rows (data.batch_size 2 x trainer.accumulate_grad_batches 4 x 1 device), but this "
+        "recipe's have 16 rows (data.batch_size 2 x trainer.accumulate_grad_batches 4 x 2 devices): with 2 devices, "
         "data.batch_size 2 and trainer.accumulate_grad_batches 2 make 8.")
 
 
@@ -400,7 +400,7 @@ def test_rows_that_moved_and_rows_that_changed(resume, instructions, tmp_path):
     assert "data.source.path" in said and error == "error: far enough\n"
     elsewhere.write_text(elsewhere.read_text().replace("Add", "Sum", 1))
     _, error = resume(data__init_args__source=str(elsewhere))
-    assert "data.source.content" in error and "is of another run" in error
+    assert "data.source.content" in error and "belongs to another run" in error
 
 
 @pytest.mark.parametrize("command", ["fit", "predict"])
@@ -445,7 +445,7 @@ def test_a_resume_is_noted_and_its_identity_is_the_new_one(trained, recipe, tmp_
     assert was["data"] == now["data"] and now["model"]["optimizer"]["lr"] == 0.02
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
     said = capfd.readouterr().out
-    assert "Changed since" not in said and "Raise that to go on" in said
+    assert "Changed since" not in said and "Raise it to train longer" in said
 
 
 def older(run: RunFolder, to: Path) -> Path:
@@ -468,7 +468,7 @@ def test_older_checkpoints_are_compared_with_config_yaml(trained, resume, recipe
         return capfd.readouterr()
 
     said, error = resumed(seed_everything=8, trainer__max_steps=4)
-    assert "nothing could be compared" in said and error == "error: far enough\n"
+    assert "changes cannot be detected" in said and error == "error: far enough\n"
     shutil.copy(run.config, tmp_path / "older" / "config.yaml")
     said, error = resumed(seed_everything=8)
     assert "seed_everything  7    8" in error
@@ -477,18 +477,18 @@ def test_older_checkpoints_are_compared_with_config_yaml(trained, resume, recipe
     (tmp_path / "older" / "config.yaml").write_text("- a")
     assert "config.yaml cannot be read" in resumed().err
     (checkpoint / "state.json").write_text("{}")
-    assert "state.json is not as it was written" in resumed().err
+    assert "state.json has changed since it was written" in resumed().err
 
 
 def test_a_checkpoint_without_recipe_is_held_against_the_network(trained, recipe, tmp_path, capfd):
     engine, run = trained
     checkpoint = older(run, tmp_path / "older")
     for lora, message in (({**LORA, "rank": 8}, "have another shape in it"),
-                          ({**LORA, "targets": ["q_proj"]}, "are unknown here")):
+                          ({**LORA, "targets": ["q_proj"]}, "are not in the model")):
         changes = {**common(engine), "model__init_args__lora": lora, "trainer__max_steps": 4}
         assert main(["fit", *recipe(**changes), "--ckpt_path", str(checkpoint)]) == 2
         error = capfd.readouterr().err
-        assert "This checkpoint is of another model" in error and message in error
+        assert "This checkpoint belongs to another model" in error and message in error
 
 
 

@@ -181,7 +181,7 @@ def test_each_difference_is_found(finished, capsys):
                  "config.json is another file than then", "gone.json is missing", "packages: torch 0.1 then"):
         assert text in " ".join(found.split()), (text, found)
     run.manifest.unlink()
-    assert main(["verify", str(run.root)]) == 2 and "no such file" in capsys.readouterr().err
+    assert main(["verify", str(run.root)]) == 2 and "manifest.json does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.slow
