@@ -1,4 +1,4 @@
-"""How runs use the loggers that recipes name. Each logger has its own file, listed in `recipe.engines.LOGGERS`."""
+"""Support of the loggers that recipes name. Each logger has its own file, listed in `recipe.engines.LOGGERS`."""
 
 import importlib
 import os
@@ -10,41 +10,41 @@ from lmmods.recipe.engines import LOGGERS
 
 
 class LoggerSupport:
-    """How runs use a logger. This class is for loggers that are not listed.
+    """What runs need to know about a logger. This class itself is for loggers that are not listed.
 
-    Its methods get a recipe's `init_args` as `options` and the run folder as `root`.
+    `options` are the logger's `init_args` in the recipe, `root` is the run folder.
 
     Args:
-        overwrites: Files in its folders that it overwrites under fixed names.
+        overwrites: Names of files in its folders that the logger overwrites.
     """
 
     def __init__(self, *overwrites: str) -> None:
         self.overwrites = overwrites
 
     def folders(self, options: Mapping[str, Any]) -> list[str | None] | None:
-        """Return the folders that it writes to, None if unknown; a None entry means the run folder."""
+        """Return the folders that the logger writes to; None if unknown. A None entry means the run folder."""
         return None
 
     def configure(self, options: dict[str, Any], root: Path, goes_on: bool) -> None:
-        """Set options before the logger is built; `goes_on` if an earlier start of the run may have used it."""
+        """Set options before the logger is built. `goes_on` is true if an earlier start of the run may have used it."""
 
     def continues(self, root: Path) -> bool:
-        """True if predict logs to the same run as fit did in this folder."""
+        """True if predict logs to the run that fit has logged to from this folder."""
         return False
 
     def paths(self, options: Mapping[str, Any], root: Path) -> set[str]:
-        """Return the paths that it writes in a run folder; `*` stands for the time of a start."""
+        """Return the paths that the logger writes in a run folder; `*` stands for the time of a start."""
         return set()
 
 
 def support_of(class_path: str) -> LoggerSupport:
-    """Return how runs use a logger; a subclass by another author is known by the end of its name."""
+    """Return the support of a logger. The end of the class name decides, so that subclasses share it."""
     module = next((module for name, module in LOGGERS.items() if class_path.endswith(name)), None)
     return importlib.import_module(module).SUPPORT if module else LoggerSupport()
 
 
 def loggers_of(recipe: Mapping[str, Any]) -> Iterator[tuple[LoggerSupport, dict[str, Any]]]:
-    """Iterate over the loggers of a recipe in config.yaml, with their options."""
+    """Yield the support and options of each logger in a recipe, which is written as in config.yaml."""
     loggers = (recipe.get("trainer") or {}).get("logger")
     for logger in loggers if isinstance(loggers, list) else [loggers]:
         if isinstance(logger, dict):
@@ -57,7 +57,7 @@ def logger_paths(recipe: Mapping[str, Any], root: Path) -> set[str]:
 
 
 class VersionedFolder(LoggerSupport):
-    """For loggers of Lightning that write into SAVE_DIR/NAME/VERSION."""
+    """Support of Lightning's loggers that write to SAVE_DIR/NAME/VERSION."""
 
     def folders(self, options: Mapping[str, Any]) -> list[str | None]:
         """Return that folder."""

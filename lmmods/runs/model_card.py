@@ -31,40 +31,38 @@ from lmmods.runs.run_files import write_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ENDS_IN_PADDING = "ends_in_padding"  # in the data report: rows of a decoder's classifier that end in the padding token
+ENDS_IN_PADDING = "ends_in_padding"  # key of the data report: a decoder classifier's rows that end in the padding token
 POOLING = """## Padding
 
-transformers classifies a row at its last token that is not the padding token. Some of the rows that this model was
-trained on end in that token, so the code above sets `pad_token_id` to None. Score one row at a time, without
-padding."""
+transformers classifies a row at its last token that is not the padding token. Some rows in this model's training data
+end in the padding token, so the code above sets `pad_token_id` to None. Score one row at a time, without padding."""
 OF_TEXT = """The base also takes inputs other than text. The adapter belongs to its text model, which this code loads.
-For some bases, such as Gemma 3, `AutoPeftModelForCausalLM` loads all of it: its layers have other names there, so the
-adapter has no effect."""
+For some bases, such as Gemma 3, `AutoPeftModelForCausalLM` loads the whole base, in which layers have other names, so
+the adapter has no effect."""
 
 
 def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str, is_chat: bool = False,
                labels: dict[str, Any] | None = None, has_parts: bool = False) -> str:
-    """Return Markdown with the metadata block that the Hugging Face hub reads: base, how to load, data, metrics,
-    recipe.
+    """Return the model card in Markdown, with metadata for the Hugging Face hub.
 
-    It is published, so it contains no password, no token, and no absolute path of this machine.
+    It will be published, so it contains no password, no token, and no absolute path of this machine.
 
     Args:
-        folder: The run, its other files written. Metrics are taken from metrics.json, if it exists.
+        folder: The run folder with all other files written; metrics.json may be missing.
         is_adapter: True if model/ is an adapter of `base`.
         auto_class: transformers' class that loads it.
         is_chat: True if its tokenizer has the chat template that it was trained with.
-        labels: Fields of the configuration that say what the head's outputs are, if it is no vocabulary's.
-        has_parts: The base has parts other than text, which were left out.
+        labels: Fields of the configuration that describe the head's labels; empty for a language model.
+        has_parts: True if the base also has parts for other inputs than text, which were not trained.
     """
-    recipe, metrics = _recipe(folder), _metrics(folder)
+    recipe, metrics = _read_recipe(folder), _read_metrics(folder)
     report = json.loads(folder.data_report.read_text(encoding="utf-8"))
     shown_base = base and show_path(base, folder.root)
     in_padding = ends_in_padding(report)
     parts = [
         f"---\n{_front_matter(folder.root.name, recipe, metrics, base, is_adapter, auto_class)}---",
         f"# {escape(folder.root.name)}",
-        " ".join(filter(None, [_origin(shown_base, is_adapter), _method(recipe)[1]])),
+        " ".join(filter(None, [_describe_origin(shown_base, is_adapter), _describe_method(recipe)[1]])),
         how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat, labels, has_parts, in_padding),
     ]
     if in_padding:
@@ -80,27 +78,27 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
 
 
 def ends_in_padding(report: dict[str, Any]) -> bool:
-    """True if rows of a classifier end in the padding token, by the data report of its run."""
+    """True if, by the data report, a classifier's rows end in the padding token."""
     return any(source.get(ENDS_IN_PADDING) for source in report.get("sources", {}).values())
 
 
-def _recipe(run: RunFolder) -> dict[str, Any]:
+def _read_recipe(run: RunFolder) -> dict[str, Any]:
     text = run.config.read_text(encoding="utf-8") if run.config.exists() else ""
     return yaml.load(text, Loader=Loader) or {}
 
 
-def _metrics(run: RunFolder) -> dict[str, Any]:
+def _read_metrics(run: RunFolder) -> dict[str, Any]:
     return json.loads(run.metrics_json.read_text(encoding="utf-8")) if run.metrics_json.exists() else {}
 
 
 def _front_matter(name: str, recipe: dict, metrics: dict, base: str | None, is_adapter: bool, auto_class: str) -> str:
-    """The metadata block, as YAML that ends with a line end."""
+    """Return the metadata block as YAML that ends with a newline."""
     from huggingface_hub import ModelCardData
 
     data = recipe.get("data", {}).get("init_args", {})
     model = recipe.get("model", {}).get("init_args", {})
     task = _pipeline_tag(auto_class)
-    results = _results(task or "", data, metrics)
+    results = _evaluation_results(task or "", data, metrics)
     metadata = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=task,
@@ -108,34 +106,34 @@ def _front_matter(name: str, recipe: dict, metrics: dict, base: str | None, is_a
         base_model=hub_id(base),
         datasets=[path for path in _paths(data.get("source")) if hub_id(path)] or None,
         tags=["lmmods", *(["qlora" if model.get("quantize") else "lora"] if is_adapter else []),
-              *_method(recipe)[0]],
-        model_name=name if results else None,  # a key of the hub within the evaluations alone
+              *_describe_method(recipe)[0]],
+        model_name=name if results else None,  # the hub uses it for evaluation results only
         eval_results=results or None,
     )
-    # Not `to_yaml`: a run named 1e-4 would be a number to the hub, which reads YAML 1.2.
+    # `to_yaml` does not quote a run name such as 1e-4, which the hub's YAML 1.2 reads as a number.
     return as_yaml(metadata.to_dict())
 
 
 def _pipeline_tag(auto_class: str) -> str | None:
-    """Return the hub's name of the task that a class of transformers is for."""
+    """Return the hub's task name for a transformers class."""
     return next(task.pipeline_tag for task in declared("model").values() if task.auto_class == auto_class)
 
 
-def _origin(base: str | None, is_adapter: bool) -> str:
+def _describe_origin(base: str | None, is_adapter: bool) -> str:
     if not base:
         return "Trained from scratch."
     return f"{'An adapter for' if is_adapter else 'Fine-tuned from'} {code(base)}."
 
 
-def _method(recipe: dict[str, Any]) -> tuple[list[str], str]:
-    """Return what the recipe's task says of its method, see `TaskFields.method`."""
+def _describe_method(recipe: dict[str, Any]) -> tuple[list[str], str]:
+    """Return tags and a description of the recipe's training method, see `TaskFields.method`."""
     model = recipe.get("model", {})
-    kind = declared("model").get(str(model.get("class_path", "")).rpartition(".")[2], TaskFields)
-    return kind.method(model.get("init_args") or {})
+    fields_class = declared("model").get(str(model.get("class_path", "")).rpartition(".")[2], TaskFields)
+    return fields_class.method(model.get("init_args") or {})
 
 
-def _results(task: str, data: dict, metrics: dict) -> list[Any]:
-    """Metrics of validation and test as huggingface_hub's `EvalResult`s."""
+def _evaluation_results(task: str, data: dict, metrics: dict) -> list[Any]:
+    """Return validation and test metrics as huggingface_hub's `EvalResult`s."""
     from huggingface_hub import EvalResult
 
     sources = {"val": data.get("val_source") or data.get("source"), "test": data.get("test_source")}
@@ -155,7 +153,7 @@ def _results(task: str, data: dict, metrics: dict) -> list[Any]:
 
 
 def _paths(source: Any) -> list[str]:
-    """Paths and hub ids that a `source` field of a recipe names."""
+    """Return the paths and hub ids in a `source` field of a recipe."""
     items = source if isinstance(source, list) else [source] if source else []
     paths = [item["path"] if isinstance(item, dict) else item for item in items]
     return [NAMED_SETS.get(path, path) for path in paths]
@@ -163,16 +161,16 @@ def _paths(source: Any) -> list[str]:
 
 def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, labels: dict[str, Any] | None = None,
                 has_parts: bool = False, in_padding: bool = False) -> str:
-    """Return the card's section with code that loads the model, and answers or scores a chat if it is a chat model.
+    """Return the card's section with code that loads the model, and for a chat model answers or scores a chat.
 
     Args:
-        recipe: Recipe of the run; holds the repository it is published in, and how its rows were rendered.
-        base: Base of an adapter, as a reader would name it; None if the folder holds a whole model.
+        recipe: Recipe of the run, for its hub repository and chat settings.
+        base: Base of an adapter, as the code names it; None if the folder contains a whole model.
         auto_class: transformers' class that loads it.
         is_chat: True if its tokenizer has a chat template.
-        labels: As in `model_card`.
-        has_parts: The same.
-        in_padding: As of `ends_in_padding`.
+        labels: See `model_card`.
+        has_parts: See `model_card`.
+        in_padding: See `ends_in_padding`.
     """
     repo = recipe.get("publish", {}).get("repo")
     generates = _pipeline_tag(auto_class) == "text-generation"
@@ -184,46 +182,46 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, 
         lines.append(f"model = {auto_class}.from_pretrained(name)")
     else:
         options = recipe.get("model", {}).get("init_args", {})
-        given = {key: options[key] for key in ("revision", "trust_remote_code") if options.get(key)} | (labels or {})
-        chosen = "".join(f", {key}={value!r}" for key, value in given.items())
-        quoted = json.dumps(base, ensure_ascii=False)
+        source = "".join(f", {key}={options[key]!r}" for key in ("revision", "trust_remote_code") if options.get(key))
+        arguments = source + "".join(f", {key}={value!r}" for key, value in (labels or {}).items())
+        quoted_base = json.dumps(base, ensure_ascii=False)
         if has_parts:
-            # The adapter's names are those of the text network alone.
-            source = "".join(f", {key}={given[key]!r}" for key in ("revision", "trust_remote_code") if key in given)
+            # The adapter's weights are named as in the text model.
             lines = ["from transformers import AutoConfig", *lines,
-                     f"whole = AutoConfig.from_pretrained({quoted}{source})", "text = whole.text_config",
+                     f"whole = AutoConfig.from_pretrained({quoted_base}{source})", "text = whole.text_config",
                      f"text.update({{'tie_word_embeddings': whole.tie_word_embeddings, **{labels or {}!r}}})"]
-            chosen = f"{source}, config=text, key_mapping={TEXT_NAMES!r}"
-        lines = ["from peft import PeftModel", *lines, f"base = {auto_class}.from_pretrained({quoted}{chosen})",
+            arguments = f"{source}, config=text, key_mapping={TEXT_NAMES!r}"
+        lines = ["from peft import PeftModel", *lines,
+                 f"base = {auto_class}.from_pretrained({quoted_base}{arguments})",
                  "if len(tokenizer) > base.get_input_embeddings().num_embeddings:",
                  "    base.resize_token_embeddings(len(tokenizer))",
                  *(["base.generation_config = GenerationConfig.from_pretrained(name)"] if generates else []),
                  "model = PeftModel.from_pretrained(base, name)"]
     if in_padding:
         lines.append("model.config.pad_token_id = None")
-    block = fence("\n".join([*lines, *(_how_to_ask(recipe, generates) if is_chat else [])]), "python")
-    return "\n\n".join(["## Load", *([OF_TEXT] if base is not None and has_parts else []), block])
+    code_block = fence("\n".join([*lines, *(_prompt_code(recipe, generates) if is_chat else [])]), "python")
+    return "\n\n".join(["## Load", *([OF_TEXT] if base is not None and has_parts else []), code_block])
 
 
-def _how_to_ask(recipe: dict, generates: bool) -> list[str]:
-    """Code that prompts the model with the system turn and template variables that all rows were trained with.
+def _prompt_code(recipe: dict, generates: bool) -> list[str]:
+    """Return code that prompts the model with the system prompt and template variables of the training.
 
     Args:
-        generates: True if the model writes the answer, False if it scores one.
+        generates: True if the model generates the answer, False if it scores one.
     """
     data = recipe.get("data", {}).get("init_args", {})
     messages = [{"role": "user", "content": "Hello!"}]
     if data.get("system_prompt") is not None:
         messages.insert(0, {"role": "system", "content": data["system_prompt"]})
-    given = f", **{data['chat_template_kwargs']!r}" if data.get("chat_template_kwargs") else ""
+    arguments = f", **{data['chat_template_kwargs']!r}" if data.get("chat_template_kwargs") else ""
     if not generates:
         messages.append({"role": "assistant", "content": "Hello! How can I help?"})
         return ["", f"messages = {messages!r}",
-                f'answer = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt"{given})',
+                f'answer = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt"{arguments})',
                 "print(model(**answer.to(model.device)).logits.item())  # the score"]
     return ["", f"messages = {messages!r}",
             "prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, "
-            f'return_tensors="pt"{given})',
+            f'return_tensors="pt"{arguments})',
             "tokens = model.generate(**prompt.to(model.device))",
             'print(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True))']
 
@@ -238,19 +236,19 @@ def _table(values: dict) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Facts that identify a model folder or hub repository: its configuration, and a fingerprint of its weights.
 
-# Fields in which libraries describe themselves or how weights are stored. They do not identify a model.
-_BOOKKEEPING = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "peft_version",
-                "base_model_name_or_path", "inference_mode"}
+# Fields about library versions and the storage of weights, which do not identify a model.
+_IGNORED_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "peft_version",
+                   "base_model_name_or_path", "inference_mode"}
 
 
-READ = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"}  # suffixes of files that loading may read
+LOADED_SUFFIXES = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"}
 
 
 def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -> dict[str, Any]:
-    """Return configuration and weights behind a folder's or hub repository's name, as far as known without a download.
+    """Return facts that identify a model folder or hub repository, as far as known without a download.
 
     Returns:
-        `config`; of a folder `weights`, a fingerprint of sizes and blocks of the files; of a hub model `commit`.
+        `config`; for a folder `weights`, a fingerprint of sizes and blocks of the files; for a hub model `commit`.
 
     Raises:
         UserError: A file cannot be read.
@@ -264,36 +262,37 @@ def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -
             return {}
         folder, facts["commit"] = config.parent, config.parent.name
     elif weights:
-        # regular files only: reading a pipe would block (the loader refuses it later)
+        # Regular files only, as reading a pipe would block; the loader rejects it later.
         files = [path for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
                  if path.is_file()]
         facts["weights"] = fingerprints.combine_fingerprints(fingerprints.hash_sampled(path) for path in files)
     if (folder / file).is_file():
-        facts["config"] = _configuration(folder / file)
+        facts["config"] = _read_configuration(folder / file)
     return facts
 
 
 def first_weights(fields: TaskFields, precision: str, seed: int) -> dict[str, Any]:
-    """Return all that determines the network of a task before its first step, and its numerics.
+    """Return all facts that determine a task's network before its first step, and its numerics.
 
     Args:
         precision: Lightning's name.
-        seed: Seed of all parameters that no file holds.
+        seed: Seed of the parameters that are not loaded from a file.
 
     Raises:
         UserError: A file cannot be read.
     """
-    def of(name: str | dict[str, Any] | None, adapter: bool = False) -> Any:
+    def describe(name: str | dict[str, Any] | None, adapter: bool = False) -> Any:
         if not isinstance(name, str):
             return name
         return model_facts(name, None if adapter else fields.revision, adapter, name != fields.config) or name
 
-    facts = {"pretrained": of(fields.pretrained), "config": of(fields.config), "adapter": of(fields.adapter, True),
-             "overrides": fields.config_overrides, "quantize": fields.quantize, "double_quant": fields.double_quant,
+    facts = {"pretrained": describe(fields.pretrained), "config": describe(fields.config),
+             "adapter": describe(fields.adapter, True), "overrides": fields.config_overrides,
+             "quantize": fields.quantize, "double_quant": fields.double_quant,
              "frozen": fields.trains_adapter, "precision": precision, "seed": seed}
     if fields.quantize == "int8" or _is_saved_in_8bit(facts["pretrained"]):
-        facts["activations"] = "as they are"  # unlike cached numbers of a network that rounded them
-    if fields.lora and not fields.starts_at_base:  # the base that is rounded or quantised is then another one
+        facts["activations"] = "as they are"  # caches of older versions, which rounded activations, do not match
+    if fields.lora and not fields.starts_at_base:  # the initialisation changes the base weights
         facts["principal"] = {"rank": fields.lora.rank, "targets": fields.lora.targets}
     return facts
 
@@ -306,40 +305,40 @@ def _is_saved_in_8bit(pretrained: dict[str, Any] | str | None) -> bool:
 def described_model(name: str, revision: str | None, file: str) -> dict[str, Any]:
     """Return the manifest's entry for a model, an adapter or a tokenizer: `path`, and `files` with size and hash.
 
-    Large weights are only sampled, as in `model_facts`. A hub model also has `commit`; without `files` if nothing of it
-    is on this machine.
+    Large weights are only sampled, as in `model_facts`. A hub model also has `commit`; it has no `files` if it is not
+    in this machine's cache.
 
     Args:
-        file: A file that it has, such as config.json.
+        file: A file that it contains, such as config.json.
 
     Raises:
         UserError: A file cannot be read.
     """
-    place = Path(name).expanduser()
-    told: dict[str, Any] = {"path": name}
-    if place.is_file():
-        return {**told, "files": {place.name: fingerprints.describe_file(place)}}
-    if not place.is_dir():
-        found = _from_hub_cache(name, file, revision)
-        if found is None:
-            return {**told, "revision": revision}
-        place = found.parent
-        told |= {"revision": revision, "commit": place.name}
-    paths = sorted(path for path in place.iterdir() if path.suffix in READ and path.is_file())
-    return {**told, "files": {path.name: fingerprints.describe_file(path) for path in paths}}
+    folder = Path(name).expanduser()
+    entry: dict[str, Any] = {"path": name}
+    if folder.is_file():
+        return {**entry, "files": {folder.name: fingerprints.describe_file(folder)}}
+    if not folder.is_dir():
+        cached = _from_hub_cache(name, file, revision)
+        if cached is None:
+            return {**entry, "revision": revision}
+        folder = cached.parent
+        entry |= {"revision": revision, "commit": folder.name}
+    paths = sorted(path for path in folder.iterdir() if path.suffix in LOADED_SUFFIXES and path.is_file())
+    return {**entry, "files": {path.name: fingerprints.describe_file(path) for path in paths}}
 
 
-def _configuration(path: Path) -> dict[str, Any]:
+def _read_configuration(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(read_text(path))
-        return {key: value for key, value in fields.items() if key not in _BOOKKEEPING}
+        return {key: value for key, value in fields.items() if key not in _IGNORED_FIELDS}
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: this configuration cannot be read ({error}). Fetch or save the model again."
+        raise UserError(f"{path}: this configuration cannot be read ({error}). Download or save the model again."
                         ) from error
 
 
 def find_file(name: str, file: str, revision: str | None) -> Path | None:
-    """Return a file of a folder, or of a hub repository if it has been downloaded; None if it is missing."""
+    """Return a file of a model folder or of the hub cache; None if it is missing."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return _from_hub_cache(name, file, revision)
@@ -351,17 +350,17 @@ def _from_hub_cache(name: str, file: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, file, revision=revision)
-    except HFValidationError:  # neither folder nor hub id; the loader reports it
+        cached = try_to_load_from_cache(name, file, revision=revision)
+    except HFValidationError:  # not a hub id; the loader reports it
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files beside the weights of an exported model: tokenizer, generation settings, card and curves.
+# Further files of an exported model: tokenizer, generation settings, card and loss curves.
 
 def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: str, data: DataModule) -> None:
-    """Write all but weights and configuration into the folder of an exported model or adapter.
+    """Write all files of an exported model or adapter except weights and configuration.
 
     Args:
         run: Run folder of the model.
@@ -380,49 +379,50 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
     card = model_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None, labels,
                       bool(task.pretrained and parts_left_out(task.pretrained, task.revision, task.trust_remote_code)))
     (folder / "README.md").write_text(card, encoding="utf-8")
-    metrics = _metrics(run)
-    # None of a checkpoint in the middle of a run; tests and benchmarks come after it.
-    write_eval_results(folder, eval_results(_recipe(run), metrics, {"val", "mmlu"} if metrics else set()))
+    metrics = _read_metrics(run)
+    # metrics.json is missing at a checkpoint within a run. Test and benchmark metrics are measured later.
+    write_eval_results(folder, eval_results(_read_recipe(run), metrics, {"val", "mmlu"} if metrics else set()))
     draw_curves(run.metrics_csv, folder / "loss.png")
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None, folder: Path,
-                   token_types: bool = False) -> None:
+                   has_token_types: bool = False) -> None:
     """Write a transformers tokenizer.
 
     Args:
-        chat_template: Takes the place of its own unless None.
-        token_types: The network was trained with token types, which the tokenizer then returns.
+        chat_template: Replaces the tokenizer's own template; None keeps it.
+        has_token_types: True if the network was trained with token types, which the tokenizer must then return.
     """
-    own = tokenizer.chat_template
-    tokenizer = copy.copy(tokenizer)  # the original must not change: it is part of the run's identity
-    if chat_template is not None and chat_template not in (own.values() if isinstance(own, dict) else [own]):
+    own_template = tokenizer.chat_template
+    tokenizer = copy.copy(tokenizer)  # the original is part of the run's identity
+    own_templates = own_template.values() if isinstance(own_template, dict) else [own_template]
+    if chat_template is not None and chat_template not in own_templates:
         tokenizer.chat_template = chat_template
-    if token_types and "token_type_ids" not in tokenizer.model_input_names:
+    if has_token_types and "token_type_ids" not in tokenizer.model_input_names:
         tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
-        # save_pretrained writes the attributes that have a key here.
+        # save_pretrained only writes attributes with a key in `init_kwargs`.
         tokenizer.init_kwargs = {**tokenizer.init_kwargs, "model_input_names": None}
     tokenizer.save_pretrained(folder)
 
 
 def base_generation(pretrained: str | None, revision: str | None) -> dict[str, Any]:
-    """Return the generation settings of the base model, as far as they are on this machine.
+    """Return the generation settings of the base model, {} if they are not on this machine.
 
-    As in transformers, the end tokens of config.json are the fallback if the file is missing.
+    As in transformers, the end tokens of config.json are used if generation_config.json is missing.
     """
-    for file, keys in ((GENERATION_CONFIG, None), ("config.json", ("eos_token_id",))):
+    for file, allowed in ((GENERATION_CONFIG, None), ("config.json", ("eos_token_id",))):
         path = pretrained and find_file(pretrained, file, revision)
         if path:
-            return {key: value for key, value in _fields(path).items() if keys is None or key in keys}
+            return {key: value for key, value in _read_json(path).items() if allowed is None or key in allowed}
     return {}
 
 
-def _fields(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file. A bad file only warns: it must not fail a run at its end."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file. A bad file only causes a warning, as it must not stop a run at its end."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        warn(f"{path} cannot be read ({one_line(error)}): the exported model takes nothing over from it.")
+        warn(f"{path} cannot be read ({one_line(error)}). The exported model does not use its settings.")
         return {}
 
 
@@ -430,7 +430,7 @@ def _fields(path: Path) -> dict[str, Any]:
 # loss.png of the run folder.
 
 def draw_curves(metrics_csv: Path, picture: Path) -> None:
-    """Plot training and validation loss over the steps, and rewards beside them; does nothing if no step was logged."""
+    """Plot loss, and rewards if there are any, over the steps. Does nothing if there is no metrics.csv."""
     if not metrics_csv.exists():
         return
     rows = read_table(metrics_csv).rows

@@ -1,4 +1,4 @@
-"""Local paths in published texts: relative to the run folder, or only their last part; and hub ids."""
+"""Local paths and hub ids in published texts. Paths become relative to the run folder, or only their last part."""
 
 import os
 import re
@@ -12,12 +12,12 @@ _ABSOLUTE = re.compile(r"(?:file://|local://)?(?:[/~\\]|[A-Za-z]:[\\/])")
 
 
 def is_local_path(text: str) -> bool:
-    """True if a text contains an absolute path of this machine, also as `file://` or in a `::` chain of fsspec."""
+    """True if a text is an absolute path of this machine, also as `file://` or in a `::` chain of fsspec."""
     return "\n" not in text and any(_ABSOLUTE.match(part) for part in text.split("::"))
 
 
 def hub_id(name: str | None) -> str | None:
-    """Return `name` if it is a hub id, else None: the hub refuses a card that names anything else."""
+    """Return `name` if it is a hub id, else None, as the hub rejects cards with other names."""
     if not name or Path(name).exists() or file_type(name) in READERS:
         return None
     return name if HUB_ID.fullmatch(name) else None
@@ -31,7 +31,7 @@ def show_path(text: str, root: Path) -> str:
 
 
 def show_paths(value: Any, root: Path) -> Any:
-    """Return a copy of nested mappings and lists with `show_path` of each text; equal keys are numbered."""
+    """Return a copy of nested mappings and lists with all strings shortened by `show_path`; equal keys get numbers."""
     if isinstance(value, str):
         return show_path(value, root)
     if isinstance(value, list):
@@ -40,16 +40,16 @@ def show_paths(value: Any, root: Path) -> Any:
         return value
     shown: dict[Any, Any] = {}
     for key, item in value.items():
-        name, number = show_paths(key, root), 2
+        name, count = show_paths(key, root), 2
         while name in shown:
-            name, number = f"{show_paths(key, root)} ({number})", number + 1
-        shown[name] = item if key == "prompts" else show_paths(item, root)  # of `samples`: the user's own words
+            name, count = f"{show_paths(key, root)} ({count})", count + 1
+        shown[name] = item if key == "prompts" else show_paths(item, root)  # `samples.prompts` are texts, not paths
     return shown
 
 
 def _show(path: str, root: Path) -> str:
     path = os.path.expanduser(re.sub(r"^(?:file|local)://", "", path))
-    inside = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
-    if inside.split(os.sep)[0] != "..":
-        return inside
+    relative = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
+    if relative.split(os.sep)[0] != "..":
+        return relative
     return re.split(r"[\\/]", path.rstrip("\\/"))[-1] or path

@@ -1,4 +1,4 @@
-"""The metrics of a run's optimiser steps, in both engines, for loggers, the progress bar and metrics.json."""
+"""Metrics of a run's optimiser steps, for loggers, the progress bar and metrics.json of both engines."""
 
 import functools
 import math
@@ -9,9 +9,9 @@ from typing import Any
 from lmmods.core.errors import UserError
 from lmmods.core.throughput import Laps, Stopwatch
 
-# Largest number of pending steps before they are counted: each holds a few numbers on a device.
-MOST_PENDING = 100
-# Decay of the smoothed loss per step: the latest 50 steps make up about two thirds of it.
+# Maximum number of pending steps, each of which keeps a few numbers on a device.
+MAX_PENDING = 100
+# Decay of the smoothed loss per step: the last 50 steps contribute about two thirds.
 SMOOTHING = 0.98
 
 
@@ -21,14 +21,14 @@ class NotFinite(UserError):
 
 @dataclass
 class PendingStep:
-    """An optimiser step that has been started, and perhaps finished, but not counted yet.
+    """An optimiser step that has started, and may be finished, but is not counted yet.
 
     Args:
-        epoch: Epochs done after it, as a fraction within an epoch.
-        step_metrics: Fetches its `loss` and the `weight` that it is the mean over, `lr`, `grad_norm`, `num_tokens`,
-            `num_rows` and metrics of the task by their names; waits for the device.
+        epoch: Number of epochs done after this step, fractional.
+        step_metrics: Fetches `loss` and its `weight`, `lr`, `grad_norm`, `num_tokens`, `num_rows` and the task's
+            metrics; waits for the device.
         is_done: Returns True if the device has computed them; does not wait.
-        seconds: Stopwatch time when the step was first seen to be done.
+        seconds: Stopwatch time at which the step was first known to be done.
     """
 
     step: int
@@ -39,11 +39,11 @@ class PendingStep:
 
 
 class SmoothedLoss:
-    """Exponential moving average of the steps' losses, weighted by scored tokens.
+    """Exponential moving average of the steps' losses, weighted by target tokens.
 
-    A ratio of two decayed sums, so the first values are not biased towards zero (the bias correction of Kingma and Ba
-    2015). With rows grouped by length, the loss of one step depends more on how hard its rows are than on the
-    progress of training.
+    It is a ratio of two decayed sums, so the first values are not biased towards zero (the bias correction of Kingma
+    and Ba 2015). If rows are grouped by length, a single step's loss depends more on the difficulty of its rows than on
+    training progress.
     """
 
     def __init__(self, total: float = 0.0, weight: float = 0.0):
@@ -51,7 +51,7 @@ class SmoothedLoss:
 
     def add(self, loss: float, weight: float) -> None:
         """Add the loss of a step."""
-        if math.isfinite(loss):  # not finite: a step that 16-mixed skips
+        if math.isfinite(loss):  # 16-mixed skips steps whose loss is not finite
             self.total = SMOOTHING * self.total + (1 - SMOOTHING) * loss * weight
             self.weight = SMOOTHING * self.weight + (1 - SMOOTHING) * weight
 
@@ -61,17 +61,17 @@ class SmoothedLoss:
 
 
 class StepMetrics:
-    """Count tokens and rows of steps, and report every n-th step and each evaluation.
+    """Counter of tokens and rows, which reports every n-th step and each evaluation.
 
     Args:
         stopwatch: Runs while the run trains.
-        every: Optimiser steps between reported rows.
-        flops_share: Returns the share of all devices' peak FLOP/s per token per second, for train/mfu; None if the peak
-            is unknown. Called for the first row, when the network exists.
+        every: Optimiser steps between two reports.
+        flops_share: Returns the fraction of all devices' peak FLOP/s that one token per second takes, for train/mfu;
+            None if the peak is unknown. Called at the first report, when the network exists.
         report: Sends metrics and their step to the loggers.
-        show: Displays a step and its metrics in short.
-        skips_overflows: Steps whose gradient overflows are skipped, as with 16-mixed; only what is saved or evaluated
-            must be finite then.
+        show: Displays a step with a summary of its metrics.
+        skips_overflows: True if steps with an overflowing gradient are skipped, as in 16-mixed. Losses may then be
+            infinite.
     """
 
     def __init__(self, stopwatch: Stopwatch, every: int = 1, flops_share: Callable[[], float | None] = lambda: None,
@@ -93,26 +93,25 @@ class StepMetrics:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_tokens, self.num_rows, self.latest = state["num_tokens"], state["num_rows"], state["latest"]
-        self.smoothed = SmoothedLoss(*state.get("smoothed", ()))  # missing in older checkpoints: starts again from zero
+        self.smoothed = SmoothedLoss(*state.get("smoothed", ()))  # missing in older checkpoints
 
     def add(self, step: int, epoch: float, step_metrics: Callable[[], dict[str, float]],
             is_done: Callable[[], bool] = lambda: False) -> None:
         """Add a step; see `PendingStep` for the arguments.
 
-        Steps before it are counted while it runs, so that the device never waits, unless `fetch` has counted them
-        already.
+        Earlier steps that `fetch` has not counted yet are counted while this step runs, so that the device never waits.
         """
-        # The step before is due for a report, or many are pending: fetch while the device already computes this one.
-        if self._pending and (self._pending[-1].step % self.every == 0 or len(self._pending) >= MOST_PENDING):
+        # If the last step is due for a report, or many are pending, fetch them while the device computes this step.
+        if self._pending and (self._pending[-1].step % self.every == 0 or len(self._pending) >= MAX_PENDING):
             self.fetch()
         self._pending.append(PendingStep(step, epoch, step_metrics, is_done))
         self.look()
 
     def look(self) -> None:
-        """Record the time if the last step is done by now. Does not wait.
+        """Record the time if the last step is done. Does not wait.
 
-        Devices may lag behind the call that starts a step or, like CPUs, compute within it. So neither the time of that
-        call nor that of fetching the step metrics, when the next step has been started, is when a step was done.
+        Devices may be later than the call that starts a step or, like CPUs, compute within it, and metrics are fetched
+        when the next step has started. So neither the time of the call nor of the fetch is when the step was done.
         """
         if self._pending and self._pending[-1].seconds is None and self._pending[-1].is_done():
             self._pending[-1].seconds = self._stopwatch.seconds()
@@ -128,20 +127,18 @@ class StepMetrics:
         """
         if not self._pending:
             return {}
-        # All values first: from here on nothing waits for the device.
+        # Fetch all values first; the rest does not wait for the device.
         fetched = [(pending, pending.step_metrics()) for pending in self._pending]
         last, self._pending = self._pending[-1], []
-        # The time when the last step was seen to be done; the present if no one looked.
         seconds = self._stopwatch.seconds() if last.seconds is None else last.seconds
         for pending, step_metrics in fetched:
             if not self._skips_overflows:
-                # Epochs done to the epoch's index: 1.0 is the end of epoch 0.
+                # From epochs done to the index of the epoch: 1.0 is the end of epoch 0.
                 check_finite(step_metrics, pending.step, max(math.ceil(pending.epoch) - 1, 0))
             self.num_tokens += int(step_metrics["num_tokens"])
             self.num_rows += int(step_metrics["num_rows"])
             self.laps.add(int(step_metrics["num_tokens"]), seconds)
             self.smoothed.add(step_metrics["loss"], step_metrics["weight"])
-        # Only multiples of `every` are reported: metrics of this step, and the speed since the last row.
         if last.step % self.every:
             return {}
         row = self._row(last.epoch, step_metrics)
@@ -159,7 +156,7 @@ class StepMetrics:
         return {f"train/{name}": value for name, value in row.items()}
 
     def _summary(self) -> str:
-        """Return the latest metrics in short, with the smoothed loss next to the step's own."""
+        """Return a summary of the latest metrics, with the smoothed loss next to the step's loss."""
         names = ("loss", "reward", "lr", "tokens_per_second")
         row = {name: f"{name} {self.latest[f'train/{name}']:.4g}" for name in names if f"train/{name}" in self.latest}
         if "loss" in row:
@@ -180,16 +177,13 @@ class StepMetrics:
 def check_evaluated(metrics: Any) -> None:
     """Raise UserError if `validate` has measured nothing."""
     if not metrics:
-        raise UserError("There is no validation set: set data.val_source or data.val_size.")
+        raise UserError("There is no validation set. Set data.val_source or data.val_size.")
 
 
 def check_finite(step_metrics: dict[str, float], step: int, epoch: int) -> None:
-    """Raise NotFinite if `loss` or `grad_norm` of optimiser step `step` is not finite.
-
-    Call it before results of the step are saved.
-    """
+    """Raise NotFinite if `loss` or `grad_norm` of step `step` is not finite. Call it before the step is saved."""
     if not (math.isfinite(step_metrics["loss"]) and math.isfinite(step_metrics["grad_norm"])):
         raise NotFinite(
             f"Step {step} (epoch {epoch}): loss is {step_metrics['loss']}, gradient norm {step_metrics['grad_norm']}. "
-            "Training stops and no checkpoint of this step is written. Go on from the last checkpoint with a lower "
+            "Training stops without a checkpoint of this step. Resume from the last checkpoint with a lower "
             "optimizer.lr, a smaller trainer.gradient_clip_val or precision 32-true; inspect shows the rows.")

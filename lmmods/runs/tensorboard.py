@@ -1,4 +1,4 @@
-"""Lightning's TensorBoardLogger, whose event files have the time in their names."""
+"""Lightning's TensorBoardLogger. Its event files are not overwritten, as their names contain the time."""
 
 from lmmods.runs.loggers import VersionedFolder
 

@@ -1,4 +1,4 @@
-"""Trackio: the logger, and the name under which it keeps a run. On this machine unless a Space is named."""
+"""Trackio: its logger and its support. Runs stay on this machine unless the recipe names a Space."""
 
 import json
 import sys
@@ -17,13 +17,13 @@ from lmmods.runs.loggers import LoggerSupport
 
 
 class TrackioLogger(Logger):
-    """Logs the numbers of metrics.csv, and recipe and data report as the configuration.
+    """Logger of the metrics in metrics.csv, with recipe and data report as the configuration.
 
     Args:
-        project: Trackio's project; runs of one project are shown together.
-        run_name: Name of the run in it; by default that of the run folder.
+        project: Trackio project; runs of one project are shown together.
+        run_name: Name of the run. Default: the name of the run folder.
         space_id: Hugging Face Space to log to, `user/name`; null keeps the run on this machine.
-        goes_on: Continue the latest run of this name. The program sets it, whatever the recipe says.
+        goes_on: Continue the latest run of this name. The program overwrites the recipe's value.
     """
 
     def __init__(self, project: str = "lmmods", run_name: str | None = None, space_id: str | None = None,
@@ -46,7 +46,7 @@ class TrackioLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Trackio's run. Raises UserError: trackio is missing, or refuses the project or the Space."""
+        """Trackio's run. Raises UserError: trackio is missing, or rejects the project or the Space."""
         if self._run is None:
             try:
                 import trackio
@@ -59,12 +59,13 @@ class TrackioLogger(Logger):
                                              config=self._config, resume="allow" if self._goes_on else "never",
                                              embed=False, auto_log_gpu=False, auto_log_cpu=False)
             except (ValueError, OSError) as error:
-                raise UserError(f"trainer.logger: trackio does not begin a run: {error}") from error
+                raise UserError(f"trainer.logger: trackio cannot start a run ({error}). Fix its options, or remove "
+                                "TrackioLogger.") from error
         return self._run
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Take what the run is configured by; it is sent when the run begins."""
+        """Store the configuration, which is sent when the run starts."""
         self._config |= json.loads(json.dumps(dict(params), default=str))
 
     @rank_zero_only
@@ -77,12 +78,12 @@ class TrackioLogger(Logger):
             import trackio
 
             with redirect_stdout(sys.stderr):
-                trackio.finish()  # not the run's own method, after which trackio would end it again at exit
+                trackio.finish()  # after the run's own method, trackio would finish it again at exit
             self._run = None
 
 
 class TrackioSupport(LoggerSupport):
-    """A resumed run continues Trackio's latest run of its name."""
+    """Trackio continues its latest run of a name when a run resumes."""
 
     def configure(self, options: dict[str, Any], root: Path, goes_on: bool) -> None:
         """Set the run's name, and whether to continue it. Names are redacted."""

@@ -1,4 +1,4 @@
-"""Weights & Biases: ids and folders of runs, the account, and what is logged besides metrics."""
+"""Weights & Biases: ids and folders of runs, API key, and logged tables, recipes and checkpoints."""
 
 import glob
 import json
@@ -21,20 +21,20 @@ from lmmods.runs.loggers import LoggerSupport, loggers_of
 
 PROJECT = "lmmods"  # unless the recipe names one
 TABLE_ROWS = 1000
-TABLE_PROMPTS = 4  # of a rollout
+TABLE_PROMPTS = 4  # per rollout
 
 
 class WandbSupport(LoggerSupport):
-    """W&B writes into the run folder and keeps one run across resumes; predict adds its table to it."""
+    """W&B writes to the run folder and keeps one run across resumes, to which predict adds its table."""
 
     def folders(self, options: Mapping[str, Any]) -> list[str | None]:
-        """Return the folders of runs and of further files."""
+        """Return the folders of runs and other files."""
         return [options.get("save_dir"), options.get("dir")]
 
     def configure(self, options: dict[str, Any], root: Path, goes_on: bool) -> None:
-        """Write into the run folder, continue the run's id, stay offline without a key (never ask for one).
+        """Set run folder, project, name and id, and stay offline without an API key, which W&B would ask for.
 
-        Notes, tags and names are stored in files and uploaded, so they are redacted.
+        Names, tags and notes are redacted, as they are stored and uploaded.
         """
         for key, value in list(options.items()):
             if isinstance(value, str | list):
@@ -44,11 +44,11 @@ class WandbSupport(LoggerSupport):
         options["name"] = options.get("name") or root.name
         if not (options.get("id") or options.get("version")):
             options["id"] = _known_id(root) if goes_on else None
-            # W&B's sweep agents choose the id of the run that they start, and track it by that id.
+            # A W&B sweep agent sets the id of the run that it starts.
             options["id"] = options["id"] or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         if reason := _reason_to_stay_offline(options):
             os.environ["WANDB_MODE"] = "offline"
-            say(f"W&B: {reason}, so the run is kept offline. Send it later with: wandb sync "
+            say(f"W&B: {reason}, so the run stays offline. Upload it later with: wandb sync "
                 f"{options['save_dir']}/wandb/offline-run-*")
 
     def continues(self, root: Path) -> bool:
@@ -83,11 +83,11 @@ def sync_commands(loggers: Iterable[Any]) -> list[str]:
         run = logger.experiment if hasattr(logger, "log_table") else None
         if run is not None and not run.disabled and run.offline:
             folders.append(Path(run.dir).parent)  # run.dir is its subfolder `files`
-    return [shlex.join(["wandb", "sync", _shortest(folder)]) for folder in folders]
+    return [shlex.join(["wandb", "sync", _shorten_path(folder)]) for folder in folders]
 
 
-def _shortest(path: Path) -> str:
-    """Return a path as one would type it here."""
+def _shorten_path(path: Path) -> str:
+    """Return a path relative to the working directory if it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -109,7 +109,7 @@ def has_wandb_key() -> bool:
 
 
 def log_predictions(loggers: list[Any], rows: list[dict[str, Any]]) -> None:
-    """Log the first rows of predictions.jsonl as W&B's table `predictions`, to loggers that support tables."""
+    """Log the first rows of predictions.jsonl as the table `predictions`, to loggers that support tables."""
     if not rows:
         return
     data = [[value if isinstance(value, str | int | float | None) else json.dumps(value, ensure_ascii=False)
@@ -123,29 +123,29 @@ def log_predictions(loggers: list[Any], rows: list[dict[str, Any]]) -> None:
 
 
 def log_classes(loggers: Iterable[Any], files: dict[str, Any], role: str, step: int) -> None:
-    """Log classes.json of an evaluation as W&B's tables, to loggers that support tables.
+    """Log classes.json of an evaluation as tables, to loggers that support tables.
 
-    `ROLE/classes` and, of tagged entities, `ROLE/entities` have precision, recall, F1 and support of each name;
-    `ROLE/confusion` has the counts of the confusion matrix above 0, the largest first, in the columns of W&B's own
-    charts of such matrices. Each has at most TABLE_ROWS rows.
+    `ROLE/classes` and, for tagged entities, `ROLE/entities` have precision, recall, F1 and support of each name.
+    `ROLE/confusion` has the positive counts of the confusion matrix, largest first, in the columns of W&B's own charts
+    of such matrices. Each table has at most TABLE_ROWS rows.
 
     Args:
         files: Files of the evaluation by name, as `NumbersCodec.evaluate` returns them.
         role: val or test.
         step: Optimiser steps done.
     """
-    found = files.get("classes.json")
-    if not found:
+    classes = files.get("classes.json")
+    if not classes:
         return
     tables = {}
     for name in ("classes", "entities"):
-        if scores := found.get(name):
+        if scores := classes.get(name):
             measures = list(next(iter(scores.values())))
-            tables[name] = ["name", *measures], [[each, *(row[measure] for measure in measures)]
-                                                 for each, row in scores.items()]
-    if "confusion" in found:
-        counts = [[actual, predicted, count] for actual, row in zip(found["names"], found["confusion"], strict=True)
-                  for predicted, count in zip(found["names"], row, strict=True) if count]
+            tables[name] = ["name", *measures], [[class_name, *(row[measure] for measure in measures)]
+                                                 for class_name, row in scores.items()]
+    if "confusion" in classes:
+        counts = [[actual, predicted, count] for actual, row in zip(classes["names"], classes["confusion"], strict=True)
+                  for predicted, count in zip(classes["names"], row, strict=True) if count]
         tables["confusion"] = ["Actual", "Predicted", "nPredictions"], sorted(counts, key=lambda row: -row[2])
     for logger in loggers:
         for name, (columns, data) in tables.items() if hasattr(logger, "log_table") else ():
@@ -153,7 +153,7 @@ def log_classes(loggers: Iterable[Any], files: dict[str, Any], role: str, step: 
 
 
 class RolloutTable:
-    """W&B's table `rollouts`: the answers to the first prompts of a rollout, with their rewards."""
+    """The table `rollouts`: answers to the first prompts of a rollout, with their rewards."""
 
     def __init__(self) -> None:
         self._last: int | None = None  # step of the last table
@@ -162,9 +162,9 @@ class RolloutTable:
         """Log a rollout to loggers that support tables, unless the last table is too recent.
 
         Args:
-            lines: Its answers, as in its file to read.
+            lines: Its answers, as in the readable rollout file.
             step: Optimiser steps done.
-            every: Steps between two tables, at least.
+            every: Minimum number of steps between two tables.
         """
         loggers = [logger for logger in loggers if hasattr(logger, "log_table")]
         if not loggers or not lines or self._last is not None and step - self._last < every:
@@ -192,7 +192,7 @@ def log_recipe(loggers: Iterable[Any], recipe: dict[str, Any], report: dict[str,
 
 @contextmanager
 def hidden_arguments() -> Iterator[None]:
-    """Redact sys.argv while a logger opens its run: W&B stores the command line."""
+    """Context with a redacted sys.argv, for opening a run, as W&B stores the command line."""
     arguments, sys.argv = sys.argv, [redact(argument) for argument in sys.argv]
     try:
         yield
@@ -201,15 +201,15 @@ def hidden_arguments() -> Iterator[None]:
 
 
 def log_checkpoint(loggers: Iterable[Any], checkpoint: Path | None, ends: bool = False) -> None:
-    """Log a checkpoint as an artifact if a WandbLogger asks for it: `log_model: all`, or true for the last.
+    """Log a checkpoint as an artifact if a WandbLogger's `log_model` is `all`, or true at the end of the run.
 
     Args:
-        checkpoint: Its folder, complete; None if the run writes none.
+        checkpoint: Folder of the complete checkpoint; None if the run does not write checkpoints.
         ends: True if the run is finished.
     """
     for logger in loggers:
-        wanted = logged_checkpoints(logger)
-        if checkpoint is not None and (wanted == "all" and not ends or wanted is True and ends):
+        log_model = logged_checkpoints(logger)
+        if checkpoint is not None and (log_model == "all" and not ends or log_model is True and ends):
             import wandb
 
             artifact = wandb.Artifact(f"model-{logger.experiment.id}", type="model",

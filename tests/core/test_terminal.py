@@ -10,7 +10,7 @@ import pytest
 from lmmods.core import console, progress_bar
 from lmmods.core.console import is_terminal, printable, say, shows_colour, tell
 from lmmods.core.progress_bar import Bar
-from lmmods.runs.inspect import marked_text
+from lmmods.runs.inspect import mark_targets
 from tests.screen import Screen
 
 
@@ -138,5 +138,5 @@ def test_rows_are_marked_and_command_no_terminal():
 
     ids = [*b"ask", *b"\x1b[2Jyes", *b"!"]
     labels = [-100] * 3 + ids[3:10] + [-100]
-    assert marked_text(Letters(), ids, labels, ("<", ">")) == "ask<␛[2Jyes>!"
+    assert mark_targets(Letters(), ids, labels, ("<", ">")) == "ask<␛[2Jyes>!"
     assert printable("a\x1b]0;title\x07") == "a␛]0;title\x07"

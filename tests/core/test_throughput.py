@@ -13,7 +13,7 @@ from lmmods.core import throughput
 from lmmods.core.errors import UserError
 from lmmods.core.throughput import Pace, Stopwatch
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.step_metrics import MOST_PENDING, SMOOTHING, StepMetrics
+from lmmods.runs.step_metrics import MAX_PENDING, SMOOTHING, StepMetrics
 
 TOKENS = [10, 20, 30, 40, 50, 60, 70]
 SECONDS = [1.0, 2.0, 1.0, 3.0, 2.0, 1.0, 4.0]
@@ -105,9 +105,9 @@ def test_the_reward_of_the_latest_rollout_is_shown():
 def test_steps_that_wait_to_be_counted_do_not_pile_up():
     fetched = []
     metrics = StepMetrics(Stopwatch(Clock()), every=10**9)
-    for step in range(2 * MOST_PENDING + 1):
+    for step in range(2 * MAX_PENDING + 1):
         metrics.add(step + 1, 0.0, lambda step=step: fetched.append(step) or figures())
-    assert len(fetched) == metrics.num_rows == 2 * MOST_PENDING
+    assert len(fetched) == metrics.num_rows == 2 * MAX_PENDING
 
 
 def test_the_smoothed_loss_is_a_mean_over_tokens_that_forgets():

@@ -318,14 +318,14 @@ def test_inspect_compares_with_inference(jinja, chat_folder, write_jsonl):
         return [compared_prompt(data.tokenizer, row["input_ids"][: row["prompt_length"]],
                                 data.inference_prompts(row["index"])) for row in data.rows_for_inspection(99)]
 
-    same = "prompt: the tokens that apply_chat_template(add_generation_prompt=True) gives"
+    same = "prompt: same tokens as apply_chat_template(add_generation_prompt=True)"
     assert set(compared(template=jinja("forgets"))) == {same}
     assert set(compared(template=jinja("steady"))) == {same}
     assert compared(template="chatml") == [same]
     other = compared(template=jinja("opens"))
-    assert all(text.startswith("prompt: not what") and text.endswith("<think>\n") for text in other)
+    assert all(text.startswith("prompt: differs from") and text.endswith("<think>\n") for text in other)
     rows = [{"messages": [user("<|im_end|>"), answer("typed")]}]
-    assert compared() == [same.replace("the tokens that", "the text that") + ", in other tokens"]
+    assert compared() == [same.replace("same tokens", "same text") + ", but other tokens"]
     rows = [{"text": "no chat"}]
     data = build(write_jsonl(rows), chat_folder)
     assert data.inference_prompts(0) == []

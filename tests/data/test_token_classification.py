@@ -289,7 +289,7 @@ def test_words_are_shown_with_their_tags(label_all_tokens, bert_folder, write_js
         " ".join(f"{word}/{tag}" for word, tag in zip(*row, strict=True)) for row in zip(WORDS, TAGS, strict=True)]
     show_data(data, 1, "first")
     output = capsys.readouterr().out
-    assert f"scored: {shown[0]['scored']}\n" in output and "scored tokens are [[marked]]" in output
+    assert f"targets: {shown[0]['scored']}\n" in output and "target tokens are [[marked]]" in output
 
 
 # Outputs

@@ -312,4 +312,4 @@ def test_the_card_loads_the_text_of_a_base_with_images(recipe, tmp_path, tokeniz
     assert {name.replace(".default", "") for name in loaded} == saved.keys()
     assert all(torch.equal(param, saved[name.replace(".default", "")]) for name, param in loaded.items())
     assert type(found["model"].get_base_model()).__name__ == "Gemma3ForCausalLM"
-    assert "`AutoPeftModelForCausalLM` loads all of it" in " ".join((folder / "README.md").read_text().split())
+    assert "`AutoPeftModelForCausalLM` loads the whole base" in " ".join((folder / "README.md").read_text().split())

@@ -99,7 +99,7 @@ def test_the_end_names_what_can_be_done_next(capsys, monkeypatch, tmp_path):
         return capsys.readouterr().out
 
     assert said() == ("Done: 50 steps in 1:01:01, 12,345 tokens since the start of the run.\n"
-                      "Held out, at the end: val/loss 0.5\nNext:\n"
+                      "Validation at the end: val/loss 0.5\nNext:\n"
                       "  python ../lmmods/train.py chat --run 'runs/my run'\n"
                       "  python ../lmmods/train.py merge --run 'runs/my run' --out 'runs/my run-merged'\n")
     policy.best = [(0.25, "step=40")]
@@ -109,9 +109,9 @@ def test_the_end_names_what_can_be_done_next(capsys, monkeypatch, tmp_path):
     assert "predict --config 'runs/my run/config.yaml' --ckpt_path best\n" in resumed
     assert "merge" not in said(CausalFields(pretrained="base")) and "predict" not in said(policy=None, data=data)
     assert "Next" not in said(TaskFields(pretrained="base"))
-    assert "Nothing was learned" not in said()
+    assert "learned nothing" not in said()
     metrics.num_tokens = 0
-    assert "warning: Nothing was learned: no step had a token to learn.\n" in said()
+    assert "warning: The model has learned nothing: no step had a target token.\n" in said()
 
 
 @pytest.mark.parametrize(("accuracies", "said"), [
@@ -128,8 +128,8 @@ def test_the_best_by_loss_is_not_the_most_accurate(capsys, tmp_path, accuracies,
     end.say()
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "accurate" in line] == ([
-        f"Not the most accurate: val/rewards/accuracy was {said}. checkpoint.monitor: val/rewards/accuracy with "
-        "checkpoint.mode: max keeps that one."] if said else [])
+        f"Another checkpoint was more accurate: val/rewards/accuracy was {said}. To keep it, set checkpoint.monitor: "
+        "val/rewards/accuracy and checkpoint.mode: max."] if said else [])
     policy.monitor = "val/rewards/accuracy"
     end.say()
     assert "accurate:" not in capsys.readouterr().out
@@ -147,14 +147,14 @@ def test_both_engines_say_the_same(recipe, tmp_path, capfd):
         output = capfd.readouterr()
         assert not output.err
         lines = output.out.splitlines()
-        assert lines[0] == f"Engine {engine} on 1 device (CPU), precision 32-true: as trainer.precision says."
+        assert lines[0] == f"Engine {engine} on 1 device (CPU), precision 32-true: set by trainer.precision."
         assert lines[1] == f"Run folder: {tmp_path / 'run'}."
         said[engine] = [re.sub(r"about [\d.]+ GiB|memory [\d.]+ GiB|tokens_per_second [\d.e+]+|\d:\d\d:\d\d"
                                r"|On this CPU a micro-batch.*|-> .*", "…", line).strip(" …") for line in lines[1:]]
     assert said["torch"] == said["jax"]
     text = "\n".join(said["jax"])
     for part in ("Trains: a LoRA adapter of rank 4", "Length: 6 steps", "sample at step 0", "step 2/6  loss ",
-                 " (smoothed ", "val/loss", "Wrote ", "Done: 6 steps in", "Best: val/loss", "Held out, at the end: ",
+                 " (smoothed ", "val/loss", "Wrote ", "Done: 6 steps in", "Best: val/loss", "Validation at the end: ",
                  f"predict --config {tmp_path}/run/config.yaml --ckpt_path best"):
         assert part in text
     assert Path(tmp_path / "run" / "config.yaml").exists()

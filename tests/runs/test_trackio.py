@@ -64,7 +64,7 @@ def test_nan_and_infinity_are_logged(store):
 
 
 def test_a_project_that_trackio_refuses_is_an_error_of_the_recipe(store):
-    with pytest.raises(UserError, match="trackio does not begin a run"):
+    with pytest.raises(UserError, match="trackio cannot start a run"):
         TrackioLogger("registry-a", "run").log_metrics({"a": 1.0}, step=1)
 
 
