@@ -1,6 +1,6 @@
 """Entry point: `python train.py COMMAND ...`; `python train.py --help` lists the commands."""
 
-# For `uv run train.py ...`: the dependencies of pyproject.toml. For `hf jobs uv run`: what a job needs besides.
+# For `uv run train.py ...`: the dependencies of pyproject.toml. For `hf jobs uv run`: the settings of a job.
 # /// script
 # requires-python = ">=3.11,<3.14"
 # dependencies = [
@@ -39,7 +39,7 @@
 from lmmods.core.signals import end_at_signals
 
 if __name__ == "__main__":
-    end_at_signals()  # before anything that takes time is imported
+    end_at_signals()  # before the imports that take time
     from lmmods.cli import program
 
     program()

@@ -7,7 +7,7 @@ import sys
 import traceback
 from typing import Any
 
-# Everything else is imported where it is used: until `program` installs its handlers, Ctrl+C prints a traceback.
+# Other imports are inside functions, because Ctrl+C prints a traceback until `program` has installed its handlers.
 from lmmods.core.signals import ASKED, BEFORE, STATUS, end_at_signals, raise_at_signals, watch_blocked_calls
 
 # Set before the libraries are imported: disables telemetry and the tokenizers' warning about forked workers.
@@ -22,21 +22,21 @@ if not sys.stderr.isatty():
 def program() -> None:
     """Entry point of `lmmods` and `python train.py`: run the command and exit with its status."""
     end_at_signals()
-    gc.disable()  # main re-enables it after the imports: they leave little garbage, and collecting is slow
+    gc.disable()  # during the imports, which leave little garbage; `main` enables it again
     watch_blocked_calls()
     try:
         status = main()
-        for number in ASKED:  # at interpreter shutdown our handlers may find modules gone
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in ASKED:  # at interpreter shutdown, handlers may need modules that are gone
+            signal.signal(signal_number, signal.SIG_DFL)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
+    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again on exit
         status = 128 + signal.SIGPIPE
     sys.exit(status)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return the exit status: 0 done, 2 user error, 130 interrupted. Our own bugs raise.
+    """Run a command and return the exit status: 0 done, 2 user error, 130 interrupted. Bugs raise other exceptions.
 
     Args:
         argv: Arguments without the program name; None reads sys.argv.
@@ -70,7 +70,7 @@ def run_interruptible(arguments: list[str]) -> int:
     """Run a command or print the program help. Return 0, or 130 after Ctrl+C or SIGTERM.
 
     Raises:
-        UserError: There is no such command, or the command raises one.
+        UserError: The command does not exist, or it raises one.
     """
     from lmmods.commands.registry import COMMANDS, check_command, program_help
     from lmmods.core.console import quiet_libraries, tell
@@ -83,9 +83,9 @@ def run_interruptible(arguments: list[str]) -> int:
         if arguments[:1] in (["--help"], ["-h"], ["help"]):
             print(program_help())
         elif not arguments or arguments[0].startswith("-"):
-            late = next((word for word in arguments if word in COMMANDS), None)
-            raise UserError(f"The command comes first: python train.py {late} …, followed by its options." if late else
-                            f"A command is missing.\n\n{program_help()}")
+            later = next((word for word in arguments if word in COMMANDS), None)
+            raise UserError(f"The command must come first. Use python train.py {later} …, followed by its options."
+                            if later else f"A command is missing.\n\n{program_help()}")
         else:
             command, *words = arguments
             check_command(command)
@@ -100,7 +100,7 @@ def run_interruptible(arguments: list[str]) -> int:
 
 
 def run_alone(command: str, words: list[str]) -> None:
-    """Run a command that takes no recipe, or print its help."""
+    """Run a command that does not read a recipe, or print its help."""
     from lmmods.commands.help import help_of, wants_help
     from lmmods.commands.registry import function_of, parse_command
 
@@ -112,7 +112,7 @@ def run_alone(command: str, words: list[str]) -> None:
 
 
 def run_with_recipe(command: str, words: list[str]) -> None:
-    """Read a recipe and run a command on its engine, or print help or the recipe."""
+    """Read a recipe and run a command on its engine, or print the help or the recipe."""
     from lmmods.core.peers import Peers
 
     Peers.current().begin()  # before the imports, which take seconds
@@ -130,12 +130,12 @@ def _run_watched(command: str, words: list[str]) -> None:
     if wants_help(words):
         return print(help_of(command, words))
     options, _ = options_of(command)
-    prints = [word for word in words if word.partition("=")[0] == "--print_config"]
-    parsed = parse([command, *words], options, COMMANDS[command].example, checked=not prints)
-    if prints:
+    print_options = [word for word in words if word.partition("=")[0] == "--print_config"]
+    parsed = parse([command, *words], options, COMMANDS[command].example, checked=not print_options)
+    if print_options:
         from lmmods.commands.print_config import print_config
 
-        return print_config(parsed, prints[-1])
+        return print_config(parsed, print_options[-1])
     if parsed.engine == "torch" and (line := sleep_if_busy()):
         say(line)
     _import_engine(parsed.engine)
@@ -152,7 +152,7 @@ def _run_watched(command: str, words: list[str]) -> None:
 
 
 def _import_engine(engine: str) -> None:
-    """Import an engine's libraries while the collector is off, and quieten them again: they set up their logging."""
+    """Import an engine's libraries while the garbage collector is off, and silence them, as they set up logging."""
     from lmmods.core.console import quiet_libraries
     from lmmods.recipe.engines import load_engine
 
@@ -161,7 +161,7 @@ def _import_engine(engine: str) -> None:
 
 
 def enable_collector() -> None:
-    """Re-enable the garbage collector if `program` disabled it, and exempt all objects that exist by now."""
+    """Enable the garbage collector if `program` has disabled it, and exempt all objects that exist by now."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

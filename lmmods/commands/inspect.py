@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lmmods.core.parity import Row
     from lmmods.data.base import DataModule
 
-# Model keys that do not affect logits or that one engine lacks; a comparison uses their defaults.
+# Model keys that do not affect logits, or that one engine lacks. A comparison uses their defaults.
 NEUTRAL = ("optimizer", "generation", "piece_tokens", "compile", "max_memory", "quant_storage", "save_dtype")
 
 
@@ -33,7 +33,7 @@ def inspect(parsed: Recipe, rows: int = 4,
             the first training rows. The exit status is 1 if they disagree.
 
     Raises:
-        UserError: The recipe cannot be loaded, or one of the engines does not have what it asks for.
+        UserError: The recipe cannot be loaded, or an engine does not support it.
         SystemExit: The engines differ; the status is 1.
     """
     from lmmods.commands.setup import Setup
@@ -56,22 +56,22 @@ def _compare(setup: "Setup", num_rows: int) -> None:
 
     from lmmods.core.parity import compare
 
-    # JAX would preallocate most of the GPU's memory and leave too little for torch.
+    # Otherwise JAX preallocates most of the GPU's memory and leaves too little for torch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    tree, others = setup.recipe.whole(), setup.model.not_compared
-    _check_comparable(_measuring(tree, "jax", others).model)
+    tree, neutral_keys = setup.recipe.whole(), setup.model.not_compared
+    _check_comparable(_build_for_engine(tree, "jax", neutral_keys).model)
     rows = _first_rows(setup.datamodule, num_rows)
-    _say_settings(tree, rows)
+    _print_settings(tree, rows)
     with tempfile.TemporaryDirectory() as root:
         folders = [Path(root) / engine for engine in ENGINES]
         for folder in folders:
             folder.mkdir()
-            # Built only now: objects that exist while data are encoded are exempt from garbage collection.
-            one = _measuring(tree, folder.name, others)
-            one.trainer.measure(one.model, setup.datamodule, rows, folder)
-            del one
+            # Built after the data is encoded, as objects that exist by then are exempt from garbage collection.
+            engine_setup = _build_for_engine(tree, folder.name, neutral_keys)
+            engine_setup.trainer.measure(engine_setup.model, setup.datamodule, rows, folder)
+            del engine_setup
             setup.datamodule.trainer = None
-            _give_memory_back()
+            _free_memory()
         differences = compare(*folders)
     for difference in differences:
         say(str(difference))
@@ -82,19 +82,19 @@ def _compare(setup: "Setup", num_rows: int) -> None:
     say("Parity: pass. Both engines agree on these rows, up to rounding.")
 
 
-def _measuring(tree: dict[str, Any], engine: str, others: tuple[str, ...]) -> "Setup":
+def _build_for_engine(tree: dict[str, Any], engine: str, neutral_keys: tuple[str, ...]) -> "Setup":
     """Build a recipe on one engine, in float32 on one device, with the keys that both engines have.
 
     Args:
         tree: The recipe as plain values.
-        others: Keys of the task that have their defaults, too.
+        neutral_keys: Further keys that get their defaults.
     """
     from lmmods.commands.setup import dry_setup, short_name
 
     model, data = ({**tree[part], "class_path": short_name(tree[part]["class_path"])} for part in ("model", "data"))
     fields = dict(model["init_args"])
-    trusts = fields.pop("trust_remote_code", False)
-    for name in (*NEUTRAL, *others, *(["reference"] if fields.get("reference") == "cache" else [])):
+    is_trusted = fields.pop("trust_remote_code", False)
+    for name in (*NEUTRAL, *neutral_keys, *(["reference"] if fields.get("reference") == "cache" else [])):
         fields.pop(name, None)
     fields["gradient_checkpointing"] = bool(fields.get("gradient_checkpointing"))
     if fields.get("attention") not in ("sdpa", "eager"):
@@ -102,19 +102,19 @@ def _measuring(tree: dict[str, Any], engine: str, others: tuple[str, ...]) -> "S
     recipe = {"seed_everything": tree["seed_everything"], "engine": engine, "trainer": {"max_steps": 1},
               "model": {**model, "init_args": fields}, "data": data}
     parsed = parse(["inspect", "--config", as_yaml(recipe),
-                    *(["--model.trust_remote_code", "true"] if trusts else [])], {})
+                    *(["--model.trust_remote_code", "true"] if is_trusted else [])], {})
     return dry_setup(parsed, precision="32-true", devices=1, accelerator=tree["trainer"]["accelerator"],
                      default_root_dir=tree["trainer"]["default_root_dir"])
 
 
-def _say_settings(tree: dict[str, Any], rows: list[Any]) -> None:
+def _print_settings(tree: dict[str, Any], rows: list[Any]) -> None:
     model, precision = tree["model"]["init_args"], tree["trainer"]["precision"]
-    kept = [*([f"quantize: {model['quantize']}"] if model["quantize"] else []),
-            *(["the adapter"] if model.get("lora") or model.get("adapter") else [])]
+    parts = [*([f"quantize: {model['quantize']}"] if model["quantize"] else []),
+             *(["adapter"] if model.get("lora") or model.get("adapter") else [])]
     length = rows[0]["input_ids"].shape[-1]
     say(f"Parity: torch and JAX on the first {len(rows)} training rows, {length} tokens each with padding, "
-        "without dropout, in 32-true" + (", whatever trainer.precision says" if precision != "32-true" else "")
-        + (f", with {' and '.join(kept)} of the recipe" if kept else "") + ".")
+        "without dropout, in 32-true" + (" instead of trainer.precision" if precision != "32-true" else "")
+        + (f", with the recipe's {' and '.join(parts)}" if parts else "") + ".")
     if model.get("lora") and model["lora"]["init"] != "pissa":
         say("The B matrices of a new adapter are zero; this comparison sets them to the same small random values.")
 
@@ -123,7 +123,7 @@ def _first_rows(datamodule: "DataModule", num_rows: int) -> "list[Row]":
     """Return the first rows that a run would train on, each as a batch [1, ...], padded to the same length.
 
     Args:
-        datamodule: Connected to its model; nothing is prepared yet. Its batch size changes.
+        datamodule: Connected to its model, but not prepared yet. Its batch size is changed.
 
     Raises:
         UserError: The data cannot be read.
@@ -134,8 +134,8 @@ def _first_rows(datamodule: "DataModule", num_rows: int) -> "list[Row]":
     datamodule.prepare_data()
     datamodule.setup("fit")
     batch = {name: np.asarray(values) for name, values in next(iter(datamodule.train_batches())).items()}
-    return [{name: values[place : place + 1] for name, values in batch.items()}
-            for place in range(len(batch["input_ids"]))]
+    return [{name: values[index : index + 1] for name, values in batch.items()}
+            for index in range(len(batch["input_ids"]))]
 
 
 def _check_comparable(model: Any) -> None:
@@ -151,7 +151,7 @@ def _check_comparable(model: Any) -> None:
     family_of(config, model.head)
 
 
-def _give_memory_back() -> None:
+def _free_memory() -> None:
     """Free the memory of a network that is no longer referenced."""
     import ctypes
     import gc

@@ -13,23 +13,23 @@ from lmmods.recipe.reader import Recipe, with_library_classes
 FLAGS = ("skip_null", "skip_default")
 
 
-def print_config(parsed: Recipe, word: str) -> None:
+def print_config(parsed: Recipe, option: str) -> None:
     """Print a recipe, passwords and tokens redacted.
 
     Args:
-        word: The option as typed: `--print_config`, or `--print_config=skip_null`.
+        option: The option as typed: `--print_config`, or `--print_config=skip_null`.
 
     Raises:
-        UserError: The option has another value.
+        UserError: The option has an unknown value.
     """
-    flags = [flag for flag in word.partition("=")[2].split(",") if flag]
+    flags = [flag for flag in option.partition("=")[2].split(",") if flag]
     if unknown := [flag for flag in flags if flag not in FLAGS]:
         raise UserError(f"--print_config is {unknown[0]}, but must be {' or '.join(FLAGS)}.")
     tree = with_library_classes(parsed).whole() | parsed.options
     if "skip_default" in flags:
         tree = _list_changes(tree, _defaults(parsed))
     if "skip_null" in flags:
-        tree = _set(tree)
+        tree = _drop_null(tree)
     print(redact(f"# lightning.pytorch=={version('lightning')}\n{as_yaml(tree)}"), end="")
 
 
@@ -54,7 +54,7 @@ def _list_changes(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
     return result
 
 
-def _set(values: dict[str, Any]) -> dict[str, Any]:
+def _drop_null(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values that are not null."""
-    return {name: _set(value) if isinstance(value, dict) else value
+    return {name: _drop_null(value) if isinstance(value, dict) else value
             for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Start commands of this program from another of its commands."""
+"""Start this program from one of its commands."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import lmmods
 from lmmods.recipe.trust import FLAG, is_trusted
 
 TRAIN = Path(lmmods.__path__[0]).parent / "train.py"
-# As the user types it: an installed package has no train.py, but the script `lmmods`.
+# As the user types it: an installed package has the script `lmmods` instead of train.py.
 TYPED = ("python", "train.py") if TRAIN.exists() else ("lmmods",)
 
 
@@ -22,7 +22,7 @@ def command(arguments: list[str]) -> list[str]:
 
 @contextmanager
 def started(arguments: list[str], log: Path, keeps: tuple[int, ...] = ()) -> Iterator[Popen]:
-    """Start this program with these arguments; if the block exits first, ask the process to terminate.
+    """Context in which this program runs with these arguments. At the end, the process is terminated if it still runs.
 
     Args:
         log: File that its output is appended to.

@@ -21,21 +21,21 @@ def recipes(show: str | None = None) -> None:
     Raises:
         UserError: No recipe has this name.
     """
-    found = shipped_recipes()
+    paths = shipped_recipes()
     if show is not None:
-        print(_chosen(found, show).read_text(encoding="utf-8"), end="")
+        print(_find_recipe(paths, show).read_text(encoding="utf-8"), end="")
         return
-    rows = {name: describe(path) for name, path in found.items()}
-    print("\n".join([table(list(rows.values())), "", *_how_to_use(found)]))
+    rows = {name: describe(path) for name, path in paths.items()}
+    print("\n".join([table(list(rows.values())), "", *_how_to_use(paths)]))
 
 
 def describe(path: Path) -> dict[str, str]:
-    """Return the `COLUMNS` of a recipe. Raises UserError: its header comment lacks one."""
+    """Return the values of `COLUMNS` for a recipe. Raises UserError: its header comment lacks a value."""
     header, content = header_of(path), read_recipe(path)
     model = content.get("model", {})
     options = model.get("init_args", {})
-    return {"recipe": path.stem, "task": model.get("class_path", "any"), "training": _training(options),
-            "model": _model(options), "hardware": header.hardware, "time": header.time}
+    return {"recipe": path.stem, "task": model.get("class_path", "any"), "training": _training_method(options),
+            "model": _model_name(options), "hardware": header.hardware, "time": header.time}
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -48,7 +48,7 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join([line({name: name for name in COLUMNS}), *map(line, rows)])
 
 
-def _training(options: dict[str, Any]) -> str:
+def _training_method(options: dict[str, Any]) -> str:
     if not options:
         return "any"
     if options.get("config") is not None:
@@ -58,25 +58,25 @@ def _training(options: dict[str, Any]) -> str:
     return "QLoRA" if options.get("quantize") else "LoRA"
 
 
-def _model(options: dict[str, Any]) -> str:
-    named = options.get("pretrained") or options.get("config") or "any"
-    return named if isinstance(named, str) else named.get("model_type", "of its own")
+def _model_name(options: dict[str, Any]) -> str:
+    name = options.get("pretrained") or options.get("config") or "any"
+    return name if isinstance(name, str) else name.get("model_type", "custom")
 
 
-def _chosen(found: dict[str, Path], name: str) -> Path:
-    if name not in found:
-        near = difflib.get_close_matches(name, found, 1)
-        raise UserError(f"--show {name}: no recipe has this name." + (f" Did you mean {near[0]}?" if near else
+def _find_recipe(paths: dict[str, Path], name: str) -> Path:
+    if name not in paths:
+        matches = difflib.get_close_matches(name, paths, 1)
+        raise UserError(f"--show {name}: no recipe has this name." + (f" Did you mean {matches[0]}?" if matches else
                                                                      " Remove --show to list all."))
-    return found[name]
+    return paths[name]
 
 
-def _how_to_use(found: dict[str, Path]) -> list[str]:
+def _how_to_use(paths: dict[str, Path]) -> list[str]:
     lines = [f"They are in {recipe_folder()}. Run one with fit --config NAME, copy it with recipes --show NAME > "
              "mine.yaml, or create one for your model and data with new."]
-    lacking = [name for name, path in found.items() if DEMO.search(path.read_text(encoding="utf-8"))]
+    demo_recipes = [name for name, path in paths.items() if DEMO.search(path.read_text(encoding="utf-8"))]
     if not Path("demo").is_dir():
-        lines.append(f"{', '.join(lacking)} need the files in demo/ of a clone of the project. Run them "
-                     "there.")
+        lines.append(f"{', '.join(demo_recipes)} need demo/ of the project's repository. Run them in a clone "
+                     "of it.")
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
     return [part for line in lines for part in textwrap.wrap(line, min(width, 120), break_on_hyphens=False)]

@@ -27,10 +27,10 @@ class Command:
         group: Key of `GROUPS`.
         line: One-line description for the help.
         function: Its function, as module:name below lmmods.
-        positional: Arguments of the function that are given without their names.
-        takes: `recipe`: all other options are those of a recipe, which the function gets as its first argument;
-            `words`: the same, but it gets their words; empty for a command that takes none.
-        example: Complete example arguments; empty if none are needed or the command reports them itself.
+        positional: Arguments of the function that users give without option names.
+        takes: `recipe` if all other options are recipe keys and the function gets the recipe as its first argument;
+            `words` if it gets the recipe's words instead; empty for a command without a recipe.
+        example: Complete example arguments; empty if none are needed or the command prints its own.
     """
 
     group: str
@@ -94,10 +94,10 @@ def program_help() -> str:
 
 
 def check_command(name: str) -> None:
-    """Raise UserError if there is no command of this name."""
+    """Raise UserError if no command has this name."""
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        raise UserError(f"Unknown command {name!r}." + (f" Did you mean {near[0]}?" if near else "")
+        matches = difflib.get_close_matches(name, COMMANDS, 1)
+        raise UserError(f"Unknown command {name!r}." + (f" Did you mean {matches[0]}?" if matches else "")
                         + " See python train.py --help.")
 
 
@@ -108,19 +108,19 @@ def function_of(name: str) -> Callable[..., None]:
 
 
 def options_of(name: str) -> tuple[dict[str, "Key"], list["Key"]]:
-    """Return the options of a command, and the keys that its positional words stand for."""
+    """Return the options of a command, and the keys of its positional arguments."""
     from lmmods.recipe.keys import keys_of  # not needed to list the commands
 
     keys, command = keys_of(function_of(name)), COMMANDS[name]
     unnamed = [keys.pop(argument) for argument in command.positional]
     if command.takes:
-        keys.pop(next(each for each in inspect.signature(function_of(name)).parameters
-                      if each not in command.positional))
+        keys.pop(next(argument for argument in inspect.signature(function_of(name)).parameters
+                      if argument not in command.positional))
     return keys, unnamed
 
 
 def parse_command(name: str, words: list[str]) -> dict[str, Any]:
-    """Return the arguments of a command that takes no recipe. Raises UserError: a word is wrong."""
+    """Return the arguments of a command that does not read a recipe. Raises UserError: a word is invalid."""
     from lmmods.recipe.reader import parse_options
     from lmmods.recipe.values import check_texts
 
@@ -128,19 +128,20 @@ def parse_command(name: str, words: list[str]) -> dict[str, Any]:
     recipe: dict[str, Any] = {}
     if command.takes == "words":
         first = next(iter(inspect.signature(function_of(name)).parameters))
-        words, recipe[first] = _split(words, keys)
+        words, recipe[first] = _split_words(words, keys)
     values = parse_options(words, keys, unnamed, f"{name} {command.example}" if command.example else "")
     check_texts(values, "")
     return recipe | values
 
 
-def _split(words: list[str], own: dict[str, "Key"]) -> tuple[list[str], list[str]]:
-    """Separate the words of a command's own options from those of a recipe."""
-    mine, recipe, rest = [], [], list(words)
-    while rest:
-        word = rest.pop(0)
-        kind = recipe if word.startswith("-") and word.partition("=")[0].lstrip("-") not in own else mine
-        kind.append(word)
-        if word.startswith("-") and "=" not in word and rest:
-            kind.append(rest.pop(0))  # the value of the option
-    return mine, recipe
+def _split_words(words: list[str], options: dict[str, "Key"]) -> tuple[list[str], list[str]]:
+    """Separate the words of a command's options from those of a recipe."""
+    command_words, recipe_words, remaining = [], [], list(words)
+    while remaining:
+        word = remaining.pop(0)
+        is_recipe_key = word.startswith("-") and word.partition("=")[0].lstrip("-") not in options
+        target = recipe_words if is_recipe_key else command_words
+        target.append(word)
+        if word.startswith("-") and "=" not in word and remaining:
+            target.append(remaining.pop(0))  # the value of the option
+    return command_words, recipe_words

@@ -30,7 +30,7 @@ from lmmods.runs.run_files import find_escape
 class Setup:
     """Objects built from a recipe: `trainer`, `model` and `datamodule` of its engine.
 
-    Used as a context, it names what to lower where an engine runs out of memory.
+    As a context, it reports what to lower if an engine runs out of memory.
 
     Args:
         recipe: The recipe of a command line.
@@ -38,7 +38,7 @@ class Setup:
         trainer: Arguments of the trainer that replace the recipe's.
 
     Raises:
-        UserError: The engine cannot do what the recipe asks for, or the recipe is not trusted.
+        UserError: The engine does not support the recipe, or the recipe is not trusted.
     """
 
     def __init__(self, recipe: Recipe, longest_first: bool = False, **trainer: Any) -> None:
@@ -59,21 +59,20 @@ class Setup:
     def __enter__(self) -> "Setup":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
                  ) -> None:
-        # XLA raises ValueError: see is_out_of_memory.
+        # XLA raises ValueError, see `is_out_of_memory`.
         if isinstance(error, RuntimeError | MemoryError | ValueError) and is_out_of_memory(error):
-            last = self.trainer.run_folder.find("last") if self.recipe.command == "fit" else None
-            raise what_to_lower(error, last and last.name) from error
+            checkpoint = self.trainer.run_folder.find("last") if self.recipe.command == "fit" else None
+            raise what_to_lower(error, checkpoint and checkpoint.name) from error
 
     def _configure_loggers(self) -> None:
-        """Leave out loggers that the command does not use, set the options of the others, and check where they write.
-        """
+        """Remove loggers that the command does not use, set options of the others, and check where they write."""
         recipe, trainer = self.recipe, self.recipe.given["trainer"]
         folder = RunFolder(recipe.values("trainer")["default_root_dir"])
         loggers = [spec for spec in _as_list(trainer.get("logger")) if isinstance(spec, ClassArguments)]
         if recipe.command != "fit" and trainer.get("logger") is not None:
-            # predict logs its table to the run of fit; other commands write metrics.json alone.
+            # predict logs its table to the run of fit; other commands only write metrics.json.
             loggers = [spec for spec in loggers if recipe.command == "predict"
                        and support_of(spec.class_path).continues(folder.root)]
             trainer["logger"] = loggers or None
@@ -84,40 +83,40 @@ class Setup:
         check_outputs(trainer, folder)
 
     def _check(self) -> None:
-        """Reject a recipe that would run code which it may not, or a class that does not work here."""
+        """Raise UserError if the recipe would run untrusted code, or names a strategy that is not supported."""
         check_recipe(self.recipe.values("model"), self.recipe.is_typed_true("model.trust_remote_code"))
         strategy = self.recipe.given["trainer"].get("strategy")
         if isinstance(strategy, ClassArguments) and strategy.class_path.endswith(".DeepSpeedStrategy"):
-            raise UserError("trainer.strategy: use lmmods.strategies.DeepSpeed, whose steps are exact, instead of "
-                            "Lightning's DeepSpeedStrategy.")
+            raise UserError("trainer.strategy: Lightning's DeepSpeedStrategy is not supported, as its steps are not "
+                            "exact. Use lmmods.strategies.DeepSpeed.")
 
     def _make(self, block: str) -> Any:
         """Return the object of `model` or `data`."""
-        kind = self.recipe.classes[block]
-        arguments = objects(kind, self.recipe.given[block])
-        if kind in declared(block).values():
-            kind = implementation(kind, FOLDERS[self.recipe.engine][block])
-        return kind(**arguments)
+        cls = self.recipe.classes[block]
+        arguments = objects(cls, self.recipe.given[block])
+        if cls in declared(block).values():
+            cls = implementation(cls, FOLDERS[self.recipe.engine][block])
+        return cls(**arguments)
 
-    def _trainer(self, replaced: dict[str, Any]) -> Any:
+    def _trainer(self, overrides: dict[str, Any]) -> Any:
         values = objects(self.recipe.kind("trainer"), self.recipe.values("trainer"))
-        # Blocks that are callbacks go to the trainer's; the others are attributes of it.
+        # Blocks that are callbacks are added to the trainer's callbacks; `_describe` makes the others its attributes.
         callbacks = [block for block in self.blocks.values() if isinstance(block, Callback)]
         if callbacks:
             values["callbacks"] = [*_as_list(values["callbacks"]), *callbacks]
-        self.asked = values  # arguments of the trainer as the recipe has them
-        return self.types.trainer(**values | replaced)
+        self.trainer_arguments = values  # arguments of the trainer, without overrides
+        return self.types.trainer(**values | overrides)
 
     def _describe(self, longest_first: bool) -> None:
-        """Give the trainer the complete recipe and its identity, and the data module what it needs of the model."""
+        """Set the trainer's recipe and identity, and connect the data module to the model."""
         recipe, defaults = redacted(self.recipe.whole()), self._defaults()
         recipe["trainer"]["callbacks"] = _as_list(recipe["trainer"].get("callbacks")) or None
-        # config.yaml serves both engines: short class names, and of Lightning's own keys those that are set.
-        for part in (recipe["model"], recipe["data"], *_as_list(recipe["trainer"]["callbacks"])):
-            part["class_path"] = short_name(part["class_path"])
-        ours = inspect.signature(self.types.trainer.__init__).parameters
+        # config.yaml works on both engines: with short class names, and without Lightning's own keys that are not set.
+        for block in (recipe["model"], recipe["data"], *_as_list(recipe["trainer"]["callbacks"])):
+            block["class_path"] = short_name(block["class_path"])
+        parameters = inspect.signature(self.types.trainer.__init__).parameters
         for key, value in list(recipe["trainer"].items()):
-            if value == defaults["trainer"][key] and (value is None or key not in ours):
+            if value == defaults["trainer"][key] and (value is None or key not in parameters):
                 del recipe["trainer"][key]
         recipe["trainer"]["precision"] = self.trainer.precision  # resolved value of `auto`
         self.blocks["checkpoint"].rank_by(*self.model.ranked_by)
@@ -127,7 +126,7 @@ class Setup:
         self._connect(longest_first)
 
     def _connect(self, longest_first: bool) -> None:
-        """Give the data module what depends on the model."""
+        """Set the data module's attributes that depend on the model."""
         def read_scorer(name: str, key: str) -> Scorer:
             from lmmods.commands.reward_model import read_reward_model
 
@@ -148,21 +147,21 @@ class Setup:
 
 
 # Keys of `trainer` that a dry run overrides.
-DRY = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "fast_dev_run": False,
-       "profiler": None, "barebones": False, "callbacks": None, "enable_checkpointing": False,
-       "enable_progress_bar": False, "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": None,
-       "check_val_every_n_epoch": 10**9}
+DRY_RUN_KEYS = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "fast_dev_run": False,
+                "profiler": None, "barebones": False, "callbacks": None, "enable_checkpointing": False,
+                "enable_progress_bar": False, "limit_val_batches": 0, "num_sanity_val_steps": 0,
+                "val_check_interval": None, "check_val_every_n_epoch": 10**9}
 
 
 def dry_setup(recipe: Recipe, longest_first: bool = False, **trainer: Any) -> Setup:
-    """Build a recipe to measure what it computes: nothing is logged, sampled or saved, and no folder is created.
+    """Build a recipe for measurements: nothing is logged, sampled or saved, and no folder is created.
 
     Args:
-        longest_first: As of `Setup`.
+        longest_first: See `Setup`.
         trainer: Keys of the recipe's trainer to set.
     """
     names = keys_of(recipe.kind("trainer"))
-    changes = {name: value for name, value in (DRY | trainer).items() if name in names}
+    changes = {name: value for name, value in (DRY_RUN_KEYS | trainer).items() if name in names}
     given = recipe.given | dict.fromkeys(BLOCKS, {}) | {"trainer": recipe.given["trainer"] | changes}
     return Setup(replace(recipe, given=given), longest_first)
 
@@ -177,21 +176,21 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _check_complete(recipe: dict[str, Any]) -> None:
-    """Reject values that a run's config.yaml left out. Raises UserError."""
+    """Raise UserError if a value is a redacted one from a run's config.yaml."""
     if key := next(find_redacted(recipe), None):
-        short = key.replace(".init_args.", ".")
-        raise UserError(f"{key} has *** where a password or token was, as a run's config.yaml stores none. Set the "
-                        f"whole value again, on the command line (--{short} …) or in a later recipe (--config).")
+        option = key.replace(".init_args.", ".")
+        raise UserError(f"{key} has *** for a password or token, because config.yaml does not store them. Set the "
+                        f"whole value again, on the command line (--{option} …) or in a later recipe (--config).")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Output locations of Lightning classes: only the run folder, unless the command line trusts the recipe.
 #
-# Lightning's loggers and profilers write wherever their settings say, overwrite existing files and follow links, so
-# their settings are checked before any of them is built.
+# Lightning's loggers and profilers write to the paths in their settings, overwrite existing files and follow links, so
+# their settings are checked before they are built.
 
 PROFILERS = ("AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler")
-PROFILES = ("*.txt", "*.prof", "*.json")  # files that they overwrite; `*` stands for the name given in the recipe
+PROFILES = ("*.txt", "*.prof", "*.json")  # files that they overwrite; `*` stands for the file name in the recipe
 TRUST = f"or, if you trust the recipe, add {FLAG} true to the command line."
 
 
@@ -199,40 +198,39 @@ def check_outputs(trainer: Any, folder: RunFolder) -> None:
     """Check where the loggers and profilers of a parsed recipe would write.
 
     Raises:
-        UserError: A Lightning class would write outside the run folder, over foreign files, or to an unknown place.
+        UserError: A Lightning class would write outside the run folder, over foreign files, or to an unknown path.
     """
     for key in ("logger", "profiler"):
         for spec in _as_list(trainer.get(key)):
-            path = str(getattr(spec, "class_path", ""))
-            if path.split(".")[0] in PACKAGES[:2] and not is_trusted():
-                _check(f"trainer.{key}", path, spec.init_args, folder)
-            elif path and spec.kind is MetricsCSV:
-                raise UserError("trainer.logger: MetricsCSV does not work here. Every run has it already.")
+            class_path = str(getattr(spec, "class_path", ""))
+            if class_path.split(".")[0] in PACKAGES[:2] and not is_trusted():
+                _check_class(f"trainer.{key}", class_path, spec.init_args, folder)
+            elif class_path and spec.kind is MetricsCSV:
+                raise UserError("trainer.logger: every run has MetricsCSV already. Remove it.")
 
 
-def _check(key: str, path: str, options: dict[str, Any], folder: RunFolder) -> None:
-    name = path.rpartition(".")[2]
+def _check_class(key: str, class_path: str, options: dict[str, Any], folder: RunFolder) -> None:
+    name = class_path.rpartition(".")[2]
     if options.get("settings"):  # wandb.Settings holds many paths
-        raise UserError(f"{key}: {name} is given settings, which can name any place to write to. Leave them out, "
-                        f"{TRUST}")
+        raise UserError(f"{key}: {name} has `settings`, which may contain any output path. Remove them, {TRUST}")
     if key == "trainer.logger":
-        places, files = support_of(path).folders(options), support_of(path).overwrites
+        folders, files = support_of(class_path).folders(options), support_of(class_path).overwrites
     else:
-        places, files = [options.get("dirpath")] if name in PROFILERS else None, PROFILES
-        places = [] if name == "PassThroughProfiler" else places
-    if places is None:
-        raise UserError(f"{key}: it is not known where {name} writes. Name another one (docs/extending.md), {TRUST}")
-    for place in filter(None, places):
-        out = place if _is_odd(place) else find_escape(folder.root, place)
-        if out is not None:
-            raise UserError(f"{key}: {name} would write to {out}, and what a run writes lies in its folder. Name a "
+        folders, files = [options.get("dirpath")] if name in PROFILERS else None, PROFILES
+        folders = [] if name == "PassThroughProfiler" else folders
+    if folders is None:
+        raise UserError(f"{key}: the output path of {name} is unknown. Use another class (docs/extending.md), {TRUST}")
+    for target in filter(None, folders):
+        escape = target if _is_expanded(target) else find_escape(folder.root, target)
+        if escape is not None:
+            raise UserError(f"{key}: {name} would write to {escape}, but a run only writes inside its folder. Set a "
                             f"folder in {folder.root}, {TRUST}")
-        taken = [path for pattern in files for path in Path(place).glob(pattern)]
-        if taken and not folder.holds_run():
-            raise UserError(f"{key}: {name} would write over {taken[0]}, which no run wrote. Name another folder in "
+        existing = [path for pattern in files for path in Path(target).glob(pattern)]
+        if existing and not folder.holds_run():
+            raise UserError(f"{key}: {name} would overwrite {existing[0]}, which no run wrote. Set another folder in "
                             f"{folder.root}, {TRUST}")
 
 
-def _is_odd(place: str) -> bool:
-    """True if a library may expand a path to another one: a URL, a home directory or an environment variable."""
-    return place.startswith(("~", "file:", "local:")) or any(mark in place for mark in ("://", "::", "$"))
+def _is_expanded(path: str) -> bool:
+    """True if a library may expand a path: a URL, a home directory or an environment variable."""
+    return path.startswith(("~", "file:", "local:")) or any(sign in path for sign in ("://", "::", "$"))

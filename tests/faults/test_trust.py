@@ -298,7 +298,7 @@ def test_a_folder_that_is_no_run_s_is_not_written_over(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "metrics.csv").write_text("years of work")
     given = {"save_dir": str(tmp_path), "name": "results", "version": ""}
-    assert "would write over" in outputs(tmp_path, "CSVLogger", **given)
+    assert "would overwrite" in outputs(tmp_path, "CSVLogger", **given)
     (tmp_path / "config.yaml").write_text("{}")  # which fit itself refuses where no run wrote it
     assert outputs(tmp_path, "CSVLogger", **given) == ""
 
