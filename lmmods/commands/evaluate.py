@@ -8,7 +8,7 @@ from lmmods.core import hub
 from lmmods.core.console import tell
 from lmmods.core.errors import UserError, first_line
 
-# Keys of lm-eval's results that go into evaluate.json; the others identify this machine.
+# Keys of lm-eval's results for evaluate.json; other keys would identify this machine.
 REPORTED = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples")
 
 
@@ -32,7 +32,7 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
         device: cpu, cuda or cuda:1. auto uses a GPU if there is one.
 
     Raises:
-        UserError: lm-eval is not installed, no such run, model or task, or one of the tasks could not be evaluated.
+        UserError: lm-eval is not installed; the run, its model or a task does not exist; or a task has failed.
     """
     try:
         import lm_eval
@@ -45,7 +45,7 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
     from lmmods.data.encode.chat_template import bounded_rendering
 
     finished = FinishedRun.read(run, "evaluate")
-    quiet = hub.silence()  # check the hub once; lm-eval would do so for each file of each task
+    quiet = hub.silence()  # checks the hub once; lm-eval would check it for each file of each task
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     manager = TaskManager(include_path=task_folder)
     _check_names(names, manager.all_tasks)
@@ -56,40 +56,40 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
     base = finished.load(finished.quantize if finished.has_adapter else None,
                          {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-mixed"}[dtype], device)
     model = HFLM(pretrained=finished.with_adapter(base), tokenizer=tokenizer, batch_size=batch_size, device=device)
-    done: dict[str, Any] = {}
+    all_results: dict[str, Any] = {}
     failed: dict[str, Exception] = {}
     with finished.folder.lock("evaluate"), bounded_rendering():
         for name in dict.fromkeys(names):
             try:
-                found = lm_eval.simple_evaluate(model, tasks=[name], limit=limit, num_fewshot=num_fewshot,
-                                                task_manager=manager, apply_chat_template=apply_chat_template,
-                                                log_samples=False)
+                results = lm_eval.simple_evaluate(model, tasks=[name], limit=limit, num_fewshot=num_fewshot,
+                                                  task_manager=manager, apply_chat_template=apply_chat_template,
+                                                  log_samples=False)
             except Exception as error:  # raised again below
                 failed[name] = error
-                tell(f"{name} failed: {_reason(error)}")
+                tell(f"{name} failed: {_describe(error)}")
                 continue
-            print(lm_eval.utils.make_table(found))
-            done |= {key: {**done.get(key, {}), **found[key]} for key in REPORTED if key in found}
-            finished.folder.merge_metrics(_scores(done))
-            finished.folder.write_files({"evaluate.json": done})
-    if done:
-        print(f"Wrote {len(_scores(done))} scores to {finished.folder.metrics_json}.")
+            print(lm_eval.utils.make_table(results))
+            all_results |= {key: {**all_results.get(key, {}), **results[key]} for key in REPORTED if key in results}
+            finished.folder.merge_metrics(_list_scores(all_results))
+            finished.folder.write_files({"evaluate.json": all_results})
+    if all_results:
+        print(f"Wrote {len(_list_scores(all_results))} scores to {finished.folder.metrics_json}.")
     if failed:
-        raise _failure(failed, len(set(names)), quiet)
+        raise _build_error(failed, len(set(names)), quiet)
 
 
-def _scores(found: dict[str, Any]) -> dict[str, float]:
-    """Return lm-eval's results by `eval/<task>/<metric>`."""
-    return {f"eval/{task}/{_metric(name)}": value for task, values in found["results"].items()
+def _list_scores(results: dict[str, Any]) -> dict[str, float]:
+    """Return lm-eval's metrics, named `eval/<task>/<metric>`."""
+    return {f"eval/{task}/{_metric_name(name)}": value for task, values in results["results"].items()
             for name, value in values.items() if isinstance(value, float | int) and "stderr" not in name
             and name not in ("sample_len", "sample_count")}
 
 
-def _failure(failed: dict[str, Exception], num_tasks: int, quiet: str) -> Exception:
-    """Return the exception for failed tasks: UserError if only data or packages are missing, else the first error."""
+def _build_error(failed: dict[str, Exception], num_tasks: int, quiet: str) -> Exception:
+    """Return the error for failed tasks: UserError if only data or packages are missing, else the first other error."""
     if bug := next((error for error in failed.values() if not isinstance(error, OSError | ImportError)), None):
         return bug
-    reasons = "; ".join(f"{name}: {_reason(error)}" for name, error in failed.items())
+    reasons = "; ".join(f"{name}: {_describe(error)}" for name, error in failed.items())
     return UserError(f"evaluate: {len(failed)} of {num_tasks} tasks failed ({reasons}). "
                      + ("The other scores are written. " if len(failed) < num_tasks else "")
                      + (f"The hub {quiet}. " if quiet else "")
@@ -97,14 +97,14 @@ def _failure(failed: dict[str, Exception], num_tasks: int, quiet: str) -> Except
                      "needs with pip.")
 
 
-def _reason(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _metric(name: str) -> str:
+def _metric_name(name: str) -> str:
     """Return `acc` for `acc,none` and `exact_match_strict` for `exact_match,strict`."""
-    metric, _, filtered = name.partition(",")
-    return metric if filtered in ("", "none") else f"{metric}_{filtered}"
+    metric, _, filter_name = name.partition(",")
+    return metric if filter_name in ("", "none") else f"{metric}_{filter_name}"
 
 
 def _check_names(names: list[str], known: list[str]) -> None:
@@ -112,7 +112,7 @@ def _check_names(names: list[str], known: list[str]) -> None:
         raise UserError("--tasks is empty. Add lm-eval tasks, for example hellaswag,arc_easy.")
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 3, 0.7)
+            matches = difflib.get_close_matches(name, known, 3, 0.7)
             raise UserError(f"--tasks {name}: lm-eval has no such task, group or tag."
-                            + (f" Did you mean {', '.join(near)}?" if near else "")
+                            + (f" Did you mean {', '.join(matches)}?" if matches else "")
                             + " For your own task files, set --task_folder.")

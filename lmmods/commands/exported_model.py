@@ -25,8 +25,8 @@ class FinishedRun:
     Args:
         task: Name of the task's class.
         seed: Seed of weights that are in neither base nor adapter, such as the head of a masked LM on a bare encoder.
-        has_adapter: True if model/ is an adapter; otherwise it is a whole model.
-        pretrained: Base model of the adapter, and the fields with which it was loaded.
+        has_adapter: True if model/ is an adapter, False if it is a whole model.
+        pretrained: Base model of the adapter. The fields that follow are those it was loaded with.
     """
 
     folder: RunFolder
@@ -42,25 +42,25 @@ class FinishedRun:
 
     @classmethod
     def read(cls, run: str, command: str, tasks: list[str] | None = None) -> "FinishedRun":
-        """Read the run in a folder. Raises UserError: no run there, not finished, or of another task.
+        """Read a run folder. Raises UserError: it has no run, the run is not finished, or its task is not supported.
 
         Args:
             command: Name of the command, for messages.
-            tasks: The tasks that it takes; by default those that write text.
+            tasks: Supported tasks. Default: those that generate text.
         """
         folder = RunFolder(run)
         if not folder.config.is_file():
-            raise UserError(f"--run {run}: there is no config.yaml, so this is not a run folder.")
+            raise UserError(f"--run {run} has no config.yaml, so it is not a run folder. Use a run folder.")
         has_adapter = (folder.model / SETTINGS).exists()
         if not has_adapter and not (folder.model / "config.json").is_file():
-            raise UserError(f"--run {run}: there is no model in {folder.model}; the run must have finished.")
+            raise UserError(f"--run {run} has no model in {folder.model}. Use a finished run.")
         if has_adapter:
             adapter_config(folder.model, f"--run {run}")
             adapter_weights(folder.model, f"--run {run}")
         model = model_block(run, command, tasks)
         options = model["init_args"]
         check_remote_code(options)
-        # A principal adapter is exported for the model itself; the quantised weights next to it are another base.
+        # A principal adapter is exported for the original model, not for the quantised base that it was trained on.
         is_principal = has_adapter and (options.get("lora") or {}).get("init") == "pissa"
         task = model["class_path"].rsplit(".", 1)[-1]
         seed = read_recipe(folder.config).get("seed_everything")
@@ -81,17 +81,17 @@ class FinishedRun:
 
     @cached_property
     def network_fields(self) -> dict[str, Any]:
-        """Fields of the base's configuration that the recipe or the rows changed, such as the names of labels.
+        """Fields of the base's configuration that the recipe or the rows change, such as the names of labels.
 
         Raises:
-            UserError: The labels are in no checkpoint, and the training rows are gone.
+            UserError: The labels are not in a checkpoint, and the training rows cannot be read.
         """
         if self.writes:
             return self.config_overrides
         from lmmods.runs.checkpoint import read_plain
 
-        model, declared_data = read_blocks(self.folder)
-        data = data_module(declared_data)
+        model, data_fields = read_blocks(self.folder)
+        data = data_module(data_fields)
         if (checkpoint := self.folder.find("last")) is not None:
             data.resume_from(read_plain(checkpoint))
         return {**(model.overrides or {}), **data.network_fields}
@@ -116,8 +116,8 @@ class FinishedRun:
 
         source = {"pretrained": self.pretrained, "overrides": self.network_fields, "revision": self.revision
                   } if self.has_adapter else {"pretrained": str(self.folder.model)}
-        auto = getattr(transformers, self.auto_class)
-        model = load_pretrained(auto, **source, trust_remote_code=self.trust_remote_code, quantize=quantize,
+        auto_class = getattr(transformers, self.auto_class)
+        model = load_pretrained(auto_class, **source, trust_remote_code=self.trust_remote_code, quantize=quantize,
                                 double_quant=self.double_quant, precision=precision, frozen=True, seed=self.seed,
                                 device=torch.device(device) if device else None,
                                 adapter=self.folder.model if self.has_adapter else None)
@@ -156,52 +156,52 @@ class FinishedRun:
         return None if saved == MXFP4 else saved
 
     def unpack(self):
-        """Load a base that is saved quantised, dequantised to the weights it computes with."""
+        """Load a base that is saved quantised, with dequantised weights."""
         import transformers
 
         quantised = self.load(None)
         config = copy.deepcopy(quantised.config)
         del config.quantization_config
-        auto = getattr(transformers, self.auto_class)
-        model = auto.from_config(config, trust_remote_code=self.trust_remote_code).eval()
-        plain = model.state_dict()
+        auto_class = getattr(transformers, self.auto_class)
+        model = auto_class.from_config(config, trust_remote_code=self.trust_remote_code).eval()
+        weights = model.state_dict()
         for name, tensor in quantised.state_dict().items():
-            if name in plain and plain[name].shape == tensor.shape and tensor.is_floating_point():
-                plain[name].copy_(tensor)
+            if name in weights and weights[name].shape == tensor.shape and tensor.is_floating_point():
+                weights[name].copy_(tensor)
         copy_dequantized(quantised, model)
         return model
 
 
 def model_block(run: str, command: str, tasks: list[str] | None = None) -> dict[str, Any]:
-    """Return the `model` block of a run's config.yaml. Raises UserError: it is missing, or of another task.
+    """Return the `model` block of a run's config.yaml. Raises UserError: it is missing, or its task is not supported.
 
     Args:
         command: Name of the command, for messages.
-        tasks: The tasks that it takes; by default those that write text.
+        tasks: Supported tasks. Default: those that generate text.
     """
     model = read_recipe(RunFolder(run).config).get("model")
     if not (isinstance(model, dict) and isinstance(model.get("class_path"), str)
             and isinstance(model.get("init_args"), dict)):
-        raise UserError(f"--run {run}: config.yaml has no model with class_path and init_args, so no run wrote it.")
+        raise UserError(f"--run {run}: config.yaml has no model with class_path and init_args, so no run wrote it. "
+                        "Use a run folder.")
     *others, last = tasks_that_write() if tasks is None else tasks
     if model["class_path"].rsplit(".", 1)[-1] not in (*others, last):
-        raise UserError(f"--run {run}: {command} takes runs of {', '.join(others)} and {last}, but this is a run "
-                        f"of {model['class_path']}.")
+        raise UserError(f"--run {run}: its task is {model['class_path']}, which {command} does not support. Use a run "
+                        f"of {', '.join(others)} or {last}.")
     return model
 
 
 def read_blocks(folder: RunFolder) -> tuple[TaskFields | None, DataFields | None]:
-    """Read the blocks `model` and `data` of a run's config.yaml into their fields; None for a class of the user's own.
-    """
+    """Read `model` and `data` of a run's config.yaml into their fields; None for a user's own class."""
     parsed = parse(["predict", "--config", str(folder.config)], {}, checked=False)
-    return tuple(kind and kind(**objects(kind, parsed.given[block]))  # type: ignore[return-value]
-                 for block, kind in parsed.classes.items())
+    return tuple(cls and cls(**objects(cls, parsed.given[block]))  # type: ignore[return-value]
+                 for block, cls in parsed.classes.items())
 
 
 def exported_fields(folder: RunFolder, model: Fields) -> Fields | None:
-    """Return the fields that load the exported model/ of a run; None if there is none yet."""
+    """Return the fields that load the exported model/ of a run; None if it does not exist yet."""
     if (folder.model / SETTINGS).exists():
-        # As in `FinishedRun.read`.
+        # Without a principal adapter's quantised base, as in `FinishedRun.read`.
         quantize = model.quantize if model.starts_at_base else None
         return replace(model, lora=None, adapter=str(folder.model), quantize=quantize)
     if not (folder.model / "config.json").is_file():
@@ -209,10 +209,10 @@ def exported_fields(folder: RunFolder, model: Fields) -> Fields | None:
     return replace(model, pretrained=str(folder.model), config=None, config_overrides=None, revision=None)
 
 
-def data_module(declared: DataFields) -> Any:
-    """Build the data module of declared fields without reading rows."""
-    kind = implementation(type(declared), "lmmods.data")
-    return kind(**{item.name: getattr(declared, item.name) for item in fields(declared)})
+def data_module(data_fields: DataFields) -> Any:
+    """Build the data module for fields of `data`, without reading rows."""
+    module_class = implementation(type(data_fields), "lmmods.data")
+    return module_class(**{item.name: getattr(data_fields, item.name) for item in fields(data_fields)})
 
 
 def copy_dequantized(quantized, model) -> None:
@@ -222,11 +222,11 @@ def copy_dequantized(quantized, model) -> None:
     from lmmods.torch_engine.compat.bitsandbytes import matrix_of
     from lmmods.torch_engine.nn.experts import packed_names
 
-    plain = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for name in packed_names(quantized):
-        module, _, own = name.rpartition(".")
-        parameter = getattr(plain[module], own)
-        parameter.data = getattr(quantized.get_submodule(module), own).to(parameter.dtype)
+        module, _, attribute = name.rpartition(".")
+        parameter = getattr(modules[module], attribute)
+        parameter.data = getattr(quantized.get_submodule(module), attribute).to(parameter.dtype)
     for name, module in quantized.named_modules():
         if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
-            plain[name].weight.data = matrix_of(module, plain[name].weight.dtype)
+            modules[name].weight.data = matrix_of(module, modules[name].weight.dtype)

@@ -1,8 +1,8 @@
-"""A model folder of transformers as one GGUF file, which llama.cpp and the programs on top of it read.
+"""Convert a transformers model folder to a GGUF file, for llama.cpp and programs based on it.
 
-Facts about the format: names of tensors and keys from the package `gguf`; what a reader computes for an architecture,
-and how it splits text into tokens, from llama.cpp (src/models, src/llama-vocab.cpp). A model for which they compute
-something else than transformers does is rejected.
+Names of tensors and keys come from the package `gguf`. What a reader computes for an architecture, and how it tokenises
+text, comes from llama.cpp (src/models, src/llama-vocab.cpp). Models that llama.cpp would compute differently from
+transformers are rejected.
 """
 
 import json
@@ -18,7 +18,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG, saved_end_ids
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
-BLOCK = 32  # weights of a row that share a scale in q8_0
+BLOCK = 32  # number of weights that share a scale in q8_0
 
 
 def _no_condition(config: Any) -> str | None:
@@ -30,19 +30,19 @@ def _rope_in_three_of_four_layers(config: Any) -> str | None:
     return None if list(config.no_rope_layers) == expected else "no_rope_layers other than every fourth"
 
 
-def _gemma_attention(period: int, largest: int) -> Callable[[Any], str | None]:
-    """Return the check of a Gemma whose every `period`-th layer sees all positions.
+def _gemma_attention(period: int, num_layers_of_largest: int) -> Callable[[Any], str | None]:
+    """Return the check of a Gemma model in which every `period`-th layer has full attention.
 
     Args:
-        largest: Layers of the model in which the scale of the scores is derived from the hidden size.
+        num_layers_of_largest: Number of layers of the model whose attention scale depends on the hidden size.
     """
     def check(config: Any) -> str | None:
-        kinds = ["sliding_attention" if (layer + 1) % period else "full_attention"
-                 for layer in range(config.num_hidden_layers)]
-        if list(config.layer_types) != kinds:
+        layer_types = ["sliding_attention" if (layer + 1) % period else "full_attention"
+                       for layer in range(config.num_hidden_layers)]
+        if list(config.layer_types) != layer_types:
             return f"layer_types other than full attention in every layer of number {period}"
-        of_width = config.num_hidden_layers == largest
-        scale = config.hidden_size // config.num_attention_heads if of_width else config.head_dim
+        is_largest = config.num_hidden_layers == num_layers_of_largest
+        scale = config.hidden_size // config.num_attention_heads if is_largest else config.head_dim
         return None if config.query_pre_attn_scalar == scale else f"query_pre_attn_scalar other than {scale}"
 
     return check
@@ -50,17 +50,17 @@ def _gemma_attention(period: int, largest: int) -> Callable[[Any], str | None]:
 
 @dataclass(frozen=True)
 class Family:
-    """How an architecture is stored, and what it must be.
+    """How an architecture is stored, and what llama.cpp supports of it.
 
     Args:
         name: llama.cpp's name of the architecture.
-        activation: Of the feed-forward network.
-        interleaved: True if the rows of queries and keys are stored in the order in which rotary pairs are adjacent.
-        all_biases: True if every matrix may have a bias; queries, keys and values alone otherwise.
-        one_plus: True if the network scales by 1 + the weight of a norm; the file has the sum.
-        llama3_rope: True if the frequencies of RoPE may be scaled one by one.
-        has_window: True if the reader knows sliding windows.
-        unsupported: Returns what the reader would compute differently, None if there is nothing.
+        activation: Activation of the feed-forward network.
+        interleaved: True if query and key rows are stored so that rotary pairs are adjacent.
+        all_biases: True if every matrix may have a bias, False if only queries, keys and values may.
+        one_plus: True if norms scale by 1 + weight; the file stores this sum.
+        llama3_rope: True if RoPE frequencies may have individual divisors.
+        has_window: True if the reader supports sliding windows.
+        unsupported: Returns what the reader would compute differently, or None.
     """
 
     name: str
@@ -88,7 +88,7 @@ FAMILIES = {
 
 
 def require_gguf() -> None:
-    """Raises UserError: the package `gguf` is missing."""
+    """Raise UserError if the package `gguf` is missing."""
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -96,7 +96,7 @@ def require_gguf() -> None:
 
 
 def check_architecture(model_type: str) -> None:
-    """Raises UserError: the causal models of this type are not written."""
+    """Raise UserError if causal models of this type are not supported."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, model_type)
@@ -104,26 +104,26 @@ def check_architecture(model_type: str) -> None:
         raise UserError(f"--gguf: {architecture} is not one of {', '.join(FAMILIES)}. {CONVERTER}")
 
 
-CONVERTER = ("Remove --gguf, and convert the folder that merge writes with llama.cpp's "
+CONVERTER = ("Remove --gguf, and convert merge's output folder with llama.cpp's "
              "`python convert_hf_to_gguf.py FOLDER --outfile model.gguf`.")
 
 
 def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
-    """Write a model folder as a GGUF file, one tensor in memory at a time.
+    """Write a model folder as a GGUF file, with one tensor in memory at a time.
 
     Args:
         folder: Weights, configuration and tokenizer, as transformers saves them.
         kind: Type of the matrices; vectors are float32. In q8_0, rows that are not a multiple of 32 are f16.
-        name: Of the model, in the file.
+        name: Name of the model in the file.
 
     Raises:
-        UserError: A reader of the file would compute or tokenize something else; or a weight is too large for f16.
+        UserError: A reader of the file would compute or tokenise differently, or a weight is too large for f16.
     """
     import gguf
     from transformers import AutoConfig, AutoTokenizer
 
     if not (folder / "tokenizer.json").is_file():
-        raise _refusal("tokenizer, which is not saved as tokenizer.json")
+        raise _build_error("tokenizer, which is not saved as tokenizer.json")
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     family = FAMILIES[config.architectures[0]]
     writer = gguf.GGUFWriter(path, family.name)
@@ -135,10 +135,10 @@ def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
         _add_sizes(writer, family, config)
         _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")), tokenizer,
                        config.vocab_size)
-        _add_ends(writer, folder, tokenizer)
-        tensors = list(_tensors(folder, family, config, kind))
+        _add_end_tokens(writer, folder, tokenizer)
+        tensors = list(_list_tensors(folder, family, config, kind))
     except _Unsupported as error:
-        raise _refusal(error) from error
+        raise _build_error(error) from error
     for stored in tensors:
         in_bytes = gguf.quant_shape_to_byte_shape(stored.shape, stored.kind)
         writer.add_tensor_info(stored.name, in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), stored.kind)
@@ -150,12 +150,12 @@ def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
     writer.close()
 
 
-def _refusal(what: object) -> UserError:
-    return UserError(f"--gguf: llama.cpp does not support this model's {what}. {CONVERTER}")
+def _build_error(feature: object) -> UserError:
+    return UserError(f"--gguf: llama.cpp does not support this model's {feature}. {CONVERTER}")
 
 
 class _Unsupported(Exception):
-    """Names what readers of the file do not support."""
+    """Feature of a model that readers of the file do not support."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _add_sizes(writer: Any, family: Family, config: Any) -> None:
         raise _Unsupported(reason)
     head_dim = _head_dim(config)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(_context(family, config))
+    writer.add_context_length(_context_length(family, config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
@@ -196,8 +196,8 @@ def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _context(family: Family, config: Any) -> int:
-    """Positions within which reader and transformers compute the same: those of a window that the reader lacks."""
+def _context_length(family: Family, config: Any) -> int:
+    """Return the context length. A window that the reader does not support limits it, so that results stay equal."""
     window = None if family.has_window else getattr(config, "sliding_window", None)
     return min(config.max_position_embeddings, window or config.max_position_embeddings)
 
@@ -207,13 +207,13 @@ def _add_rope(writer: Any, family: Family, config: Any) -> None:
 
     ropes = config.rope_parameters
     rope = ropes.get("full_attention", ropes)
-    kind = rope.get("rope_type", "default")
+    rope_type = rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise _Unsupported("partial_rotary_factor")
-    if kind not in ("default", "linear", *(["llama3"] if family.llama3_rope else [])):
-        raise _Unsupported(f"rope_type {kind}")
+    if rope_type not in ("default", "linear", *(["llama3"] if family.llama3_rope else [])):
+        raise _Unsupported(f"rope_type {rope_type}")
     writer.add_rope_freq_base(rope["rope_theta"])
-    if kind == "linear":
+    if rope_type == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
     if local := ropes.get("sliding_attention"):
@@ -223,7 +223,7 @@ def _add_rope(writer: Any, family: Family, config: Any) -> None:
 
 
 def _rope_divisors(config: Any) -> Any:
-    """Divisors of the frequencies of RoPE scaled as in Llama 3, float32 [head_dim / 2]."""
+    """Return the divisors of the RoPE frequencies in Llama 3's scaling, float32 [head_dim / 2]."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -238,7 +238,7 @@ def _rope_divisors(config: Any) -> Any:
 
 
 @dataclass
-class _Stored:
+class _StoredTensor:
     """A tensor of the file.
 
     Args:
@@ -252,7 +252,7 @@ class _Stored:
     read: Callable[[], Any]
 
 
-def _tensors(folder: Path, family: Family, config: Any, kind: GGUFType) -> Iterator[_Stored]:
+def _list_tensors(folder: Path, family: Family, config: Any, kind: GGUFType) -> Iterator[_StoredTensor]:
     import gguf
     from safetensors import safe_open
 
@@ -260,7 +260,7 @@ def _tensors(folder: Path, family: Family, config: Any, kind: GGUFType) -> Itera
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     if config.rope_parameters.get("rope_type") == "llama3":
         divisors = _rope_divisors(config)
-        yield _Stored("rope_freqs.weight", divisors.shape, gguf.GGMLQuantizationType.F32, lambda: divisors)
+        yield _StoredTensor("rope_freqs.weight", divisors.shape, gguf.GGMLQuantizationType.F32, lambda: divisors)
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
             for source in sorted(weights.keys()):
@@ -270,14 +270,14 @@ def _tensors(folder: Path, family: Family, config: Any, kind: GGUFType) -> Itera
                 if target is None or target.endswith(".bias") and not _has_bias(family, target):
                     raise _Unsupported(f"weight {source}")
                 shape = tuple(weights.get_slice(source).get_shape())
-                yield _Stored(target, shape, _kind(kind, shape), _reader(file, source, family, config, kind))
+                yield _StoredTensor(target, shape, _gguf_type(kind, shape), _reader(file, source, family, config, kind))
 
 
 def _has_bias(family: Family, target: str) -> bool:
     return family.all_biases or target.split(".")[-2] in ("attn_q", "attn_k", "attn_v")
 
 
-def _kind(kind: GGUFType, shape: tuple[int, ...]) -> Any:
+def _gguf_type(kind: GGUFType, shape: tuple[int, ...]) -> Any:
     """Return gguf's type of a tensor."""
     from gguf import GGMLQuantizationType
 
@@ -287,7 +287,7 @@ def _kind(kind: GGUFType, shape: tuple[int, ...]) -> Any:
 
 
 def _reader(file: Path, source: str, family: Family, config: Any, kind: GGUFType) -> Callable[[], Any]:
-    """Return a function that reads a tensor as the file has it."""
+    """Return a function that reads a tensor in the form that the file stores."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
     def read() -> Any:
@@ -299,7 +299,7 @@ def _reader(file: Path, source: str, family: Family, config: Any, kind: GGUFType
             tensor = tensor + 1
         count = heads.get(source.split(".")[-2])
         if family.interleaved and count is not None:
-            # rows of a head: (halves, pairs) -> (pairs, halves)
+            # Rows of each head: (halves, pairs) -> (pairs, halves).
             tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
         if kind in ("f16", "q8_0") and tensor.ndim > 1 and tensor.abs().max() > 65504:
             raise UserError(f"--gguf {kind}: {source} has weights above 65504, the maximum of float16. Use bf16 "
@@ -312,12 +312,12 @@ def _reader(file: Path, source: str, family: Family, config: Any, kind: GGUFType
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokens
 #
-# llama.cpp knows two ways of merging: byte-level BPE by the rank of merges, with a named regular expression that
-# splits text into words; and SentencePiece's, which merges neighbours whose union has the highest score.
+# llama.cpp supports two methods: byte-level BPE by the rank of merges, with a named regular expression that splits text
+# into words; and SentencePiece, which merges the neighbours whose union has the highest score.
 
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Name in llama.cpp -> regular expression, and whether a word of the vocabulary is taken without merging.
+# Name in llama.cpp -> regular expression, and whether words in the vocabulary are not merged.
 WORDS = {
     "llama-bpe": (LETTERS + r"\p{N}{1,3}" + OTHERS, True),
     "smaug-bpe": (LETTERS + r"\p{N}{1,3}" + OTHERS, False),
@@ -326,70 +326,71 @@ WORDS = {
 SPACE = "\u2581"  # SentencePiece's space
 
 
-def _add_tokenizer(writer: Any, saved: dict[str, Any], tokenizer: Any, size: int) -> None:
+def _add_tokenizer(writer: Any, saved: dict[str, Any], tokenizer: Any, vocab_size: int) -> None:
     """Add vocabulary, merges, special tokens and chat template.
 
     Args:
         saved: Content of tokenizer.json.
-        size: Rows of the embedding.
+        vocab_size: Number of embedding rows.
     """
     from gguf import TokenType
 
     model = saved["model"]
     if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _Unsupported(f"tokenizer ({model['type']})")
-    tokens = [f"[PAD{index}]" for index in range(size)]
-    types = [TokenType.UNUSED] * size
-    by_bytes = bool(model.get("byte_fallback"))
+    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
+    types = [TokenType.UNUSED] * vocab_size
+    has_byte_fallback = bool(model.get("byte_fallback"))
     for token, index in model["vocab"].items():
         tokens[index], types[index] = token, TokenType.NORMAL
-        if by_bytes and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        if has_byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             types[index] = TokenType.BYTE
     for added in saved["added_tokens"]:
         if added["lstrip"] or added["rstrip"] or added["single_word"]:
             raise _Unsupported(f"token {added['content']}, which absorbs spaces or matches only whole words")
         index, text = added["id"], added["content"]
-        # Such tokens are found in the text itself, before spaces are escaped.
-        tokens[index] = text if added["special"] or not by_bytes else text.replace(SPACE, " ")
+        # Added tokens are matched in the text before spaces are escaped.
+        tokens[index] = text if added["special"] or not has_byte_fallback else text.replace(SPACE, " ")
         types[index] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
-        if by_bytes and text == model.get("unk_token"):
+        if has_byte_fallback and text == model.get("unk_token"):
             types[index] = TokenType.UNKNOWN
     merges = [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"]]
-    if by_bytes:
+    if has_byte_fallback:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_scores(_scores(tokens, types, model["vocab"], merges))
-        writer.add_add_space_prefix(_begins_with_space(saved))
+        writer.add_token_scores(_token_scores(tokens, types, model["vocab"], merges))
+        writer.add_add_space_prefix(_has_space_prefix(saved))
     else:
         from tokenizers.pre_tokenizers import ByteLevel
 
         if not model["vocab"].keys() >= set(ByteLevel.alphabet()):
             raise _Unsupported("tokenizer: it has no token for some bytes")
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_words(saved))
+        writer.add_tokenizer_pre(_word_rule_name(saved))
         writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     for role in ("bos", "unk", "pad"):
         if (index := getattr(tokenizer, f"{role}_token_id")) is not None:
             getattr(writer, f"add_{role}_token_id")(index)
-    plain, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    begins, ends = whole == [tokenizer.bos_token_id, *plain], whole == [*plain, tokenizer.eos_token_id]
-    both = whole == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]
-    if not (begins or ends or both or whole == plain):
+    token_ids, ids_with_special = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    starts_with_bos = ids_with_special == [tokenizer.bos_token_id, *token_ids]
+    ends_with_eos = ids_with_special == [*token_ids, tokenizer.eos_token_id]
+    has_both = ids_with_special == [tokenizer.bos_token_id, *token_ids, tokenizer.eos_token_id]
+    if not (starts_with_bos or ends_with_eos or has_both or ids_with_special == token_ids):
         raise _Unsupported("tokens around a text")
-    writer.add_add_bos_token(begins or both)
-    writer.add_add_eos_token(ends or both)
+    writer.add_add_bos_token(starts_with_bos or has_both)
+    writer.add_add_eos_token(ends_with_eos or has_both)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.get_chat_template())
 
 
-def _words(saved: dict[str, Any]) -> str:
-    """Return llama.cpp's name of a byte-level tokenizer's way of splitting text into words."""
+def _word_rule_name(saved: dict[str, Any]) -> str:
+    """Return llama.cpp's name of the rule by which a byte-level tokenizer splits text into words."""
     step = saved["pre_tokenizer"] or {}
     first, last = (step["pretokenizers"] if step.get("type") == "Sequence" and len(step["pretokenizers"]) == 2
                    else [None, step])
-    # Text in Unicode's form NFC, which nearly all text is in, is not changed by the normaliser of that name.
+    # The normaliser NFC does not change text in Unicode's form NFC, which nearly all text has.
     if (saved["normalizer"] or {"type": "NFC"})["type"] != "NFC" or last.get("type") != "ByteLevel" or (
             last["add_prefix_space"]):
         raise _Unsupported("tokenizer: its normalizer or pre_tokenizer")
@@ -400,15 +401,15 @@ def _words(saved: dict[str, Any]) -> str:
         if first == {"type": "Digits", "individual_digits": True}:
             return "smollm"
     if not by_regex and first is not None and first["type"] == "Split":
-        found = first["pattern"].get("Regex"), whole_words
-        for name, known in WORDS.items():
-            if found == known and first["behavior"] == "Isolated" and not first["invert"]:
+        rule = first["pattern"].get("Regex"), whole_words
+        for name, known_rule in WORDS.items():
+            if rule == known_rule and first["behavior"] == "Isolated" and not first["invert"]:
                 return name
     raise _Unsupported("tokenizer: its pre_tokenizer")
 
 
-def _begins_with_space(saved: dict[str, Any]) -> bool:
-    """Return True if a tokenizer of SentencePiece's kind puts a space in front of text, and after special tokens."""
+def _has_space_prefix(saved: dict[str, Any]) -> bool:
+    """True if a SentencePiece-like tokenizer adds a space before text, and after special tokens."""
     normalizer, step = saved["normalizer"] or {}, saved["pre_tokenizer"]
     steps = normalizer.get("normalizers", [normalizer])
     prepends = {"type": "Prepend", "prepend": SPACE} in steps
@@ -417,34 +418,35 @@ def _begins_with_space(saved: dict[str, Any]) -> bool:
             return step["prepend_scheme"] == "always"
     elif step is None or step["type"] == "Split" and step["pattern"] == {"String": " "}:  # no spaces are left to split
         escape = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-        if [each for each in steps if each.get("type") != "Prepend"] == [escape] and len(steps) == 1 + prepends:
+        if [entry for entry in steps if entry.get("type") != "Prepend"] == [escape] and len(steps) == 1 + prepends:
             return prepends
     raise _Unsupported("tokenizer: its normalizer or pre_tokenizer")
 
 
-def _scores(tokens: list[str], types: list[Any], vocabulary: dict[str, int], merges: list[tuple[str, str]]
-            ) -> list[float]:
-    """Return a score for each token from which SentencePiece merges as the merges say, in float32.
+def _token_scores(tokens: list[str], types: list[Any], vocabulary: dict[str, int], merges: list[tuple[str, str]]
+                  ) -> list[float]:
+    """Return float32 scores of all tokens, with which SentencePiece merges as the list of merges does.
 
-    Tokens get the place of their merges in the list: pairs are merged by it in both ways if all merges of a token
-    follow each other, and if every pair of tokens whose union is a token has a merge.
+    A token's score is the negative index of its merges in the list. Both methods agree if all merges of a token are
+    consecutive, and if every pair of tokens whose union is a token has a merge.
     """
     from gguf import TokenType
 
     groups = [token for token, _ in groupby(left + right for left, right in merges)]
-    known = set(merges)
-    normal = {tokens[index] for index, kind in enumerate(types) if kind == TokenType.NORMAL}
-    every = all((token[:end], token[end:]) in known for token in normal for end in range(1, len(token))
-                if token[:end] in vocabulary and token[end:] in vocabulary)
-    byte_tokens = sum(kind == TokenType.BYTE for kind in types)
-    if len(groups) != len(set(groups)) or not every or byte_tokens != 256:
-        raise _Unsupported("tokenizer: its merges do not follow from scores of tokens")
-    place = {token: float(-rank) for rank, token in enumerate(groups)}
-    return [place.get(token, float(-len(groups))) for token in tokens]
+    merge_set = set(merges)
+    normal_tokens = {tokens[index] for index, token_type in enumerate(types) if token_type == TokenType.NORMAL}
+    has_all_merges = all((token[:end], token[end:]) in merge_set
+                         for token in normal_tokens for end in range(1, len(token))
+                         if token[:end] in vocabulary and token[end:] in vocabulary)
+    byte_tokens = sum(token_type == TokenType.BYTE for token_type in types)
+    if len(groups) != len(set(groups)) or not has_all_merges or byte_tokens != 256:
+        raise _Unsupported("tokenizer: its merges cannot be expressed as token scores")
+    scores = {token: float(-rank) for rank, token in enumerate(groups)}
+    return [scores.get(token, float(-len(groups))) for token in tokens]
 
 
-def _add_ends(writer: Any, folder: Path, tokenizer: Any) -> None:
-    """Add the tokens that end an answer: of the tokenizer, then others of the generation configuration."""
+def _add_end_tokens(writer: Any, folder: Path, tokenizer: Any) -> None:
+    """Add the tokens that end an answer: the tokenizer's, then others in the generation configuration."""
     ends = saved_end_ids(folder) or [tokenizer.eos_token_id]
     ends = sorted(dict.fromkeys(ends), key=lambda index: index != tokenizer.eos_token_id)
     keys = ("eos", "eot", "eom")

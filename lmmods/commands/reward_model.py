@@ -1,4 +1,4 @@
-"""Find the reward model that a recipe names: a run of the task Reward, a model or an adapter."""
+"""Read the reward model that a recipe names: a Reward run, a model or an adapter."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,30 +16,30 @@ from lmmods.runs.folder import RunFolder
 if TYPE_CHECKING:
     from lmmods.torch_engine.reward_model import RewardModel
 
-HEAD = "ForSequenceClassification"  # end of the name of transformers' classes
-NO_ROWS = "none"  # placeholder source of a data module that reads no rows
-LENGTH = 4096  # longest row of a model that names no limit
-ROWS = 16  # of a batch
+HEAD = "ForSequenceClassification"  # suffix of transformers' class names
+NO_SOURCE = "none"  # placeholder source of a data module that reads no rows
+DEFAULT_LENGTH = 4096  # maximum number of tokens for a model without a limit
+BATCH_SIZE = 16
 
 
 def read_reward_model(name: str, key: str, chats: bool) -> "RewardModel":
-    """Return the reward model of a run's folder (or model/ in it), a model's folder or hub id, or an adapter's folder.
+    """Return the reward model of a run folder (or its model/), a model folder, a hub id or an adapter folder.
 
-    A run renders and truncates conversations as it did in training, any other model by its own chat template, within
-    the positions that it has. The network is loaded when it first scores.
+    A run's model renders and truncates conversations as in its training. Other models use their own chat template and
+    truncate to their number of positions. The network is loaded when it first scores.
 
     Args:
         key: Recipe key of the name.
-        chats: True if it must be able to score conversations.
+        chats: True if it must score conversations.
 
     Raises:
-        UserError: There is no such model, it is not a reward model, has several labels, or cannot write conversations.
+        UserError: It does not exist, is not a reward model, has several labels, or cannot render conversations.
     """
-    folder = _run_of(name)
-    return _of_run(folder, f"{key} {name}") if folder else _of_model(name, f"{key} {name}", chats)
+    folder = _find_run(name)
+    return _read_run(folder, f"{key} {name}") if folder else _read_model(name, f"{key} {name}", chats)
 
 
-def _run_of(name: str) -> RunFolder | None:
+def _find_run(name: str) -> RunFolder | None:
     path = Path(name)
     for root in (path, path.parent) if path.name == "model" else (path,):
         if (root / "config.yaml").is_file():
@@ -47,42 +47,42 @@ def _run_of(name: str) -> RunFolder | None:
     return None
 
 
-def _of_run(folder: RunFolder, key: str) -> "RewardModel":
+def _read_run(folder: RunFolder, key: str) -> "RewardModel":
     from lmmods.torch_engine.reward_model import RewardModel
 
     recipe = read_recipe(folder.config)
     block = recipe.get("model") if isinstance(recipe.get("model"), dict) else {}
     check_remote_code(block.get("init_args") or {})
-    model, declared = read_blocks(folder)
-    if not isinstance(model, RewardFields) or not isinstance(declared, RewardDataFields):
-        raise UserError(f"{key} is a run of {block.get('class_path')}, but must be a Reward run.")
+    model, data_fields = read_blocks(folder)
+    if not isinstance(model, RewardFields) or not isinstance(data_fields, RewardDataFields):
+        raise UserError(f"{key}: this run's task is {block.get('class_path')}, but must be Reward.")
     model.compile, model.gradient_checkpointing = False, False  # only useful in training
     exported = exported_fields(folder, model)
     if exported is None:
-        raise UserError(f"{key}: there is no model in {folder.model}; the run must have finished.")
-    data = data_module(declared)
+        raise UserError(f"{key} has no model in {folder.model}. Use a finished run.")
+    data = data_module(data_fields)
     data.tokenizer = str(folder.model)
     trainer = recipe.get("trainer") if isinstance(recipe.get("trainer"), dict) else {}
     _connect(data, exported)
     return RewardModel(key, exported, data, trainer.get("precision"))
 
 
-def _of_model(name: str, key: str, chats: bool) -> "RewardModel":
+def _read_model(name: str, key: str, chats: bool) -> "RewardModel":
     from lmmods.data.reward import RewardData
     from lmmods.torch_engine.reward_model import RewardModel
 
     adapter = name if (Path(name) / SETTINGS).is_file() else None
-    base = _base_of(name, key) if adapter else name
+    base = _find_base(name, key) if adapter else name
     if adapter is None:
         _check_head(name, key)
     model = RewardFields(pretrained=base, adapter=adapter, trust_remote_code=is_trusted())
     has_tokenizer = adapter is None or (Path(name) / "tokenizer_config.json").is_file()
-    data = RewardData(NO_ROWS, tokenizer=name if has_tokenizer else base, batch_size=ROWS,
-                      max_length=position_limit(model.config_fields()) or LENGTH)
+    data = RewardData(NO_SOURCE, tokenizer=name if has_tokenizer else base, batch_size=BATCH_SIZE,
+                      max_length=position_limit(model.config_fields()) or DEFAULT_LENGTH)
     _connect(data, model)
     if chats and not data.tokenizer.chat_template:
-        raise UserError(f"{key} has no chat template for conversations. Add the template of its training to its "
-                        "folder as chat_template.jinja.")
+        raise UserError(f"{key} has no chat template for conversations. Add the one it was trained with to its "
+                        "folder, as chat_template.jinja.")
     return RewardModel(key, model, data, frozen=True)
 
 
@@ -91,26 +91,26 @@ def _connect(data: DataModule, model: RewardFields) -> None:
                  max_positions=position_limit(model.config_fields()))
 
 
-def _base_of(name: str, key: str) -> str:
-    """Return the base model of an adapter. Raises UserError: it has none, or is an adapter of another task."""
-    found = adapter_config(name, key)
+def _find_base(name: str, key: str) -> str:
+    """Return the base model of an adapter. Raises UserError: it is not given, or the adapter is for another task."""
+    settings = adapter_config(name, key)
     adapter_weights(name, key)
-    if found.get("task_type") not in (None, "SEQ_CLS"):
-        raise UserError(f"{key} is an adapter for {found['task_type']}, but must be one for SEQ_CLS.")
-    if not found.get("base_model_name_or_path"):
+    if settings.get("task_type") not in (None, "SEQ_CLS"):
+        raise UserError(f"{key} is an adapter for {settings['task_type']}, but must be for SEQ_CLS.")
+    if not settings.get("base_model_name_or_path"):
         raise UserError(f"{key}: {SETTINGS} has no base_model_name_or_path. Add the adapter's base model.")
-    _check_head(found["base_model_name_or_path"], key, has_new_head=bool(found.get("modules_to_save")))
-    return found["base_model_name_or_path"]
+    _check_head(settings["base_model_name_or_path"], key, has_new_head=bool(settings.get("modules_to_save")))
+    return settings["base_model_name_or_path"]
 
 
 def _check_head(name: str, key: str, has_new_head: bool = False) -> None:
-    """Raise UserError unless a model is a reward model, or its adapter has a head in place of another one."""
+    """Raise UserError unless a model is a reward model, or the adapter replaces its head."""
     config = load_config(name, trust_remote_code=is_trusted())
     if has_new_head:
         return
-    [kind] = (config.architectures or ["model without a head"])[:1]
-    if not kind.endswith(HEAD):
-        raise UserError(f"{key} is a {kind}, not a reward model. Use a finished Reward run, or a sequence "
+    [architecture] = (config.architectures or ["model without a head"])[:1]
+    if not architecture.endswith(HEAD):
+        raise UserError(f"{key} is a {architecture}, not a reward model. Use a finished Reward run, or a sequence "
                         "classification model with one label.")
     if config.num_labels != 1:
         raise UserError(f"{key} has {config.num_labels} labels, but a reward model must have one, the score.")

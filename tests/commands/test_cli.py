@@ -161,11 +161,11 @@ def test_merge_equals_the_adapter(recipe, folder, tmp_path, capsys, changes):
 def test_merge_does_not_suffer_from_repacked_weights(finished):
     """Merging after an eval forward of bitsandbytes' 4-bit layers gives garbage; `merge` reads the base afresh."""
     from lmmods.commands.exported_model import FinishedRun
-    from lmmods.commands.merge import _distance, _merge_adapter, _reference
+    from lmmods.commands.merge import _compute_reference, _measure_distance, _merge_adapter
 
     run = FinishedRun.read(str(finished().root), "merge")
-    reference = _reference(run)  # many eval forwards of a quantised model in this very process
-    assert _distance(_merge_adapter(run, "dequantized", "float32"), reference).largest < 1e-4
+    reference = _compute_reference(run)  # many eval forwards of a quantised model in this very process
+    assert _measure_distance(_merge_adapter(run, "dequantized", "float32"), reference).largest < 1e-4
 
 
 def test_inspect_shows_what_is_scored_and_trains_nothing(recipe, folder, capsys):
@@ -176,7 +176,7 @@ def test_inspect_shows_what_is_scored_and_trains_nothing(recipe, folder, capsys)
                                             "Trains: a LoRA adapter of rank 4 on all-linear, over ", "Memory: about")]
     assert places == sorted(places) and "quantize: nf4" not in said
     assert not folder.root.exists()
-    assert said.count("prompt: the tokens that apply_chat_template(add_generation_prompt=True) gives") == 2
+    assert said.count("prompt: same tokens as apply_chat_template(add_generation_prompt=True)") == 2
     assert main(["inspect", *recipe(), "--which", "[7, 2]", "--recipe", "true"]) == 0
     said = capsys.readouterr().out
     assert said.count("--- row") == 2
@@ -262,8 +262,8 @@ def test_layers_and_overrides(recipe, tmp_path, capsys):
                          ("max_time", "00:00:00:00"), ("max_time", {"seconds": 0}), ("max_time", {"seconds": -5}),
                          ("max_time", "0"), ("max_time", {"weekz": 1}), ("max_time", "1:00"))),
     ({"trainer__max_time": 0}, [], r"trainer\.max_time"),
-    ({}, ["--ckpt_path", "last"], r"--ckpt_path last: there is no such checkpoint"),
-    ({}, ["--ckpt_path", "no/such/step=3"], r"no such checkpoint"),
+    ({}, ["--ckpt_path", "last"], r"--ckpt_path last does not exist"),
+    ({}, ["--ckpt_path", "no/such/step=3"], r"step=3 does not exist"),
     ({}, ["--engine", "tensorflow"], r"engine is 'tensorflow'"),
     ({}, ["--trainer.max_stepz", "4"], r"max_stepz.*Did you mean.*max_steps"),
     ({}, ["--config", "no/such.yaml"], r"no/such\.yaml"),
@@ -318,7 +318,7 @@ def test_checkpoint_of_another_model(recipe, finished, capsys):
     other = recipe(model__init_args__lora={"rank": 4, "targets": ["q_proj"]})
     assert main(["fit", *other, "--ckpt_path", "last"]) == 2
     said = capsys.readouterr().err
-    assert "of another run" in said and "model.lora.targets" in said
+    assert "belongs to another run" in said and "model.lora.targets" in said
 
 
 def test_second_fit_in_a_folder_asks(recipe, finished, capsys):
@@ -397,7 +397,7 @@ def test_examples_of_commands_have_all_that_is_needed(name, monkeypatch):
     ("fit --config --engine jax", r"--config has no value"),
     ("fit configs/clm.yaml", r"Unexpected argument configs/clm\.yaml\. .* use --config configs/clm\.yaml\."),
     ("validate -- --config configs/clm.yaml", r"-- ends the options"),
-    ("--config configs/clm.yaml fit", r"The command comes first: python train\.py fit …"),
+    ("--config configs/clm.yaml fit", r"The command must come first. Use python train\.py fit …"),
     ("fit --config configs/clm.yaml -- --trainer.max_steps 3", r"-- ends the options"),
 ])
 def test_what_is_left_out_or_misplaced(words, pattern, capsys, monkeypatch):

@@ -194,7 +194,7 @@ def test_a_tokenizer_that_llama_cpp_splits_otherwise_is_refused(tmp_path):
         with pytest.raises(UserError, match=reason):
             write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
 
-    refused(scored_tokenizer(leave_out=1), "merges do not follow from scores")
+    refused(scored_tokenizer(leave_out=1), "merges cannot be expressed as token scores")
     words = tokenizer_of("bytes")
     words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), ByteLevel(False)])
     refused(words, "pre_tokenizer")

@@ -237,8 +237,8 @@ def test_what_is_no_reward_model_is_refused_by_name(predict, judge, llama_folder
              (unwritten, f"{KEY} {unwritten} has no chat template"),
              (empty, "has no config.json"), ("no/such-model", "no/such-model")]
     sft = finished()
-    cases += [(sft.root, f"{KEY} {sft.root} is a run of SFT, but must be a Reward run"),
-              (sft.model, f"{KEY} {sft.model} is a run of SFT"),
+    cases += [(sft.root, f"{KEY} {sft.root}: this run's task is SFT, but must be Reward"),
+              (sft.model, f"{KEY} {sft.model}: this run's task is SFT"),
               (shutil.copytree(sft.model, tmp_path / "adapter"), "is an adapter for CAUSAL_LM")]
     for reward, says in cases:
         with pytest.raises(AssertionError):

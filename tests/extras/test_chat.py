@@ -330,7 +330,7 @@ def test_mistakes_are_told_before_anything_is_loaded(finished, llama_folder, tmp
         ("--model", run): f"is a run folder: --run {run}",
         ("--model", model, "--ckpt_path", "last"): "give --run instead of --model",
         ("--run", run, "--template", "chatml"): "--template goes with --model",
-        ("--run", run, "--ckpt_path", "77"): "there is no such checkpoint",
+        ("--run", run, "--ckpt_path", "77"): "77 does not exist",
         ("--model", str(tmp_path / "empty"), "--prompt", "x"): "has no config.json",
         ("--model", model, "--system", "x", "--prompt", "x"): "--system: this model continues texts",
         ("--model", model, "--compare_base", "true", "--prompt", "x"): "not known what this model was trained from",
@@ -348,7 +348,7 @@ def test_runs_that_cannot_answer(finished, tmp_path, llama_folder, capsys):
     run = finished("copy")
     text = run.config.read_text()
     for old, new, message in (("class_path: SFT\n", "class_path: QA\n",
-                               "chat takes runs of CLM, GRPO, Preference and SFT"),
+                               "chat does not support. Use a run of CLM, GRPO, Preference or SFT"),
                               ("class_path: SFTData", "class_path: os.system", "os.system"),
                               ("trust_remote_code: false", "trust_remote_code: true", "merge, evaluate and chat: "),
                               ("rank: 4", "rank: four", "rank")):
