@@ -231,10 +231,10 @@ def test_what_is_refused_loses_nothing(made, llama_folder, tmp_path, options, sa
 
 def test_mistakes_of_data_and_model_are_told_as_fit_tells_them(made, llama_folder, bert_folder):
     assert "rows.jsonl:1: " in made(llama_folder, "{broken\n")
-    assert "no row was found" in made(llama_folder, "")
+    assert "has no usable row" in made(llama_folder, "")
     assert "there is no folder 'no/model'" in made("no/model", ALPACA)
     assert "an encoder" in made(bert_folder, ALPACA)
-    assert "is not a name for a recipe" in made(llama_folder, ALPACA, name=".yaml")
+    assert "this is not a recipe name" in made(llama_folder, ALPACA, name=".yaml")
 
 
 def test_a_model_without_tokenizer_or_end_token(made, llama_folder, tmp_path, capsys):
