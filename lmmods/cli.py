@@ -167,11 +167,11 @@ def enable_collector() -> None:
         gc.enable()
 
 
-def show_bug(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def show_bug(error_type: type[BaseException], error: BaseException, trace: Any) -> None:
     """Print a traceback in Python's format, with passwords and tokens redacted."""
     from lmmods.core.redaction import redact
 
-    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
+    sys.stderr.write(redact("".join(traceback.format_exception(error_type, error, trace))))
 
 
 def _fail(message: str) -> int:

@@ -107,12 +107,12 @@ def _metric_name(name: str) -> str:
     return metric if filter_name in ("", "none") else f"{metric}_{filter_name}"
 
 
-def _check_names(names: list[str], known: list[str]) -> None:
+def _check_names(names: list[str], available: list[str]) -> None:
     if not names:
         raise UserError("--tasks is empty. Add lm-eval tasks, for example hellaswag,arc_easy.")
     for name in names:
-        if name not in known:
-            matches = difflib.get_close_matches(name, known, 3, 0.7)
+        if name not in available:
+            matches = difflib.get_close_matches(name, available, 3, 0.7)
             raise UserError(f"--tasks {name}: lm-eval has no such task, group or tag."
                             + (f" Did you mean {', '.join(matches)}?" if matches else "")
                             + " For your own task files, set --task_folder.")

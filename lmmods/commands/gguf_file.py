@@ -108,12 +108,12 @@ CONVERTER = ("Remove --gguf, and convert merge's output folder with llama.cpp's 
              "`python convert_hf_to_gguf.py FOLDER --outfile model.gguf`.")
 
 
-def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
+def write_gguf(folder: Path, path: Path, dtype: GGUFType, name: str) -> None:
     """Write a model folder as a GGUF file, with one tensor in memory at a time.
 
     Args:
         folder: Weights, configuration and tokenizer, as transformers saves them.
-        kind: Type of the matrices; vectors are float32. In q8_0, rows that are not a multiple of 32 are f16.
+        dtype: Type of the matrices; vectors are float32. In q8_0, rows that are not a multiple of 32 are f16.
         name: Name of the model in the file.
 
     Raises:
@@ -129,14 +129,14 @@ def write_gguf(folder: Path, path: Path, kind: GGUFType, name: str) -> None:
     writer = gguf.GGUFWriter(path, family.name)
     writer.add_name(name)
     file_types = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-    writer.add_file_type(getattr(gguf.LlamaFileType, file_types[kind]))
+    writer.add_file_type(getattr(gguf.LlamaFileType, file_types[dtype]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     try:
         _add_sizes(writer, family, config)
         _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")), tokenizer,
                        config.vocab_size)
         _add_end_tokens(writer, folder, tokenizer)
-        tensors = list(_list_tensors(folder, family, config, kind))
+        tensors = list(_list_tensors(folder, family, config, dtype))
     except _Unsupported as error:
         raise _build_error(error) from error
     for stored in tensors:
@@ -252,7 +252,7 @@ class _StoredTensor:
     read: Callable[[], Any]
 
 
-def _list_tensors(folder: Path, family: Family, config: Any, kind: GGUFType) -> Iterator[_StoredTensor]:
+def _list_tensors(folder: Path, family: Family, config: Any, dtype: GGUFType) -> Iterator[_StoredTensor]:
     import gguf
     from safetensors import safe_open
 
@@ -270,23 +270,24 @@ def _list_tensors(folder: Path, family: Family, config: Any, kind: GGUFType) -> 
                 if target is None or target.endswith(".bias") and not _has_bias(family, target):
                     raise _Unsupported(f"weight {source}")
                 shape = tuple(weights.get_slice(source).get_shape())
-                yield _StoredTensor(target, shape, _gguf_type(kind, shape), _reader(file, source, family, config, kind))
+                read = _reader(file, source, family, config, dtype)
+                yield _StoredTensor(target, shape, _gguf_type(dtype, shape), read)
 
 
 def _has_bias(family: Family, target: str) -> bool:
     return family.all_biases or target.split(".")[-2] in ("attn_q", "attn_k", "attn_v")
 
 
-def _gguf_type(kind: GGUFType, shape: tuple[int, ...]) -> Any:
+def _gguf_type(dtype: GGUFType, shape: tuple[int, ...]) -> Any:
     """Return gguf's type of a tensor."""
     from gguf import GGMLQuantizationType
 
     if len(shape) == 1:
         return GGMLQuantizationType.F32
-    return GGMLQuantizationType["F16" if kind == "q8_0" and shape[-1] % BLOCK else kind.upper()]
+    return GGMLQuantizationType["F16" if dtype == "q8_0" and shape[-1] % BLOCK else dtype.upper()]
 
 
-def _reader(file: Path, source: str, family: Family, config: Any, kind: GGUFType) -> Callable[[], Any]:
+def _reader(file: Path, source: str, family: Family, config: Any, dtype: GGUFType) -> Callable[[], Any]:
     """Return a function that reads a tensor in the form that the file stores."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
@@ -301,8 +302,8 @@ def _reader(file: Path, source: str, family: Family, config: Any, kind: GGUFType
         if family.interleaved and count is not None:
             # Rows of each head: (halves, pairs) -> (pairs, halves).
             tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
-        if kind in ("f16", "q8_0") and tensor.ndim > 1 and tensor.abs().max() > 65504:
-            raise UserError(f"--gguf {kind}: {source} has weights above 65504, the maximum of float16. Use bf16 "
+        if dtype in ("f16", "q8_0") and tensor.ndim > 1 and tensor.abs().max() > 65504:
+            raise UserError(f"--gguf {dtype}: {source} has weights above 65504, the maximum of float16. Use bf16 "
                             "or f32.")
         return tensor.contiguous().numpy()
 

@@ -79,9 +79,9 @@ def _help_of_options(command: str, options: dict[str, Key], unnamed: list[Key], 
         return _entry(by_name[name.lstrip("-")])
     words = [key.name.upper() if key.default is REQUIRED else f"[{key.name.upper()}]" for key in unnamed]
     words += [f"--{key.name} {key.name.upper()}" for key in options.values() if key.default is REQUIRED]
-    others = " Also takes the options of fit." if COMMANDS[command].takes else ""
+    note = " Also takes the options of fit." if COMMANDS[command].takes else ""
     lines = [_wrap(" ".join(["usage: python train.py", command, *words, "[--OPTION VALUE …]"])), "",
-             _wrap(COMMANDS[command].line + others), ""]
+             _wrap(COMMANDS[command].line + note), ""]
     lines += [_indent(f"{key.name.upper()}\n{key.text}") for key in unnamed]
     return "\n".join([*lines, *_entries(options)])
 

@@ -248,14 +248,14 @@ def _format_distances(distances: list[tuple[str, _Distance]], written: str, writ
 
 def _build_card(recipe: FinishedRun, name: str, adapter_text: str, base: str,
                 distances: list[tuple[str, _Distance]], is_chat: bool) -> str:
-    from lmmods.runs.model_card import POOLING, ends_in_padding, how_to_load  # imports torch, not needed for help
+    from lmmods.runs.model_card import POOLING, ends_in_padding, format_loading  # imports torch, not needed for help
 
     fields_class = declared("model")[recipe.task]
     base_model = {"base_model": recipe.pretrained} if hub_id(recipe.pretrained) else {}
     header = as_yaml({"library_name": "transformers", "pipeline_tag": fields_class.pipeline_tag, **base_model})
     is_chat = is_chat and declared("data")[fields_class.takes].has_chats
     in_padding = ends_in_padding(json.loads(recipe.folder.data_report.read_text(encoding="utf-8")))
-    load = how_to_load({"data": read_recipe(recipe.folder.config)["data"]}, None, fields_class.auto_class, is_chat,
+    load = format_loading({"data": read_recipe(recipe.folder.config)["data"]}, None, fields_class.auto_class, is_chat,
                        in_padding=in_padding)
     table = fence(_format_distances(distances, base, recipe.writes))
     return (f"---\n{header}---\n\n# {escape(name)}, merged\n\n{adapter_text} merged into "

@@ -73,7 +73,8 @@ def print_plan(target: Target, setup: "Setup", planner: Any) -> None:
         say(f"This is simulated. `make {ENVIRONMENTS[planner.missing]}` installs the device's own compiler.")
     if step_plan.fits:
         return
-    result = first_that_fits(planner, recipe, step_plan, setup.model.pretrained is not None and not setup.model.freezes)
+    may_quantize = setup.model.pretrained is not None and not setup.model.freezes
+    result = find_fitting_variant(planner, recipe, step_plan, may_quantize)
     if result is None:
         say("Fewer rows, gradient checkpointing, sharding and quantisation do not make it fit. Use more devices, "
             "shorter rows or a smaller model.")
@@ -95,8 +96,8 @@ def _find_compiler(on: Target) -> Path | None:
     return python if python.exists() else None
 
 
-def first_that_fits(planner: Any, recipe: Variant, step_plan: StepPlan, may_quantize: bool
-                    ) -> tuple[Variant, StepPlan] | None:
+def find_fitting_variant(planner: Any, recipe: Variant, step_plan: StepPlan, may_quantize: bool
+                         ) -> tuple[Variant, StepPlan] | None:
     """Return the first variant of a recipe that fits, with the largest micro-batch that fits; None if none does.
 
     Args:

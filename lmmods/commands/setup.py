@@ -162,8 +162,8 @@ def dry_setup(recipe: Recipe, longest_first: bool = False, **trainer: Any) -> Se
     """
     names = keys_of(recipe.kind("trainer"))
     changes = {name: value for name, value in (DRY_RUN_KEYS | trainer).items() if name in names}
-    given = recipe.given | dict.fromkeys(BLOCKS, {}) | {"trainer": recipe.given["trainer"] | changes}
-    return Setup(replace(recipe, given=given), longest_first)
+    values = recipe.given | dict.fromkeys(BLOCKS, {}) | {"trainer": recipe.given["trainer"] | changes}
+    return Setup(replace(recipe, given=values), longest_first)
 
 
 def short_name(class_path: str) -> str:

@@ -45,7 +45,7 @@ def show_data(datamodule: DataModule, rows: int, which: Which | list[int]) -> No
         if "scored" in row:
             say(f"targets: {printable(row['scored'])}")
         if prompts := datamodule.inference_prompts(row["index"]) if "prompt_length" in row else []:
-            say(compared_prompt(datamodule.tokenizer, row["input_ids"][: row["prompt_length"]], prompts))
+            say(compare_prompt(datamodule.tokenizer, row["input_ids"][: row["prompt_length"]], prompts))
 
 
 def show_recipe(recipe: dict[str, Any], datamodule: DataModule) -> None:
@@ -63,7 +63,7 @@ def show_recipe(recipe: dict[str, Any], datamodule: DataModule) -> None:
                         "data": {**recipe["data"], "init_args": data}}))
 
 
-def compared_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: list[int], at_inference: list[list[int]]) -> str:
+def compare_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: list[int], at_inference: list[list[int]]) -> str:
     """Describe whether a row's prompt equals one that `apply_chat_template` makes from its conversation.
 
     Args:

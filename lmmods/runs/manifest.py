@@ -30,7 +30,7 @@ from lmmods.core.versions import code_version, installed_packages, python_versio
 from lmmods.recipe.classes import named_models
 from lmmods.runs.eval_results import FOLDER as EVAL_RESULTS
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.model_card import described_model
+from lmmods.runs.model_card import describe_model
 from lmmods.runs.run_files import write_json
 
 RESULT_FILES = ("config.yaml", "data_report.json", "metrics.csv", "samples.jsonl")  # besides model/
@@ -67,7 +67,7 @@ class Manifest:
         write_json(folder.manifest, redacted(vars(self)))
 
 
-def begin_manifest(folder: RunFolder, recipe: dict[str, Any], sources: dict[str, list[dict[str, Any]]],
+def start_manifest(folder: RunFolder, recipe: dict[str, Any], sources: dict[str, list[dict[str, Any]]],
                    machine: dict[str, Any], checkpoint: Path | None, step: int) -> None:
     """Add the start of a run to the manifest.
 
@@ -126,11 +126,11 @@ def _models(recipe: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Describe the models, adapters and tokenizers that a recipe names, by key."""
     model, data = ((recipe.get(block) or {}).get("init_args") or {} for block in ("model", "data"))
     files = {"adapter": "adapter_config.json"}
-    entries = {f"model.{named.key}": [described_model(named.name, named.revision, files.get(named.last, "config.json"))]
+    entries = {f"model.{named.key}": [describe_model(named.name, named.revision, files.get(named.last, "config.json"))]
                for named in named_models(model)}
     tokenizer = data.get("tokenizer")
     if isinstance(tokenizer, str) and tokenizer != model.get("pretrained"):
-        entries["data.tokenizer"] = [described_model(tokenizer, None, "tokenizer_config.json")]
+        entries["data.tokenizer"] = [describe_model(tokenizer, None, "tokenizer_config.json")]
     return entries
 
 

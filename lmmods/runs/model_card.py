@@ -41,7 +41,7 @@ For some bases, such as Gemma 3, `AutoPeftModelForCausalLM` loads the whole base
 the adapter has no effect."""
 
 
-def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str, is_chat: bool = False,
+def build_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class: str, is_chat: bool = False,
                labels: dict[str, Any] | None = None, has_parts: bool = False) -> str:
     """Return the model card in Markdown, with metadata for the Hugging Face hub.
 
@@ -63,7 +63,7 @@ def model_card(folder: RunFolder, base: str | None, is_adapter: bool, auto_class
         f"---\n{_front_matter(folder.root.name, recipe, metrics, base, is_adapter, auto_class)}---",
         f"# {escape(folder.root.name)}",
         " ".join(filter(None, [_describe_origin(shown_base, is_adapter), _describe_method(recipe)[1]])),
-        how_to_load(recipe, shown_base if is_adapter else None, auto_class, is_chat, labels, has_parts, in_padding),
+        format_loading(recipe, shown_base if is_adapter else None, auto_class, is_chat, labels, has_parts, in_padding),
     ]
     if in_padding:
         parts.append(POOLING)
@@ -159,7 +159,7 @@ def _paths(source: Any) -> list[str]:
     return [NAMED_SETS.get(path, path) for path in paths]
 
 
-def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, labels: dict[str, Any] | None = None,
+def format_loading(recipe: dict, base: str | None, auto_class: str, is_chat: bool, labels: dict[str, Any] | None = None,
                 has_parts: bool = False, in_padding: bool = False) -> str:
     """Return the card's section with code that loads the model, and for a chat model answers or scores a chat.
 
@@ -168,8 +168,8 @@ def how_to_load(recipe: dict, base: str | None, auto_class: str, is_chat: bool, 
         base: Base of an adapter, as the code names it; None if the folder contains a whole model.
         auto_class: transformers' class that loads it.
         is_chat: True if its tokenizer has a chat template.
-        labels: See `model_card`.
-        has_parts: See `model_card`.
+        labels: See `build_card`.
+        has_parts: See `build_card`.
         in_padding: See `ends_in_padding`.
     """
     repo = recipe.get("publish", {}).get("repo")
@@ -302,7 +302,7 @@ def _is_saved_in_8bit(pretrained: dict[str, Any] | str | None) -> bool:
     return bool((config.get("quantization_config") or {}).get("load_in_8bit"))
 
 
-def described_model(name: str, revision: str | None, file: str) -> dict[str, Any]:
+def describe_model(name: str, revision: str | None, file: str) -> dict[str, Any]:
     """Return the manifest's entry for a model, an adapter or a tokenizer: `path`, and `files` with size and hash.
 
     Large weights are only sampled, as in `model_facts`. A hub model also has `commit`; it has no `files` if it is not
@@ -376,13 +376,13 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
             task.generation, base, data.codec.stop_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id))
     network = {**(task.overrides or {}), **data.network_fields}
     labels: dict[str, Any] = {key: network[key] for key in ("num_labels", "id2label", "label2id") if key in network}
-    card = model_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None, labels,
+    card = build_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None, labels,
                       bool(task.pretrained and parts_left_out(task.pretrained, task.revision, task.trust_remote_code)))
     (folder / "README.md").write_text(card, encoding="utf-8")
     metrics = _read_metrics(run)
     # metrics.json is missing at a checkpoint within a run. Test and benchmark metrics are measured later.
     write_eval_results(folder, eval_results(_read_recipe(run), metrics, {"val", "mmlu"} if metrics else set()))
-    draw_curves(run.metrics_csv, folder / "loss.png")
+    plot_curves(run.metrics_csv, folder / "loss.png")
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None, folder: Path,
@@ -429,7 +429,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 # loss.png of the run folder.
 
-def draw_curves(metrics_csv: Path, picture: Path) -> None:
+def plot_curves(metrics_csv: Path, picture: Path) -> None:
     """Plot loss, and rewards if there are any, over the steps. Does nothing if there is no metrics.csv."""
     if not metrics_csv.exists():
         return

@@ -78,22 +78,23 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def find_escape(root: Path, place: str | os.PathLike) -> Path | None:
-    """Return a path that leads out of the run folder: `place`, where a library will write, or a link in it; else None.
+def find_escape(root: Path, target: str | os.PathLike) -> Path | None:
+    """Return a path that leads out of the run folder: `target`, where a library will write, or a link in it. Or None.
 
     Links that `check_links` checks are skipped, and so are W&B's files of earlier starts, which are not written again.
     """
-    top, start = root.resolve(), Path(place).resolve()
+    top, start = root.resolve(), Path(target).resolve()
     if not start.is_relative_to(top):
-        return Path(place)
+        return Path(target)
     for folder, folders, files in os.walk(start):
-        here = Path(folder)
+        current = Path(folder)
         for name in (*folders, *files):
-            path = here / name
-            if path.is_symlink() and not (here == top and name in MAY_BE_LINKS) and not path.resolve().is_relative_to(
-                    top):
+            path = current / name
+            is_checked = current == top and name in MAY_BE_LINKS
+            if path.is_symlink() and not is_checked and not path.resolve().is_relative_to(top):
                 return path
-        folders[:] = [name for name in folders if here.name != "wandb" and not (here == top and name in MAY_BE_LINKS)]
+        folders[:] = [name for name in folders
+                      if current.name != "wandb" and not (current == top and name in MAY_BE_LINKS)]
     return None
 
 
@@ -226,7 +227,7 @@ def fresh_folder(path: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------------------
 # Own: files of a checkpoint, deleted without foreign files in its folder.
 
-def own_files(checkpoint: Path) -> list[str]:
+def list_checkpoint_files(checkpoint: Path) -> list[str]:
     """Return the names of the files of a checkpoint; empty if the folder is not one."""
     try:
         manifest = json.loads(read_text(checkpoint / MANIFEST))
@@ -241,7 +242,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
     A partly deleted checkpoint never has its name, unless there are such files.
     """
-    names = own_files(checkpoint)
+    names = list_checkpoint_files(checkpoint)
     if not names or checkpoint.is_symlink():
         return
     folders = {path.name for path in checkpoint.iterdir() if path.is_dir()}  # always foreign
@@ -259,7 +260,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 def keep_foreign_files(old: Path, new: Path) -> None:
     """Delete a checkpoint that `new` replaces; move foreign files from its folder to `new`."""
-    names = own_files(old)
+    names = list_checkpoint_files(old)
     for path in old.iterdir() if names else ():
         if path.name not in names and not (new / path.name).exists():
             os.replace(path, new / path.name)
@@ -301,7 +302,7 @@ EXPORTED = re.compile(
 def recognise_files(root: Path) -> set[str]:
     """Return the paths of a run without a list, recognised by its recipe and checkpoints; empty without a run."""
     recipe = _read_own_recipe(root)
-    has_checkpoint = any(own_files(path) for path in (root / "checkpoints").glob("step=*"))
+    has_checkpoint = any(list_checkpoint_files(path) for path in (root / "checkpoints").glob("step=*"))
     if not (recipe and (root / "data_report.json").is_file()) and not has_checkpoint:
         return set()
     task = declared("model").get(recipe["model"].get("class_path", "") if recipe else "")

@@ -19,7 +19,7 @@ from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import Logger, MetricsCSV
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
-from lmmods.runs.manifest import begin_manifest
+from lmmods.runs.manifest import start_manifest
 from lmmods.runs.repair import read_table
 from lmmods.runs.schedule import Schedule
 from lmmods.runs.step_metrics import StepMetrics
@@ -47,7 +47,7 @@ class RunStart:
         """Prepare the run folder. The first process calls this while the others wait."""
         self.folder.begin(self.resumed_from)
         self.folder.write_start(self.recipe, self.data.report)
-        begin_manifest(self.folder, self.recipe, self.data.sources.describe(), self.machine, self.resumed_from,
+        start_manifest(self.folder, self.recipe, self.data.sources.describe(), self.machine, self.resumed_from,
                        self.step)
         if self.resumed_from:
             self.identity.note_resume(self.folder, self.resumed_from, self.step)
@@ -141,16 +141,16 @@ class RunSummary:
         return f"Length: {schedule.num_steps} steps{epochs}; {count or 'no'} validation{'s' if count != 1 else ''}."
 
 
-def say_engine(engine: str, num_devices: int, kind: str, precision: str, reason: str | None) -> None:
+def say_engine(engine: str, num_devices: int, device_type: str, precision: str, reason: str | None) -> None:
     """Print engine, devices and precision of a command.
 
     Args:
-        kind: Type of the devices.
+        device_type: Type of the devices.
         reason: Why `trainer.precision: auto` is this precision here; None if the recipe sets it.
     """
     why = "set by trainer.precision" if reason is None else f"{reason}; trainer.precision sets another"
-    say(f"Engine {engine} on {num_devices} device{'s' if num_devices > 1 else ''} ({kind}), precision {precision}: "
-        f"{why}.")
+    say(f"Engine {engine} on {num_devices} device{'s' if num_devices > 1 else ''} ({device_type}), precision "
+        f"{precision}: {why}.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

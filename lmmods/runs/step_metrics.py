@@ -66,7 +66,7 @@ class StepMetrics:
     Args:
         stopwatch: Runs while the run trains.
         every: Optimiser steps between two reports.
-        flops_share: Returns the fraction of all devices' peak FLOP/s that one token per second takes, for train/mfu;
+        flops_fraction: Returns the fraction of all devices' peak FLOP/s that one token per second takes, for train/mfu;
             None if the peak is unknown. Called at the first report, when the network exists.
         report: Sends metrics and their step to the loggers.
         show: Displays a step with a summary of its metrics.
@@ -74,11 +74,11 @@ class StepMetrics:
             infinite.
     """
 
-    def __init__(self, stopwatch: Stopwatch, every: int = 1, flops_share: Callable[[], float | None] = lambda: None,
+    def __init__(self, stopwatch: Stopwatch, every: int = 1, flops_fraction: Callable[[], float | None] = lambda: None,
                  report: Callable[[dict[str, float], int], None] = lambda metrics, step: None,
                  show: Callable[[int, str], None] = lambda step, text: None, skips_overflows: bool = False):
         self.every = every
-        self._flops_share, self._report, self._show = functools.cache(flops_share), report, show
+        self._flops_fraction, self._report, self._show = functools.cache(flops_fraction), report, show
         self._skips_overflows = skips_overflows
         self.latest: dict[str, float] = {}
         self.num_tokens = self.num_rows = 0
@@ -151,8 +151,8 @@ class StepMetrics:
         counts = ("weight", "num_tokens", "num_rows")
         row = {**{name: value for name, value in step_metrics.items() if name not in counts},
                "epoch": epoch, "tokens": self.num_tokens, "tokens_per_second": speed}
-        if (share := self._flops_share()) is not None:
-            row["mfu"] = share * speed
+        if (fraction := self._flops_fraction()) is not None:
+            row["mfu"] = fraction * speed
         return {f"train/{name}": value for name, value in row.items()}
 
     def _summary(self) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
-from lmmods.commands.plan import first_that_fits
+from lmmods.commands.plan import find_fitting_variant
 from lmmods.core.hardware import target_named
 from lmmods.core.memory import score_flops
 from lmmods.core.plan import GIB, Drawing, StepPlan, Traffic, Variant, remedies
@@ -129,7 +129,7 @@ class Planner:
      "data.batch_size: 4, trainer.accumulate_grad_batches: 4"), 4),
     (lambda v: 61, None, None)], ids=["rows", "checkpointing", "sharding", "quantised", "nothing"])
 def test_the_first_change_that_fits_is_named(needs, changed, rows):
-    found = first_that_fits(Planner(needs), RECIPE, plan(needs(RECIPE)), may_quantize=True)
+    found = find_fitting_variant(Planner(needs), RECIPE, plan(needs(RECIPE)), may_quantize=True)
     if changed is None:
         assert found is None
         return
@@ -145,7 +145,7 @@ def test_fewer_rows_are_not_tried_where_parameters_alone_are_too_large():
             return plan(0, memory={"parameters": int((8 if variant.strategy == "fsdp" else 64) * GIB), "rows": 1})
 
     planner = Large(None)
-    variant, _ = first_that_fits(planner, RECIPE, planner.plan(RECIPE), may_quantize=True)
+    variant, _ = find_fitting_variant(planner, RECIPE, planner.plan(RECIPE), may_quantize=True)
     assert planner.asked[1:] == [variant] and variant.strategy == "fsdp" and variant.rows == RECIPE.rows
 
 

@@ -14,7 +14,7 @@ from lmmods.data.encode.chat_renderer import ChatTemplateRenderer
 from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.read.conversation import Conversation, RowProblem
 from lmmods.data.sft import SFTData
-from lmmods.runs.inspect import compared_prompt
+from lmmods.runs.inspect import compare_prompt
 from tests.data.test_sft import build
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -315,7 +315,7 @@ def test_inspect_compares_with_inference(jinja, chat_folder, write_jsonl):
     rows = [ROWS[1], {"messages": [SYSTEM, *CHATS["tools"][0][1:]], "tools": [SPEC]}]
     def compared(**fields):
         data = build(write_jsonl(rows), chat_folder, **fields)
-        return [compared_prompt(data.tokenizer, row["input_ids"][: row["prompt_length"]],
+        return [compare_prompt(data.tokenizer, row["input_ids"][: row["prompt_length"]],
                                 data.inference_prompts(row["index"])) for row in data.rows_for_inspection(99)]
 
     same = "prompt: same tokens as apply_chat_template(add_generation_prompt=True)"

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel
 from lmmods.cli import main
 from lmmods.recipe.classes import declared
 from lmmods.runs.folder import RunFolder, write_json, write_text
-from lmmods.runs.model_card import model_card
+from lmmods.runs.model_card import build_card
 from lmmods.runs.published_paths import hub_id
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
@@ -50,7 +50,7 @@ def test_metadata_is_what_the_hub_reads(run):
                  data={"init_args": {"source": ["rajpurkar/squad", "my/rows.jsonl.gz", "alpaca"],
                                      "val_source": {"path": "rajpurkar/squad", "split": "validation"},
                                      "test_source": "held/out.json"}})
-    card = model_card(folder, "google-bert/bert-base-uncased", True, "AutoModelForQuestionAnswering")
+    card = build_card(folder, "google-bert/bert-base-uncased", True, "AutoModelForQuestionAnswering")
     told = ModelCard(card).data
     assert (told.license, told.library_name, told.pipeline_tag) == ("mit", "peft", "question-answering")
     assert told.base_model == "google-bert/bert-base-uncased"
@@ -71,7 +71,7 @@ def test_reinforcement_learning_is_described(run):
                  data={"init_args": {"source": "me/rows", "val_source": "me/held"}},
                  model={"class_path": "GRPO", "init_args": {
                      "rewards": rewards, "loss": "dr_grpo", "ratio": "sequence", "num_generations": 4, "beta": 0.1}})
-    card = model_card(folder, "me/base", False, "AutoModelForCausalLM")
+    card = build_card(folder, "me/base", False, "AutoModelForCausalLM")
     assert ("Trained by reinforcement learning on its own answers: reward `exact_match`, reward `is_short`, loss "
             "`dr_grpo`, sequence ratio, 4 answers per prompt, beta 0.1.") in " ".join(card.split())
     told = ModelCard(card).data
@@ -81,7 +81,7 @@ def test_reinforcement_learning_is_described(run):
 
 def test_names_are_texts_in_yaml_1_2(run):
     """The hub's parser reads 1e-4 as a number, PyYAML as text."""
-    card = model_card(run({"val/loss": 1.0}, data={"init_args": {"source": "rows/1e-4.jsonl"}}), None, False,
+    card = build_card(run({"val/loss": 1.0}, data={"init_args": {"source": "rows/1e-4.jsonl"}}), None, False,
                       "AutoModelForCausalLM")
     assert re.search(r"""name: ['"]1e-4['"]\n""", card)
     assert [result.dataset_name for result in ModelCard(card).data.eval_results] == ["1e-4"]
@@ -89,10 +89,10 @@ def test_names_are_texts_in_yaml_1_2(run):
 
 def test_a_chat_is_shown_as_it_was_trained(run):
     folder = run(data={"init_args": {"system_prompt": "Be kind.", "chat_template_kwargs": {"enable_thinking": False}}})
-    card = model_card(folder, None, False, "AutoModelForCausalLM", is_chat=True)
+    card = build_card(folder, None, False, "AutoModelForCausalLM", is_chat=True)
     assert "[{'role': 'system', 'content': 'Be kind.'}, {'role': 'user', 'content': 'Hello!'}]" in card
     assert "return_tensors=\"pt\", **{'enable_thinking': False})" in card
-    assert "apply_chat_template" not in model_card(folder, None, False, "AutoModelForCausalLM")
+    assert "apply_chat_template" not in build_card(folder, None, False, "AutoModelForCausalLM")
 
 
 NASTY = ("<script>alert(1)</script>\n```\n<script>\n````\n# Mine\r\r</code></pre><script>\r[x]](javascript:alert(1)) "
@@ -111,11 +111,11 @@ def test_nothing_that_a_run_says_is_markup(run):
     metrics = {"val/loss": 1.0, f"eval/{NASTY}": 2.0}
     model = {"class_path": "Preference", "init_args": {"loss": NASTY}}
     plain, folder = run({"val/loss": 1.0}, data={}, model={"class_path": "Preference"}), None
-    tags, _ = rendered(model_card(plain, "base", True, "AutoModelForCausalLM", True).split("---\n", 2)[2])
+    tags, _ = rendered(build_card(plain, "base", True, "AutoModelForCausalLM", True).split("---\n", 2)[2])
     folder = run(metrics, data=data, samples={"prompts": [NASTY]}, model=model)
     source = REPORT["sources"]["someone/rows"]
     write_json(folder.data_report, {**REPORT, "sources": {NASTY.replace("/", "|"): source}})
-    found, blocks = rendered(model_card(folder, NASTY, True, "AutoModelForCausalLM", True).split("---\n", 2)[2])
+    found, blocks = rendered(build_card(folder, NASTY, True, "AutoModelForCausalLM", True).split("---\n", 2)[2])
     assert set(found) == set(tags) and found.count("h1") == 1 and found.count("h2") == tags.count("h2")
     assert found.count("pre") == tags.count("pre") == len(blocks)
     assert repr(NASTY) in blocks[0] and yaml.safe_load(blocks[-1])["samples"] == {"prompts": [NASTY]}
@@ -123,13 +123,13 @@ def test_nothing_that_a_run_says_is_markup(run):
 
 def test_a_card_says_the_method_of_preferences(run):
     folder = run(model={"class_path": "Preference", "init_args": {"loss": "orpo", "beta": 0.3, "sft_weight": 0.5}})
-    card = model_card(folder, "some/base", True, "AutoModelForCausalLM")
+    card = build_card(folder, "some/base", True, "AutoModelForCausalLM")
     assert "An adapter for `some/base`. Trained on preferences: loss `orpo`, beta 0.3, sft_weight 0.5." in card
     assert ModelCard(card).data.tags == ["lmmods", "lora", "preference-optimization", "orpo"]
 
 
 def test_a_card_while_training_has_no_metrics_yet(run):
-    card = model_card(run(), None, False, "AutoModelForCausalLM")
+    card = build_card(run(), None, False, "AutoModelForCausalLM")
     told = ModelCard(card).data
     assert told.eval_results is None and "## Metrics" not in card
     assert "Trained from scratch" in card and told.base_model is None
@@ -147,7 +147,7 @@ def test_a_card_names_no_absolute_path_of_this_machine(run, tmp_path):
     dropped = {"empty text": {"rows": 1, "first": [f"{home}/a/rows.jsonl:3"]}}
     write_json(folder.data_report, {**REPORT, "sources": {
         f"{home}/a/rows.jsonl": {**source, "dropped": dropped, "rows_read": 7}, f"{home}/b/rows.jsonl": source}})
-    card = model_card(folder, f"{home}/models/tiny-llama", True, "AutoModelForCausalLM")
+    card = build_card(folder, f"{home}/models/tiny-llama", True, "AutoModelForCausalLM")
     assert "home of me" not in card and str(tmp_path) not in card and "~" not in card
     assert "An adapter for `tiny-llama`" in card and 'from_pretrained("tiny-llama")' in card
     assert "rows.jsonl: 7 rows read" in card and "rows.jsonl (2): 10 rows read" in card and "rows.jsonl:3" in card

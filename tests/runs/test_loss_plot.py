@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.image import imread
 
-from lmmods.runs.model_card import draw_curves
+from lmmods.runs.model_card import plot_curves
 
 
 @pytest.fixture
@@ -12,7 +12,7 @@ def drawn(tmp_path):
 
     def draw(text: str) -> tuple[int, int, int]:
         (tmp_path / "metrics.csv").write_text(text)
-        draw_curves(tmp_path / "metrics.csv", tmp_path / "loss.png")
+        plot_curves(tmp_path / "metrics.csv", tmp_path / "loss.png")
         pixels = imread(tmp_path / "loss.png")
         return *pixels.shape[:2], len({tuple(pixel) for pixel in (pixels[::3, ::3] * 7).round().reshape(-1, 4)})
 
@@ -34,5 +34,5 @@ def test_rewards_are_drawn_beside_the_loss(drawn):
 
 
 def test_nothing_is_drawn_without_a_table(tmp_path):
-    draw_curves(tmp_path / "metrics.csv", tmp_path / "loss.png")
+    plot_curves(tmp_path / "metrics.csv", tmp_path / "loss.png")
     assert not list(tmp_path.iterdir())
