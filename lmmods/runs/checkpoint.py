@@ -507,7 +507,7 @@ def read_arrays(folder: Path, library: ArrayLibrary = NUMPY) -> dict[str, Any]:
 
 
 def assemble(files: list[Path], load: Callable[[Path], dict[str, Any]], empty: Callable[[Any, tuple], Any]
-                 ) -> dict[str, Any]:
+             ) -> dict[str, Any]:
     """Assemble arrays from their shards in `files`, loading one file at a time.
 
     Args:
