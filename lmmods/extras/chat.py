@@ -47,27 +47,29 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
          quantize: Quantize | None = None, engine: Literal["torch", "jax"] | None = None,
          precision: Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"] | None = None,
          device: str = "auto") -> None:
-    """Talk to a run, one of its checkpoints, a model folder or a hub model, with the prompts of training and predict.
+    """Chat with a run, one of its checkpoints, a model folder or a hub model.
 
-    At a terminal answers come as they are written; Ctrl+C stops one, /new starts a new conversation, Ctrl+D ends.
-    Without a terminal each line of stdin is a turn. Answers go to stdout, everything else to stderr.
+    Prompts are rendered as in training and predict. On a terminal, answers are streamed: Ctrl+C stops one, /new starts
+    a new conversation, Ctrl+D exits. Without a terminal, each line of stdin is a turn. Answers go to stdout, everything
+    else to stderr.
 
     Args:
-        run: The run folder, of either engine.
-        model: Instead of a run a folder or hub id: of a merged or other model, or of an adapter.
-        ckpt_path: Checkpoint of the run instead of its model: `last`, `best`, a step number or a path.
-        prompt: Answer this and end.
-        system: System turn; null takes the recipe's.
-        compare_base: Let the model answer too that the run, or the adapter, started from.
-        generation: How text is generated; null is what the recipe says, or the model's generation_config.json.
-        seed: Of sampling; null takes the run's, or 0.
-        template: For `model`: a named template (alpaca, chatml, ...) or a file of Jinja; null takes the tokenizer's
-            chat template, and without one what is typed is gone on with as a text.
+        run: Run folder, of either engine.
+        model: Folder or hub id of a model or an adapter, instead of a run.
+        ckpt_path: Checkpoint to load instead of the run's model: `last`, `best`, a step number or a path.
+        prompt: Answer this prompt and exit.
+        system: System turn. Default: the recipe's.
+        compare_base: Also print the answers of the model that the run or adapter started from.
+        generation: Generation settings. Default: the recipe's, or the model's generation_config.json.
+        seed: Random seed of sampling. Default: the run's, or 0.
+        template: For `model`: a named template (alpaca, chatml, ...) or a Jinja file. Default: the tokenizer's chat
+            template; a model without one continues each text.
         chat_template_kwargs: For `model`: variables of its chat template, for example {enable_thinking: false}.
-        quantize: For `model`: store its base in 4 bits (nf4, fp4) or 8 (int8).
-        engine: torch or jax; null takes the run's, for `model` torch.
-        precision: Arithmetic; null takes the run's, for `model` bfloat16 where a GPU multiplies it, else float32.
-        device: cpu, cuda, cuda:1; auto takes a GPU where there is one.
+        quantize: For `model`: store the base model in 4 bits (nf4, fp4) or 8 bits (int8).
+        engine: torch or jax. Default: the run's; torch for `model`.
+        precision: Precision of the computation. Default: the run's; for `model`, bfloat16 if the GPU supports it,
+            otherwise float32.
+        device: cpu, cuda, cuda:1; auto uses a GPU if there is one.
 
     Raises:
         UserError: No such run, checkpoint or model; no causal LM; settings that do not fit.
@@ -76,29 +78,29 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
     _check_options(run, model, prompt, ckpt_path=ckpt_path, template=template,
                    chat_template_kwargs=chat_template_kwargs, quantize=quantize)
     require(seed is None or seed >= 0, "--seed", seed, "0 or more")
-    _end_when_interrupted()
+    _exit_on_signals()
     with contextlib.redirect_stdout(sys.stderr):  # keep loading messages out of the answers
         source = read_run(run, ckpt_path) if run else read_model(model, template, chat_template_kwargs, quantize)
         if system is not None and not source.is_chat:
-            raise UserError("--system: this model continues texts and has no system turn. Leave it out.")
+            raise UserError("--system: this model continues texts and has no system turn. Remove it.")
         if compare_base and source.base is None:
-            raise UserError("--compare_base: it is not known what this model was trained from. It goes with adapters, "
-                            "and with runs that start from a model.")
-        chosen = {key: value for key, value in asdict(generation).items() if value is not None}
-        settings = replace(source.generation, **chosen)
-        load = _loader(engine or source.engine, source, precision, device)
+            raise UserError("--compare_base: this model's base is unknown. Use it with an adapter, or with a run that "
+                            "started from a model.")
+        overrides = {key: value for key, value in asdict(generation).items() if value is not None}
+        settings = replace(source.generation, **overrides)
+        load = _make_loader(engine or source.engine, source, precision, device)
         stored_frozen = source.frozen or source.model.trains_adapter
         models = {"base": load(source.base, frozen=stored_frozen)} if compare_base else {}
         models["tuned"] = load(source.model, checkpoint=source.checkpoint, frozen=source.frozen)
         session = Session(source, models, settings, source.seed if seed is None else seed,
                           source.model.max_positions(), system)
     if not source.is_chat:
-        tell("This model has no chat template: what you write is gone on with as a text, each by itself.")
+        tell("This model has no chat template; it continues each text that you enter on its own.")
     try:
         if prompt is not None:
             session.ask(prompt)
         elif sys.stdin.isatty() and sys.stdout.isatty():
-            tell(f"{source.title}. Ctrl+C stops an answer, {NEW} starts a new conversation, Ctrl+D ends.")
+            tell(f"{source.title}. Ctrl+C stops an answer, {NEW} starts a new conversation, Ctrl+D exits.")
             converse(session)
         else:
             answer_lines(session)
@@ -107,22 +109,22 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
 
 
 def _check_options(run: str | None, model: str | None, prompt: str | None, ckpt_path: str | None,
-                   **of_models: Any) -> None:
+                   **model_options: Any) -> None:
     """Raise UserError unless the options identify one model to chat with."""
     if (run is None) == (model is None):
         raise UserError("chat needs --run RUN, a run folder, or --model MODEL, a model folder or hub id"
-                        + ("; both are given." if run else "."))
+                        + ("; both are set. Remove one." if run else "."))
     for name, value in (("--run", run), ("--model", model)):
         require(value != "", name, "empty", "a name")
-    require(prompt is None or bool(prompt.strip()), "--prompt", repr(prompt), "a text")
+    require(prompt is None or bool(prompt.strip()), "--prompt", repr(prompt), "text that is not blank")
     if model is not None and ckpt_path is not None:
-        raise UserError("--ckpt_path names a checkpoint of a run: give --run instead of --model.")
-    for name, value in of_models.items():
+        raise UserError("--ckpt_path selects a checkpoint of a run. Use --run instead of --model.")
+    for name, value in model_options.items():
         if run is not None and value is not None:
-            raise UserError(f"--{name} goes with --model: a run says it in its config.yaml.")
+            raise UserError(f"--{name} applies only to --model; a run's config.yaml sets it. Remove it.")
 
 
-def _loader(engine: str, source: Any, precision: str | None, device: str) -> Callable[..., Any]:
+def _make_loader(engine: str, source: Any, precision: str | None, device: str) -> Callable[..., Any]:
     """Return a function that loads a model of `source` from its fields, on one engine."""
     if engine == "jax":
         importlib.import_module("jax_engine.engine").load()  # reports missing packages
@@ -139,12 +141,12 @@ def _loader(engine: str, source: Any, precision: str | None, device: str) -> Cal
     return partial(answering.TextModel, data=source.data, precision=precision, seed=source.seed, **options)
 
 
-def _end_when_interrupted() -> None:
-    def interrupt(number: int, _frame: Any) -> None:
+def _exit_on_signals() -> None:
+    def interrupt(signum: int, _frame: Any) -> None:
         raise Interrupted("Interrupted.")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, interrupt)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,16 +165,16 @@ class Source:
 
     Args:
         title: Human-readable description.
-        model: Fields from which the network is built.
+        model: Fields that the network is built from.
         data: Data module that renders prompts and knows the special tokens.
         layout: Layout of the training rows; None for language models, which continue texts.
         generation: Generation settings of its recipe or generation_config.json.
         stop_token_ids: Tokens that end an answer.
         precision: Precision of the run; None without a run.
         seed: Seed of the run.
-        checkpoint: Checkpoint to take the weights from; None takes those of `model`.
-        frozen: Whether it may be stored in the narrower types of a model that is never trained.
-        base: Model it was trained from, for comparison; None if unknown.
+        checkpoint: Checkpoint to load the weights from; None loads those of `model`.
+        frozen: True if the weights may be stored in the narrower types of a model that is never trained.
+        base: Model that training started from, for comparison; None if unknown.
     """
 
     title: str
@@ -204,7 +206,7 @@ class Source:
         try:
             return self._encoder.prompts([messages])[0]
         except RowProblem as problem:
-            raise UserError(f"This conversation cannot be written: {problem}.") from problem
+            raise UserError(f"The template cannot render this conversation: {problem}.") from problem
 
 
 # A run -------------------------------------------------------------------------------------------------------------
@@ -215,16 +217,16 @@ def read_run(run: str, ckpt_path: str | None) -> Source:
     folder = RunFolder(run)
     if not folder.config.is_file():
         is_model = any((folder.root / name).is_file() for name in ("config.json", SETTINGS))
-        raise UserError(f"--run {run}: there is no config.yaml, so this is not a run folder."
-                        + (f" It is a model folder: --model {run}" if is_model else ""))
+        raise UserError(f"--run {run} has no config.yaml, so it is not a run folder. "
+                        + (f"It is a model folder; use --model {run}" if is_model else "Check the path."))
     options = model_block(run, "chat")["init_args"]
     check_remote_code(options)
-    model, declared = _blocks(run, folder)
+    model, declared = _read_blocks(run, folder)
     model.compile, model.gradient_checkpointing = False, False  # only useful in training
     data = data_module(declared)
     checkpoint = folder.resolve(ckpt_path) if ckpt_path is not None else None
     recipe = read_recipe(folder.config)
-    exported = model if checkpoint else _exported(run, folder, model)
+    exported = model if checkpoint else _find_exported(run, folder, model)
     if checkpoint:
         from lmmods.runs.checkpoint import read_plain
 
@@ -233,13 +235,13 @@ def read_run(run: str, ckpt_path: str | None) -> Source:
         data.tokenizer = str(folder.model)
     _connect(data, model)
     trainer = recipe.get("trainer") if isinstance(recipe.get("trainer"), dict) else {}
-    return Source(_title(str(checkpoint or folder.model), model), exported, data, _layout(folder, declared),
+    return Source(_describe(str(checkpoint or folder.model), model), exported, data, _read_layout(folder, declared),
                   model.generation, data.codec.stop_token_ids, recipe.get("engine", "torch"),
-                  trainer.get("precision", "32-true"), _seed(recipe), checkpoint,
+                  trainer.get("precision", "32-true"), _read_seed(recipe), checkpoint,
                   base=without_training(model) if model.pretrained else None)
 
 
-def _title(name: str, model: CausalFields) -> str:
+def _describe(name: str, model: CausalFields) -> str:
     quantized = f" in {model.quantize}" if model.quantize else ""
     return f"{name}, an adapter on {model.pretrained}{quantized}" if model.trains_adapter else f"{name}{quantized}"
 
@@ -251,13 +253,13 @@ def without_training(model: CausalFields) -> CausalFields:
     return start
 
 
-def _blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
+def _read_blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
     """Read the blocks `model` and `data` of config.yaml into their fields."""
     model, data = read_blocks(folder)
     if data is None or not isinstance(model, CausalFields):
         recipe = read_recipe(folder.config)
-        named = " and ".join(str((recipe.get(block) or {}).get("class_path")) for block in ("model", "data"))
-        raise UserError(f"--run {run}: config.yaml names {named}, which chat does not know.")
+        classes = " and ".join(str((recipe.get(block) or {}).get("class_path")) for block in ("model", "data"))
+        raise UserError(f"--run {run}: config.yaml names {classes}, which chat does not support.")
     return model, data
 
 
@@ -265,17 +267,17 @@ def _connect(data: "DataModule", model: CausalFields) -> None:
     data.connect(pretrained=model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code)
 
 
-def _exported(run: str, folder: RunFolder, model: CausalFields) -> CausalFields:
+def _find_exported(run: str, folder: RunFolder, model: CausalFields) -> CausalFields:
     """Return the fields that load the exported model/."""
     exported = exported_fields(folder, model)
     if exported is None:
-        raise UserError(f"--run {run}: there is no model in {folder.model}; the run must have finished."
-                        + (" A checkpoint can be asked: --ckpt_path last" if folder.names() else ""))
+        raise UserError(f"--run {run}: {folder.model} contains no model. "
+                        + ("Use a checkpoint: --ckpt_path last" if folder.names() else "Finish the run first."))
     return exported
 
 
-def _layout(folder: RunFolder, declared: Any) -> str | None:
-    """Return the layout of the training rows according to the data report; turns if unknown."""
+def _read_layout(folder: RunFolder, declared: Any) -> str | None:
+    """Return the layout of the training rows according to the data report; chat turns if unknown."""
     if isinstance(declared, CLMDataFields):
         return None
     try:
@@ -285,7 +287,7 @@ def _layout(folder: RunFolder, declared: Any) -> str | None:
         return declared.dataset_format or CHAT
 
 
-def _seed(recipe: dict[str, Any]) -> int:
+def _read_seed(recipe: dict[str, Any]) -> int:
     seed = recipe.get("seed_everything")
     return seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
 
@@ -297,24 +299,25 @@ def read_model(name: str, template: str | None, template_kwargs: dict[str, Any] 
                ) -> Source:
     """Read a model or adapter from a folder or hub id. Raises UserError: it is neither, or not a causal LM."""
     if (Path(name) / "config.yaml").is_file() and (Path(name) / "checkpoints").is_dir():
-        raise UserError(f"--model {name} is a run folder: --run {name}")
-    adapter = _file_of(name, SETTINGS)
+        raise UserError(f"--model {name} is a run folder. Use --run {name}")
+    adapter = _find_file(name, SETTINGS)
     base = adapter_config(adapter.parent, f"--model {name}").get("base_model_name_or_path") if adapter else None
     if adapter and not base:
-        raise UserError(f"--model {name}: {SETTINGS} does not say what the adapter's base model is.")
+        raise UserError(f"--model {name}: {SETTINGS} does not name the adapter's base model. Set "
+                        "base_model_name_or_path in it.")
     model = CausalFields(pretrained=base or name, adapter=name if adapter else None,
                          trust_remote_code=is_trusted())
     model.quantize = quantize
     _check_causal(model)
-    tokenizer = name if _file_of(name, "tokenizer_config.json") else model.pretrained
-    data = _data_of(tokenizer, model, template, template_kwargs)
-    said = _fields_of(name, GENERATION_CONFIG) or _fields_of(model.pretrained, GENERATION_CONFIG)
-    ends = said.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    tokenizer = name if _find_file(name, "tokenizer_config.json") else model.pretrained
+    data = _build_data(tokenizer, model, template, template_kwargs)
+    generation = _read_json(name, GENERATION_CONFIG) or _read_json(model.pretrained, GENERATION_CONFIG)
+    stop_ids = generation.get("eos_token_id")
+    stop_ids = stop_ids if isinstance(stop_ids, list) else [] if stop_ids is None else [stop_ids]
     layout = CHAT if data.has_chats else None
-    # Before anything else, as reading stop_token_ids also checks the template.
-    ends = sorted({*data.codec.stop_token_ids, *ends})
-    return Source(_title(name, model), model, data, layout, _generation(said), ends, frozen=True,
+    # Before the rest, as reading the codec's stop_token_ids also checks the template.
+    stop_ids = sorted({*data.codec.stop_token_ids, *stop_ids})
+    return Source(_describe(name, model), model, data, layout, _select_generation(generation), stop_ids, frozen=True,
                   base=without_adapter(model) if adapter else None)
 
 
@@ -328,12 +331,14 @@ def without_adapter(model: CausalFields) -> CausalFields:
 def _check_causal(model: CausalFields) -> None:
     from lmmods.core.hf_config import load_config
 
-    kinds = load_config(model.pretrained, trust_remote_code=model.trust_remote_code).architectures or []
-    if kinds and not any(kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for kind in kinds):
-        raise UserError(f"--model {model.pretrained} is a {kinds[0]}; chat takes causal language models.")
+    architectures = load_config(model.pretrained, trust_remote_code=model.trust_remote_code).architectures or []
+    causal = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    if architectures and not any(name.endswith(causal) for name in architectures):
+        raise UserError(f"--model {model.pretrained} is a {architectures[0]}. Use a causal language model.")
 
 
-def _data_of(tokenizer: str, model: CausalFields, template: str | None, template_kwargs: dict[str, Any] | None) -> Any:
+def _build_data(tokenizer: str, model: CausalFields, template: str | None, template_kwargs: dict[str, Any] | None
+                ) -> Any:
     """Return a chat data module if there is a template, a text one otherwise."""
     from lmmods.data.clm import CLMData
     from lmmods.data.sft import SFTData
@@ -343,13 +348,13 @@ def _data_of(tokenizer: str, model: CausalFields, template: str | None, template
     if template or data.tokenizer.chat_template:
         return data
     if template_kwargs:
-        raise UserError(f"--chat_template_kwargs: {tokenizer} has no chat template.")
+        raise UserError(f"--chat_template_kwargs: {tokenizer} has no chat template. Remove it.")
     data = CLMData(NO_ROWS, tokenizer=tokenizer)
     _connect(data, model)
     return data
 
 
-def _file_of(name: str, file: str) -> Path | None:
+def _find_file(name: str, file: str) -> Path | None:
     """Return a file of a folder or hub repository, downloaded if needed; None if there is no such file.
 
     Raises:
@@ -367,24 +372,24 @@ def _file_of(name: str, file: str) -> Path | None:
         return None
 
 
-def _fields_of(name: str, file: str) -> dict[str, Any]:
+def _read_json(name: str, file: str) -> dict[str, Any]:
     """Read a JSON file of a model, {} if it does not exist. Raises UserError: it cannot be read."""
-    path = _file_of(name, file)
+    path = _find_file(name, file)
     try:
         return dict(json.loads(read_text(path))) if path else {}
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"--model {name}: {path} cannot be read ({error}). Mend or remove it.") from error
+        raise UserError(f"--model {name}: {path} cannot be read ({error}). Fix or remove it.") from error
 
 
-def _generation(said: dict[str, Any]) -> Generation:
+def _select_generation(settings: dict[str, Any]) -> Generation:
     """Return the supported settings of generation_config.json; report the unsupported ones."""
-    known = {item.name for item in fields(Generation)}
-    said = {key: value for key, value in said.items() if value is not None}
-    if not said.get("do_sample"):
-        said = {key: value for key, value in said.items() if key not in SAMPLING}
-    if left := sorted(said.keys() - known - USED_ELSEWHERE):
-        tell(f"{GENERATION_CONFIG} says {', '.join(left)}, which is not used here.")
-    return Generation(**{key: value for key, value in said.items() if key in known})
+    supported = {item.name for item in fields(Generation)}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    if not settings.get("do_sample"):
+        settings = {key: value for key, value in settings.items() if key not in SAMPLING}
+    if unsupported := sorted(settings.keys() - supported - USED_ELSEWHERE):
+        tell(f"{GENERATION_CONFIG} sets {', '.join(unsupported)}; chat does not support this and ignores it.")
+    return Generation(**{key: value for key, value in settings.items() if key in supported})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -419,8 +424,8 @@ class Session:
     limit: int | None
     system: str | None = None
     turns: dict[str, list[Message]] = field(default_factory=dict)  # conversation history per model
-    num_asked: int = 0
-    stopped: bool = False  # set by Ctrl+C
+    num_questions: int = 0
+    is_stopped: bool = False  # set by Ctrl+C
 
     def ask(self, text: str) -> None:
         """Print the answers on stdout and everything else on stderr.
@@ -430,7 +435,7 @@ class Session:
         """
         prompts = {name: self._prompt(name, [*self.turns.get(name, []), {"role": "user", "content": text}])
                    for name in self.models}
-        row, self.num_asked = self.num_asked, self.num_asked + 1
+        row, self.num_questions = self.num_questions, self.num_questions + 1
         for name, (turns, prompt, settings) in prompts.items():
             if len(self.models) > 1:
                 _write(f"{name}: ")
@@ -439,45 +444,46 @@ class Session:
                 self.turns[name] = [*turns, {"role": "assistant", "content": answer}]
 
     def _prompt(self, name: str, turns: list[Message]) -> tuple[list[Message], list[int], Generation]:
-        """Return the turns that fit, their token ids, and the settings with the remaining room for the answer."""
-        who, left_out, wanted = f"{name}: " if len(self.models) > 1 else "", 0, self.settings.max_new_tokens
+        """Return the turns that fit, their token ids, and the settings with the remaining budget for the answer."""
+        prefix = f"{name}: " if len(self.models) > 1 else ""
+        num_dropped, max_new_tokens = 0, self.settings.max_new_tokens
         while True:
             system: list[Message] = [{"role": "system", "content": self.system}] if self.system is not None else []
             prompt = self.source.encode([*system, *turns])
-            room = wanted if self.limit is None else min(wanted, self.limit - len(prompt))
-            if room == wanted or len(turns) == 1:
+            budget = max_new_tokens if self.limit is None else min(max_new_tokens, self.limit - len(prompt))
+            if budget == max_new_tokens or len(turns) == 1:
                 break
-            turns, left_out = turns[2:], left_out + 1
-        if room < 1:
-            raise UserError(f"This has {len(prompt)} tokens, more than the {self.limit} positions of the model leave "
-                            "with an answer. Shorten it.")
-        if left_out:
-            tell(f"{who}the conversation is longer than the model's {self.limit} positions leave with an answer: its "
-                 f"{left_out} oldest exchanges are forgotten.")
-        if room < wanted:
-            tell(f"{who}the prompt has {len(prompt)} of the model's {self.limit} positions, so the answer has at most "
-                 f"{room} tokens.")
-        return turns, prompt, replace(self.settings, max_new_tokens=room)
+            turns, num_dropped = turns[2:], num_dropped + 1
+        if budget < 1:
+            raise UserError(f"The prompt has {len(prompt)} tokens, which leaves no space for an answer in the model's "
+                            f"{self.limit} positions. Shorten it.")
+        if num_dropped:
+            tell(f"{prefix}the conversation and its answer exceed the model's {self.limit} positions; dropping the "
+                 f"{num_dropped} oldest exchanges.")
+        if budget < max_new_tokens:
+            tell(f"{prefix}the prompt uses {len(prompt)} of the model's {self.limit} positions, so the answer is "
+                 f"limited to {budget} tokens.")
+        return turns, prompt, replace(self.settings, max_new_tokens=budget)
 
     def _answer(self, model: TextModel, prompt: list[int], settings: Generation, row: int) -> str:
         tokenizer = self.source.data.tokenizer
-        text = Detokenizer(lambda tokens: decode(tokenizer, tokens, self.source.stop_token_ids,
-                                                 clean_up_tokenization_spaces=False))
+        detokenizer = Detokenizer(lambda tokens: decode(tokenizer, tokens, self.source.stop_token_ids,
+                                                        clean_up_tokenization_spaces=False))
 
         def on_token(token: int) -> bool:
-            _write(text.add(token))
-            return not self.stopped
+            _write(detokenizer.add(token))
+            return not self.is_stopped
 
-        self.stopped = False
-        ended = model.answer(prompt, settings, self.source.stop_token_ids, self.seed, row, on_token)
-        _write(text.end() + "\n")
-        if self.stopped:
+        self.is_stopped = False
+        has_ended = model.answer(prompt, settings, self.source.stop_token_ids, self.seed, row, on_token)
+        _write(detokenizer.end() + "\n")
+        if self.is_stopped:
             tell("(stopped)")
-        elif not ended and len(text.tokens) >= settings.max_new_tokens:
-            tell(f"(cut off after {len(text.tokens)} tokens: --generation.max_new_tokens)")
-        elif not text.text.strip():
-            tell("(an empty answer)")
-        return text.text
+        elif not has_ended and len(detokenizer.tokens) >= settings.max_new_tokens:
+            tell(f"(truncated after {len(detokenizer.tokens)} tokens; raise --generation.max_new_tokens)")
+        elif not detokenizer.text.strip():
+            tell("(empty answer)")
+        return detokenizer.text
 
 
 # Input -------------------------------------------------------------------------------------------------------------
@@ -486,42 +492,42 @@ class Session:
 def converse(session: Session) -> None:
     """Read questions from a terminal until Ctrl+D.
 
-    Ctrl+C at the prompt starts a new line, and during an answer stops it. A second one during an answer, which may be
-    waiting for a long computation, ends the program.
+    Ctrl+C at the prompt starts a new line; during an answer it stops the answer. A second Ctrl+C during an answer exits
+    the program, as the first may wait for a long computation.
     """
     with suppress(ImportError):
-        import readline  # noqa: F401 - lines can be edited, and earlier ones come back
+        import readline  # noqa: F401 - adds line editing and history to input()
 
     is_answering = False
 
-    def on_interrupt(number: int, _frame: Any) -> None:
+    def on_interrupt(signum: int, _frame: Any) -> None:
         if not is_answering:
             raise KeyboardInterrupt
-        if session.stopped:
+        if session.is_stopped:
             raise Interrupted("Interrupted.")
-        session.stopped = True
+        session.is_stopped = True
 
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
         while True:
             try:
                 text = input(PROMPT)
                 if text.strip() == NEW:
                     session.turns = {}
-                    tell("A new conversation.")
+                    tell("Started a new conversation.")
                 elif text.strip():
-                    session.stopped, is_answering = False, True
+                    session.is_stopped, is_answering = False, True
                     session.ask(text)
             except UserError as error:  # continue the conversation without this question
                 tell(str(error))
             except EOFError:
                 return print(file=sys.stderr, flush=True)
             except KeyboardInterrupt:
-                tell("\n(Ctrl+D ends)")
+                tell("\n(Ctrl+D exits)")
             finally:
                 is_answering = False
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 def answer_lines(session: Session) -> None:
@@ -530,22 +536,23 @@ def answer_lines(session: Session) -> None:
     Raises:
         UserError: A line cannot be answered, or there is none.
     """
-    number = 0
+    line_number = 0
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
-    for number, line in enumerate(sys.stdin, start=1):
+    for line_number, line in enumerate(sys.stdin, start=1):
         text = line.removesuffix("\n").removesuffix("\r")
         if not text.strip():
-            tell(f"line {number} is empty: left out")
+            tell(f"line {line_number} is empty; skipping it")
             continue
         try:
             text.encode()
             session.ask(text)
         except UnicodeEncodeError as error:  # undecodable bytes arrive as lone surrogates
-            raise UserError(f"line {number} of stdin is not UTF-8; the answers before it have been written.") from error
+            raise UserError(f"line {line_number} of stdin is not UTF-8. Convert it; the lines before it have been "
+                            "answered.") from error
         except UserError as error:
-            raise UserError(f"line {number} of stdin: {error}") from error
-    if not number:
-        raise UserError("There is nothing on stdin to answer: give a line for each turn, or --prompt TEXT.")
+            raise UserError(f"line {line_number} of stdin: {error}") from error
+    if not line_number:
+        raise UserError("stdin is empty. Write one turn per line, or use --prompt TEXT.")
 
 
 def _write(text: str) -> None:
@@ -563,10 +570,10 @@ UNFINISHED = "\ufffd"  # decoders' replacement for an incomplete character
 
 
 class Detokenizer:
-    """Incremental decoder whose pieces add up to the text of all tokens; `tokens` and `text` hold the state so far.
+    """Incremental decoder whose chunks add up to the text of all tokens; `tokens` and `text` are the state so far.
 
-    A token may be part of a character, and spaces depend on neighbouring tokens. So all tokens are decoded again each
-    time, and the end is held back while a character may be incomplete.
+    A token may be part of a character, and spaces depend on neighbouring tokens. So each call decodes all tokens again,
+    and holds back the end while a character may be incomplete.
 
     Args:
         decode: Function from tokens to text.
@@ -576,19 +583,19 @@ class Detokenizer:
         self._decode = decode
         self.tokens: list[int] = []
         self.text = ""
-        self._given = 0
+        self._num_returned = 0
 
     def add(self, token: int) -> str:
         """Add a token and return the new text."""
         self.tokens.append(token)
         self.text = self._decode(self.tokens)
-        return self._rest(self.text.rstrip(UNFINISHED))
+        return self._take_new(self.text.rstrip(UNFINISHED))
 
     def end(self) -> str:
         """Return the text held back so far."""
-        return self._rest(self.text)
+        return self._take_new(self.text)
 
-    def _rest(self, text: str) -> str:
-        rest = text[self._given:]
-        self._given += len(rest)
-        return rest
+    def _take_new(self, text: str) -> str:
+        new = text[self._num_returned:]
+        self._num_returned += len(new)
+        return new

@@ -1,4 +1,4 @@
-"""`chat`: the prompts and answers of predict, a conversation at a terminal and over a pipe, and what is refused."""
+"""`chat`: the prompts and answers of predict, a conversation on a terminal and over a pipe, and rejected options."""
 
 import io
 import json
@@ -169,7 +169,7 @@ def test_turns_are_written_as_rows_of_training_are(session, capsys):
     typed = talk.source.encode([{"role": "user", "content": "</s>"}])
     assert typed.count(2) == 0  # a text, not the end token
     out, err = capsys.readouterr()
-    assert out == "3\n7 and 8\n\n" and err == "(an empty answer)\n"
+    assert out == "3\n7 and 8\n\n" and err == "(empty answer)\n"
     talk.turns, talk.system = {}, "Be brief."
     talk.ask("Hello?")
     assert parrot.prompts[-1] == "<s>Be brief.\n\n" + ASK.format("Hello?")
@@ -191,21 +191,21 @@ def test_a_full_context_is_told_and_forgets_the_oldest(session, capsys):
     for text in ("two", "three"):
         talk.ask(text)
     assert talk.models["tuned"].prompts[2].count("### Instruction") < 3 and "three" in talk.models["tuned"].prompts[2]
-    assert f"longer than the model's {length + 30} positions" in capsys.readouterr().err
+    assert f"exceed the model's {length + 30} positions" in capsys.readouterr().err
     talk.turns = {}
     talk.limit = length + 3
     talk.ask("one")
-    assert "so the answer has at most 3 tokens" in capsys.readouterr().err
+    assert "so the answer is limited to 3 tokens" in capsys.readouterr().err
     talk.limit = length
     talk.turns = {}
-    with pytest.raises(UserError, match=f"more than the {length} positions"):
+    with pytest.raises(UserError, match=f"no space for an answer in the model's {length} positions"):
         talk.ask("one")
     assert not talk.turns
 
 
 def test_an_answer_that_is_cut_off_is_told(session, capsys):
     session("the quick brown fox", max_new_tokens=2).ask("Go.")
-    assert "(cut off after 2 tokens: --generation.max_new_tokens)" in capsys.readouterr().err
+    assert "(truncated after 2 tokens; raise --generation.max_new_tokens)" in capsys.readouterr().err
 
 
 def test_each_model_has_its_own_conversation(session, capsys):
@@ -225,9 +225,9 @@ def test_lines_of_a_pipe_are_turns(session, monkeypatch, capsys):
     pipe(monkeypatch, "Größe?\r\n\n/new\n".encode())
     talk = session("a\nb", "c")
     answer_lines(talk)
-    assert capsys.readouterr() == ("a\nb\nc\n", "line 2 is empty: left out\n")
+    assert capsys.readouterr() == ("a\nb\nc\n", "line 2 is empty; skipping it\n")
     assert "Größe?\n\n### Response:a\nb</s>" in talk.models["tuned"].prompts[1]
-    for content, message in ((b"", "nothing on stdin"), (b"ok\n\xff\n", "line 2 of stdin is not UTF-8")):
+    for content, message in ((b"", "stdin is empty"), (b"ok\n\xff\n", "line 2 of stdin is not UTF-8")):
         pipe(monkeypatch, content)
         with pytest.raises(UserError, match=message):
             answer_lines(talk)
@@ -294,13 +294,14 @@ def test_a_conversation_at_a_terminal(session, terminal):
     def wait_for_the_stop(token: int) -> None:
         tokens.append(token)
         end = time.monotonic() + 10
-        while parrot.tokenizer.decode(tokens).endswith("fox") and not talk.stopped and time.monotonic() < end:
+        while parrot.tokenizer.decode(tokens).endswith("fox") and not talk.is_stopped and time.monotonic() < end:
             time.sleep(0.002)
 
     shown = terminal(
         talk, (">>> ", "\n"), (">>> ", "Hello there?\n"), ("\\x1b[2Jyes", ""),
-        (">>> ", "Go on.\n"), ("quick", "^C"), ("(stopped)", ""), (">>> ", "^C"), ("Ctrl+D ends", ""),
-        (">>> ", "/new\n"), ("A new conversation.", ""), (">>> ", "/etc/hosts?\n"), ("dog", ""), (">>> ", "\x04"))
+        (">>> ", "Go on.\n"), ("quick", "^C"), ("(stopped)", ""), (">>> ", "^C"), ("Ctrl+D exits", ""),
+        (">>> ", "/new\n"), ("Started a new conversation.", ""), (">>> ", "/etc/hosts?\n"), ("dog", ""),
+        (">>> ", "\x04"))
     assert signal.getsignal(signal.SIGINT) is before
     assert "Hello there?" in parrot.prompts[0] and len(parrot.prompts) == 3
     assert parrot.prompts[1].endswith(ASK.format("Go on.")) and b"jumps" not in shown
@@ -322,18 +323,18 @@ def test_mistakes_are_told_before_anything_is_loaded(finished, llama_folder, tmp
     (tmp_path / "empty").mkdir()
     for arguments, message in {
         (): "chat needs --run RUN",
-        ("--run", run, "--model", model): "both are given",
+        ("--run", run, "--model", model): "both are set",
         ("--run", ""): "--run is empty",
         ("--run", run, "--prompt", " "): "--prompt is ' '",
-        ("--run", str(tmp_path / "none")): "there is no config.yaml",
-        ("--run", model): f"It is a model folder: --model {model}",
-        ("--model", run): f"is a run folder: --run {run}",
-        ("--model", model, "--ckpt_path", "last"): "give --run instead of --model",
-        ("--run", run, "--template", "chatml"): "--template goes with --model",
+        ("--run", str(tmp_path / "none")): "has no config.yaml",
+        ("--run", model): f"It is a model folder; use --model {model}",
+        ("--model", run): f"is a run folder. Use --run {run}",
+        ("--model", model, "--ckpt_path", "last"): "Use --run instead of --model",
+        ("--run", run, "--template", "chatml"): "--template applies only to --model",
         ("--run", run, "--ckpt_path", "77"): "77 does not exist",
         ("--model", str(tmp_path / "empty"), "--prompt", "x"): "has no config.json",
         ("--model", model, "--system", "x", "--prompt", "x"): "--system: this model continues texts",
-        ("--model", model, "--compare_base", "true", "--prompt", "x"): "not known what this model was trained from",
+        ("--model", model, "--compare_base", "true", "--prompt", "x"): "this model's base is unknown",
         ("--model", model, "--chat_template_kwargs", "{a: 1}"): "has no chat template",
         ("--model", model, "--template", "alpacca"): "data.template 'alpacca' is unknown",
         ("--run", run, "--generation.temperature", "0.5", "--prompt", "x"): "while generation.do_sample is false",
@@ -357,10 +358,10 @@ def test_runs_that_cannot_answer(finished, tmp_path, llama_folder, capsys):
         assert message in refused(capsys, "--run", str(run.root), "--prompt", "x")
     run.config.write_text(text)
     run.model.rename(tmp_path / "elsewhere")
-    assert "the run must have finished. A checkpoint can be asked: --ckpt_path last" in refused(
-        capsys, "--run", str(run.root), "--prompt", "x")
+    assert "contains no model. Use a checkpoint: --ckpt_path last" in refused(capsys, "--run", str(run.root),
+                                                                              "--prompt", "x")
     BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
-    assert "is a BertForMaskedLM; chat takes causal" in refused(capsys, "--model", str(tmp_path / "bert"))
+    assert "is a BertForMaskedLM. Use a causal language model" in refused(capsys, "--model", str(tmp_path / "bert"))
 
 
 def test_a_run_is_asked_without_its_rows(finished, monkeypatch, capsys):
@@ -399,7 +400,7 @@ def test_a_models_own_settings(llama_folder, tmp_path, capsys):
     file.write_text('{"do_sample": true, "temperature": 0.6, "min_p": 0.1, "eos_token_id": [2, 7], "max_length": 99}')
     source = read_model(str(tmp_path), None, None, None)
     assert source.generation == Generation(do_sample=True, temperature=0.6) and source.stop_token_ids == [2, 7]
-    assert "says min_p, which is not used here" in capsys.readouterr().err
+    assert "sets min_p; chat does not support this" in capsys.readouterr().err
     file.write_text('{"temperature": 0.6, "num_beams": 3}')  # which greedy search does not use
     assert read_model(str(tmp_path), None, None, None).generation == Generation(num_beams=3)
     for name in ("generation_config.json", "adapter_config.json"):
@@ -408,4 +409,4 @@ def test_a_models_own_settings(llama_folder, tmp_path, capsys):
         (tmp_path / name).write_text("{}")
     assert "adapter_config.json has no peft_type" in refused(capsys, "--model", str(tmp_path))
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    assert "does not say what the adapter's base model is" in refused(capsys, "--model", str(tmp_path))
+    assert "does not name the adapter's base model" in refused(capsys, "--model", str(tmp_path))
