@@ -1,4 +1,4 @@
-"""`dashboard`: lay out a project's W&B workspace for our metrics."""
+"""`dashboard`: set up a project's W&B workspace for our metrics."""
 
 from typing import Any, Literal
 
@@ -12,35 +12,35 @@ CURVES = {
                 "Exact match and F1": ["val/exact_match", "val/f1", "val/f1_macro"]},
     "Preferences": {"Reward margin": ["val/rewards/margin"], "Reward accuracy": ["val/rewards/accuracy"],
                     "Rewards": ["val/rewards/chosen", "val/rewards/rejected"], "Divergence": ["train/kl"]},
-    "Rewards of answers": {"Reward": ["train/reward", "val/reward"], "Right at the first answer": ["val/pass@1"],
-                           "Tokens of an answer": ["train/answer_length", "val/answer_length"],
-                           "Entropy": ["train/entropy"], "Prompts without spread": ["train/groups_without_spread"]},
+    "Answer rewards": {"Reward": ["train/reward", "val/reward"], "First answer correct": ["val/pass@1"],
+                       "Answer length (tokens)": ["train/answer_length", "val/answer_length"],
+                       "Entropy": ["train/entropy"], "Groups without spread": ["train/groups_without_spread"]},
     "Optimiser": {"Learning rate": ["train/lr"], "Gradient norm": ["train/grad_norm"]},
-    "Throughput": {"Real tokens per second": ["train/tokens_per_second"], "MFU": ["train/mfu"],
+    "Throughput": {"Tokens per second": ["train/tokens_per_second"], "MFU": ["train/mfu"],
                    "GPU memory (%)": ["system/gpu.0.memoryAllocated"],
-                   "Memory of the process (MB)": ["system/proc.memory.rssMB"]},
+                   "Process memory (MB)": ["system/proc.memory.rssMB"]},
 }
 AXES = {"step": "trainer/global_step", "tokens": "train/tokens"}
 
 
 def dashboard(project: str = "lmmods", entity: str | None = None, name: str = "lmmods",
               x: Literal["step", "tokens"] = "step") -> None:
-    """Lay out the W&B workspace of a project: loss, quality, optimiser, throughput, MMLU by subject, samples.
+    """Set up the W&B workspace of a project: loss, quality, optimiser, throughput, MMLU by subject, samples.
 
-    Runs of both engines stand side by side, grouped by their engine.
+    It shows the runs of both engines, grouped by engine.
 
     Args:
-        project: The W&B project, as in WandbLogger's `project`.
-        entity: User or team; null is the account's default.
-        name: Of the workspace.
-        x: What curves are drawn over: optimiser steps, or training tokens seen.
+        project: W&B project, as in WandbLogger's `project`.
+        entity: User or team. Default: the account's default entity.
+        name: Workspace name.
+        x: X axis of the curves: optimiser steps, or training tokens.
 
     Raises:
-        UserError: There is no account, or W&B refuses.
+        UserError: There is no account, or W&B rejects the request.
     """
     if not has_wandb_key():
-        raise UserError("dashboard needs a W&B account, and no API key is set: run `wandb login` or set WANDB_API_KEY. "
-                        "Without an account: python train.py report RUN ...")
+        raise UserError("dashboard needs a W&B account, but no API key is set. Run `wandb login` or set WANDB_API_KEY; "
+                        "without an account, use python train.py report RUN ...")
     import wandb
 
     try:
@@ -50,8 +50,8 @@ def dashboard(project: str = "lmmods", entity: str | None = None, name: str = "l
         raise UserError(f"dashboard needs wandb-workspaces ({error}). Install it: pip install -e '.[dashboard]'"
                         ) from error
     except (wandb.errors.Error, OSError, ValueError) as error:
-        raise UserError(f"dashboard: W&B refuses {project!r}: {first_line(error)}. Check project and "
-                        "entity; a project exists when a run has been logged to it.") from error
+        raise UserError(f"dashboard: W&B rejected {project!r}: {first_line(error)}. Check --project and --entity; a "
+                        "project exists once a run has logged to it.") from error
     print(f"Wrote the workspace {name}: {layout.url}")
 
 
@@ -60,11 +60,11 @@ def workspace(project: str, entity: str, name: str, x: str) -> Any:
     import wandb_workspaces.reports.v2 as panels
     import wandb_workspaces.workspaces as workspaces
 
-    def lines(title: str, metrics: list[str]) -> Any:
-        system = metrics[0].startswith("system/")
-        return panels.LinePlot(title=title, x="Step" if system else AXES[x], y=metrics)
+    def line_plot(title: str, metrics: list[str]) -> Any:
+        is_system = metrics[0].startswith("system/")
+        return panels.LinePlot(title=title, x="Step" if is_system else AXES[x], y=metrics)
 
-    sections = [workspaces.Section(name=section, is_open=True, panels=[lines(*panel) for panel in curves.items()])
+    sections = [workspaces.Section(name=section, is_open=True, panels=[line_plot(*panel) for panel in curves.items()])
                 for section, curves in CURVES.items()]
     sections.append(workspaces.Section(name="MMLU", is_open=True, panels=[
         panels.LinePlot(title="Accuracy", x=AXES[x], metric_regex="mmlu/.*/(mean_subject_)?accuracy"),

@@ -18,32 +18,32 @@ def dry_run(setup: "Setup", watch: Watch) -> int | None:
         watch: Called with the metrics of each optimiser step; training stops when it returns True.
 
     Returns:
-        Peak bytes that the engine holds on this process's first device; None if it does not report them.
+        Peak memory of the engine on this process's first device, in bytes; None if it does not report it.
     """
-    run = _on_jax if setup.recipe.engine == "jax" else _on_torch
+    run = _run_on_jax if setup.recipe.engine == "jax" else _run_on_torch
     return run(setup.trainer, setup.model, setup.datamodule, watch)
 
 
-def _on_torch(trainer: Any, model: Any, datamodule: "DataModule", watch: Watch) -> int | None:
+def _run_on_torch(trainer: Any, model: Any, datamodule: "DataModule", watch: Watch) -> int | None:
     import lightning as L
     import torch
 
-    class Watching(L.Callback):
+    class Watcher(L.Callback):
         """Stops training when `watch` returns True, or at the end of the run."""
 
         def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-            # The metrics are sums over all processes, so all of them decide alike.
+            # The metrics are sums over all processes, so all processes stop at the same step.
             if watch(module.last_step.step_metrics()) or trainer.global_step >= trainer.num_steps:
                 trainer.end()
 
-    trainer.callbacks = [Watching()]  # instead of those that write
+    trainer.callbacks = [Watcher()]  # without those that write files
     with trainer.fast_products(model):
-        L.Trainer.fit(trainer, model, datamodule=datamodule)  # not ours, which takes the run folder
+        L.Trainer.fit(trainer, model, datamodule=datamodule)  # our trainer's own fit would lock the run folder
     device = trainer.strategy.root_device
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
-def _on_jax(trainer: Any, model: Any, datamodule: "DataModule", watch: Watch) -> int | None:
+def _run_on_jax(trainer: Any, model: Any, datamodule: "DataModule", watch: Watch) -> int | None:
     from jax_engine.checkpoint import Checkpointer
     from jax_engine.distributed import devices
     from jax_engine.trainer import Evaluation, Exporter, Loop
@@ -56,7 +56,7 @@ def _on_jax(trainer: Any, model: Any, datamodule: "DataModule", watch: Watch) ->
     from lmmods.runs.identity import RunIdentity
     from lmmods.runs.step_metrics import StepMetrics
 
-    class Watching(StepMetrics):
+    class Watcher(StepMetrics):
         """Stops training when `watch` returns True."""
 
         def add(self, step: int, epoch: float, step_metrics: Callable[[], dict[str, float]],
@@ -67,10 +67,10 @@ def _on_jax(trainer: Any, model: Any, datamodule: "DataModule", watch: Watch) ->
     trainer.connect()
     run, loader = trainer.training_run(model, datamodule, None)
     model.begin(run)
-    run.metrics = Watching(run.stopwatch)
+    run.metrics = Watcher(run.stopwatch)
     samples, mmlu, publish = SampleWriter(), MMLUEvaluator(), Publisher()
     evaluation = Evaluation(run, samples, mmlu)
-    # One batch, for its memory and its mistakes.
+    # Evaluate one batch, so that its memory counts and its errors show.
     if run.schedule.num_val_batches:
         evaluation.evaluate("val", limit=1, keep=False)
     run.schedule = run.schedule.without_validation()

@@ -49,4 +49,4 @@ def test_with_one_it_is_saved_there(monkeypatch, capsys):
 
     monkeypatch.setattr(workspaces.Workspace, "save", refused)
     assert main(["dashboard", "--entity", "me"]) == 2
-    assert "W&B refuses" in capsys.readouterr().err
+    assert "W&B rejected" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_versions_that_were_tried_and_others(capsys):
     (doctor.check_torch, TORCH, []), (doctor.check_jax, JAX, []),
     (doctor.check_torch, "it hangs", ["engine torch: it hangs"]), (doctor.check_jax, "no", ["engine jax: no"]),
     (doctor.check_torch, {**TORCH, "met": "refused"},
-     ["two processes of this machine cannot meet over a port: refused"]),
+     ["two processes on this machine cannot connect over a port: refused"]),
     (doctor.check_torch, {**TORCH, "kernels": {"cpu": {"nf4": "", "fp4": "", "int8": ""},
                                                "cuda:0": {"nf4": "no kernel", "fp4": "", "int8": ""}}},
      ["bitsandbytes on cuda:0: nf4 does not work: no kernel"]),
@@ -82,7 +82,7 @@ def test_an_engine_that_hangs_or_crashes_is_told(monkeypatch, tmp_path):
     assert probes[0].answer() == "why (status -6)"
     assert probes[1].answer() == {"a": 1} and "No module named no_such_module" in probes[2].answer()
     monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.1)
-    assert probes[3].answer() == "it has not answered within 0.1 seconds"
+    assert probes[3].answer() == "no answer within 0.1 seconds"
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_the_page_of_this_machine(monkeypatch, tmp_path, capsys):
     text = " ".join(said.out.split())
     for part in ("; a token is set", "an API key is set", "the cache has 12 KiB",
                  f"rm -r {cache}/reference-* {cache}/sftdata-*",
-                 "bitsandbytes on cpu: nf4, fp4, int8 multiply", "two processes of this machine meet", "jax 0.",
+                 "bitsandbytes on cpu: nf4, fp4, int8 multiply", "two processes on this machine connect", "jax 0.",
                  "MASTER_ADDR=elsewhere"):
         assert part in text, (part, said.out)
     assert "mine" not in said.out and secret not in said.out + said.err and len(said.out.splitlines()) < 60

@@ -118,7 +118,8 @@ def test_a_run_is_as_it_was_left(engine, finished, capsys):
     before = contents(run.root)
     assert main(["verify", str(run.root)]) == 0
     said = capsys.readouterr().out
-    assert "step=6: sizes and checksums" in said and "that the run left at step 6" in said and "problem" not in said
+    assert "step=6: sizes and checksums match" in said and "files of the run at step 6" in said
+    assert "problem" not in said
     assert contents(run.root) == before
 
 
@@ -176,9 +177,9 @@ def test_each_difference_is_found(finished, capsys):
     run.manifest.write_text(json.dumps(manifest))
     assert main(["verify", str(run.root)]) == 2
     found = capsys.readouterr().out
-    for text in ("config.yaml is not the recipe", "metrics.csv is another file than then",
-                 "model/README.md is missing", "in model/, but of no run: mine.txt", "model.safetensors is not as it",
-                 "config.json is another file than then", "gone.json is missing", "packages: torch 0.1 then"):
+    for text in ("config.yaml differs from the recipe", "metrics.csv has changed", "model/README.md is missing",
+                 "in model/, but not written by the run: mine.txt", "model.safetensors is not as it",
+                 "config.json has changed", "gone.json is missing", "packages: torch 0.1 then"):
         assert text in " ".join(found.split()), (text, found)
     run.manifest.unlink()
     assert main(["verify", str(run.root)]) == 2 and "manifest.json does not exist" in capsys.readouterr().err
@@ -197,4 +198,4 @@ def test_files_of_the_data_that_came_or_went_are_found(recipe, instructions, tmp
     (folder / "a.jsonl").write_text("{}")
     assert main(["verify", str(run)]) == 2
     found = " ".join(capsys.readouterr().out.split())
-    assert "a.jsonl is another file than then" in found and "b.jsonl was added" in found
+    assert "a.jsonl has changed" in found and "b.jsonl was added" in found
