@@ -57,9 +57,9 @@ def find(parsed: Recipe, what: Literal["lr", "batch_size", "both", "step"] = "bo
         task = parsed.kind("model")
         if not getattr(task, "loss_falls", True):
             name = task.__name__.removesuffix("Fields")
-            raise UserError(f"find --what {what}: the loss of {name} does not fall as the model gets better, so it "
-                            "says nothing of the rate. Take --what batch_size, and compare rates by "
-                            f"{task.ranked_by[0]}: python train.py sweep.")
+            raise UserError(f"find --what {what}: the loss of {name} does not fall as the model improves, so it "
+                            "cannot suggest a learning rate. Use --what batch_size, and compare rates by "
+                            f"{task.ranked_by[0]} with python train.py sweep.")
         test = RangeTest(min_lr, max_lr, steps)
         check_replaceable(Path(plot))
     if what == "lr":
@@ -73,7 +73,7 @@ def find(parsed: Recipe, what: Literal["lr", "batch_size", "both", "step"] = "bo
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "lr.json"
             # In a separate process, as the engine may launch further processes by repeating its command line.
-            words = [*arguments, *_words(changes), "--what", "lr", "--result", str(path)]
+            words = [*arguments, *_to_options(changes), "--what", "lr", "--result", str(path)]
             if status := subprocess.run(command(words)).returncode:
                 raise SystemExit(status)
             results |= json.loads(path.read_text())
@@ -81,7 +81,7 @@ def find(parsed: Recipe, what: Literal["lr", "batch_size", "both", "step"] = "bo
         write_json(Path(result), results)
 
 
-def tell_changes(changes: dict[str, int | float]) -> None:
+def print_changes(changes: dict[str, int | float]) -> None:
     """Print dotted recipe keys and their values as lines of a recipe."""
     tree: dict[str, Any] = {}
     for key, value in changes.items():
@@ -102,10 +102,10 @@ def tell_changes(changes: dict[str, int | float]) -> None:
 # smoothed losses is mostly noise, so a line is fitted to a window of steps, and its slope must be clearly negative.
 
 SMOOTHING = 0.98  # decay of the running mean of the loss
-DIVERGED = 4.0  # factor over the lowest smoothed loss
+DIVERGENCE = 4.0  # factor over the lowest smoothed loss at which the test ends
 WINDOW = 8  # a line is fitted to a quarter of the steps: 1/WINDOW of them on each side
-CLEAR = 3.0  # standard errors by which the slope must be below zero
-FEWEST = 20  # minimum number of steps
+SIGNIFICANCE = 3.0  # number of standard errors by which the slope must be below zero
+MIN_STEPS = 20
 
 
 class Ramp:
@@ -144,33 +144,33 @@ class RangeTest:
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     smoothed: list[float] = field(default_factory=list)
-    diverged: bool = False
+    has_diverged: bool = False
 
     def __post_init__(self) -> None:
-        require(self.num_steps >= FEWEST, "--steps", self.num_steps, f"{FEWEST} or more")
+        require(self.num_steps >= MIN_STEPS, "--steps", self.num_steps, f"{MIN_STEPS} or more")
         require(0 < self.min_lr < self.max_lr < math.inf, "--min_lr", self.min_lr, "above 0 and below --max_lr")
         self._mean = 0.0
 
     def ramp(self, optimizer: Optimizer) -> Ramp:
-        """Return a recipe's optimiser with the ramp in place of its schedule."""
+        """Return a recipe's optimiser with the ramp as its schedule."""
         return Ramp(optimizer, self.min_lr, self.max_lr)
 
-    def add(self, figures: dict[str, float]) -> bool:
+    def add(self, metrics: dict[str, float]) -> bool:
         """Record the `lr` and `loss` of an optimiser step and return whether the test is over."""
-        if self.diverged:
+        if self.has_diverged:
             return True
-        loss = figures["loss"]
+        loss = metrics["loss"]
         if not math.isfinite(loss):
-            self.diverged = True
+            self.has_diverged = True
             return True
-        self.rates.append(figures["lr"])
+        self.rates.append(metrics["lr"])
         self.losses.append(loss)
         self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
         self.smoothed.append(self._mean / (1 - SMOOTHING ** len(self.losses)))
-        self.diverged = len(self.losses) > 1 and self.smoothed[-1] > DIVERGED * min(self.smoothed)
-        return self.diverged or len(self.losses) == self.num_steps
+        self.has_diverged = len(self.losses) > 1 and self.smoothed[-1] > DIVERGENCE * min(self.smoothed)
+        return self.has_diverged or len(self.losses) == self.num_steps
 
-    def suggestion(self) -> float:
+    def suggest_lr(self) -> float:
         """Return the rate of the steepest loss descent over log(rate), rounded to two digits.
 
         Raises:
@@ -180,19 +180,19 @@ class RangeTest:
         last = min(int(np.argmin(self.smoothed)) if self.smoothed else 0, len(self.losses) - 1 - half)
         if last < half:
             raise UserError(f"The loss diverged or stopped falling within {len(self.losses)} of {self.num_steps} "
-                            "steps, too early to find a learning rate: lower --min_lr or raise --steps.")
+                            "steps, too early to find a learning rate. Lower --min_lr or raise --steps.")
         fits = {}
         for centre in range(half, last + 1):
             losses = self.losses[centre - half : centre + half + 1]  # the logarithms of the rates are evenly spaced
             (slope, _), covariance = np.polyfit(range(-half, half + 1), losses, 1, cov=True)
             fits[centre] = slope, math.sqrt(covariance[0, 0])
-        best = min(fits, key=lambda centre: fits[centre][0])
-        slope, error = fits[best]
-        if slope >= -CLEAR * error:
-            raise UserError(f"The loss falls nowhere clearly between learning rates of {self.min_lr:g} and "
-                            f"{self.rates[-1]:.2g}: batches differ by more. Raise --steps; a model that is trained "
-                            "already may have nothing left to learn from these rows.")
-        return float(f"{self.rates[best]:.1e}")
+        steepest = min(fits, key=lambda centre: fits[centre][0])
+        slope, error = fits[steepest]
+        if slope >= -SIGNIFICANCE * error:
+            raise UserError(f"The loss does not fall clearly between learning rates of {self.min_lr:g} and "
+                            f"{self.rates[-1]:.2g}: the noise between batches is larger. Raise --steps. A model "
+                            "that is already trained may have nothing left to learn from these rows.")
+        return float(f"{self.rates[steepest]:.1e}")
 
 
 def find_rate(parsed: Recipe, test: RangeTest, plot: str, result: str | None) -> None:
@@ -204,30 +204,30 @@ def find_rate(parsed: Recipe, test: RangeTest, plot: str, result: str | None) ->
         bar = Bar(setup.trainer.is_global_zero)
         bar.open("range test", test.num_steps)
 
-        def watch(figures: dict[str, float]) -> bool:
-            is_over, done = test.add(figures), len(test.rates)
-            shown = done % 10 == 0 and not is_over
-            bar.update(done, f"lr {test.rates[-1]:.2g}  loss {test.smoothed[-1]:.4g}" if shown else "")
+        def watch(metrics: dict[str, float]) -> bool:
+            is_over, done = test.add(metrics), len(test.rates)
+            is_shown = done % 10 == 0 and not is_over
+            bar.update(done, f"lr {test.rates[-1]:.2g}  loss {test.smoothed[-1]:.4g}" if is_shown else "")
             return is_over
 
         try:
             dry_run(setup, watch)
         except NotFinite:
-            test.diverged = True
+            test.has_diverged = True
         finally:
             bar.close()
         if not setup.trainer.is_global_zero:
             return
         try:
-            suggestion = test.suggestion()
+            lr = test.suggest_lr()
         finally:
             plot_range_test(test, Path(plot))
-    say(f"Learning rate {suggestion:g}: there the loss falls fastest over {len(test.rates)} steps from "
-        f"{test.rates[0]:.2g} to {test.rates[-1]:.2g}. It is the peak rate of a schedule. Plot: {plot}")
-    tell_changes({"model.init_args.optimizer.lr": suggestion})
+    say(f"Learning rate {lr:g}: the loss falls fastest there, over {len(test.rates)} steps from {test.rates[0]:.2g} to "
+        f"{test.rates[-1]:.2g}. Use it as the peak rate of a schedule. Plot: {plot}")
+    print_changes({"model.init_args.optimizer.lr": lr})
     if result:
-        write_json(Path(result), {"lr": suggestion, "rates": test.rates, "losses": test.losses,
-                                  "smoothed": test.smoothed, "diverged": test.diverged})
+        write_json(Path(result), {"lr": lr, "rates": test.rates, "losses": test.losses,
+                                  "smoothed": test.smoothed, "diverged": test.has_diverged})
 
 
 AUTHOR = "lmmods find"  # author tag that identifies our plots
@@ -249,10 +249,10 @@ def plot_range_test(test: RangeTest, path: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(test.rates, test.losses, linewidth=0.6, alpha=0.5, label="loss of the step")
+    axes.plot(test.rates, test.losses, linewidth=0.6, alpha=0.5, label="step loss")
     axes.plot(test.rates, test.smoothed, linewidth=1.6, label="smoothed")
     try:
-        axes.axvline(test.suggestion(), linestyle="--", color="black", label=f"suggestion {test.suggestion():g}")
+        axes.axvline(test.suggest_lr(), linestyle="--", color="black", label=f"suggestion {test.suggest_lr():g}")
     except UserError:
         axes.set_title("no suggestion")
     if test.smoothed:
@@ -270,8 +270,8 @@ def plot_range_test(test: RangeTest, path: Path) -> None:
 # Only sizes that divide the rows of an optimiser step are tried, with gradient accumulation making up the rest, so
 # that the optimiser steps of the run stay the same.
 
-GAIN = 1.03  # minimum speed-up that justifies a larger batch's memory
-FREE_FRACTION = 0.85  # of this machine's free memory, which a search may use
+MIN_SPEEDUP = 1.03  # minimum speed-up that justifies a larger batch's memory
+FREE_FRACTION = 0.85  # maximum fraction of this machine's free memory that a search may use
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 # Keys counted in training micro-batches; they scale with the micro-batch size.
 COUNTED = ("limit_train_batches", "overfit_batches")
@@ -279,7 +279,7 @@ EVALUATED = ("limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Measurement of a step with a batch size.
 
     Args:
@@ -301,34 +301,34 @@ class Sizes:
 
     def __init__(self, recipe: dict[str, Any]) -> None:
         trainer, data = recipe["trainer"], recipe["data"]["init_args"]
-        self.now: int = data["batch_size"]
+        self.current: int = data["batch_size"]
         self._rows: int = data["batch_size"] * trainer["accumulate_grad_batches"]
         self._counts = {f"trainer.{key}": trainer[key] for key in COUNTED
                         if isinstance(trainer.get(key), int) and trainer[key]}
-        limited = any(isinstance(trainer.get(key), int) and trainer[key] for key in EVALUATED)
-        self._eval_size = self.now if limited and data.get("eval_batch_size") is None else None
+        is_limited = any(isinstance(trainer.get(key), int) and trainer[key] for key in EVALUATED)
+        self._eval_size = self.current if is_limited and data.get("eval_batch_size") is None else None
 
-    def all(self) -> list[int]:
-        """Return the sizes in ascending order, including the recipe's own."""
+    def candidates(self) -> list[int]:
+        """Return the sizes in ascending order, including the recipe's."""
         return [size for size in range(1, self._rows + 1) if self._rows % size == 0
-                and all(count * self.now % size == 0 for count in self._counts.values())]
+                and all(count * self.current % size == 0 for count in self._counts.values())]
 
-    def accumulated(self, size: int) -> int:
+    def num_micro_batches(self, size: int) -> int:
         """Return the number of micro-batches per step."""
         return self._rows // size
 
     def changes(self, size: int) -> dict[str, int]:
         """Return the recipe keys that a size sets, with their values."""
-        if size == self.now:
+        if size == self.current:
             return {}
-        counts = {key: count * self.now // size for key, count in self._counts.items()}
-        kept = {"data.init_args.eval_batch_size": self._eval_size} if self._eval_size else {}
+        counts = {key: count * self.current // size for key, count in self._counts.items()}
+        eval_size = {"data.init_args.eval_batch_size": self._eval_size} if self._eval_size else {}
         return {"data.init_args.batch_size": size,
-                "trainer.accumulate_grad_batches": self.accumulated(size), **counts, **kept}
+                "trainer.accumulate_grad_batches": self.num_micro_batches(size), **counts, **eval_size}
 
 
-def search(sizes: list[int], now: int, measure: Callable[[int], Measured]) -> list[Measured]:
-    """Measure sizes from `now`: double while it fits and gets faster, halve until it fits, then bisect in between.
+def search(sizes: list[int], current: int, measure: Callable[[int], Measurement]) -> list[Measurement]:
+    """Measure sizes from `current`: double while it fits and gets faster, halve until it fits, then bisect in between.
 
     Args:
         sizes: Ascending sizes.
@@ -336,114 +336,118 @@ def search(sizes: list[int], now: int, measure: Callable[[int], Measured]) -> li
     Returns:
         The measurements in the order they were made.
     """
-    tried = [measure(now)]
-    low, high = now, None  # maximum that fits, minimum that does not
-    while tried[-1].problem:
-        high = tried[-1].batch_size
+    measurements = [measure(current)]
+    low, high = current, None  # maximum that fits, minimum that does not
+    while measurements[-1].problem:
+        high = measurements[-1].batch_size
         smaller = [size for size in sizes if size <= high // 2] or [size for size in sizes if size < high]
         if not smaller:
-            return tried
+            return measurements
         low = smaller[-1]
-        tried.append(measure(low))
+        measurements.append(measure(low))
     while high is None and (larger := [size for size in sizes if size >= 2 * low]
                             or [size for size in sizes if size > low]):
-        before, after = tried[-1], measure(larger[0])
-        tried.append(after)
+        before, after = measurements[-1], measure(larger[0])
+        measurements.append(after)
         if after.problem:
             high = after.batch_size
-        elif after.tokens_per_second < GAIN * before.tokens_per_second:
-            return tried
+        elif after.tokens_per_second < MIN_SPEEDUP * before.tokens_per_second:
+            return measurements
         else:
             low = after.batch_size
     while high is not None and (between := [size for size in sizes if low < size < high]):
-        tried.append(measure(between[len(between) // 2]))
-        if tried[-1].problem:
-            high = tried[-1].batch_size
+        measurements.append(measure(between[len(between) // 2]))
+        if measurements[-1].problem:
+            high = measurements[-1].batch_size
         else:
-            low = tried[-1].batch_size
-    return tried
+            low = measurements[-1].batch_size
+    return measurements
 
 
-def best(tried: list[Measured]) -> Measured:
+def choose_best(measurements: list[Measurement]) -> Measurement:
     """Return the fastest that fits, the smallest among those about as fast. Raises UserError: none fits."""
-    fitting = sorted((size for size in tried if not size.problem), key=lambda size: size.batch_size)
+    fitting = sorted((measurement for measurement in measurements if not measurement.problem),
+                     key=lambda measurement: measurement.batch_size)
     if not fitting:
-        smallest = min(tried, key=lambda size: size.batch_size)
+        smallest = min(measurements, key=lambda measurement: measurement.batch_size)
         raise UserError(f"Not even a batch of {smallest.batch_size} fits ({smallest.problem}). Lower data.max_length, "
                         "set model.gradient_checkpointing, or train an adapter on a quantised base.")
-    fastest = max(size.tokens_per_second for size in fitting)
-    return next(size for size in fitting if GAIN * size.tokens_per_second >= fastest)
+    fastest = max(measurement.tokens_per_second for measurement in fitting)
+    return next(measurement for measurement in fitting if MIN_SPEEDUP * measurement.tokens_per_second >= fastest)
 
 
 def _find_batch_size(parsed: Recipe, arguments: list[str], memory: float | None) -> dict[str, int]:
     """Return the keys that the best batch size changes; empty if the recipe has it already."""
     recipe = with_library_classes(parsed).whole()
     if recipe["trainer"]["num_nodes"] > 1 or "LOCAL_RANK" in os.environ:
-        raise UserError("find starts processes of its own to measure batch sizes: run it on one machine, without a "
+        raise UserError("find starts its own processes to measure batch sizes. Run it on one machine, without a "
                         "launcher.")
     sizes, limit = Sizes(recipe), free_memory() * FREE_FRACTION
-    tried = search(sizes.all(), sizes.now, lambda size: _measure(sizes, size, arguments, memory, limit))
-    chosen = best(tried).batch_size
-    changes = sizes.changes(chosen)
-    say(f"Batch size {chosen}: " + ("every step has the same rows as before." if changes else
-        "the recipe's own is as fast as any that fits and leaves the rows of a step as they are."))
+    measurements = search(sizes.candidates(), sizes.current,
+                          lambda size: _measure(sizes, size, arguments, memory, limit))
+    batch_size = choose_best(measurements).batch_size
+    changes = sizes.changes(batch_size)
+    say(f"Batch size {batch_size}: " + ("every step has the same rows as before." if changes else
+        "no other size that fits and keeps the rows of each step is clearly faster."))
     if changes:
         if recipe["data"]["init_args"].get("group_by_length"):
             say("data.group_by_length sorts the rows of 50 batches at a time, so their order changes with the batch "
                 "size.")
-        tell_changes(changes)
+        print_changes(changes)
     return changes
 
 
-def _measure(sizes: Sizes, size: int, arguments: list[str], memory: float | None, limit: float) -> Measured:
+def _measure(sizes: Sizes, size: int, arguments: list[str], memory: float | None, limit: float) -> Measurement:
     """Measure the step of a batch size in a separate process.
 
     Args:
-        memory: GiB that the user allows; None is all that is available.
-        limit: GiB of this machine's memory at which the process is killed.
+        memory: Maximum GiB set by the user; None allows all that is available.
+        limit: GiB of this machine's memory above which the process is killed.
     """
-    # Two micro-batches need as much memory as more of them.
-    changes = sizes.changes(size) | {"trainer.accumulate_grad_batches": min(2, sizes.accumulated(size))}
+    # More than two micro-batches need no more memory.
+    changes = sizes.changes(size) | {"trainer.accumulate_grad_batches": min(2, sizes.num_micro_batches(size))}
     with tempfile.TemporaryDirectory() as folder:
         log, path = Path(folder) / "log", Path(folder) / "step.json"
-        status, peak = _run_watched([*arguments, *_words(changes), "--what", "step", "--result", str(path)], log, limit)
-        measured, needs = Measured(size, problem=f"needs more than {limit:.1f} GiB"), ""
+        words = [*arguments, *_to_options(changes), "--what", "step", "--result", str(path)]
+        status, peak = _run_limited(words, log, limit)
+        measurement, note = Measurement(size, problem=f"needs more than {limit:.1f} GiB"), ""
         if status == 0:
             step = json.loads(path.read_text())
-            used, room = (step["memory"], math.inf) if step["on_device"] else (max(peak, step["memory"]), limit)
-            room = memory or room
-            needs = f", {measured_memory(used * GIB, room * GIB)}"
-            measured = (Measured(size, step["tokens_per_second"]) if used <= room else
-                        Measured(size, problem=f"needs {used:.1f} of {room:.1f} GiB"))
+            used, available = (step["memory"], math.inf) if step["on_device"] else (max(peak, step["memory"]), limit)
+            available = memory or available
+            note = f", {step_memory(used * GIB, available * GIB)}"
+            measurement = (Measurement(size, step["tokens_per_second"]) if used <= available else
+                           Measurement(size, problem=f"needs {used:.1f} of {available:.1f} GiB"))
         elif peak <= limit:
             if status > 0 and not last_error(log).startswith("Out of memory"):
                 raise UserError(f"A step with data.batch_size {size} fails: {last_error(log)}")
-            measured = Measured(size, problem="out of memory")
-    say(f"batch size {size:>5}: " + (measured.problem or f"{measured.tokens_per_second:,.0f} tokens per second{needs}"))
-    return measured
+            measurement = Measurement(size, problem="out of memory")
+    say(f"batch size {size:>5}: " + (measurement.problem or
+                                     f"{measurement.tokens_per_second:,.0f} tokens per second{note}"))
+    return measurement
 
 
-def _run_watched(arguments: list[str], log: Path, limit: float) -> tuple[int, float]:
+def _run_limited(arguments: list[str], log: Path, limit: float) -> tuple[int, float]:
     """Run a command, killing it above `limit`, and return its exit status and the peak GiB of it and its children."""
     peak = 0.0
     with started(arguments, log) as process:
         while process.poll() is None:
-            family, held = [], 0
+            processes, num_bytes = [], 0
             with suppress(psutil.NoSuchProcess):
                 parent = psutil.Process(process.pid)
-                family = [parent, *parent.children(recursive=True)]
-            for member in family:
+                processes = [parent, *parent.children(recursive=True)]
+            for member in processes:
                 with suppress(psutil.NoSuchProcess):
-                    held += member.memory_info().rss
-            peak = max(peak, held / GIB)
-            for member in family if peak > limit else ():
+                    num_bytes += member.memory_info().rss
+            peak = max(peak, num_bytes / GIB)
+            for member in processes if peak > limit else ():
                 with suppress(psutil.NoSuchProcess):
                     member.kill()
             time.sleep(0.05)
     return process.returncode, peak
 
 
-def _words(changes: dict[str, int]) -> list[str]:
+def _to_options(changes: dict[str, int]) -> list[str]:
     return [word for key, value in changes.items() for word in (f"--{key}", str(value))]
 
 
@@ -462,39 +466,39 @@ MEASURED_STEPS = 4  # the first is not timed: it compiles programs and allocates
 
 
 def measure_step(parsed: Recipe, result: str | None) -> None:
-    """Measure a step of the recipe as it is, on its longest rows."""
+    """Measure an optimiser step of the unchanged recipe on its longest rows."""
     from lmmods.commands.setup import dry_setup
 
-    ends: list[float] = []
+    end_times: list[float] = []
     tokens: list[float] = []  # without padding
 
-    def watch(figures: dict[str, float]) -> bool:
-        ends.append(time.perf_counter())
-        tokens.append(figures["num_tokens"])
-        return len(ends) == MEASURED_STEPS
+    def watch(metrics: dict[str, float]) -> bool:
+        end_times.append(time.perf_counter())
+        tokens.append(metrics["num_tokens"])
+        return len(end_times) == MEASURED_STEPS
 
     with dry_setup(parsed, True, max_steps=MEASURED_STEPS, limit_val_batches=1, num_sanity_val_steps=1) as setup:
         datamodule = setup.datamodule
         on_device = dry_run(setup, watch)
     if not setup.trainer.is_global_zero:
         return
-    memory, seconds = measured_memory(on_device or peak_of_process(), math.inf), ends[-1] - ends[0]
-    step = {"seconds_per_step": seconds / (len(ends) - 1), "tokens_per_second": sum(tokens[1:]) / seconds,
+    memory, seconds = step_memory(on_device or peak_process_memory(), math.inf), end_times[-1] - end_times[0]
+    step = {"seconds_per_step": seconds / (len(end_times) - 1), "tokens_per_second": sum(tokens[1:]) / seconds,
             "memory": memory.needed / GIB, "on_device": on_device is not None}
     if result:
         write_json(Path(result), step)
-    where = "on the first device" if step["on_device"] else "of this machine"
+    location = "on the first device" if step["on_device"] else "of this machine"
     say(f"A step of {datamodule.batch_size} × {setup.trainer.accumulate_grad_batches} of the longest rows takes "
-        f"{step['seconds_per_step']:.3g} s ({step['tokens_per_second']:,.0f} tokens per second). Memory {where}: "
+        f"{step['seconds_per_step']:.3g} s ({step['tokens_per_second']:,.0f} tokens per second). Memory {location}: "
         f"{memory}.")
 
 
-def measured_memory(peak: float, available: float) -> StepMemory:
+def step_memory(peak: float, available: float) -> StepMemory:
     """Return the memory of a step whose peak was measured; both in bytes."""
     return StepMemory({"peak": peak}, available, "measured")
 
 
-def peak_of_process() -> int:
+def peak_process_memory() -> int:
     """Return the peak memory of this process so far in bytes."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset

@@ -14,7 +14,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
 from lmmods.extras import find as find_command
 from lmmods.extras.dry_run import dry_run
-from lmmods.extras.find import DIVERGED, SMOOTHING, Measured, RangeTest, Sizes, best, search, tell_changes
+from lmmods.extras.find import DIVERGENCE, SMOOTHING, Measurement, RangeTest, Sizes, choose_best, print_changes, search
 
 # The range test -----------------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ def test_it_suggests_where_the_loss_falls_fastest_whatever_the_noise_of_batches(
     slopes = {centre: np.polyfit(np.arange(25), losses[centre - 12 : centre + 13], 1)[0] for centre in range(12, 88)}
     least = int(np.argmin(test.smoothed))
     expected = min((centre for centre in slopes if centre <= least), key=slopes.get)
-    assert test.suggestion() == pytest.approx(test.rates[expected], rel=0.05) and abs(expected - 60) <= 4
+    assert test.suggest_lr() == pytest.approx(test.rates[expected], rel=0.05) and abs(expected - 60) <= 4
 
 
 def test_it_stops_when_the_smoothed_loss_diverges():
@@ -53,18 +53,18 @@ def test_it_stops_when_the_smoothed_loss_diverges():
     for number, loss in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
         smoothed.append(mean / (1 - SMOOTHING**number))
-        if smoothed[-1] > DIVERGED * min(smoothed):
+        if smoothed[-1] > DIVERGENCE * min(smoothed):
             break
-    assert test.diverged and test.smoothed == pytest.approx(smoothed) and 30 < len(smoothed) < 50
+    assert test.has_diverged and test.smoothed == pytest.approx(smoothed) and 30 < len(smoothed) < 50
 
 
 @pytest.mark.parametrize(("losses", "message"), [
     ([2.0] * 10 + [math.nan], "too early"), ([2.0] * 5 + [1e9], "too early"),
-    (np.random.default_rng(1).normal(2, 0.3, 100).tolist(), "nowhere clearly|too early"),
+    (np.random.default_rng(1).normal(2, 0.3, 100).tolist(), "does not fall clearly|too early"),
     (np.linspace(2, 3, 100).tolist(), "too early")])
 def test_where_no_rate_can_be_suggested_it_says_so(losses, message):
     with pytest.raises(UserError, match=message):
-        ended(losses).suggestion()
+        ended(losses).suggest_lr()
 
 
 @pytest.mark.parametrize("settings", [(0.0, 1.0, 100), (1.0, 1e-3, 100), (1e-7, 1.0, 5)])
@@ -80,9 +80,9 @@ def measuring(speed, most: int = 10**9):
     """A measurement by formulas: speed by size, the largest size that fits."""
     asked = []
 
-    def measure(size: int) -> Measured:
+    def measure(size: int) -> Measurement:
         asked.append(size)
-        return Measured(size, speed(size)) if size <= most else Measured(size, problem="out of memory")
+        return Measurement(size, speed(size)) if size <= most else Measurement(size, problem="out of memory")
 
     return measure, asked
 
@@ -96,19 +96,19 @@ def measuring(speed, most: int = 10**9):
 def test_the_fastest_size_that_fits_is_found(now, speed, most, asked, chosen):
     measure, seen = measuring(speed, most)
     tried = search([1, 2, 4, 8, 16, 32, 64], now, measure)
-    assert seen == asked and best(tried).batch_size == chosen
+    assert seen == asked and choose_best(tried).batch_size == chosen
 
 
 def test_between_what_fits_and_what_does_not_it_looks_on():
     measure, seen = measuring(lambda size: size, 24)
-    assert best(search([1, 2, 3, 4, 6, 8, 12, 16, 24, 48], 4, measure)).batch_size == 24
+    assert choose_best(search([1, 2, 3, 4, 6, 8, 12, 16, 24, 48], 4, measure)).batch_size == 24
     assert seen[:4] == [4, 8, 16, 48] and seen[4:] == [24]
 
 
 def test_where_nothing_fits_it_says_what_to_lower():
     measure, _ = measuring(lambda size: size, 0)
     with pytest.raises(UserError, match="Not even a batch of 1 fits"):
-        best(search([1, 2, 4], 4, measure))
+        choose_best(search([1, 2, 4], 4, measure))
 
 
 def sizes(trainer: dict, **data) -> Sizes:
@@ -117,9 +117,9 @@ def sizes(trainer: dict, **data) -> Sizes:
 
 
 def test_sizes_keep_rows_and_limits_where_they_are():
-    assert sizes({"accumulate_grad_batches": 3}).all() == [1, 2, 3, 4, 6, 12]
+    assert sizes({"accumulate_grad_batches": 3}).candidates() == [1, 2, 3, 4, 6, 12]
     found = sizes({"accumulate_grad_batches": 4, "limit_train_batches": 6, "limit_val_batches": 3})
-    assert found.all() == [1, 2, 4, 8]  # 16 rows would end the epoch in the middle of a micro-batch
+    assert found.candidates() == [1, 2, 4, 8]  # 16 rows would end the epoch in the middle of a micro-batch
     assert found.changes(4) == {} and found.changes(8) == {
         "data.init_args.batch_size": 8, "trainer.accumulate_grad_batches": 2, "trainer.limit_train_batches": 3,
         "data.init_args.eval_batch_size": 4}
@@ -130,7 +130,7 @@ def test_a_process_that_needs_too_much_is_killed_with_its_children(monkeypatch, 
     hungry = "import time; held = bytes(1) * 2**28; time.sleep(9)"
     hungry = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{hungry}'])"
     monkeypatch.setattr("lmmods.commands.programs.command", lambda arguments: [sys.executable, "-c", hungry])
-    status, most = find_command._run_watched([], tmp_path / "log", 0.2)
+    status, most = find_command._run_limited([], tmp_path / "log", 0.2)
     assert status == -9 and most > 0.2
 
 
@@ -138,8 +138,8 @@ def test_a_process_that_needs_too_much_is_killed_with_its_children(monkeypatch, 
 
 
 def test_what_is_printed_is_a_recipe_with_these_values(capsys, tmp_path):
-    tell_changes({"data.init_args.batch_size": 8, "data.init_args.eval_batch_size": 4,
-                  "trainer.accumulate_grad_batches": 2, "model.init_args.optimizer.lr": 3.2e-5})
+    print_changes({"data.init_args.batch_size": 8, "data.init_args.eval_batch_size": 4,
+                   "trainer.accumulate_grad_batches": 2, "model.init_args.optimizer.lr": 3.2e-5})
     assert printed(capsys.readouterr().out) == {
         "data": {"init_args": {"batch_size": 8, "eval_batch_size": 4}}, "trainer": {"accumulate_grad_batches": 2},
         "model": {"init_args": {"optimizer": {"lr": 3.2e-5}}}}
@@ -244,7 +244,7 @@ def test_the_batch_size_is_sought_by_steps_in_other_processes_and_printed(recipe
                 {"tokens_per_second": 100.0 * size, "memory": 0.4, "on_device": False}))
         return status, gib
 
-    monkeypatch.setattr(find_command, "_run_watched", watched)
+    monkeypatch.setattr(find_command, "_run_limited", watched)
     arguments = recipe(trainer__accumulate_grad_batches=4, trainer__limit_train_batches=8)
     assert main(["find", *arguments, "--what", "batch_size"]) == 0, capsys.readouterr().err
     assert asked == [(4, "2", "step"), (8, "2", "step"), (16, "1", "step")][: len(asked)]
@@ -257,7 +257,7 @@ def test_the_batch_size_is_sought_by_steps_in_other_processes_and_printed(recipe
 
 
 def test_a_step_that_fails_for_another_reason_ends_the_search(recipe, monkeypatch, capsys):
-    monkeypatch.setattr(find_command, "_run_watched", lambda arguments, log, limit: (
+    monkeypatch.setattr(find_command, "_run_limited", lambda arguments, log, limit: (
         log.write_text("error: data.source is gone"), (2, 0.5))[1])
     assert main(["find", *recipe(), "--what", "batch_size"]) == 2
     assert "A step with data.batch_size 4 fails: data.source is gone" in capsys.readouterr().err
