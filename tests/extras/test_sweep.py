@@ -69,8 +69,8 @@ def test_its_own_options_and_those_of_fit_may_stand_in_any_order():
     ([f"{LR}=1,2", "--trainer.default_root_dir", "x"], "is set by the sweep"),
     (["trainer.default_root_dir=a,b"], "cannot vary"), ([f"{LR}=1,2", "--trials", "0"], "--trials is 0"),
     ([f"{LR}=1.0..2", "--sampler", "grid"], "range without step"),
-    ([f"{LR}=1,2", "--backend", "wandb", "--trials", "3"], "is for --backend optuna"),
-    ([f"{LR}=1,2", "--backend", "wandb"], "logs nothing to W&B")])
+    ([f"{LR}=1,2", "--backend", "wandb", "--trials", "3"], "applies only to --backend optuna"),
+    ([f"{LR}=1,2", "--backend", "wandb"], "does not log to W&B")])
 def test_what_fit_would_refuse_is_refused_before_anything_runs(recipe, tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", *recipe(), *words, "--folder", "made"]) == 2
@@ -134,7 +134,7 @@ def test_a_run_of_an_agent_has_the_id_that_the_agent_knows(monkeypatch, tmp_path
 def test_passwords_do_not_go_to_wandb(recipe, tmp_path, capsys):
     arguments = [*recipe(trainer__logger=[{"class_path": "WandbLogger"}]), "--data.source", "https://a:b@host/x.jsonl"]
     assert main(["sweep", *arguments, f"{LR}=1,2", "--backend", "wandb", "--folder", str(tmp_path / "s")]) == 2
-    assert "holds a password or token" in capsys.readouterr().err and not (tmp_path / "s").exists()
+    assert "contains a password or token" in capsys.readouterr().err and not (tmp_path / "s").exists()
 
 
 # The study ----------------------------------------------------------------------------------------------------------

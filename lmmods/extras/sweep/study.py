@@ -28,7 +28,7 @@ NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})((?:,(?:log|step={NUMBER}))*)")
 FORMS = ("KEY=LOW..HIGH, followed by ,log or ,step=S, or KEY=A,B,C; for example model.optimizer.lr=1e-4..1e-2,log "
          "or data.batch_size=4,8")
-MOST = 10_000  # maximum number of grid combinations
+MAX_GRID = 10_000  # maximum number of grid combinations
 Scalar = str | int | float
 
 
@@ -52,9 +52,9 @@ class Parameter:
     log: bool = False
 
     @property
-    def is_whole(self) -> bool:
-        """True if a range holds only whole numbers."""
-        return all(isinstance(each, int) for each in (self.low, self.high, 1 if self.step is None else self.step))
+    def is_integer(self) -> bool:
+        """True if a range contains only integers."""
+        return all(isinstance(bound, int) for bound in (self.low, self.high, 1 if self.step is None else self.step))
 
     def extremes(self) -> tuple[Scalar, ...]:
         """Return the values with which a recipe is checked."""
@@ -64,13 +64,13 @@ class Parameter:
         """Return all values. Raises UserError: a range has no step."""
         if self.values:
             return self.values
-        step = self.step or (1 if self.is_whole and not self.log else None)
+        step = self.step or (1 if self.is_integer and not self.log else None)
         if step is None:
-            raise UserError(f"{self.key} is a range without step, of which no grid can be made: give its values "
-                            f"({self.key}=A,B,C) or a step ({self.key}=LOW..HIGH,step=S).")
+            raise UserError(f"{self.key} is a range without step, so it has no grid. List its values "
+                            f"({self.key}=A,B,C) or add a step ({self.key}=LOW..HIGH,step=S).")
         count = math.floor((self.high - self.low) / step * (1 + 1e-9)) + 1
-        return tuple(self.low + number * step if self.is_whole else float(f"{self.low + number * step:.12g}")
-                     for number in range(min(count, MOST + 1)))
+        return tuple(self.low + index * step if self.is_integer else float(f"{self.low + index * step:.12g}")
+                     for index in range(min(count, MAX_GRID + 1)))
 
 
 def read_space(texts: list[str], file: str | None) -> list[Parameter]:
@@ -83,22 +83,23 @@ def read_space(texts: list[str], file: str | None) -> list[Parameter]:
     Raises:
         UserError: A parameter is malformed, a key occurs twice, or there is none.
     """
-    found = [_from_text(text) for text in texts]
-    found += [_from_file(key, value, file) for key, value in (read_recipe(file) if file else {}).items()]
-    if not found:
-        raise UserError(f"sweep: nothing varies. Name what does as {FORMS}.")
-    for one, other in itertools.combinations(found, 2):
-        if one.key == other.key:
-            raise UserError(f"sweep: {one.key} is given twice; keep one.")
-    return found
+    parameters = [_parse_word(text) for text in texts]
+    parameters += [_parse_entry(key, value, file) for key, value in (read_recipe(file) if file else {}).items()]
+    if not parameters:
+        raise UserError(f"sweep: no key varies. Write {FORMS}.")
+    for first, second in itertools.combinations(parameters, 2):
+        if first.key == second.key:
+            raise UserError(f"sweep: {first.key} is set twice. Keep one.")
+    return parameters
 
 
 def grid(space: list[Parameter]) -> list[dict[str, Scalar]]:
     """Return all combinations, the last parameter varying fastest. Raises UserError: a range has no step; too many."""
     values = [parameter.grid() for parameter in space]
-    if math.prod(map(len, values)) > MOST:
-        raise UserError(f"The grid has more than {MOST:,} combinations. Give fewer values, or take --sampler tpe.")
-    return [dict(zip((parameter.key for parameter in space), each, strict=True)) for each in itertools.product(*values)]
+    if math.prod(map(len, values)) > MAX_GRID:
+        raise UserError(f"The grid has more than {MAX_GRID:,} combinations. List fewer values, or use --sampler tpe.")
+    keys = [parameter.key for parameter in space]
+    return [dict(zip(keys, combination, strict=True)) for combination in itertools.product(*values)]
 
 
 def as_words(values: dict[str, Scalar]) -> list[str]:
@@ -106,53 +107,53 @@ def as_words(values: dict[str, Scalar]) -> list[str]:
     return [f"--{key}={value}" for key, value in values.items()]
 
 
-def _from_text(text: str) -> Parameter:
+def _parse_word(text: str) -> Parameter:
     key, equals, spec = text.partition("=")
     if not (equals and spec and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key)):
-        raise UserError(f"sweep: {text} names no parameter. Write {FORMS}.")
+        raise UserError(f"sweep: {text} is not a parameter. Write {FORMS}.")
     if match := RANGE.fullmatch(spec):
         words = [word.partition("=") for word in match[3].split(",") if word]
-        options = {name: _number(value) if value else True for name, _, value in words}
-        return _range(key, _number(match[1]), _number(match[2]), **options)
+        options = {name: _to_number(value) if value else True for name, _, value in words}
+        return _make_range(key, _to_number(match[1]), _to_number(match[2]), **options)
     if re.fullmatch(r".*[\d.]\.\.[\d.].*", spec):
-        raise UserError(f"sweep: {text} is no range. Write {FORMS}.")
-    return Parameter(key, _texts(key, _load(f"[{spec}]", text)))
+        raise UserError(f"sweep: {text} is not a range. Write {FORMS}.")
+    return Parameter(key, _format_values(key, _load_values(f"[{spec}]", text)))
 
 
-def _from_file(key: str, value: Any, file: str | None) -> Parameter:
+def _parse_entry(key: str, value: Any, file: str | None) -> Parameter:
     if isinstance(value, list) and value:
-        return Parameter(key, _texts(key, value))
-    numbers = isinstance(value, dict) and all(
-        isinstance(each, bool) if name == "log" else isinstance(each, int | float) and not isinstance(each, bool)
-        for name, each in value.items())
-    if not numbers or not {"low", "high"} <= value.keys() <= {"low", "high", "log", "step"}:
-        raise UserError(f"{file}: {key} must be a list of values, or a mapping of low, high and, if wanted, "
-                        "log: true or step.")
-    return _range(key, **value)
+        return Parameter(key, _format_values(key, value))
+    is_numeric = isinstance(value, dict) and all(
+        isinstance(item, bool) if name == "log" else isinstance(item, int | float) and not isinstance(item, bool)
+        for name, item in value.items())
+    if not is_numeric or not {"low", "high"} <= value.keys() <= {"low", "high", "log", "step"}:
+        raise UserError(f"{file}: {key} must be a list of values, or a mapping of low, high and, "
+                        "optionally, log: true or step.")
+    return _make_range(key, **value)
 
 
-def _range(key: str, low: float, high: float, log: bool = False, step: float | None = None) -> Parameter:
+def _make_range(key: str, low: float, high: float, log: bool = False, step: float | None = None) -> Parameter:
     if not -math.inf < low < high < math.inf:
-        raise UserError(f"sweep: {key} goes from {low:g} to {high:g}: the first must be the smaller one.")
+        raise UserError(f"sweep: {key} goes from {low:g} to {high:g}, but the first must be smaller.")
     if log and low <= 0 or log and step is not None:
-        raise UserError(f"sweep: {key} has log, which is for ranges above 0 without step.")
+        raise UserError(f"sweep: {key} has log, which needs a range above 0 without step.")
     if step is not None and not 0 < step <= high - low:
-        raise UserError(f"sweep: {key} has a step of {step:g}, but must have one above 0 and within its range.")
+        raise UserError(f"sweep: {key} has a step of {step:g}, but it must be above 0 and within the range.")
     return Parameter(key, (), low, high, step, log)
 
 
-def _number(text: str) -> float:
+def _to_number(text: str) -> float:
     return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
 
 
-def _load(values: str, text: str) -> list[Any]:
+def _load_values(values: str, text: str) -> list[Any]:
     try:
         return guard(lambda checked: yaml.load(checked, Loader=RecipeLoader))(values)
     except yaml.YAMLError as error:
-        raise UserError(f"sweep: {text} cannot be read as values. Write {FORMS}.") from error
+        raise UserError(f"sweep: {text} cannot be parsed. Write {FORMS}.") from error
 
 
-def _texts(key: str, values: list[Any]) -> tuple[Scalar, ...]:
+def _format_values(key: str, values: list[Any]) -> tuple[Scalar, ...]:
     """Format values for the command line: numbers and words unchanged, others as JSON."""
     # YAML 1.1 reads 1e-3 as a string.
     values = [float(value) if isinstance(value, str) and re.fullmatch(NUMBER, value) and "e" in value.lower() else value
@@ -160,7 +161,7 @@ def _texts(key: str, values: list[Any]) -> tuple[Scalar, ...]:
     texts = tuple(value if isinstance(value, str | int | float) and not isinstance(value, bool) else json.dumps(value)
                   for value in values)
     if len(set(map(str, texts))) < len(texts):
-        raise UserError(f"sweep: {key} has a value twice; keep one.")
+        raise UserError(f"sweep: {key} has a value twice. Keep one.")
     return texts
 
 
@@ -201,12 +202,12 @@ class Study:
             raise UserError(f"sweep: {error}. Install Optuna: pip install -e '.[tune]'") from error
         self._optuna, self._folder, self._sampler, self._seed = optuna, folder, sampler, seed
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._distributions = {parameter.key: self._distribution(parameter) for parameter in space}
+        self._distributions = {parameter.key: self._make_distribution(parameter) for parameter in space}
         pruners = {"median": optuna.pruners.MedianPruner, "none": optuna.pruners.NopPruner}
         (folder / ".locks").mkdir(parents=True, exist_ok=True)
         journal, lock = folder / "study.journal", FileLock(folder / ".locks" / "journal")
         with self._locked():
-            _cut_half_line(journal, lock)
+            _remove_partial_line(journal, lock)
             self._storage = optuna.storages.JournalStorage(
                 optuna.storages.journal.JournalFileBackend(str(journal), lock_obj=lock))
             self._study = optuna.create_study(study_name=NAME, storage=self._storage, pruner=pruners[pruner](),
@@ -215,33 +216,34 @@ class Study:
                 for values in grid(space):
                     self._study.enqueue_trial(values)
 
-    def ask(self, most: int | None) -> tuple[Any, int] | None:
-        """Return a trial for this process: one whose process has died, or else a new one.
+    def ask(self, max_trials: int | None) -> tuple[Any, int] | None:
+        """Return a trial for this process: one whose process has died, or a new one.
 
         Args:
-            most: Maximum number of trials in the study; None is the size of the grid.
+            max_trials: Maximum number of trials in the study; None runs the whole grid.
 
         Returns:
-            Optuna's trial and the open file whose lock holds it; None if nothing is left to do.
+            Optuna's trial and the open file that locks it; None if nothing is left to do.
         """
         states = self._optuna.trial.TrialState
         with self._locked():
             trials = self._study.get_trials(deepcopy=False)
             for frozen in trials:
-                if frozen.state is states.RUNNING and (held := self._hold(frozen.number)) is not None:
-                    return self._optuna.trial.Trial(self._study, self._id_of(frozen)), held
-            waiting = sum(frozen.state is states.WAITING for frozen in trials)
-            if self._sampler == "grid" and not waiting or most is not None and len(trials) - waiting >= most:
+                if frozen.state is states.RUNNING and (lock := self._lock_trial(frozen.number)) is not None:
+                    return self._optuna.trial.Trial(self._study, self._find_id(frozen)), lock
+            num_waiting = sum(frozen.state is states.WAITING for frozen in trials)
+            num_started = len(trials) - num_waiting
+            if self._sampler == "grid" and not num_waiting or max_trials is not None and num_started >= max_trials:
                 return None
-            self._study.sampler = self._new_sampler(len(trials) - waiting)
+            self._study.sampler = self._make_sampler(num_started)
             trial = self._study.ask(self._distributions)
-            return trial, self._hold(trial.number)
+            return trial, self._lock_trial(trial.number)
 
     def should_prune(self, trial: Any, points: list[tuple[int, float]]) -> bool:
         """Record a trial's measurements, (optimiser step, value), and return whether to prune it."""
-        known = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
+        recorded = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
         for step, value in points:
-            if step not in known and value == value:
+            if step not in recorded and value == value:
                 trial.report(value, step)
                 if trial.should_prune():
                     return True
@@ -258,20 +260,20 @@ class Study:
         return [frozen for frozen in self._study.get_trials(deepcopy=False)
                 if frozen.state is not self._optuna.trial.TrialState.WAITING]
 
-    def _new_sampler(self, number: int) -> Any:
-        seed = (self._seed * 1_000_003 + number) % 2**32
+    def _make_sampler(self, num_started: int) -> Any:
+        seed = (self._seed * 1_000_003 + num_started) % 2**32
         samplers = self._optuna.samplers
         return samplers.TPESampler(seed=seed) if self._sampler == "tpe" else samplers.RandomSampler(seed=seed)
 
-    def _distribution(self, parameter: Parameter) -> Any:
-        kinds = self._optuna.distributions
+    def _make_distribution(self, parameter: Parameter) -> Any:
+        distributions = self._optuna.distributions
         if parameter.values or self._sampler == "grid":
-            return kinds.CategoricalDistribution(parameter.grid())
+            return distributions.CategoricalDistribution(parameter.grid())
         options = {} if parameter.step is None else {"step": parameter.step}
-        kind = kinds.IntDistribution if parameter.is_whole else kinds.FloatDistribution
-        return kind(parameter.low, parameter.high, log=parameter.log, **options)
+        cls = distributions.IntDistribution if parameter.is_integer else distributions.FloatDistribution
+        return cls(parameter.low, parameter.high, log=parameter.log, **options)
 
-    def _id_of(self, frozen: Any) -> int:
+    def _find_id(self, frozen: Any) -> int:
         study = self._storage.get_study_id_from_name(NAME)
         return self._storage.get_trial_id_from_study_id_trial_number(study, frozen.number)
 
@@ -286,7 +288,7 @@ class Study:
         finally:
             lock.release()
 
-    def _hold(self, number: int) -> int | None:
+    def _lock_trial(self, number: int) -> int | None:
         file = os.open(self._folder / ".locks" / f"trial-{number}", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             lock_file(file)
@@ -296,7 +298,7 @@ class Study:
         return file
 
 
-def _cut_half_line(journal: Path, lock: FileLock) -> None:
+def _remove_partial_line(journal: Path, lock: FileLock) -> None:
     """Remove the incomplete last line left by a process that was killed while writing."""
     lock.acquire()
     try:
