@@ -26,20 +26,20 @@ import lmmods.extras.report.command as page_module
 from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.data.label_metrics import class_report
-from lmmods.extras.report.charts import MAX_POINTS, draw_charts, linear_ticks, log_ticks, thin, tokens_at
+from lmmods.extras.report.charts import MAX_POINTS, build_charts, interpolate_tokens, linear_ticks, log_ticks, thin
 from lmmods.extras.report.command import COLOURS, SHAPES, render
-from lmmods.extras.report.numbers import full, short
-from lmmods.extras.report.reading import Run, labels, read_curves, read_runs, read_samples
+from lmmods.extras.report.numbers import format_tick, format_value
+from lmmods.extras.report.reading import Run, make_labels, read_curves, read_runs, read_samples
 from lmmods.extras.report.tables import (
-    MOST_NAMES,
-    class_tables,
-    direction,
+    MAX_CLASS_ROWS,
+    build_class_tables,
+    build_metrics_table,
+    build_mmlu_bars,
+    build_settings_tables,
     flatten,
-    metrics_table,
-    mmlu_bars,
-    outcomes,
-    sample_groups,
-    settings_tables,
+    group_samples,
+    ranking_sign,
+    select_outcomes,
 )
 
 PACKAGE = Path(page_module.__file__).parent
@@ -120,8 +120,8 @@ def test_report_of_a_real_run(engine, recipe, tmp_path, capsys):
     page = Page(out.read_text())
     text = "".join(page.text)
     final = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    for expected in ("completed", engine, "SFT", "val/loss", full(final["val/loss"]), "model.init_args.optimizer.lr",
-                     "train · rows", "optimiser step", "tokens trained on"):
+    for expected in ("completed", engine, "SFT", "val/loss", format_value(final["val/loss"]), "train · rows",
+                     "model.init_args.optimizer.lr", "optimiser step", "tokens trained on"):
         assert expected in text, expected
     plots = [attributes["aria-label"] for attributes in page.all("svg") if "data-chart" in attributes]
     assert {"Loss over optimiser step", "Loss over tokens trained on", "Learning rate over optimiser step",
@@ -134,7 +134,7 @@ def test_scores_by_class(tmp_path):
     report = class_report(np.array([0, 0, 1, 2, 1, 1, 0]), np.array([0, 1, 1, 2, 2, 1, 0]), names)
     run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other")
     (run / "classes.json").write_text(json.dumps({**report, "entities": {"LOC": report["classes"]["B-LOC"]}}))
-    (found,) = class_tables(read_runs([str(other), str(run)]))
+    (found,) = build_class_tables(read_runs([str(other), str(run)]))
     assert found.run == 1 and [kind for kind, *_ in found.tables] == ["class", "entity"]
     assert found.tables[0][2][1] == ("B-<b>", ["0.6667", "0.6667", "0.6667", "3"])
     assert found.tables[1][2] == [("LOC", ["1", "0.5000", "0.6667", "2"])]
@@ -162,9 +162,9 @@ def test_of_many_classes_few_are_shown(tmp_path):
     run = write_run(tmp_path / "run")
     names = [f"class {number}" for number in range(300)]
     (run / "classes.json").write_text(json.dumps(class_report(numbers, numbers, names)))
-    (found,) = class_tables(read_runs([str(run)]))
+    (found,) = build_class_tables(read_runs([str(run)]))
     ((_, total, rows),) = found.tables
-    assert total == 300 and len(rows) == MOST_NAMES and rows[0][0] == "class 250" and found.confusion == []
+    assert total == 300 and len(rows) == MAX_CLASS_ROWS and rows[0][0] == "class 250" and found.confusion == []
     assert "of 300" in "".join(Page(page_of(run)).text)
 
 
@@ -215,7 +215,7 @@ def test_only_a_report_is_replaced_unasked(tmp_path, capsys):
     assert main(["report", run, "--out", str(out)]) == 0
     out.write_text("my notes")
     assert main(["report", run, "--out", str(out)]) == 2
-    assert "is no report" in capsys.readouterr().err and out.read_text() == "my notes"
+    assert "is not a report" in capsys.readouterr().err and out.read_text() == "my notes"
     assert main(["report", run, "--out", str(out), "--overwrite", "true"]) == 0
     assert out.read_text().startswith("<!DOCTYPE html>")
     assert main(["report", run, "--out", str(tmp_path)]) == 2
@@ -236,7 +236,8 @@ def test_folders_that_are_no_runs(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     out = ["--out", str(tmp_path / "report.html")]
-    for given_, message in (([str(tmp_path / "nowhere")], "there is no folder"), ([str(tmp_path / "empty")], "no run"),
+    for given_, message in (([str(tmp_path / "nowhere")], "does not exist"),
+                            ([str(tmp_path / "empty")], "is not a run folder"),
                             ([str(tmp_path / "file")], "is a file"), ([run, run + "/"], "the same folder"),
                             ([], "runs")):
         assert main(["report", *given_, *out]) == 2
@@ -252,9 +253,9 @@ def test_folders_that_are_no_runs(tmp_path, capsys):
     ("metrics.csv", "step,train/loss\n1,\0\n", "metrics.csv, line"),
     ("metrics.csv", b"step\xff\n", "cannot be read"),
     ("metrics.json", "{", "metrics.json cannot be read"),
-    ("metrics.json", "[1]", "should hold keys"),
+    ("metrics.json", "[1]", "should contain keys"),
     ("config.yaml", "a: [", "config.yaml cannot be read"),
-    ("classes.json", "[1]", "should hold keys"),
+    ("classes.json", "[1]", "should contain keys"),
     ("data_report.json", "no", "data_report.json cannot be read"),
     ("samples.jsonl", '{"step": 1}\n', "samples.jsonl, line 1"),
     ("rollouts/step=1.jsonl", '{"prompt": 1, "asked": "a"}\n', "step=1.jsonl, line 1: not an object with"),
@@ -300,7 +301,7 @@ def test_an_empty_file_and_a_header_alone(tmp_path):
     (["/a", "/x/a"], ["//a", "x/a"]),
 ])
 def test_labels_tell_runs_apart(paths, expected):
-    assert labels([Path(path) for path in paths]) == expected
+    assert make_labels([Path(path) for path in paths]) == expected
 
 
 # Curves --------------------------------------------------------------------------------------------------------------
@@ -348,33 +349,33 @@ def test_log_ticks(low, ratio):
 def test_ticks_by_hand():
     assert linear_ticks(0, 10) == [0, 2, 4, 6, 8, 10] and linear_ticks(0.13, 0.71) == [0.2, 0.4, 0.6]
     assert log_ticks(0.9, 120) == [1, 10, 100] and log_ticks(3, 100) == [5, 10, 20, 50, 100]
-    assert [short(v) for v in (0, 0.002, 5e-5, 1.5e-4, 2000, 12_500, 3e6, -4e3)] == [
+    assert [format_tick(v) for v in (0, 0.002, 5e-5, 1.5e-4, 2000, 12_500, 3e6, -4e3)] == [
         "0", "0.002", "5e-5", "1.5e-4", "2k", "12.5k", "3M", "-4k"]
 
 
 def test_a_line_breaks_where_a_value_is_not_finite():
     run = a_run(train__loss=[(0, 1.0), (1, 2.0), (2, math.nan), (3, 3.0), (4, math.inf), (5, 2.0), (6, 1.0)])
-    ((chart,),), other = draw_charts([run])
+    ((chart,),), other = build_charts([run])
     pieces = [piece.split("L") for piece in chart.lines[0].path.split("M")[1:]]
     assert [len(piece) for piece in pieces] == [2, 2, 2] and pieces[1][0] == pieces[1][1] and not other
-    assert chart.gaps and run.not_finite == {"train/loss": [2, 4]} and "nan" not in chart.lines[0].path
-    assert draw_charts([a_run(train__loss=[(1, math.nan)])]) == ([], [])
+    assert chart.has_gaps and run.not_finite == {"train/loss": [2, 4]} and "nan" not in chart.lines[0].path
+    assert build_charts([a_run(train__loss=[(1, math.nan)])]) == ([], [])
 
 
 def test_positions_are_proportional():
     run = a_run(train__loss=[(0, 4.0), (50, 1.0), (100, 2.0)], val__loss=[(100, 3.0)])
-    ((chart,),), _ = draw_charts([run])
+    ((chart,),), _ = build_charts([run])
     train, val = chart.lines
     (x0, y0), (x1, y1), (x2, y2) = train.marks
     assert x0 == 44 and x2 == 350 and x1 == pytest.approx((x0 + x2) / 2, abs=0.1)
     assert (y1 - y2) / (y1 - y0) == pytest.approx(1 / 3, abs=2e-3) and y0 < y2 < y1
-    assert val.dashed and not train.dashed and y0 < val.marks[0][1] < y2
+    assert val.is_dashed and not train.is_dashed and y0 < val.marks[0][1] < y2
 
 
 def test_charts_are_those_of_the_metrics_there_are():
     run = a_run(train__lr=[(1, 1e-3)], train__mfu=[(1, 0.4)], train__tokens=[(1, 10.0)], train__epoch=[(1, 0.1)],
                 **{"mmlu/five-shot/accuracy": [(1, 0.5)], "mmlu/five-shot/anatomy": [(1, 0.5)]})
-    main_, other = draw_charts([run, a_run(train__lr=[(1, 2e-3), (2, 1e-3)])])
+    main_, other = build_charts([run, a_run(train__lr=[(1, 2e-3), (2, 1e-3)])])
     assert [both[0].title for both in main_] == ["Learning rate", "MMLU five-shot"]
     assert [both[0].title for both in other] == ["train/mfu"]
     steps, tokens = main_[0]
@@ -383,19 +384,19 @@ def test_charts_are_those_of_the_metrics_there_are():
 
 def test_tokens_lie_between_those_logged():
     run = a_run(train__tokens=[(10, 1000.0), (20, 3000.0)])
-    assert tokens_at(run, [5, 10, 15, 20, 30]) == [500, 1000, 2000, 3000, 4500]
+    assert interpolate_tokens(run, [5, 10, 15, 20, 30]) == [500, 1000, 2000, 3000, 4500]
 
 
 def test_a_scale_is_logarithmic_where_values_span_much():
-    wide = draw_charts([a_run(train__grad_norm=[(1, 0.5), (2, 400.0)])])[0][0][0]
-    narrow = draw_charts([a_run(train__grad_norm=[(1, 0.5), (2, 4.0)])])[0][0][0]
-    zero = draw_charts([a_run(train__grad_norm=[(1, 0.0), (2, 400.0)])])[0][0][0]
+    wide = build_charts([a_run(train__grad_norm=[(1, 0.5), (2, 400.0)])])[0][0][0]
+    narrow = build_charts([a_run(train__grad_norm=[(1, 0.5), (2, 4.0)])])[0][0][0]
+    zero = build_charts([a_run(train__grad_norm=[(1, 0.0), (2, 400.0)])])[0][0][0]
     assert [chart.y.log for chart in (wide, narrow, zero)] == [True, False, False] and "log scale" in wide.unit
 
 
 def test_constant_values_are_drawn():
     for value in (0.0, 5.0, -3.0, 1e-12):
-        ((chart,),), _ = draw_charts([a_run(val__loss=[(0, value)])])
+        ((chart,),), _ = build_charts([a_run(val__loss=[(0, value)])])
         assert chart.y.low < value < chart.y.high and chart.y.ticks()
 
 
@@ -407,14 +408,14 @@ def test_the_best_of_a_row_is_marked(tmp_path):
               {"val/loss": 1.0, "val/accuracy": 0.7, "train/lr": 2.0, "val/f1": 10.0},
               {"val/loss": 1.5, "val/accuracy": 0.7, "train/lr": 3.0, "val/f1": 20.0})
     folders = [write_run(tmp_path / str(k), final=final) for k, final in enumerate(finals)]
-    rows = {row.name: row for row in metrics_table(read_runs([str(folder) for folder in folders]))}
-    best = {name: [cell.best for cell in row.cells] for name, row in rows.items()}
+    rows = {row.name: row for row in build_metrics_table(read_runs([str(folder) for folder in folders]))}
+    best = {name: [cell.is_best for cell in row.cells] for name, row in rows.items()}
     assert best["val/loss"] == [False, True, False] and best["val/accuracy"] == [False, True, True]
     assert best["val/f1"] == [False, False, True] and not any(best["train/lr"]) and not any(best["train/loss"])
     assert [cell.text for cell in rows["only"].cells] == ["1", "–", "–"] and rows["val/f1"].cells[0].text == "NaN"
     other = write_run(tmp_path / "qa", final={"val/loss": 0.1}, model={"class_path": "lmmods.torch_engine.tasks.qa.QA"})
-    mixed = {row.name: row for row in metrics_table(read_runs([str(folders[0]), str(other)]))}
-    assert not any(cell.best for cell in mixed["val/loss"].cells)
+    mixed = {row.name: row for row in build_metrics_table(read_runs([str(folders[0]), str(other)]))}
+    assert not any(cell.is_best for cell in mixed["val/loss"].cells)
 
 
 def test_not_finite_values_are_counted(tmp_path):
@@ -428,19 +429,19 @@ def test_not_finite_values_are_counted(tmp_path):
     ("mmlu/val/accuracy", 1), ("val/best_f1_threshold", 0), ("train/tokens_per_second", 1), ("train/tokens", 0),
     ("val/reward", 1), ("val/pass@8", 1), ("train/reward_std", 0), ("val/missing_rewards", 0)])
 def test_direction(metric, sign):
-    assert direction(metric) == sign
+    assert ranking_sign(metric) == sign
 
 
 def test_numbers():
     values = (0.21119540, 7419.4, 883374, 100.0, 8.2018e-9, math.nan, -math.inf, True, None, "text")
-    assert [full(v) for v in values] == [
+    assert [format_value(v) for v in values] == [
         "0.2112", "7,419", "883,374", "100", "8.202e-09", "NaN", "-inf", "True", "None", "text"]
 
 
 def test_settings_that_differ(tmp_path):
     a = write_run(tmp_path / "a", data_={"source": [{"path": "x"}, {"path": "y"}], "betas": [0.9, 0.99], "none": None})
     b = write_run(tmp_path / "b", data_={"source": [{"path": "x"}], "betas": [0.9, 0.95], "none": None}, extra=True)
-    differing, same = settings_tables(read_runs([str(a), str(b)]))
+    differing, same = build_settings_tables(read_runs([str(a), str(b)]))
     assert {row.name: [cell.text for cell in row.cells] for row in differing} == {
         "data_.source.1.path": ["y", "–"], "data_.betas": ["[0.9, 0.99]", "[0.9, 0.95]"], "extra": ["–", "true"]}
     assert ("data_.none", "null") in {(row.name, row.cells[0].text) for row in same}
@@ -453,7 +454,7 @@ def test_defaults_and_names_are_no_difference(tmp_path):
     a = write_run(tmp_path / "a", trainer={"default_root_dir": "a", "logger": [loggers[0]], "max_steps": 5})
     b = write_run(tmp_path / "b", trainer={"default_root_dir": "b", "logger": [loggers[1]], "max_steps": 5,
                                            "accumulate_grad_batches": 1, "detect_anomaly": True})
-    differing, same = settings_tables(read_runs([str(a), str(b)]))
+    differing, same = build_settings_tables(read_runs([str(a), str(b)]))
     assert {row.name: [cell.text for cell in row.cells] for row in differing} == {
         "trainer.detect_anomaly": ["false", "true"]}
     assert {"trainer.logger.0.init_args.project", "trainer.accumulate_grad_batches"} < {row.name for row in same}
@@ -464,7 +465,7 @@ def test_samples_newest_first(tmp_path):
             for step in (5, 20, 10) for prompt in ("p", "q")]
     a = write_run(tmp_path / "a", samples=rows)
     b = write_run(tmp_path / "b", samples=[{"step": 1, "prompt": "q", "base": "!", "output": "b"}])
-    (p, base_p, (answer,)), (q, base_q, (first, second)) = sample_groups(read_runs([str(a), str(b)]))
+    (p, base_p, (answer,)), (q, base_q, (first, second)) = group_samples(read_runs([str(a), str(b)]))
     assert (p, base_p, answer.output, answer.older) == ("p", "?", "p20", [(10, "p10"), (5, "p5")])
     assert (q, base_q, first.run, second.run, second.base) == ("q", None, 0, 1, "!")
     assert "p20" in page_of(a, b)
@@ -491,14 +492,14 @@ def test_answers_of_the_last_rollouts(tmp_path):
         line(1, 0.5), line(1, 0.5), line(1, None),
         line(2, None, missing={"a": "took more than 10 s"}, answer=evil), line(2, None),
         line(3, 1.0, asked=evil, rewards={"a": 1.0, "b": None}, ended=False), line(3, -1.0)], step8=[line(8, 1.0)])
-    found = outcomes(read_runs([str(other), str(run)]))
+    found = select_outcomes(read_runs([str(other), str(run)]))
     assert [(each.run, each.step, each.prompt) for each in found] == [
         (1, 10, "p1"), (1, 10, "p2"), (1, 10, evil), *((1, 9, f"p{n}") for n in range(4))]
     assert [each.answers for each in found[:4]] == [
-        [("one of 2 of this reward", "reward 0.5000; advantage 0.5000; 3 tokens", "answer of 0.5")],
-        [("one of 2, none of which has a reward", "no reward; a: took more than 10 s; advantage 0.5000; 3 tokens",
+        [("one of 2 with this reward", "reward 0.5000; advantage 0.5000; 3 tokens", "answer of 0.5")],
+        [("one of 2, without rewards", "no reward; a: took more than 10 s; advantage 0.5000; 3 tokens",
           evil)],
-        [("best of 2", "reward 1; a 1, b missing; advantage 0.5000; 3 tokens; cut off", "answer of 1.0"),
+        [("best of 2", "reward 1; a 1, b missing; advantage 0.5000; 3 tokens; truncated", "answer of 1.0"),
          ("worst of 2", "reward -1; advantage 0.5000; 3 tokens", "answer of -1.0")],
         [("best of 3", "reward 2.500; advantage 0.5000; 3 tokens", "answer of 2.5"),
          ("worst of 3", "reward -1; advantage 0.5000; 3 tokens", "answer of -1.0")]]
@@ -513,7 +514,7 @@ def test_rollouts_without_lines_are_passed_over(tmp_path):
     write_rollouts(run, step1=[line(1, 1.0)], step2=[line(1, 0.0)], step3=[line(1, 2.0)], step4=[])
     (run / "rollouts" / "step=5.jsonl").write_text('{"prompt": 1, "as')
     (run / "rollouts" / "step=mine.jsonl").write_text("x\n")
-    assert [each.step for each in outcomes(read_runs([str(run)]))] == [3, 2]
+    assert [each.step for each in select_outcomes(read_runs([str(run)]))] == [3, 2]
 
 
 @pytest.mark.parametrize("changes", [
@@ -530,9 +531,9 @@ def test_curves_of_rewards():
     names = ("train/reward", "val/reward", "val/pass@1", "val/pass@16", "val/pass@8", "train/rewards/a",
              "val/rewards/a", "val/rewards/b", "train/groups_without_spread", "train/rewards/margin")
     shown, other = ([(both[0].title, [each.metric for each in both[0].lines]) for both in charts]
-                    for charts in draw_charts([a_run(**dict.fromkeys(names, curve))]))
+                    for charts in build_charts([a_run(**dict.fromkeys(names, curve))]))
     assert shown == [("Reward margin", ["train/rewards/margin"]), ("Reward", ["train/reward", "val/reward"]),
-                     ("Prompts answered rightly", ["val/pass@1", "val/pass@8", "val/pass@16"])]
+                     ("Prompts answered correctly", ["val/pass@1", "val/pass@8", "val/pass@16"])]
     assert other == [("rewards/a", ["train/rewards/a", "val/rewards/a"]), ("rewards/b", ["val/rewards/b"]),
                      ("train/groups_without_spread", ["train/groups_without_spread"])]
 
@@ -541,9 +542,9 @@ def test_mmlu_bars(tmp_path):
     run = write_run(tmp_path / "run", final={"mmlu/val/anatomy": 0.5, "mmlu/val/accuracy": 0.4,
                                              "mmlu/val/bad": math.nan, "mmlu/test/world_religions": 0.25})
     found = read_runs([str(run)])
-    assert [(bars.split, bars.subjects) for bars in mmlu_bars(found)] == [
+    assert [(bars.split, bars.subjects) for bars in build_mmlu_bars(found)] == [
         ("val", [("accuracy", [(0, 0.4)]), ("anatomy", [(0, 0.5)])]), ("test", [("world religions", [(0, 0.25)])])]
-    assert "mmlu/val/anatomy" not in {row.name for row in metrics_table(found)}
+    assert "mmlu/val/anatomy" not in {row.name for row in build_metrics_table(found)}
     assert "--share: 50.0%" in page_of(run)
 
 

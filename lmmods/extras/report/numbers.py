@@ -1,10 +1,10 @@
-"""Human-readable number formatting."""
+"""Number formats of the report."""
 
 import math
 from typing import Any
 
 
-def short(value: float) -> str:
+def format_tick(value: float) -> str:
     """Format a tick label: 0.002, 5e-5, 2k, 1.5M."""
     size = abs(value)
     if 0 < size < 1e-3:
@@ -16,8 +16,8 @@ def short(value: float) -> str:
     return f"{value:.10g}"
 
 
-def full(value: Any) -> str:
-    """Format a table cell: four significant digits, thousands separated, NaN and infinities named; others as text."""
+def format_value(value: Any) -> str:
+    """Format a table cell: four significant digits, thousands separated; NaN, infinities and other values as text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if not math.isfinite(value):
@@ -27,5 +27,5 @@ def full(value: Any) -> str:
     return str(int(value)) if value == int(value) else f"{value:#.4g}"
 
 
-def percent(share: float) -> str:
-    return f"{share:.1%}"
+def format_percent(fraction: float) -> str:
+    return f"{fraction:.1%}"

@@ -17,7 +17,7 @@ from lmmods.core.redaction import redacted
 from lmmods.runs.folder import RunFolder, checkpoint_position
 from lmmods.runs.run_files import OF_STEP
 
-ROLLOUTS = 2  # read of each run, the last ones
+ROLLOUTS = 2  # number of rollouts read of each run, the last ones
 
 
 @dataclass
@@ -25,14 +25,14 @@ class Run:
     """Content of a run folder.
 
     Args:
-        label: Shortest end of its path that identifies it.
+        label: Shortest end of its path that is unique among the runs.
         recipe: Content of config.yaml.
         curves: Metric -> (optimiser step, value) of every logged step, non-finite values included.
         final: Content of metrics.json, completed with the last logged values.
         data: Content of data_report.json.
         samples: Rows of samples.jsonl.
         step: Last known optimiser step.
-        completed: True if training has finished.
+        is_completed: True if training has finished.
         written: Modification time of the newest of these files.
         classes: Content of classes.json.
         rollouts: Optimiser step and answers of the last rollouts, the newest first.
@@ -45,16 +45,16 @@ class Run:
     data: dict[str, Any]
     samples: list[dict[str, Any]]
     step: int
-    completed: bool
+    is_completed: bool
     written: datetime
     classes: dict[str, Any] = field(default_factory=dict)
     rollouts: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
     not_finite: dict[str, list[int]] = field(init=False)  # metric -> steps
 
     def __post_init__(self) -> None:
-        found = {name: [step for step, value in points if not math.isfinite(value)]
-                 for name, points in self.curves.items()}
-        self.not_finite = {name: steps for name, steps in found.items() if steps}
+        steps_of = {name: [step for step, value in points if not math.isfinite(value)]
+                    for name, points in self.curves.items()}
+        self.not_finite = {name: steps for name, steps in steps_of.items() if steps}
 
     @property
     def engine(self) -> str:
@@ -62,50 +62,53 @@ class Run:
 
     @property
     def task(self) -> str:
-        return str(_branch(self.recipe, "model").get("class_path", "unknown")).rsplit(".", 1)[-1]
+        return str(_get_block(self.recipe, "model").get("class_path", "unknown")).rsplit(".", 1)[-1]
 
     @property
     def base(self) -> str:
-        return str(_branch(self.recipe, "model", "init_args").get("pretrained") or "from scratch")
+        return str(_get_block(self.recipe, "model", "init_args").get("pretrained") or "from scratch")
 
     @property
     def state(self) -> str:
-        if self.completed:
+        if self.is_completed:
             return "completed"
-        total = _branch(self.recipe, "trainer").get("max_steps")
-        known = isinstance(total, int) and total > 0
-        return f"step {self.step:,}" + (f" of {total:,}" if known else "")
+        total = _get_block(self.recipe, "trainer").get("max_steps")
+        has_total = isinstance(total, int) and total > 0
+        return f"step {self.step:,}" + (f" of {total:,}" if has_total else "")
 
 
 def read_runs(folders: list[str]) -> list[Run]:
     """Read the runs in `folders`, in that order.
 
     Raises:
-        UserError: A folder is missing, holds no run or is given twice, or one of its files cannot be read.
+        UserError: A folder is missing, is not a run folder or is listed twice, or a file cannot be read.
     """
-    seen: dict[Path, str] = {}
+    folder_of: dict[Path, str] = {}
     for folder in folders:
         path = Path(folder)
         if not path.is_dir():
-            raise UserError(f"report: there is no folder {folder}." if not path.exists() else
-                            f"report: {folder} is a file; give the run's folder.")
+            raise UserError(f"report: {folder} does not exist. Check the path." if not path.exists() else
+                            f"report: {folder} is a file. Use the run folder.")
         if not RunFolder(path).holds_run():
-            raise UserError(f"report: {folder} holds no run (neither config.yaml nor metrics.csv nor checkpoints).")
-        if path.resolve() in seen:
-            raise UserError(f"report: {seen[path.resolve()]} and {folder} are the same folder; give each run once.")
-        seen[path.resolve()] = folder
-    return [_read(RunFolder(folder), label) for folder, label in zip(folders, labels(list(seen)), strict=True)]
+            raise UserError(f"report: {folder} is not a run folder: it has no config.yaml, metrics.csv or checkpoints. "
+                            "Check the path.")
+        if path.resolve() in folder_of:
+            raise UserError(f"report: {folder_of[path.resolve()]} and {folder} are the same folder. List each run "
+                            "once.")
+        folder_of[path.resolve()] = folder
+    labels = make_labels(list(folder_of))
+    return [_read(RunFolder(folder), label) for folder, label in zip(folders, labels, strict=True)]
 
 
-def labels(paths: list[Path]) -> list[str]:
-    """Return the shortest distinct ends of different absolute paths."""
-    found = []
+def make_labels(paths: list[Path]) -> list[str]:
+    """Return the shortest unique ends of different absolute paths."""
+    labels = []
     for path in paths:
         parts = path.parts
         ends = ([other.parts[-size:] for other in paths] for size in range(1, len(parts) + 1))
-        unique = next(size for size, end in enumerate(ends, 1) if end.count(parts[-size:]) == 1)
-        found.append("/".join(parts[-unique:]))
-    return found
+        num_parts = next(size for size, end in enumerate(ends, 1) if end.count(parts[-size:]) == 1)
+        labels.append("/".join(parts[-num_parts:]))
+    return labels
 
 
 def _read(folder: RunFolder, label: str) -> Run:
@@ -117,7 +120,7 @@ def _read(folder: RunFolder, label: str) -> Run:
     times = [file.stat().st_mtime for file in files if file.is_file()] or [folder.root.stat().st_mtime]
     return Run(label=label, recipe=redacted(_read_mapping(folder.config)), curves=curves,
                final={**last, **_read_mapping(folder.metrics_json)}, data=redacted(_read_mapping(folder.data_report)),
-               samples=read_samples(folder.samples), step=max(logged, saved), completed=folder.completed.exists(),
+               samples=read_samples(folder.samples), step=max(logged, saved), is_completed=folder.completed.exists(),
                written=datetime.fromtimestamp(max(times)).astimezone(), classes=_read_mapping(folder.classes),
                rollouts=read_rollouts(folder.rollouts))
 
@@ -135,7 +138,7 @@ def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
     try:
         reader = csv.DictReader(lines, strict=True)
         if "step" not in (reader.fieldnames or []):
-            raise UserError(f"{path} has no column step; it is not a run's metrics.csv.")
+            raise UserError(f"{path} has no column step, so it is not a run's metrics.csv.")
         for row in reader:
             if None in row:
                 raise UserError(f"{path}, line {reader.line_num}: more values than columns.")
@@ -144,7 +147,7 @@ def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
                 if value:
                     curves.setdefault(name, []).append((step, float(value)))
     except (ValueError, csv.Error) as error:
-        raise UserError(f"{path}, line {reader.line_num}: {error}. Mend or remove that line.") from error
+        raise UserError(f"{path}, line {reader.line_num}: {error}. Fix or remove that line.") from error
     return curves
 
 
@@ -163,24 +166,24 @@ def read_rollouts(folder: Path) -> list[tuple[int, list[dict[str, Any]]]]:
     Raises:
         UserError: A line is not an object with `prompt`, `asked` and `answer`.
     """
-    steps = sorted((int(found[1]) for path in folder.glob("step=*.jsonl") if (found := OF_STEP.fullmatch(path.name))),
+    steps = sorted((int(match[1]) for path in folder.glob("step=*.jsonl") if (match := OF_STEP.fullmatch(path.name))),
                    reverse=True)
     keys = {"prompt", "asked", "answer"}
-    read = ((step, _read_rows(folder / f"step={step}.jsonl", keys.issubset, "prompt, asked and answer"))
-            for step in steps)
-    return list(itertools.islice(((step, rows) for step, rows in read if rows), ROLLOUTS))
+    rollouts = ((step, _read_rows(folder / f"step={step}.jsonl", keys.issubset, "prompt, asked and answer"))
+                for step in steps)
+    return list(itertools.islice(((step, rows) for step, rows in rollouts if rows), ROLLOUTS))
 
 
 def _read_rows(path: Path, is_row: Callable[[dict[str, Any]], bool], keys: str) -> list[dict[str, Any]]:
-    """Read an object from each complete line; raise UserError where `is_row` is false of one, which lacks `keys`."""
+    """Read an object from each complete line. Raises UserError: `is_row` is False for one, which lacks `keys`."""
     rows = []
-    for number, line in enumerate(_complete_lines(path), 1):
+    for line_number, line in enumerate(_complete_lines(path), 1):
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{path}, line {number}: {error}.") from error
+            raise UserError(f"{path}, line {line_number}: {error}. Fix or remove that line.") from error
         if not (isinstance(row, dict) and is_row(row)):
-            raise UserError(f"{path}, line {number}: not an object with {keys}.")
+            raise UserError(f"{path}, line {line_number}: not an object with {keys}. Fix or remove that line.")
         rows.append(row)
     return rows
 
@@ -197,20 +200,20 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if content is not None and not isinstance(content, dict):
-        raise UserError(f"{path} should hold keys and values, but is a {type(content).__name__}.")
+        raise UserError(f"{path} should contain keys and values, but is a {type(content).__name__}.")
     return content or {}
 
 
 def _read_text(path: Path) -> str:
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} cannot be read: it is no regular file.")
+        raise UserError(f"{path} cannot be read: it is not a regular file.")
     try:
         return path.read_text(encoding="utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
 
 
-def _branch(recipe: dict[str, Any], *keys: str) -> dict[str, Any]:
+def _get_block(recipe: dict[str, Any], *keys: str) -> dict[str, Any]:
     """Return the mapping under `keys`, or {} if a recipe has none."""
     for key in keys:
         recipe = recipe.get(key) if isinstance(recipe.get(key), dict) else {}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmmods.extras.report.numbers import full, percent
+from lmmods.extras.report.numbers import format_percent, format_value
 from lmmods.extras.report.reading import Run
 from lmmods.recipe.trainer_fields import TrainerFields
 
@@ -23,7 +23,7 @@ class Cell:
     """Table cell; `note` is printed small below the text."""
 
     text: str
-    best: bool = False
+    is_best: bool = False
     note: str = ""
 
 
@@ -35,17 +35,17 @@ class Row:
     cells: list[Cell]
 
 
-def metrics_table(runs: Sequence[Run]) -> list[Row]:
-    """Return the final metrics, best values marked where runs of one task differ; MMLU subjects are in the bars."""
+def build_metrics_table(runs: Sequence[Run]) -> list[Row]:
+    """Return the final metrics, with the best marked if runs of one task differ. MMLU subjects are in the bars."""
     names = dict.fromkeys(name for run in runs for name in run.final if not _is_subject(name))
     return [_metric_row(name, runs) for name in names]
 
 
-def settings_tables(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
+def build_settings_tables(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
     """Return the settings that differ between the runs, and those shared by all (one cell each).
 
-    Paths and names of runs are left out. A trainer key missing from a recipe has its default, as each engine writes
-    only its own keys.
+    Omits paths and names of runs. A trainer key missing from a recipe has its default, as each engine writes only its
+    own keys.
     """
     flat = [flatten(run.recipe) for run in runs]
     differing, same = [], []
@@ -65,30 +65,32 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
     if isinstance(value, dict) and value:
         parts = (flatten(item, f"{prefix}.{key}" if prefix else str(key)) for key, item in value.items())
         return {name: text for part in parts for name, text in part.items()}
-    return {prefix: _plain(value)} if prefix else {}
+    return {prefix: _as_yaml(value)} if prefix else {}
 
 
-def split_rows(runs: Sequence[Run]) -> list[Row]:
+def build_split_rows(runs: Sequence[Run]) -> list[Row]:
     """Return rows, tokens, lengths and padding of each split."""
-    splits = [_mapping(run.data.get("splits")) for run in runs]
+    splits = [_as_dict(run.data.get("splits")) for run in runs]
     rows = []
     for split in dict.fromkeys(name for parts in splits for name in parts):
-        flat = [_split_cells(_mapping(parts.get(split))) for parts in splits]
+        flat = [_split_cells(_as_dict(parts.get(split))) for parts in splits]
         for measure in dict.fromkeys(name for cells in flat for name in cells):
             rows.append(Row(f"{split} · {measure}", [Cell(cells.get(measure, ABSENT)) for cells in flat]))
     return rows
 
 
-def source_rows(runs: Sequence[Run]) -> tuple[list[tuple[str, bool]], list[tuple[int, str, list[str], list[str]]]]:
-    """Return the columns (name, is numeric), and for each source of each run: run, path, cells, remarks."""
-    found = [(index, path, _mapping(source)) for index, run in enumerate(runs)
-             for path, source in _mapping(run.data.get("sources")).items()]
-    columns = list(dict.fromkeys(key for _, _, source in found for key, value in source.items()
+def build_source_rows(runs: Sequence[Run]
+                      ) -> tuple[list[tuple[str, bool]], list[tuple[int, str, list[str], list[str]]]]:
+    """Return the columns (name, is numeric), and for each source of each run (run, path, cells, remarks)."""
+    sources = [(index, path, _as_dict(source)) for index, run in enumerate(runs)
+               for path, source in _as_dict(run.data.get("sources")).items()]
+    columns = list(dict.fromkeys(key for _, _, source in sources for key, value in source.items()
                                  if not isinstance(value, dict | list)))
-    return [(column.replace("_", " "), not any(isinstance(source.get(column), str) for _, _, source in found))
+    return [(column.replace("_", " "), not any(isinstance(source.get(column), str) for _, _, source in sources))
             for column in columns], [
-        (index, str(path), [_measure(column, source[column]) if column in source else ABSENT for column in columns],
-         _remarks(source)) for index, path, source in found]
+        (index, str(path),
+         [_format_source_cell(column, source[column]) if column in source else ABSENT for column in columns],
+         _list_remarks(source)) for index, path, source in sources]
 
 
 @dataclass
@@ -102,19 +104,20 @@ class Answer:
     older: list[tuple[int, str]]
 
 
-def sample_groups(runs: Sequence[Run]) -> list[tuple[str, str | None, list[Answer]]]:
-    """Return for each prompt: the prompt, the base model's answer if the same for all runs, and each run's answers."""
+def group_samples(runs: Sequence[Run]) -> list[tuple[str, str | None, list[Answer]]]:
+    """Return for each prompt: the prompt, the base model's answer if it is the same for all runs, the runs' answers."""
     prompts: dict[str, list[Answer]] = {}
     for index, run in enumerate(runs):
         by_prompt: dict[str, list[dict[str, Any]]] = {}
         for row in run.samples:
-            by_prompt.setdefault(_plain(row["prompt"]), []).append(row)
+            by_prompt.setdefault(_as_yaml(row["prompt"]), []).append(row)
         for prompt, rows in by_prompt.items():
             newest, *older = sorted(rows, key=lambda row: -row["step"])
             base = newest.get("base")
             prompts.setdefault(prompt, []).append(Answer(
-                index, newest["step"], _plain(newest.get("output", "")), None if base is None else _plain(base),
-                [(row["step"], _plain(row.get("output", ""))) for row in older]))
+                index, newest["step"], _as_yaml(newest.get("output", "")),
+                None if base is None else _as_yaml(base),
+                [(row["step"], _as_yaml(row.get("output", ""))) for row in older]))
     groups = []
     for prompt, answers in prompts.items():
         bases = {answer.base for answer in answers}
@@ -122,7 +125,7 @@ def sample_groups(runs: Sequence[Run]) -> list[tuple[str, str | None, list[Answe
     return groups
 
 
-PROMPTS = 4  # shown of a rollout
+NUM_PROMPTS = 4  # per rollout
 
 
 @dataclass
@@ -131,7 +134,7 @@ class Outcome:
 
     Args:
         step: Optimiser steps before the rollout.
-        answers: Of some: which, what is known of it, and its text.
+        answers: Label, facts and text of each answer shown.
     """
 
     run: int
@@ -140,39 +143,41 @@ class Outcome:
     answers: list[tuple[str, str, str]]
 
 
-def outcomes(runs: Sequence[Run]) -> list[Outcome]:
+def select_outcomes(runs: Sequence[Run]) -> list[Outcome]:
     """Return the best and the worst answer to the first prompts of the last rollouts of each run."""
-    found = []
+    outcomes = []
     for index, run in enumerate(runs):
         for step, rows in run.rollouts:
             groups: dict[str, list[dict[str, Any]]] = {}
             for row in rows:
-                groups.setdefault(_plain(row["prompt"]), []).append(row)
-            found += [Outcome(index, step, _plain(group[0]["asked"]),
-                              [(which, _facts(row), _plain(row["answer"])) for which, row in _ends(group)])
-                      for group in list(groups.values())[:PROMPTS]]
-    return found
+                groups.setdefault(_as_yaml(row["prompt"]), []).append(row)
+            outcomes += [Outcome(index, step, _as_yaml(group[0]["asked"]),
+                                 [(label, _describe_answer(row), _as_yaml(row["answer"]))
+                                  for label, row in _best_and_worst(group)])
+                         for group in list(groups.values())[:NUM_PROMPTS]]
+    return outcomes
 
 
-def _ends(group: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the best and the worst answer of a group; one of them where all known rewards are equal."""
-    known = sorted((row for row in group if _is_number(row.get("reward"))), key=lambda row: -row["reward"])
-    if not known:
-        return [(f"one of {len(group)}, none of which has a reward", group[0])]
-    if known[0]["reward"] == known[-1]["reward"]:
-        return [(f"one of {len(known)} of this reward", known[0])]
-    return [(f"best of {len(known)}", known[0]), (f"worst of {len(known)}", known[-1])]
+def _best_and_worst(group: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the best and the worst answer of a group, labelled; only one if all rewards are equal."""
+    scored = sorted((row for row in group if _is_number(row.get("reward"))), key=lambda row: -row["reward"])
+    if not scored:
+        return [(f"one of {len(group)}, without rewards", group[0])]
+    if scored[0]["reward"] == scored[-1]["reward"]:
+        return [(f"one of {len(scored)} with this reward", scored[0])]
+    return [(f"best of {len(scored)}", scored[0]), (f"worst of {len(scored)}", scored[-1])]
 
 
-def _facts(row: dict[str, Any]) -> str:
-    parts = _mapping(row.get("rewards"))
-    by_name = ", ".join(f"{name} {'missing' if value is None else full(value)}" for name, value in parts.items())
-    facts = [f"reward {full(row['reward'])}" if _is_number(row.get("reward")) else "no reward",
-             *([by_name] if len(parts) > 1 else []),
-             *(f"{name}: {reason}" for name, reason in _mapping(row.get("missing")).items()),
-             *([f"advantage {full(row['advantage'])}"] if _is_number(row.get("advantage")) else []),
-             *([f"{full(row['tokens'])} tokens"] if _is_number(row.get("tokens")) else []),
-             *(["cut off"] if row.get("ended") is False else [])]
+def _describe_answer(row: dict[str, Any]) -> str:
+    rewards = _as_dict(row.get("rewards"))
+    by_name = ", ".join(f"{name} {'missing' if value is None else format_value(value)}"
+                        for name, value in rewards.items())
+    facts = [f"reward {format_value(row['reward'])}" if _is_number(row.get("reward")) else "no reward",
+             *([by_name] if len(rewards) > 1 else []),
+             *(f"{name}: {reason}" for name, reason in _as_dict(row.get("missing")).items()),
+             *([f"advantage {format_value(row['advantage'])}"] if _is_number(row.get("advantage")) else []),
+             *([f"{format_value(row['tokens'])} tokens"] if _is_number(row.get("tokens")) else []),
+             *(["truncated"] if row.get("ended") is False else [])]
     return "; ".join(facts)
 
 
@@ -184,7 +189,7 @@ class Bars:
     subjects: list[tuple[str, list[tuple[int, float]]]]
 
 
-def mmlu_bars(runs: Sequence[Run]) -> list[Bars]:
+def build_mmlu_bars(runs: Sequence[Run]) -> list[Bars]:
     """Return the mean first, then the subjects by name; values outside 0 to 1 have no bar."""
     splits: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for index, run in enumerate(runs):
@@ -192,13 +197,13 @@ def mmlu_bars(runs: Sequence[Run]) -> list[Bars]:
             if name.startswith("mmlu/") and name.count("/") == 2 and _is_number(value) and 0 <= value <= 1:
                 _, split, subject = name.split("/")
                 splits.setdefault(split, {}).setdefault(subject, []).append((index, value))
-    return [Bars(split, sorted(((name.replace("_", " "), found) for name, found in subjects.items()),
+    return [Bars(split, sorted(((name.replace("_", " "), scores) for name, scores in subjects.items()),
                                key=lambda pair: (pair[0] != "accuracy", pair[0])))
             for split, subjects in splits.items()]
 
 
-MOST_NAMES = 100  # rows of a table by class
-MOST_CLASSES = 30  # rows and columns of a confusion matrix
+MAX_CLASS_ROWS = 100  # maximum number of rows of a table by class
+MAX_CONFUSION = 30  # maximum number of rows and columns of a confusion matrix
 MEASURES = ("precision", "recall", "f1", "support")
 
 
@@ -207,9 +212,9 @@ class Classes:
     """Scores by class of a run's last evaluation.
 
     Args:
-        tables: Kind of name (class or entity), all names, and for each name shown: the name, MEASURES as texts.
-        confusion: For each class: its name, and for each class given to its rows: the count, and its share of them.
-        names: Names of the confusion matrix; empty if there is none, or it is too large to be shown.
+        tables: Kind (class or entity), number of names, and (name, MEASURES as text) of each name shown.
+        confusion: For each class its name, and for each predicted class (count, fraction of the class's rows).
+        names: Names of the confusion matrix; empty if there is none, or it is too large to show.
     """
 
     run: int
@@ -218,35 +223,35 @@ class Classes:
     confusion: list[tuple[str, list[tuple[int, float]]]]
 
 
-def class_tables(runs: Sequence[Run]) -> list[Classes]:
-    """Return the scores by class of the runs that have some; of many classes those with the largest support."""
-    found = []
+def build_class_tables(runs: Sequence[Run]) -> list[Classes]:
+    """Return the scores by class of the runs that have them. Of many classes, only the largest by support are shown."""
+    classes = []
     for index, run in enumerate(runs):
         tables = []
         for kind, key in (("class", "classes"), ("entity", "entities")):
-            scores = {str(name): _mapping(row) for name, row in _mapping(run.classes.get(key)).items()}
+            scores = {str(name): _as_dict(row) for name, row in _as_dict(run.classes.get(key)).items()}
             rows = list(scores.items())
-            if len(rows) > MOST_NAMES:
-                rows = sorted(rows, key=lambda pair: -_count(pair[1].get("support")))[:MOST_NAMES]
+            if len(rows) > MAX_CLASS_ROWS:
+                rows = sorted(rows, key=lambda pair: -_as_count(pair[1].get("support")))[:MAX_CLASS_ROWS]
             if rows:
                 tables.append((kind, len(scores), [
-                    (name, [full(row.get(measure, ABSENT)) for measure in MEASURES]) for name, row in rows]))
+                    (name, [format_value(row.get(measure, ABSENT)) for measure in MEASURES]) for name, row in rows]))
         if tables:
-            found.append(Classes(index, tables, *_confusion(run.classes)))
-    return found
+            classes.append(Classes(index, tables, *_confusion(run.classes)))
+    return classes
 
 
 def _confusion(classes: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[tuple[int, float]]]]]:
-    names, matrix = [str(name) for name in _list(classes.get("names"))], _list(classes.get("confusion"))
+    names, matrix = [str(name) for name in _as_list(classes.get("names"))], _as_list(classes.get("confusion"))
     size = len(names)
-    if size > MOST_CLASSES or [len(_list(row)) for row in matrix] != [size] * size:
+    if size > MAX_CONFUSION or [len(_as_list(row)) for row in matrix] != [size] * size:
         return [], []
-    counts = [[_count(count) for count in row] for row in matrix]
+    counts = [[_as_count(count) for count in row] for row in matrix]
     return names, [(name, [(count, count / (sum(row) or 1)) for count in row])
                    for name, row in zip(names, counts, strict=True)]
 
 
-def _count(value: Any) -> int:
+def _as_count(value: Any) -> int:
     return int(value) if _is_number(value) and value > 0 else 0
 
 
@@ -257,7 +262,7 @@ class TrialRow:
     Args:
         value: Last measured value; None if there is none.
         settings: Values of the varied keys, in table order.
-        problem: Reason of failure.
+        problem: Reason for failure; empty if there is none.
     """
 
     number: int
@@ -277,9 +282,9 @@ class TrialTable:
 
     def cells(self, row: TrialRow) -> list[str]:
         """Return a row's texts: trial, state, metric, then the varied keys."""
-        value = ABSENT if row.value is None else full(row.value)
-        return [str(row.number), row.state, value, *(f"{each:.4g}" if isinstance(each, float) else str(each)
-                                                     for each in row.settings)]
+        value = ABSENT if row.value is None else format_value(row.value)
+        return [str(row.number), row.state, value, *(f"{setting:.4g}" if isinstance(setting, float) else str(setting)
+                                                     for setting in row.settings)]
 
     def as_text(self) -> str:
         """Format the table for a console."""
@@ -289,7 +294,7 @@ class TrialTable:
                          for row in rows)
 
 
-def direction(metric: str) -> int:
+def ranking_sign(metric: str) -> int:
     """Return -1 if lower is better, 1 if higher is better, 0 if neither."""
     name = metric.rsplit("/", 1)[-1]
     if name.endswith("_threshold"):
@@ -300,22 +305,22 @@ def direction(metric: str) -> int:
 
 
 def _metric_row(name: str, runs: Sequence[Run]) -> Row:
-    sign = direction(name)
+    sign = ranking_sign(name)
     values = [run.final.get(name) for run in runs]
-    rivals = [value for value in values if _is_number(value)]
+    numbers = [value for value in values if _is_number(value)]
     tasks = {run.task for run, value in zip(runs, values, strict=True) if _is_number(value)}
-    contest = sign and len(tasks) == 1 and len(set(rivals)) > 1
-    best = max(rivals, key=lambda value: sign * value) if contest else None
-    return Row(name, [_metric_cell(run, name, value, contest and value == best)
+    is_ranked = sign and len(tasks) == 1 and len(set(numbers)) > 1
+    best = max(numbers, key=lambda value: sign * value) if is_ranked else None
+    return Row(name, [_metric_cell(run, name, value, is_ranked and value == best)
                       for run, value in zip(runs, values, strict=True)])
 
 
-def _metric_cell(run: Run, name: str, value: Any, best: bool) -> Cell:
+def _metric_cell(run: Run, name: str, value: Any, is_best: bool) -> Cell:
     if name not in run.final:
         return Cell(ABSENT)
-    broken = run.not_finite.get(name, [])
-    note = f"NaN or inf at {len(broken)} of {len(run.curves[name])} steps, first {broken[0]}" if broken else ""
-    return Cell(full(value), bool(best), note)
+    steps = run.not_finite.get(name, [])
+    note = f"NaN or inf at {len(steps)} of {len(run.curves[name])} steps, first {steps[0]}" if steps else ""
+    return Cell(format_value(value), bool(is_best), note)
 
 
 def _is_subject(name: str) -> bool:
@@ -326,43 +331,43 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _mapping(value: Any) -> dict:
+def _as_dict(value: Any) -> dict:
     return value if isinstance(value, dict) else {}
 
 
-def _plain(value: Any) -> str:
-    """Format a setting as YAML does."""
+def _as_yaml(value: Any) -> str:
+    """Format a value as YAML does."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_plain, value))}]"
+        return f"[{', '.join(map(_as_yaml, value))}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
 
 
-def _split_cells(part: dict) -> dict[str, str]:
-    padding = {f"padding, {name.replace('_', ' ')}": percent(share)
-               for name, share in _mapping(part.get("padding_share")).items() if _is_number(share)}
-    lengths = {f"length, {name}": full(value) for name, value in _mapping(part.get("length")).items()}
-    counts = {name: full(value) for name, value in part.items() if not isinstance(value, dict | list)}
+def _split_cells(split: dict) -> dict[str, str]:
+    padding = {f"padding, {name.replace('_', ' ')}": format_percent(fraction)
+               for name, fraction in _as_dict(split.get("padding_share")).items() if _is_number(fraction)}
+    lengths = {f"length, {name}": format_value(value) for name, value in _as_dict(split.get("length")).items()}
+    counts = {name: format_value(value) for name, value in split.items() if not isinstance(value, dict | list)}
     return counts | lengths | padding
 
 
-def _measure(column: str, value: Any) -> str:
-    return percent(value) if column.endswith("_share") and _is_number(value) else full(value)
+def _format_source_cell(column: str, value: Any) -> str:
+    return format_percent(value) if column.endswith("_share") and _is_number(value) else format_value(value)
 
 
-def _remarks(source: dict) -> list[str]:
-    dropped = [f"dropped {full(entry.get('rows'))}: {reason}" + (f" (first {first[0]})" if first else "")
-               for reason, entry in _mapping(source.get("dropped")).items() if isinstance(entry, dict)
-               for first in [_list(entry.get("first"))]]
-    unused = [f"{words}: {name} ({full(rows)} rows)"
-              for key, words in (("not_used", "not used"), ("for_rewards", "for rewards alone"))
-              for name, rows in _mapping(source.get(key)).items()]
-    return [*dropped, *unused, *map(str, _list(source.get("notes")))]
+def _list_remarks(source: dict) -> list[str]:
+    dropped = [f"dropped {format_value(entry.get('rows'))}: {reason}" + (f" (first {first[0]})" if first else "")
+               for reason, entry in _as_dict(source.get("dropped")).items() if isinstance(entry, dict)
+               for first in [_as_list(entry.get("first"))]]
+    unused = [f"{label}: {name} ({format_value(rows)} rows)"
+              for key, label in (("not_used", "not used"), ("for_rewards", "used only for rewards"))
+              for name, rows in _as_dict(source.get(key)).items()]
+    return [*dropped, *unused, *map(str, _as_list(source.get("notes")))]
 
 
-def _list(value: Any) -> list:
+def _as_list(value: Any) -> list:
     return value if isinstance(value, list) else []
 
 
-DEFAULTS = {f"trainer.{field.name}": _plain(field.default) for field in dataclasses.fields(TrainerFields)}
+DEFAULTS = {f"trainer.{field.name}": _as_yaml(field.default) for field in dataclasses.fields(TrainerFields)}
