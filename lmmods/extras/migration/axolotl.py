@@ -4,14 +4,14 @@ from typing import Any
 
 from lmmods.extras.migration import training
 from lmmods.extras.migration.draft import OFF, Draft
-from lmmods.extras.migration.training import Names, refuse_objective, take_quantization, take_training
+from lmmods.extras.migration.training import Names, reject_objective, take_quantization, take_training
 from lmmods.recipe.foreign_keys import NOT_NEEDED, TEMPLATES, rows_of
 
 GRPO = "grpo"
 NAMES = Names(epochs="num_epochs", batch_size="micro_batch_size", eval_batch_size="eval_batch_size",
               optimizer="optimizer", schedule="lr_scheduler", default_epochs=1, default_batch_size=1,
               default_schedule="cosine", default_warmup=0.03)
-KNOWN = {  # dataset keys that are migrated or can be inferred from the rows
+DATASET_KEYS = {  # dataset keys that are migrated or can be inferred from the rows
     "path", "name", "split", "revision", "type", "data_files", "ds_type", "field", "text_column", "field_messages",
     "message_property_mappings", "message_field_role", "message_field_content", "roles", "roles_to_train",
     "train_on_eos", "train_on_eot", "message_field_training", "chat_template", "conversation", "template_thinking_key",
@@ -33,16 +33,17 @@ def axolotl(content: dict[str, Any]) -> Draft:
     draft = Draft("axolotl", content)
     rl = draft.get("rl")
     is_reward, labels = bool(draft.get("reward_model")), draft.get("num_labels")
-    refuse_objective(draft, rl if rl and rl not in (*RL_LOSSES, GRPO) else next((key for key in (
+    reject_objective(draft, rl if rl and rl not in (*RL_LOSSES, GRPO) else next((key for key in (
         "process_reward_model", "diffusion", "ebft") if draft.get(key)),
         "num_labels" if labels and not (is_reward and labels == 1) else None))
     texts = draft.get("pretraining_dataset") or []
     rows = draft.get("datasets") or []
-    texts, rows = ([each] if isinstance(each, str | dict) else each for each in (texts, rows))
-    texts, rows = ([{"path": each} if isinstance(each, str) else each for each in many] for many in (texts, rows))
-    is_text = bool(texts) or bool(rows) and all(_type(row) == "completion" for row in rows)
+    texts, rows = ([source] if isinstance(source, str | dict) else source for source in (texts, rows))
+    texts, rows = ([{"path": source} if isinstance(source, str) else source for source in sources]
+                   for sources in (texts, rows))
+    is_text = bool(texts) or bool(rows) and all(_get_type(row) == "completion" for row in rows)
     if rl == GRPO:
-        # TRL's own keys stand in a block.
+        # TRL's keys are in their own block.
         draft.content = {**Draft(draft.program, draft.get("trl") or {}).content, **draft.content}
         training.take_grpo(draft, "rl")
     elif rl:
@@ -61,8 +62,8 @@ def axolotl(content: dict[str, Any]) -> Draft:
         size = draft.get("micro_batch_size", 1)
         draft.content["gradient_accumulation_steps"] = max(draft.content["batch_size"] // size, 1)
     if "warmup_steps" not in content and "warmup_ratio" not in content:
-        draft.note("Without warmup_steps and warmup_ratio axolotl warms up over 3 % of the run, at most 100 steps; "
-                   "here it is 3 %.")
+        draft.note("Without warmup_steps and warmup_ratio, axolotl warms up over 3 % of the run, at most 100 steps; "
+                   "here it is always 3 %.")
     _take_plugins(draft)
     draft.content.setdefault("logging_steps", 10)
     take_training(draft, NAMES)
@@ -71,21 +72,21 @@ def axolotl(content: dict[str, Any]) -> Draft:
 
 
 def _take_plugins(draft: Draft) -> None:
-    """Migrate plugins: those with faster kernels by the table; other plugins have no counterpart."""
+    """Report plugins without counterpart. The table covers plugins with faster kernels."""
     plugins = draft.content.get("plugins") or []
-    others = [each for each in ([plugins] if isinstance(plugins, str) else plugins)
-              if not any(name in str(each).lower() for name in KERNELS)]
+    others = [plugin for plugin in ([plugins] if isinstance(plugins, str) else plugins)
+              if not any(name in str(plugin).lower() for name in KERNELS)]
     if others:
-        draft.lose("plugins", f"{', '.join(map(str, others))}: code of axolotl's, which does not run here")
+        draft.lose("plugins", f"{', '.join(map(str, others))}: code of axolotl, which does not run here")
 
 
 def _take_preferences(draft: Draft, rl: str) -> None:
-    named = draft.get("dpo_loss_type")
-    names = [named] if isinstance(named, str) else named or []
+    loss_type = draft.get("dpo_loss_type")
+    names = [loss_type] if isinstance(loss_type, str) else loss_type or []
     first = names[0] if rl == "dpo" and names else RL_LOSSES[rl]
     loss = training.take_loss(draft, first, "dpo_loss_type" if names else "rl")
     if len(names) > 1 or draft.get("dpo_loss_weights"):
-        draft.lose("dpo_loss_weights", f"one loss, to which model.sft_weight may be added; {first} is taken")
+        draft.lose("dpo_loss_weights", f"only one loss is supported, in addition to model.sft_weight; {first} is used")
     training.take_number(draft, "beta", "orpo_alpha" if rl == "orpo" else "rl_beta", 0.1)
     training.take_smoothing(draft, loss, "dpo_label_smoothing", ("robust", "exo_pair"))
     if rl == "simpo":
@@ -110,11 +111,11 @@ def _take_model(draft: Draft) -> None:
         draft.put("model.lora.alpha", draft.get("lora_alpha", 16), "lora_alpha")
         draft.put("model.lora.dropout", float(draft.get("lora_dropout", 0.0)), "lora_dropout")
         _take_targets(draft)
-        for ours in ("modules_to_save", "target_parameters"):
-            if names := draft.get(f"lora_{ours}"):
-                draft.put(f"model.lora.{ours}", names, f"lora_{ours}")
+        for name in ("modules_to_save", "target_parameters"):
+            if names := draft.get(f"lora_{name}"):
+                draft.put(f"model.lora.{name}", names, f"lora_{name}")
     elif adapter:
-        draft.lose("adapter", f"there is no {adapter}; without model.lora the whole model trains")
+        draft.lose("adapter", f"{adapter} is not supported; without model.lora, the whole model trains")
     for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
                 "lora_modules_to_save", "lora_target_parameters"):
         draft.get(key)
@@ -127,7 +128,7 @@ def _take_model(draft: Draft) -> None:
     if checkpointing:
         draft.put("model.gradient_checkpointing", True, "gradient_checkpointing")
     if isinstance(checkpointing, str):
-        draft.lose("gradient_checkpointing", "recomputed, without moving activations to the host")
+        draft.lose("gradient_checkpointing", "activations are recomputed, not offloaded to the host")
     attention = next((key for key in ("flash_attention", "xformers_attention", "sdp_attention", "flex_attention")
                       if draft.get(key)), None)
     implementation = draft.get("attn_implementation")
@@ -136,8 +137,8 @@ def _take_model(draft: Draft) -> None:
     elif draft.get("eager_attention"):
         draft.put("model.attention", "eager", "eager_attention")
     elif attention or implementation:
-        draft.note(f"{attention or implementation}: left to model.attention: null, which takes the fastest there is; "
-                   "flash_attention_2 insists on that package.")
+        draft.note(f"{attention or implementation}: model.attention is null, which picks the fastest available; "
+                   "set flash_attention_2 to require that package.")
     if fields := draft.get("overrides_of_model_config", draft.get("model_config")):
         draft.put("model.config_overrides", fields, "overrides_of_model_config", "model_config")
     if draft.get("base_model_config") == draft.get("base_model"):
@@ -158,7 +159,7 @@ def _take_targets(draft: Draft) -> None:
             draft.note("lora_target_modules is not needed with lora_target_linear.")
     elif not modules or not draft.put_value("lora_target_modules"):
         draft.put("model.lora.targets", "all-linear", "")
-        draft.note("model.lora.targets: all-linear is a guess; name the ends of the modules that are meant.")
+        draft.note("model.lora.targets: all-linear is a guess; list the name endings of the modules to adapt.")
 
 
 def _take_precision(draft: Draft, full: bool) -> None:
@@ -167,57 +168,57 @@ def _take_precision(draft: Draft, full: bool) -> None:
     if bf16:
         draft.put("trainer.precision", "bf16-true" if full else "bf16-mixed" if bf16 is True else "auto", "bf16")
         if full:
-            draft.note("trainer.precision: bf16-true keeps all weights in bfloat16, as axolotl does in full tuning; "
-                       "bf16-mixed has float32 weights for twice the memory, and loses no small updates.")
+            draft.note("trainer.precision: bf16-true stores all weights in bfloat16, as axolotl does in full "
+                       "fine-tuning. bf16-mixed needs twice the memory for float32 weights and loses no small updates.")
     else:
         draft.put("trainer.precision", "16-mixed" if fp16 else "32-true", "fp16" if fp16 else "bf16")
 
 
-def _type(row: dict[str, Any]) -> str:
-    kind = row.get("type")
-    return "fields" if isinstance(kind, dict) else str(kind or "").split(":")[0].split(".")[0]
+def _get_type(row: dict[str, Any]) -> str:
+    row_type = row.get("type")
+    return "fields" if isinstance(row_type, dict) else str(row_type or "").split(":")[0].split(".")[0]
 
 
 def _take_sources(draft: Draft, rows: list[dict[str, Any]], is_text: bool) -> None:
     if not rows:
-        draft.put("data.source", "WRITE HERE WHERE THE ROWS ARE", "")
-        draft.note("No datasets are named: write data.source.")
+        draft.put("data.source", "WRITE A PATH OR HUB ID HERE", "")
+        draft.note("No datasets are named. Set data.source.")
         return
-    sources = [each for row in rows for each in _sources(draft, row, is_text)]
+    sources = [source for row in rows for source in _make_sources(draft, row, is_text)]
     draft.put("data.source", sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources,
               "datasets[].path" if draft.get("datasets") else "pretraining_dataset")
-    _account_for(draft, rows, "datasets" if draft.get("datasets") else "pretraining_dataset")
+    _report_dataset_keys(draft, rows, "datasets" if draft.get("datasets") else "pretraining_dataset")
 
 
-def _account_for(draft: Draft, rows: list[dict[str, Any]], name: str) -> None:
+def _report_dataset_keys(draft: Draft, rows: list[dict[str, Any]], name: str) -> None:
     """Report each key of the datasets under `name` that is not migrated or not needed."""
     table = rows_of("axolotl")
     for key, value in (item for row in rows for item in sorted(row.items())):
-        known = table.get(f"datasets[].{key}")
+        table_row = table.get(f"datasets[].{key}")
         if key in TURN_ENDS and value not in (None, "turn"):
-            draft.lose(f"{name}[].{key}", f"{value}: the token that ends a scored turn is scored, and no other")
+            draft.lose(f"{name}[].{key}", f"{value}: the token that ends a target turn is a target, and no other end")
         elif key in ANSWERS or key == "type" or value in OFF:
             continue
-        elif key not in KNOWN:
-            draft.lose(f"{name}[].{key}", "rows are taken as they are")
-        elif known and known.cells[1] == NOT_NEEDED:
-            draft.spare(f"{name}[].{key}", value, known.note)
+        elif key not in DATASET_KEYS:
+            draft.lose(f"{name}[].{key}", "rows are used unchanged")
+        elif table_row and table_row.cells[1] == NOT_NEEDED:
+            draft.skip(f"{name}[].{key}", value, table_row.note)
 
 
-def _sources(draft: Draft, row: dict[str, Any], is_text: bool) -> list[Any]:
+def _make_sources(draft: Draft, row: dict[str, Any], is_text: bool) -> list[Any]:
     files, path = row.get("data_files"), row.get("path")
     files = [files] if isinstance(files, str) else list(files or [])
     if files and path not in ("json", "csv", "parquet", "text", "arrow"):
         files = [f"hf://datasets/{path}/{file}" if "://" not in file else file for file in files]
-    kind = _type(row)
+    row_type = _get_type(row)
     fields = FIELDS | (ANSWERS if draft.settings["model"][0] in ("Preference", "Reward") else {})
-    columns = {row[key]: ours for key, ours in ANSWERS.items() if key in fields and row.get(key)}
-    if kind == "bradley_terry":  # its rows are {system, input, chosen, rejected}
+    columns = {row[key]: recipe_column for key, recipe_column in ANSWERS.items() if key in fields and row.get(key)}
+    if row_type == "bradley_terry":  # its rows are {system, input, chosen, rejected}
         columns = {"input": "prompt", **columns}
-    if kind == "fields":
-        columns = {row["type"][key]: ours for key, ours in fields.items() if row["type"].get(key)}
+    if row_type == "fields":
+        columns = {row["type"][key]: recipe_column for key, recipe_column in fields.items() if row["type"].get(key)}
         for key in sorted(row["type"].keys() - fields.keys()):
-            draft.lose(f"datasets[].type.{key}", "prompts are written by data.template")
+            draft.lose(f"datasets[].type.{key}", "data.template renders prompts")
     if (messages := row.get("field_messages")) not in (None, "messages", "conversations", "conversation"):
         columns[messages] = "messages"
     if tools := row.get("field_tools"):
@@ -225,10 +226,11 @@ def _sources(draft: Draft, row: dict[str, Any], is_text: bool) -> list[Any]:
     text = row.get("text_column", row.get("field"))
     if is_text and text and text != "text":
         columns[text] = "text"
-    columns = {theirs: ours for theirs, ours in columns.items() if theirs != ours}
+    columns = {column: recipe_column for column, recipe_column in columns.items() if column != recipe_column}
     hub = {key: row[key] for key in ("name", "split", "revision") if row.get(key) and not files}
-    form = {"alpaca": "alpaca", "sharegpt": "sharegpt"}.get(kind)
-    options = {**hub, **({"columns": columns} if columns else {}), **({"format": form} if form and not is_text else {})}
+    layout = {"alpaca": "alpaca", "sharegpt": "sharegpt"}.get(row_type)
+    options = {**hub, **({"columns": columns} if columns else {}),
+               **({"format": layout} if layout and not is_text else {})}
     return [{"path": each, **options} if options else each for each in files or [path]]
 
 
@@ -237,13 +239,13 @@ def _take_rows(draft: Draft, is_text: bool, streams: bool) -> None:
     rows = rows if isinstance(rows, list) else [rows]
     answer = draft.settings.get("model.max_new_tokens", (512,))[0] if draft.settings["model"][0] == "GRPO" else 0
     draft.put("data.max_length", draft.get("sequence_len", 512) + answer, "sequence_len")
-    packs = draft.get("sample_packing") or draft.get("pretraining_sample_concatenation")
+    is_packed = draft.get("sample_packing") or draft.get("pretraining_sample_concatenation")
     if is_text:
         draft.put("data.join", True, "pretraining_dataset" if streams else "datasets[].type")
         if not streams:
-            draft.note("type completion: texts are laid end to end and cut into full blocks; data.join: false gives "
-                       "each its own.")
-    elif packs and draft.settings["data"][0] == "SFTData":
+            draft.note("type completion: texts are concatenated and split into full blocks; data.join: false keeps "
+                       "them separate.")
+    elif is_packed and draft.settings["data"][0] == "SFTData":
         draft.put("data.packing", True, "sample_packing")
     if not is_text:
         _take_conversations(draft, [row for row in rows if isinstance(row, dict)])
@@ -256,23 +258,23 @@ def _take_rows(draft: Draft, is_text: bool, streams: bool) -> None:
     tests = draft.get("test_datasets")
     if tests:
         tests = tests if isinstance(tests, list) else [tests]
-        sources = [each for row in tests for each in _sources(draft, row, is_text)]
+        sources = [source for row in tests for source in _make_sources(draft, row, is_text)]
         draft.put("data.val_source", sources, "test_datasets")
-        _account_for(draft, tests, "test_datasets")
+        _report_dataset_keys(draft, tests, "test_datasets")
     elif size := draft.get("val_set_size", 0):
         if draft.has("data.streaming"):
-            draft.lose("val_set_size", "a stream has no rows to set aside: name data.val_source")
+            draft.lose("val_set_size", "a stream has no rows to hold out; set data.val_source")
         else:
             draft.put("data.val_size", size if size < 1 else int(size), "val_set_size")
-            draft.note("val_set_size: the rows set aside are drawn here with data.seed, so they are others than there.")
+            draft.note("val_set_size: data.seed selects the held-out rows, so they differ from axolotl's.")
     tokens = draft.get("special_tokens", {})
     for name in ("pad_token", "bos_token", "eos_token"):
         if tokens.get(name):
             draft.put(f"data.{name}", tokens[name], f"special_tokens.{name}: {tokens[name]!r}")
     if tokens.get("bos_token") or tokens.get("eos_token"):
-        draft.note("data.bos_token and data.eos_token count where the tokenizer names none of its own.")
+        draft.note("data.bos_token and data.eos_token apply only if the tokenizer has none.")
     if tokens.get("unk_token"):
-        draft.lose("special_tokens.unk_token", "the tokenizer's own")
+        draft.lose("special_tokens.unk_token", "the tokenizer's token is used")
     extra = [*(tokens.get("additional_special_tokens") or []),
              *(added if isinstance(added := draft.get("tokens", []), list) else [])]
     if extra:
@@ -281,20 +283,20 @@ def _take_rows(draft: Draft, is_text: bool, streams: bool) -> None:
 
 def _take_conversations(draft: Draft, rows: list[dict[str, Any]]) -> None:
     template, jinja = draft.get("chat_template"), draft.get("chat_template_jinja")
-    kinds = {_type(row) for row in rows}
-    if kinds <= {"alpaca", "alpaca_chat", "alpaca_w_system", "fields"} and kinds:
+    types = {_get_type(row) for row in rows}
+    if types <= {"alpaca", "alpaca_chat", "alpaca_w_system", "fields"} and types:
         draft.put("data.template", "alpaca", "datasets[].type")
     elif jinja or template == "jinja":
-        draft.lose("chat_template_jinja", "write it to a file and name that in data.template")
+        draft.lose("chat_template_jinja", "write it to a file and set data.template to its path")
     elif template in TEMPLATES:
         draft.put("data.template", template, "chat_template")
     elif template not in (None, "tokenizer_default"):
-        draft.note(f"chat_template {template}: the tokenizer's own is taken (data.template: null); inspect shows rows.")
-    if kinds - {"alpaca", "chat_template", "sharegpt", "completion", "fields", "alpaca_chat", "alpaca_w_system", ""}:
-        draft.note(f"datasets[].type {', '.join(sorted(kinds))}: rows are recognised by their columns and written by "
-                   "one data.template; see them with inspect.")
-    elif "alpaca" in kinds and len(kinds) > 1:
-        draft.note("The sets have several prompt styles there; here one data.template writes them all.")
+        draft.note(f"chat_template {template}: the tokenizer's is used (data.template: null); check rows with inspect.")
+    if types - {"alpaca", "chat_template", "sharegpt", "completion", "fields", "alpaca_chat", "alpaca_w_system", ""}:
+        draft.note(f"datasets[].type {', '.join(sorted(types))}: the layout is recognised by the columns, and one "
+                   "data.template renders all rows; check them with inspect.")
+    elif "alpaca" in types and len(types) > 1:
+        draft.note("The datasets have several prompt styles; here one data.template renders them all.")
     if system := draft.get("default_system_message"):
         draft.put("data.system_prompt", system, "default_system_message")
     if draft.settings["data"][0] == "SFTData" and (
@@ -307,8 +309,8 @@ def _take_conversations(draft: Draft, rows: list[dict[str, Any]]) -> None:
         names |= row.get("message_property_mappings") or {}
         fields |= {part: name for part, name in names.items() if (part, name) not in (
             ("role", "from"), ("content", "value"), ("role", "role"), ("content", "content"))}
-        roles |= {theirs: role for role, all_names in (row.get("roles") or {}).items() for theirs in all_names
-                  if theirs != role}
+        roles |= {alias: role for role, aliases in (row.get("roles") or {}).items() for alias in aliases
+                  if alias != role}
         if row.get("field_thinking"):
             fields["reasoning_content"] = row["field_thinking"]
     if fields:

@@ -19,26 +19,26 @@ from lmmods.runs.folder import write_text
 
 def migrate(file: str, out: str | None = None, program: Literal["axolotl", "llamafactory", "trl"] | None = None,
             overwrite: bool = False) -> None:
-    """Turn a YAML of axolotl, LLaMA-Factory or TRL into a recipe, and list what has no counterpart.
+    """Convert an axolotl, LLaMA-Factory or TRL config to a recipe, and list what has no counterpart.
 
     Args:
-        file: The YAML of the other program.
-        out: Recipe to write; null prints it.
-        program: Which one; null tells it from the keys.
-        overwrite: Replace what `out` holds.
+        file: YAML config of the other program.
+        out: Recipe file to write. Default: print the recipe.
+        program: Program that the config is for. Default: detected from its keys.
+        overwrite: Replace an existing `out` file.
 
     Raises:
-        UserError: The file cannot be read, is none of these programs', or trains with an objective that no task here
-            has; `out` is there.
+        UserError: The file cannot be read, is for another program or has an objective without a task here, or `out`
+            exists.
     """
     if out is not None and Path(out).exists() and not overwrite:
-        raise UserError(f"--out {out} is there. Choose another file, or add --overwrite true.")
+        raise UserError(f"--out {out} exists. Choose another file, or add --overwrite true.")
     try:
         content = read_recipe(file)
     except UserError as error:
         raise UserError(str(error).removeprefix("--config ")) from error
     draft = as_draft(content, Path(file), program)
-    text = draft.as_yaml(f"From {Path(file).name} of {PROGRAMS[draft.program]}, by python train.py migrate.")
+    text = draft.as_yaml(f"Converted from {Path(file).name} ({PROGRAMS[draft.program]}) by python train.py migrate.")
     check_recipe_text(text)
     if out is None:
         print(text, end="")
@@ -55,17 +55,17 @@ def as_draft(content: dict[str, Any], path: Path, program: str | None = None) ->
     """Convert a configuration. Raises UserError as `migrate` does."""
     if any(isinstance(content.get(block), dict) and ("init_args" in content[block] or block == "trainer")
            for block in BLOCKS):
-        raise UserError(f"{path} is a recipe already: python train.py fit --config {path}")
+        raise UserError(f"{path} is already a recipe. Use python train.py fit --config {path}")
     program = program or find_program(content)
     if program is None:
-        raise UserError(f"{path}: the keys do not tell whether it is axolotl's, LLaMA-Factory's or TRL's. Add "
+        raise UserError(f"{path}: its keys do not show whether it is for axolotl, LLaMA-Factory or TRL. Add "
                         "--program axolotl, --program llamafactory or --program trl.")
     try:
         if program == "llamafactory":
             return llamafactory(content, path.parent)
         return {"axolotl": axolotl, "trl": trl}[program](content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # such as a list instead of a number
-        raise UserError(f"{path}: a value is of another kind than {PROGRAMS[program]} takes: {error}") from error
+        raise UserError(f"{path}: a value has a type that {PROGRAMS[program]} does not accept: {error}") from error
 
 
 def check_recipe_text(text: str) -> None:
@@ -79,6 +79,6 @@ def _summary(draft: Draft, out: str | None) -> str:
         lines += [heading, *(f"  - {item}" for item in items)]
     if out is not None:
         name = shlex.quote(out)
-        lines.append(f"Wrote {out}: {len(draft.settings)} keys. See what it trains on: python train.py inspect "
-                     f"--config {name}")
+        lines.append(f"Wrote {out}: {len(draft.settings)} keys. Check its rows with python train.py inspect --config "
+                     f"{name}")
     return "\n".join(lines)

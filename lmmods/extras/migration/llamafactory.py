@@ -7,7 +7,7 @@ from typing import Any
 from lmmods.core.errors import UserError
 from lmmods.extras.migration import training
 from lmmods.extras.migration.draft import Draft
-from lmmods.extras.migration.training import Names, refuse_objective, take_training
+from lmmods.extras.migration.training import Names, reject_objective, take_training
 from lmmods.recipe.foreign_keys import TEMPLATES
 
 NAMES = Names()
@@ -15,7 +15,7 @@ COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}  # o
 TAGS = {"role_tag": "role", "content_tag": "content"}
 ROLES = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
 MIXING = {"interleave_under": "exhaust", "interleave_over": "upsample"}
-USUAL = {"from", "value", "role", "content", "human", "gpt", "user", "assistant", "system", "observation", "tool"}
+RECOGNISED = {"from", "value", "role", "content", "human", "gpt", "user", "assistant", "system", "observation", "tool"}
 
 
 def llamafactory(content: dict[str, Any], folder: Path) -> Draft:
@@ -25,23 +25,23 @@ def llamafactory(content: dict[str, Any], folder: Path) -> Draft:
         folder: Folder of the file; `dataset_dir` is also searched in it and its parents.
 
     Raises:
-        UserError: The objective has no task here, or the file has the layout of version 1.
+        UserError: The objective has no task here, or the file has LLaMA-Factory's second layout.
     """
     if "model_class" in content or "dist_config" in content or "peft_config" in content:
         raise UserError("This is LLaMA-Factory's second layout (model, train_dataset, peft_config), which migrate does "
-                        "not read. Write it with model_name_or_path, stage, finetuning_type and dataset, or start from "
-                        "a recipe in configs/.")
+                        "not support. Rewrite it with model_name_or_path, stage, finetuning_type and dataset, or start "
+                        "from a recipe in configs/.")
     draft = Draft("llamafactory", content)
     stage = draft.get("stage", "sft")
-    refuse_objective(draft, None if stage in ("sft", "pt", "dpo", "kto", "rm") else stage)
+    reject_objective(draft, None if stage in ("sft", "pt", "dpo", "kto", "rm") else stage)
     is_text = stage == "pt"
     if stage in ("dpo", "kto"):
         _take_preferences(draft, stage)
         training.take_data(draft)
     elif stage == "rm":
         training.take_reward(draft, "stage")
-        draft.note("The score comes from transformers' head for one label, which has no bias and no dropout; there it "
-                   "is TRL's value head, whose files (value_head.safetensors) are not read.")
+        draft.note("The score comes from transformers' head for one label, without bias and dropout. LLaMA-Factory "
+                   "uses TRL's value head, whose files (value_head.safetensors) are not loaded.")
         training.take_data(draft)
     else:
         draft.put("model", "CLM" if is_text else "SFT", "stage")
@@ -51,14 +51,14 @@ def llamafactory(content: dict[str, Any], folder: Path) -> Draft:
     _take_rows(draft, is_text)
     take_training(draft, NAMES)
     if draft.get("template") and is_text:
-        draft.note("template is for conversations; texts have none.")
+        draft.note("template applies only to conversations; texts do not use it.")
     draft.finish()
     return draft
 
 
 def _take_preferences(draft: Draft, stage: str) -> None:
     loss = training.take_loss(draft, "kto" if stage == "kto" else draft.get("pref_loss", "sigmoid"),
-                                 "stage" if stage == "kto" else "pref_loss")
+                              "stage" if stage == "kto" else "pref_loss")
     training.take_number(draft, "beta", "pref_beta", 0.1)
     if stage == "kto":
         training.take_number(draft, "desirable_weight", "kto_chosen_weight", 1.0)
@@ -66,37 +66,38 @@ def _take_preferences(draft: Draft, stage: str) -> None:
     elif loss == "simpo":
         training.take_number(draft, "gamma", "simpo_gamma", 0.5)
     training.take_smoothing(draft, loss, "dpo_label_smoothing", ("sigmoid",))
-    if sft := draft.get("pref_ftx"):
+    if weight := draft.get("pref_ftx"):
         if loss == "kto":
             draft.lose("pref_ftx", "rows are single answers, not pairs")
         else:
-            draft.put("model.sft_weight", float(sft) + (1.0 if loss == "orpo" else 0.0), "pref_ftx")
+            draft.put("model.sft_weight", float(weight) + (1.0 if loss == "orpo" else 0.0), "pref_ftx")
     for key in ("ref_model", "ref_model_adapters"):
         if draft.get(key):
-            draft.lose(key, "the reference is what the run starts from")
+            draft.lose(key, "the reference is the model that the run starts from")
     if draft.get("pref_bco_weight"):
-        draft.lose("pref_bco_weight", "one loss, to which model.sft_weight may be added")
+        draft.lose("pref_bco_weight", "only one loss is supported, in addition to model.sft_weight")
     training.note_differences(draft)
 
 
 def _take_model(draft: Draft) -> None:
     key = "model.config" if draft.get("train_from_scratch") else "model.pretrained"
     draft.put(key, draft.get("model_name_or_path"), "model_name_or_path")
-    kind, adapter = draft.get("finetuning_type", "lora"), draft.get("adapter_name_or_path")
+    tuning, adapter = draft.get("finetuning_type", "lora"), draft.get("adapter_name_or_path")
     rank = draft.get("lora_rank", 8)
     alpha, dropout, target = draft.get("lora_alpha", 2 * rank), draft.get("lora_dropout", 0.0), draft.get("lora_target")
-    if kind not in ("lora", "full"):
-        draft.lose("finetuning_type", f"there is no {kind}; an adapter (model.lora) takes its place, as it trains few "
-                                      "weights, too")
-    if adapter and kind == "lora":
+    if tuning not in ("lora", "full"):
+        draft.lose("finetuning_type", f"{tuning} is not supported; an adapter (model.lora), which also trains few "
+                                      "weights, is used instead")
+    if adapter and tuning == "lora":
         draft.put("model.adapter", adapter.split(",")[-1].strip() if isinstance(adapter, str) else adapter[-1],
                   "adapter_name_or_path")
         if isinstance(adapter, list) or "," in str(adapter):
-            draft.note("Of several adapters the last one trains there, on a base with the others merged: merge them "
-                       "first, with the command merge.")
-    elif kind != "full":
+            draft.note("With several adapters, LLaMA-Factory trains the last one on a base with the others merged. "
+                       "Merge them first, with the command merge.")
+    elif tuning != "full":
         draft.put("model.lora.rank", rank, "lora_rank")
-        draft.put("model.lora.alpha", alpha, "lora_alpha" if "lora_alpha" in draft.content else "twice the rank there")
+        draft.put("model.lora.alpha", alpha,
+                  "lora_alpha" if "lora_alpha" in draft.content else "default: twice the rank")
         draft.put("model.lora.dropout", float(dropout), "lora_dropout")
         if target is None or not draft.put_value("lora_target"):
             draft.put("model.lora.targets", "all-linear", "")
@@ -104,13 +105,14 @@ def _take_model(draft: Draft) -> None:
             draft.put("model.lora.modules_to_save", [name.strip() for name in modules.split(",")], "additional_target")
     bits, method = draft.get("quantization_bit"), draft.get("quantization_method", "bnb")
     if bits and method not in ("bnb", "bitsandbytes"):
-        draft.lose("quantization_method", f"no {method}; bitsandbytes at the start of the run takes its place")
-    if bits and kind != "full":
+        draft.lose("quantization_method", f"{method} is not supported; bitsandbytes quantises at the start of the "
+                                          "run instead")
+    if bits and tuning != "full":
         draft.put("model.quantize", "int8" if bits == 8 else draft.get("quantization_type", "nf4"), "quantization_bit")
         if bits != 8:
             draft.put("model.double_quant", draft.get("double_quantization", True), "double_quantization")
         if bits not in (4, 8):
-            draft.note(f"quantization_bit {bits}: 4 bits take its place.")
+            draft.note(f"quantization_bit {bits}: 4 bits are used instead.")
     recompute = not draft.get("disable_gradient_checkpointing", False)
     draft.put("model.gradient_checkpointing", recompute, "disable_gradient_checkpointing")
     pure, bf16, fp16 = (draft.get(key) for key in ("pure_bf16", "bf16", "fp16"))
@@ -120,79 +122,81 @@ def _take_model(draft: Draft) -> None:
     if attention in ("sdpa", "disabled"):
         draft.put_value("flash_attn")
     elif attention != "auto":
-        draft.note(f"flash_attn {attention}: left to model.attention: null, which takes the fastest there is; "
-                   "flash_attention_2 insists on that package.")
+        draft.note(f"flash_attn {attention}: model.attention is null, which picks the fastest available; "
+                   "set flash_attention_2 to require that package.")
 
 
 def _take_sources(draft: Draft, folder: Path, is_text: bool) -> None:
-    names, size = _names(draft.get("dataset")), draft.get("max_samples")
-    info = _dataset_info(draft, folder)
-    sources = [_source(draft, name, info, size, is_text) for name in names]
+    names, size = _split_names(draft.get("dataset")), draft.get("max_samples")
+    info = _read_dataset_info(draft, folder)
+    sources = [_make_source(draft, name, info, size, is_text) for name in names]
     strategy = draft.get("mix_strategy", "concat")
     if strategy not in ("concat", *MIXING):
-        draft.lose("mix_strategy", f"{strategy} has no counterpart: each row comes once, in an order of all rows")
+        draft.lose("mix_strategy", f"{strategy} has no counterpart; each row is used once, shuffled with all others")
     elif rule := MIXING.get(strategy):
-        weights = [float(share) for share in _names(draft.get("interleave_probs"))] or [1.0] * len(sources)
+        weights = [float(share) for share in _split_names(draft.get("interleave_probs"))] or [1.0] * len(sources)
         draft.put("data.mixing", {"rule": rule}, "mix_strategy")
-        draft.note("mix_strategy: rows are spread evenly by these shares, not drawn.")
+        draft.note("mix_strategy: rows are spread evenly by these shares, not sampled.")
         sources = [{**(source if isinstance(source, dict) else {"path": source}), "weight": weight}
                    for source, weight in zip(sources, weights, strict=False)]
     if not sources:
-        draft.put("data.source", "WRITE HERE WHERE THE ROWS ARE", "")
-        draft.note("No dataset is named: write data.source.")
+        draft.put("data.source", "WRITE A PATH OR HUB ID HERE", "")
+        draft.note("No dataset is named. Set data.source.")
     else:
         draft.put("data.source", sources[0] if len(sources) == 1 else sources, "dataset")
-    if evaluated := _names(draft.get("eval_dataset")):
-        draft.put("data.val_source", [_source(draft, name, info, size, is_text) for name in evaluated], "eval_dataset")
-    elif share := draft.get("val_size", 0):
-        draft.put("data.val_size", share if share < 1 else int(share), "val_size")
-        draft.note("val_size: the rows set aside are drawn here with data.seed, so they are others than there.")
+    if val_names := _split_names(draft.get("eval_dataset")):
+        val_sources = [_make_source(draft, name, info, size, is_text) for name in val_names]
+        draft.put("data.val_source", val_sources, "eval_dataset")
+    elif val_size := draft.get("val_size", 0):
+        draft.put("data.val_size", val_size if val_size < 1 else int(val_size), "val_size")
+        draft.note("val_size: data.seed selects the held-out rows, so they differ from LLaMA-Factory's.")
     if names and not info:
-        draft.note(f"dataset names {', '.join(names)} in dataset_info.json, which was not found: write in data.source "
-                   "the file or the hub id given there (or run migrate next to it).")
+        draft.note(f"dataset_info.json, which describes {', '.join(names)}, was not found. Set data.source to the "
+                   "file or hub id that it names, or run migrate next to it.")
 
 
-def _dataset_info(draft: Draft, folder: Path) -> dict[str, Any]:
-    given = draft.get("dataset_dir", "data")
-    for place in (Path(str(given)), *(above / str(given) for above in (folder, *folder.resolve().parents[:4]))):
+def _read_dataset_info(draft: Draft, folder: Path) -> dict[str, Any]:
+    dataset_dir = str(draft.get("dataset_dir", "data"))
+    for candidate in (Path(dataset_dir), *(parent / dataset_dir for parent in (folder, *folder.resolve().parents[:4]))):
         try:
-            found = json.loads((place / "dataset_info.json").read_text(encoding="utf-8"))
+            content = json.loads((candidate / "dataset_info.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        return {name: {**entry, "_folder": place} for name, entry in found.items() if isinstance(entry, dict)}
+        return {name: {**entry, "_folder": candidate} for name, entry in content.items() if isinstance(entry, dict)}
     return {}
 
 
-def _source(draft: Draft, name: str, info: dict[str, Any], size: int | None, is_text: bool) -> Any:
+def _make_source(draft: Draft, name: str, info: dict[str, Any], size: int | None, is_text: bool) -> Any:
     """Return a source as described by `dataset_info.json`."""
     entry = info.get(name, {})
     if info and not entry:
-        draft.note(f"dataset {name} is not in dataset_info.json: write its file or hub id in data.source.")
+        draft.note(f"dataset {name} is not in dataset_info.json. Set data.source to its file or hub id.")
     has_pairs = draft.settings["model"][0] in ("Preference", "Reward")
     if entry.get("ranking") and not has_pairs:
-        draft.note(f"{name} holds preferences: the chosen answer is read, the other one is named as not used.")
+        draft.note(f"{name} contains preferences: the chosen answer is used, and the report lists the other as not "
+                   "used.")
     file = entry.get("file_name")
     path = str(entry["_folder"] / file) if file else entry.get("hf_hub_url") or entry.get("ms_hub_url") or name
-    given = entry.get("columns", {})
-    columns = {theirs: COLUMNS.get(part, part) for part, theirs in given.items()
+    declared = entry.get("columns", {})
+    columns = {column: COLUMNS.get(part, part) for part, column in declared.items()
                if part in (*COLUMNS, "messages", "history", "system", "tools",
-                           *(("chosen", "rejected", "kto_tag") if has_pairs else ())) and theirs
-               and theirs not in (COLUMNS.get(part, part), "conversations")}
-    if is_text and given.get("prompt"):
-        columns = {given["prompt"]: "text"} if given["prompt"] != "text" else {}
-    if {"images", "videos", "audios"} & given.keys():
-        draft.lose(f"dataset {name}: images, videos, audios", "text only here")
+                           *(("chosen", "rejected", "kto_tag") if has_pairs else ())) and column
+               and column not in (COLUMNS.get(part, part), "conversations")}
+    if is_text and declared.get("prompt"):
+        columns = {declared["prompt"]: "text"} if declared["prompt"] != "text" else {}
+    if {"images", "videos", "audios"} & declared.keys():
+        draft.lose(f"dataset {name}: images, videos, audios", "only text is supported")
     _take_tags(draft, entry.get("tags", {}))
-    options = {key: entry[theirs] for key, theirs in (("name", "subset"), ("split", "split"))
-               if entry.get(theirs) and not file}
+    options = {key: entry[column] for key, column in (("name", "subset"), ("split", "split"))
+               if entry.get(column) and not file}
     limit = size or entry.get("num_samples")
     options |= {**({"columns": columns} if columns else {}), **({"limit": int(limit)} if limit else {})}
     return {"path": path, **options} if options else path
 
 
 def _take_tags(draft: Draft, tags: dict[str, str]) -> None:
-    fields = {ours: tags[tag] for tag, ours in TAGS.items() if tags.get(tag) and tags[tag] not in USUAL}
-    roles = {tags[tag]: ours for tag, ours in ROLES.items() if tags.get(tag) and tags[tag] not in USUAL}
+    fields = {name: tags[tag] for tag, name in TAGS.items() if tags.get(tag) and tags[tag] not in RECOGNISED}
+    roles = {tags[tag]: name for tag, name in ROLES.items() if tags.get(tag) and tags[tag] not in RECOGNISED}
     if fields:
         draft.put("data.turn_fields", fields, "tags of dataset_info.json")
     if roles:
@@ -207,19 +211,19 @@ def _take_rows(draft: Draft, is_text: bool) -> None:
     elif (packs or neat) and draft.settings["data"][0] == "SFTData":
         draft.put("data.packing", True, "neat_packing" if neat else "packing")
         if not neat:
-            draft.note("packing without neat_packing lets rows see each other there; here they never do.")
+            draft.note("In LLaMA-Factory, rows packed without neat_packing attend to each other; here they never do.")
     if draft.get("streaming"):
         draft.put("data.streaming", True, "streaming")
     if is_text:
         return
-    draft.note("Rows over data.max_length: LLaMA-Factory shortens prompt and response in proportion; here "
-               "data.on_overflow says what happens, and the data report counts it.")
+    draft.note("Rows over data.max_length: LLaMA-Factory truncates prompt and response in proportion; here "
+               "data.on_overflow applies, and the data report counts these rows.")
     template = draft.get("template")
     if template in TEMPLATES:
         draft.put("data.template", template, "template")
     elif template:
-        draft.note(f"template {template}: the tokenizer's own chat template is taken (data.template: null); inspect "
-                   "shows the rows.")
+        draft.note(f"template {template}: the tokenizer's chat template is used (data.template: null); check rows with "
+                   "inspect.")
     if str(template).endswith(("_nothink", "_no_think")) and draft.get("enable_thinking") is None:
         draft.put("data.chat_template_kwargs", {"enable_thinking": False}, "template")
     elif draft.get("enable_thinking") is not None:
@@ -232,14 +236,14 @@ def _take_rows(draft: Draft, is_text: bool) -> None:
     if draft.get("disable_shuffling"):
         draft.put("data.shuffle", False, "disable_shuffling")
     for key in ("add_tokens", "add_special_tokens"):
-        if tokens := _names(draft.get(key)):
+        if tokens := _split_names(draft.get(key)):
             draft.put("data.add_tokens", tokens, key)
     for key in ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k"):
         if draft.get(key) is not None and draft.settings["model"][0] != "Reward":
             draft.put(f"model.generation.{key}", draft.content[key], key)
 
 
-def _names(value: Any) -> list[str]:
+def _split_names(value: Any) -> list[str]:
     """Split a list or comma-separated names."""
     items = value.split(",") if isinstance(value, str) else value or []
     return [str(item).strip() for item in items if str(item).strip()]
