@@ -1,9 +1,9 @@
-"""Budgets of programs for accelerators that are not here: `plan` of Llama's sizes on H100s, against limits.
+"""Plan Llamas on accelerators that this machine does not have, and compare memory and traffic with budgets.
 
-    make accelerators       # makes .plan-cuda (3 GB) and .plan-tpu (0.7 GB), and runs all; a quarter of an hour
+    make accelerators       # creates .plan-cuda (3 GB) and .plan-tpu (0.7 GB); a quarter of an hour
 
-Each row is a plan of its own program, compiled by the device's compiler. It fails where the memory of a device or the
-bytes of a kind of collective are more than the limit, or where a line is not compiled but simulated.
+Each row plans its own program, compiled by the device's compiler. A row fails if the memory of a device or the bytes of
+a kind of collective exceed the budget. The command stops if a program is simulated instead of compiled.
 """
 
 import re
@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from plans import DEMO, gibibytes, model_folder, plan
+from plans import DEMO, parse_gibibytes, run_plan, write_model_folder
 
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 COMMON = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256,
@@ -30,12 +30,12 @@ ADAPTER = {"lora": {"rank": 16, "alpha": 32, "dropout": 0.0}, "quantize": "nf4"}
 
 STRATEGIES = {"ddp": "ddp", "fsdp": "fsdp",
               "mesh": {"class_path": "MeshSharding", "init_args": {"fsdp": 4, "tensor": 2}}}
-KINDS = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
-SLACK = 1.03  # a release of XLA may move a buffer; a matrix that is gathered once more is more than that
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
+TOLERANCE = 1.03  # a new release of XLA may move a buffer; gathering one more matrix exceeds this
 
 
 class Case(NamedTuple):
-    """What is planned.
+    """Recipe and devices of a plan.
 
     Args:
         form: `full` or `nf4`.
@@ -49,7 +49,7 @@ class Case(NamedTuple):
     rows: str
 
 
-# GiB that each device takes, and of each of KINDS in a step; attention is cuDNN's fused kernel in all of them on GPUs.
+# GiB of memory per device, then GiB per step of each of COLLECTIVES. On GPUs, attention is cuDNN's fused kernel.
 BUDGETS: dict[Case, tuple[float, ...]] = {
     Case("1b", "8xH100", "ddp", "full", "padded"): (18.97, 0.0, 0.0, 0.0, 4.6, 0.0),
     Case("1b", "8xH100", "ddp", "full", "packed"): (18.98, 0.0, 0.0, 0.0, 4.6, 0.0),
@@ -78,34 +78,35 @@ BUDGETS: dict[Case, tuple[float, ...]] = {
 
 
 def main() -> int:
-    measuring = sys.argv[1:] == ["--measure"]
-    cases = [Case(*each) for each in product(MODELS, ["8xH100"], STRATEGIES, ["full", "nf4"], ["padded", "packed"])
-             if each[0] != "8b" or each[2:4] != ("ddp", "full")]  # which no H100 can hold
+    is_measuring = sys.argv[1:] == ["--measure"]
+    cases = [Case(*fields) for fields in product(MODELS, ["8xH100"], STRATEGIES, ["full", "nf4"], ["padded", "packed"])
+             if fields[0] != "8b" or fields[2:4] != ("ddp", "full")]  # does not fit on an H100
     cases.append(Case("1b", "v5e-16", "fsdp", "full", "padded"))
     failed = 0
     print(f"{'model':<6}{'on':<8}{'strategy':<10}{'form':<6}{'rows':<8}{'memory':>12}  collectives")
-    for case in cases if measuring else BUDGETS:
-        found = needs(case)
-        limits = dict(zip(("memory", *KINDS), BUDGETS.get(case, ()), strict=False))
-        problems = [f"{name} is {found.get(name, 0.0):.2f} GiB, the budget {limit} GiB" for name, limit in
-                    limits.items() if found.get(name, 0.0) > SLACK * limit + 0.02]
-        traffic = ", ".join(f"{name} {found[name]:.2f}" for name in KINDS if found.get(name))
-        print(f"{case.model:<6}{case.on:<8}{case.strategy:<10}{case.form:<6}{case.rows:<8}{found['memory']:>8.2f} GiB"
+    for case in cases if is_measuring else BUDGETS:
+        usage = plan_case(case)
+        limits = dict(zip(("memory", *COLLECTIVES), BUDGETS.get(case, ()), strict=False))
+        problems = [f"{name} is {usage.get(name, 0.0):.2f} GiB, more than {limit} GiB" for name, limit in
+                    limits.items() if usage.get(name, 0.0) > TOLERANCE * limit + 0.02]
+        traffic = ", ".join(f"{name} {usage[name]:.2f}" for name in COLLECTIVES if usage.get(name))
+        print(f"{case.model:<6}{case.on:<8}{case.strategy:<10}{case.form:<6}{case.rows:<8}{usage['memory']:>8.2f} GiB"
               f"  {traffic}", *problems, sep="\n    " if problems else "", flush=True)
-        if measuring:
-            print(f"    {case}: {tuple(round(found.get(name, 0.0), 2) for name in ('memory', *KINDS))},", flush=True)
+        if is_measuring:
+            budget = tuple(round(usage.get(name, 0.0), 2) for name in ("memory", *COLLECTIVES))
+            print(f"    {case}: {budget},", flush=True)
         failed += bool(problems)
     return failed
 
 
-def needs(case: Case) -> dict[str, float]:
-    """GiB of memory and of each kind of collective.
+def plan_case(case: Case) -> dict[str, float]:
+    """Return the GiB of memory per device and of each kind of collective per step.
 
     Raises:
-        SystemExit: The plan is not compiled, or attention is not the fused kernel.
+        SystemExit: The program is not compiled, or attention is not the fused kernel.
     """
     with tempfile.TemporaryDirectory() as folder:
-        model = str(model_folder(Path(folder), MODELS[case.model]))
+        model = str(write_model_folder(Path(folder), MODELS[case.model]))
         fields = {"pretrained": model} | ADAPTER if case.form == "nf4" else {"config": model}
         recipe = {
             "engine": "jax",
@@ -114,13 +115,14 @@ def needs(case: Case) -> dict[str, float]:
             "data": {"class_path": "CLMData", "init_args": {
                 "tokenizer": str(DEMO / "llama"), "source": str(DEMO / "corpus" / "val.txt"),
                 "documents": "paragraph", "max_length": 2048, "batch_size": 1, "packing": case.rows == "packed"}}}
-        lines = plan(recipe, case.on).lines
+        lines = run_plan(recipe, case.on).lines
     if not lines["memory of each device"].startswith("compiled"):
-        raise SystemExit(f"{case.on} is not compiled: make plan-cuda plan-tpu.")
+        raise SystemExit(f"The plan for {case.on} is not compiled. Run make plan-cuda plan-tpu.")
     if "H100" in case.on and "fmha" not in lines.get("fused attention", ""):
-        raise SystemExit(f"{case}: attention is not cuDNN's kernel.")
-    found = {"memory": gibibytes(lines["memory of each device"])}
-    return found | {name: gibibytes(line) for name, line in lines.items() if re.search(r"\d a step, .* among", line)}
+        raise SystemExit(f"{case}: attention does not use cuDNN's kernel.")
+    memory = {"memory": parse_gibibytes(lines["memory of each device"])}
+    return memory | {name: parse_gibibytes(line) for name, line in lines.items()
+                     if re.search(r"\d a step, .* among", line)}
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Our speed and memory beside what people would use instead: `make bench`.
+"""Compare our speed and memory with other programs: `make bench`.
 
     python benchmarks/bench.py                          every comparison, one to two hours on 2 cores
-    python benchmarks/bench.py --only qlora-trl clm     those whose names begin so
-    python benchmarks/bench.py --tuned                  against each peer as tuned for a CPU, too
+    python benchmarks/bench.py --only qlora-trl clm     comparisons whose names start with one of these
+    python benchmarks/bench.py --tuned                  also against each peer as tuned for a CPU
     python benchmarks/bench.py --rows alpaca.json --tokenizer FOLDER    on real instructions
-    python benchmarks/bench.py --full                   sequences of 256, 512 and 1024 as well
+    python benchmarks/bench.py --full                   also sequences of 256, 512 and 1024 tokens
 
-Ours and a peer train the same weights on the same rows, in processes of their own that step in turn; a speed is real
-tokens (no padding) per CPU-second, and a ratio is one of medians over the rounds. Before training both must find the
-same loss on the same batch. Peers live in environments that are made here, in benchmarks/.environments. README.md
-beside this file has the last table.
+Both sides train the same weights on the same rows, in separate processes that step in turn. Speed is real tokens (no
+padding) per CPU-second, and a ratio is the ratio of the medians over the rounds. Before training, both sides must
+compute the same loss on the same batch. Environments of peers are created in benchmarks/.environments. README.md in
+this folder has the last table.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import roofline
 import startup
 import yaml
 from pair import Result, Side, compare, evict, ratio
-from plans import gibibytes, plan
+from plans import parse_gibibytes, run_plan
 from table import Row, markdown
 from work import ANSWER_LENGTH, CONFIGS, NUM_ANSWERS, Work
 
@@ -39,13 +39,13 @@ LOSS_TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 3e-2, "auto": 3e-2}  # relative
 
 @dataclass(frozen=True)
 class Peer:
-    """What ours is compared with.
+    """Program that ours is compared with.
 
     Args:
-        environment: Stem of its requirements in peers/.
-        program: In workers/.
-        peer: Which of the program's.
-        tuned: What is set otherwise than by default, in the peer's own words; the program says what it takes.
+        environment: Stem of its requirements file in peers/.
+        program: File in workers/.
+        peer: Name of the peer within the program.
+        tuned: Settings that differ from the peer's defaults; the program documents their names.
     """
 
     environment: str
@@ -61,7 +61,7 @@ PEERS = {
     "TRL": Peer("torch", "torch_peers.py", "trl"),
     "TRL tuned": Peer("torch", "torch_peers.py", "trl", {**GROUPED, **UNCHECKPOINTED}),
     "TRL tuned, checkpointing": Peer("torch", "torch_peers.py", "trl", {**GROUPED, "gradient_checkpointing": True}),
-    # About as many tokens in a step: without FlashAttention, packed rows attend as one row with a mask.
+    # About as many tokens per step. Without FlashAttention, packed rows attend as one row with a mask.
     "TRL packing": Peer("torch", "torch_peers.py", "trl", {
         "packing": True, "max_length": 512, "per_device_train_batch_size": 2, **UNCHECKPOINTED}),
     "TRL unchecked": Peer("torch", "torch_peers.py", "trl", UNCHECKPOINTED),
@@ -84,23 +84,23 @@ class Comparison:
     """Ours against a peer, or JAX against torch.
 
     Args:
-        name: For `--only`.
-        work: What both do.
-        against: A key of PEERS, or `our torch`.
-        target: Least ratio of real tokens per CPU-second.
-        tuned: Against which peers `--tuned` compares too, and the least ratio to each.
-        engine: Ours.
-        precision: Ours; under `auto` the peer takes its own default, bfloat16.
-        memory: Largest ratio of peak memory, where there is a target.
-        steps: Steps of a round.
-        warm_up: Steps before the first.
+        name: Name for `--only`.
+        work: Work of both sides.
+        against: Key of PEERS, or `our torch`.
+        target: Minimum ratio of real tokens per CPU-second.
+        tuned: Peers that `--tuned` adds, with the minimum ratio to each.
+        engine: Our engine.
+        precision: Our precision. With `auto`, the peer uses its own default, bfloat16.
+        memory: Maximum ratio of peak memory; None for no target.
+        steps: Steps per round.
+        warm_up: Steps before the first round.
         lengths: Sequence lengths under `--full`.
-        rounds: Where the figure of `--rounds` would take too long.
-        together: Whether memory holds both sides.
-        start: Largest time to the first step by the time to read the weights, both from a cold file, where there is
-            a target; the peak is then compared with what `plan` says as well.
-        command: Of ours. A step of `validate` is one over all rows, against the peer's evaluation of the same rows, and
-            the loss that both must find is its result.
+        rounds: Number of rounds, if `--rounds` would take too long.
+        together: True if both sides fit in memory at once.
+        start: Maximum ratio of the time to the first step to the time to read the weights, both from a cold file; None
+            for no target. With a target, the peak is also compared with `plan`.
+        command: Our command. A step of `validate` covers all rows, as does the peer's evaluation, and its result is the
+            loss that both must compute.
     """
 
     name: str
@@ -126,8 +126,8 @@ class Comparison:
         command = "evaluation of " if self.command == "validate" else ""
         return f"{command}{work.task}{method}, {work.model}, {work.length} tokens, {self.engine} {self.precision}"
 
-    def against_tuned(self) -> list["Comparison"]:
-        """The same work against each tuned peer; only speed has a target there."""
+    def list_tuned(self) -> list["Comparison"]:
+        """Return comparisons of the same work with each tuned peer, with a target for speed only."""
         return [replace(self, against=peer, target=target, memory=None, start=None)
                 for peer, target in self.tuned.items()]
 
@@ -135,14 +135,14 @@ class Comparison:
 TOY = {**dict.fromkeys(("hidden_size", "n_embd"), 64), **dict.fromkeys(("num_hidden_layers", "n_layer"), 2),
        **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 2), "intermediate_size": 176,
        "vocab_size": 1_000}
-EPOCH = 52  # steps of warm-up in which the JAX engine meets, and compiles, every length of row
+EPOCH = 52  # warm-up steps in which the JAX engine compiles every row length
 QLORA = Work("sft", "llama-b", 512, method="qlora")
 PAIRS, TAGS = Work("sequence_classification", "bert", 128), Work("token_classification", "bert", 128)
 CLM, MLM, QA = Work("clm", "gpt2", 512), Work("mlm", "bert", 512), Work("qa", "bert", 384)
 SHORT_QA = replace(QA, num_rows=8 * EPOCH)
 BLOCKS = (256, 512, 1024)
 BIG = Work("sft", "llama-1b", 512, method="qlora", dtype="bfloat16")
-FEW = replace(BIG, num_rows=16)  # two batches: the JAX engine compiles both lengths in its warm-up
+FEW = replace(BIG, num_rows=16)  # two batches, so that the JAX engine compiles both lengths in its warm-up
 GRPO = Work("grpo", "llama-a", 256, batch_size=64)
 TUNED_TRL = {"TRL tuned": 2.5, "TRL packing": 2.5, "Unsloth": 2.5}
 COMPARISONS = [
@@ -152,7 +152,7 @@ COMPARISONS = [
     Comparison("dpo-trl", Work("preference", "llama-b", 512, method="qlora"), "TRL", 3.0, {"TRL tuned": 1.5},
                memory=0.5, steps=4),
     Comparison("lora-trl", Work("sft", "llama-a", 512, method="lora"), "TRL", 2.5, {"TRL tuned": 1.5}),
-    # TRL at its best; its defaults checkpoint gradients.
+    # TRL at its fastest; its defaults checkpoint gradients.
     Comparison("grpo-trl", GRPO, "TRL unchecked", 2.0, memory=0.5, steps=3, warm_up=2),
     Comparison("grpo-lora-trl", replace(GRPO, method="lora"), "TRL unchecked", 2.0, memory=0.5, steps=3, warm_up=2),
     Comparison("grpo-jax-trl", GRPO, "TRL unchecked", 2.0, engine="jax", memory=0.5, steps=3, warm_up=6),
@@ -193,8 +193,8 @@ COMPARISONS = [
 ]
 
 
-def environment(name: str) -> str:
-    """The Python of a peer's environment, made when it is first needed."""
+def make_environment(name: str) -> str:
+    """Return the Python of a peer's environment, which is created on first use."""
     folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
@@ -207,101 +207,103 @@ def environment(name: str) -> str:
 
 
 def measure(comparison: Comparison, folder: Path, rounds: int) -> list[Row]:
-    """The rows of one comparison.
+    """Return the table rows of one comparison.
 
     Raises:
-        SystemExit: The two do not start from the same loss.
+        SystemExit: The losses before training differ.
     """
     work, weights = comparison.work, folder / "model" / "model.safetensors"
     cold = (weights,) if comparison.start else ()
-    asked = {"folder": str(folder), "task": work.task, "method": work.method, "length": work.length,
-             "batch_size": work.batch_size, "warm_up": comparison.warm_up, "steps": comparison.steps,
-             "command": comparison.command, "num_answers": NUM_ANSWERS, "answer_length": ANSWER_LENGTH}
+    settings = {"folder": str(folder), "task": work.task, "method": work.method, "length": work.length,
+                "batch_size": work.batch_size, "warm_up": comparison.warm_up, "steps": comparison.steps,
+                "command": comparison.command, "num_answers": NUM_ANSWERS, "answer_length": ANSWER_LENGTH}
     options = ["--trainer.precision", comparison.precision]
     if work.task == "grpo":  # its reward is a function in workers/
         options += ["--trust_recipe_code", "true"]
     if comparison.command == "validate":
         source = yaml.safe_load((folder / "recipe.yaml").read_text())["data"]["init_args"]["source"]
         options += ["--data.val_source", source]
-    ours = Side(sys.executable, "ours.py", {**asked, "engine": comparison.engine, "options": options}, cold)
+    our_side = Side(sys.executable, "ours.py", {**settings, "engine": comparison.engine, "options": options}, cold)
     if comparison.against == "our torch":
-        theirs = Side(sys.executable, "ours.py", {**asked, "engine": "torch", "options": options}, cold)
+        peer_side = Side(sys.executable, "ours.py", {**settings, "engine": "torch", "options": options}, cold)
     else:
         peer = PEERS[comparison.against]
-        theirs = Side(environment(peer.environment), peer.program,
-                      {**asked, "peer": peer.peer, "tuned": peer.tuned, "bf16": comparison.precision == "auto"}, cold)
-    mine, other = compare(ours, theirs, comparison.rounds or rounds, comparison.together)
-    if abs(mine.loss - other.loss) > LOSS_TOLERANCE[comparison.precision] * other.loss:
-        raise SystemExit(f"{comparison.title} against {comparison.against}: losses are {mine.loss} and {other.loss}")
-    rows = _rows(comparison, mine, other)
+        peer_side = Side(make_environment(peer.environment), peer.program,
+                         {**settings, "peer": peer.peer, "tuned": peer.tuned,
+                          "bf16": comparison.precision == "auto"}, cold)
+    our_result, peer_result = compare(our_side, peer_side, comparison.rounds or rounds, comparison.together)
+    if abs(our_result.loss - peer_result.loss) > LOSS_TOLERANCE[comparison.precision] * peer_result.loss:
+        raise SystemExit(f"{comparison.title} against {comparison.against}: the losses before training differ: "
+                         f"{our_result.loss} and {peer_result.loss}.")
+    rows = _speed_rows(comparison, our_result, peer_result)
     if comparison.start:
-        rows += [_start_row(comparison, mine, other, weights), _plan_row(comparison, mine, folder)]
+        rows += [_start_row(comparison, our_result, peer_result, weights), _plan_row(comparison, our_result, folder)]
     return rows
 
 
-def _start_row(comparison: Comparison, mine: Result, other: Result, weights: Path) -> Row:
+def _start_row(comparison: Comparison, ours: Result, peer: Result, weights: Path) -> Row:
     evict(weights)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     with weights.open("rb", buffering=0) as file:
         while file.read(1 << 24):
             pass
-    reading = time.perf_counter() - begin
-    return Row(f"command to the first step, {comparison.title}", "reading the weights", mine.ready / reading,
-               f"<= {comparison.start}", f"{mine.ready:.1f} s; {comparison.against} {other.ready:.1f} s; "
+    reading = time.perf_counter() - start
+    return Row(f"command to the first step, {comparison.title}", "reading the weights", ours.ready / reading,
+               f"<= {comparison.start}", f"{ours.ready:.1f} s; {comparison.against} {peer.ready:.1f} s; "
                f"{weights.stat().st_size / 2**30:.2f} GiB read in {reading:.1f} s")
 
 
-def _plan_row(comparison: Comparison, mine: Result, folder: Path) -> Row:
-    """What `plan` counts beside the peak, less what the libraries took before anything was read."""
+def _plan_row(comparison: Comparison, ours: Result, folder: Path) -> Row:
+    """Compare the memory that `plan` counts with the peak, less the memory of the imported libraries."""
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     recipe["trainer"]["precision"], recipe["engine"] = comparison.precision, comparison.engine
-    planned = gibibytes(plan(recipe, "cpu").lines["memory of each device"])
-    measured = mine.peak - mine.libraries
+    planned = parse_gibibytes(run_plan(recipe, "cpu").lines["memory of each device"])
+    measured = ours.peak - ours.libraries
     return Row(f"memory as planned, {comparison.title}", "peak without the libraries", planned / measured,
-               "0.90 to 1.10", f"{planned:.2f} / {measured:.2f} GiB; libraries {mine.libraries:.2f} GiB")
+               "0.90 to 1.10", f"{planned:.2f} / {measured:.2f} GiB; libraries {ours.libraries:.2f} GiB")
 
 
-def _rows(comparison: Comparison, mine: Result, other: Result) -> list[Row]:
-    speed, wall = ratio(mine.speed, other.speed), ratio(mine.wall, other.wall)
-    peak = mine.peak / other.peak
-    each = [a / b for a, b in zip(mine.speed, other.speed, strict=True)]
-    note = (f"rounds {min(each):.2f} to {max(each):.2f}; wall {wall:.2f}; "
-            f"memory {mine.peak:.2f} / {other.peak:.2f} GiB; loss {mine.loss:.5f} / {other.loss:.5f}")
-    if mine.spent or other.spent:
-        note += f"; seconds of a step {_step(mine)} / {_step(other)}"
+def _speed_rows(comparison: Comparison, ours: Result, peer: Result) -> list[Row]:
+    speed, wall = ratio(ours.speed, peer.speed), ratio(ours.wall, peer.wall)
+    peak = ours.peak / peer.peak
+    round_ratios = [a / b for a, b in zip(ours.speed, peer.speed, strict=True)]
+    note = (f"rounds {min(round_ratios):.2f} to {max(round_ratios):.2f}; wall {wall:.2f}; "
+            f"memory {ours.peak:.2f} / {peer.peak:.2f} GiB; loss {ours.loss:.5f} / {peer.loss:.5f}")
+    if ours.spent or peer.spent:
+        note += f"; seconds of a step {_format_step(ours)} / {_format_step(peer)}"
     rows = [Row(comparison.title, comparison.against, speed, f">= {comparison.target:.2f}", note)]
     if comparison.memory:
         rows.append(Row(f"peak memory, {comparison.title}", comparison.against, peak, f"<= {comparison.memory}",
-                        f"{mine.peak:.2f} / {other.peak:.2f} GiB"))
+                        f"{ours.peak:.2f} / {peer.peak:.2f} GiB"))
     return rows
 
 
-def _step(result: Result) -> str:
-    """Seconds of a step, and the shares of its parts; the rest trains."""
-    parts = {name: statistics.median(shares) for name, shares in result.spent.items()}
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in {**parts, "rest": 1 - sum(parts.values())}.items())
-    return f"{statistics.median(result.step):.2f} ({shares})"
+def _format_step(result: Result) -> str:
+    """Return the seconds of a step and the fractions of its parts; the rest is training."""
+    parts = {name: statistics.median(fractions) for name, fractions in result.spent.items()}
+    text = ", ".join(f"{name} {fraction:.0%}" for name, fraction in {**parts, "rest": 1 - sum(parts.values())}.items())
+    return f"{statistics.median(result.step):.2f} ({text})"
 
 
-def shrunk(comparison: Comparison) -> Comparison:
-    """The comparison with few rows and steps."""
+def shrink(comparison: Comparison) -> Comparison:
+    """Return the comparison with few rows and steps."""
     return replace(comparison, work=replace(comparison.work, num_rows=100), steps=4, warm_up=4, rounds=1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[""], help="beginnings of names: "
-                        + ", ".join([*(each.name for each in COMPARISONS), "startup"]))
+    parser.add_argument("--only", nargs="*", default=[""], help="name prefixes: "
+                        + ", ".join([*(comparison.name for comparison in COMPARISONS), "startup"]))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tuned", action="store_true", help="against peers as they are tuned for a CPU, too")
-    parser.add_argument("--full", action="store_true", help="several sequence lengths")
-    parser.add_argument("--rows", help="instructions to train on instead of generated ones")
-    parser.add_argument("--tokenizer", help="tokenizer of the instruction tasks, instead of one made for their text, "
-                        "where the model has a row for each of its tokens")
+    parser.add_argument("--tuned", action="store_true", help="also compare with peers tuned for a CPU")
+    parser.add_argument("--full", action="store_true", help="use several sequence lengths")
+    parser.add_argument("--rows", help="file of instructions to train on instead of generated ones")
+    parser.add_argument("--tokenizer", help="tokenizer for instructions, if the model has an embedding for each "
+                        "of its tokens; otherwise one is trained on the text")
     parser.add_argument("--smoke", action="store_true",
-                        help="the same program at toy sizes, one round; its figures mean nothing")
+                        help="run one round at toy sizes, only to test the program")
     parser.add_argument("--roofline", action="store_true",
-                        help="instead: which share of the machine's matrix products each step reaches, see roofline.py")
+                        help="instead, measure which fraction of the machine's peak each step reaches, see roofline.py")
     args = parser.parse_args()
     if args.roofline:
         print(roofline.table(roofline.USUAL))
@@ -311,23 +313,23 @@ def main() -> None:
             fields |= {name: value for name, value in TOY.items() if name in fields}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
-        for number, comparison in enumerate(COMPARISONS):
+        for index, comparison in enumerate(COMPARISONS):
             if not comparison.name.startswith(tuple(args.only)):
                 continue
             if args.smoke:
-                comparison = shrunk(comparison)
+                comparison = shrink(comparison)
             if comparison.work.task == "sft":
                 work = replace(comparison.work, rows=args.rows, tokenizer=args.tokenizer)
                 comparison = replace(comparison, work=work)
             lengths = comparison.lengths if args.full and comparison.lengths else (comparison.work.length,)
             for length in lengths:
-                of_length = replace(comparison, work=replace(comparison.work, length=length))
-                folder = Path(temporary) / f"{number}-{length}"
-                of_length.work.write(folder)
-                for each in [of_length, *(of_length.against_tuned() if args.tuned else [])]:
-                    found = measure(each, folder, args.rounds)
-                    print("\n".join(markdown(found).splitlines()[2:]), flush=True)
-                    rows += found
+                sized = replace(comparison, work=replace(comparison.work, length=length))
+                folder = Path(temporary) / f"{index}-{length}"
+                sized.work.write(folder)
+                for variant in [sized, *(sized.list_tuned() if args.tuned else [])]:
+                    new_rows = measure(variant, folder, args.rounds)
+                    print("\n".join(markdown(new_rows).splitlines()[2:]), flush=True)
+                    rows += new_rows
                 shutil.rmtree(folder)
     if "startup".startswith(tuple(args.only)):
         rows += startup.measure(args.rounds)

@@ -1,4 +1,4 @@
-"""Two workers that step in turn: the same minutes, the same machine, whatever else it does meanwhile."""
+"""Two workers that step in turn, so that other load on the machine affects both alike."""
 
 import json
 import os
@@ -16,34 +16,34 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Side:
-    """A worker.
+    """Worker of one side of a comparison.
 
     Args:
-        python: Its interpreter.
-        program: In workers/.
-        asked: Its settings.
-        cold: Files that the system's cache must not hold when it starts.
+        python: Python interpreter.
+        program: File in workers/.
+        settings: Settings sent to the worker.
+        cold: Files to evict from the system's cache before the worker starts.
     """
 
     python: str
     program: str
-    asked: dict[str, Any]
+    settings: dict[str, Any]
     cold: tuple[Path, ...] = ()
 
 
 @dataclass
 class Result:
-    """What one side did.
+    """Measurements of one side.
 
     Args:
         speed: Real tokens per CPU-second of each round.
         wall: Real tokens per second of each round.
-        peak: GiB, of the whole process and those that it has started.
-        loss: Per scored token, of the check batch before training.
-        libraries: GiB of the process before it read anything.
+        peak: Peak memory of the process and its children in GiB.
+        loss: Loss per target token of the check batch before training.
+        libraries: Memory of the process after importing its libraries, in GiB.
         ready: Seconds from the start of the process to the first step.
-        step: Seconds of a step, of each round.
-        spent: By part of a step, its share of the time of each round; of the parts that a worker tells apart.
+        step: Seconds per step of each round.
+        spent: Fraction of each round's time by part of a step, for parts that the worker reports.
     """
 
     speed: list[float] = field(default_factory=list)
@@ -55,33 +55,31 @@ class Result:
     step: list[float] = field(default_factory=list)
     spent: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, said: dict[str, Any], steps: int) -> None:
-        """Note a round of so many steps as a worker reported it."""
-        self.step.append(said["wall"] / steps)
-        for name, seconds in said["spent"].items():
-            self.spent.setdefault(name, []).append(seconds / said["wall"])
-        self.speed.append(said["tokens"] / said["cpu"])
-        self.wall.append(said["tokens"] / said["wall"])
+    def add(self, report: dict[str, Any], steps: int) -> None:
+        """Record a round of `steps` steps as reported by a worker."""
+        self.step.append(report["wall"] / steps)
+        for name, seconds in report["spent"].items():
+            self.spent.setdefault(name, []).append(seconds / report["wall"])
+        self.speed.append(report["tokens"] / report["cpu"])
+        self.wall.append(report["tokens"] / report["wall"])
         self.peak, self.loss, self.libraries, self.ready = (
-            said[name] for name in ("peak", "loss", "libraries", "ready"))
+            report[name] for name in ("peak", "loss", "libraries", "ready"))
 
 
-def compare(ours: Side, theirs: Side, rounds: int, together: bool = True) -> tuple[Result, Result]:
-    """Run both sides in turn. One warms up while the other waits.
+def compare(ours: Side, peer: Side, rounds: int, together: bool = True) -> tuple[Result, Result]:
+    """Run both sides in turn: while one warms up or runs a round, the other waits.
 
     Args:
-        ours: The first.
-        theirs: The second.
-        rounds: Of each.
-        together: False: the second starts when the first has ended, as memory holds only one of them.
+        rounds: Number of rounds of each side.
+        together: If False, the peer starts after ours has exited, as memory holds only one of them.
 
     Raises:
-        SystemExit: A worker failed; what it said is shown.
+        SystemExit: A worker failed; the message has the end of its output.
     """
     if together:
-        first, second = _run([ours, theirs], rounds)
-        return first, second
-    return _run([ours], rounds)[0], _run([theirs], rounds)[0]
+        our_result, peer_result = _run([ours, peer], rounds)
+        return our_result, peer_result
+    return _run([ours], rounds)[0], _run([peer], rounds)[0]
 
 
 def _run(sides: list[Side], rounds: int) -> list[Result]:
@@ -94,7 +92,7 @@ def _run(sides: list[Side], rounds: int) -> list[Result]:
         for _ in range(rounds):
             for side, worker, result in zip(sides, workers, results, strict=True):
                 worker.resume()
-                result.add(worker.read(), side.asked["steps"])
+                result.add(worker.read(), side.settings["steps"])
     finally:
         for worker in workers:
             worker.end()
@@ -102,35 +100,35 @@ def _run(sides: list[Side], rounds: int) -> list[Result]:
 
 
 def evict(path: Path) -> None:
-    """Have the system forget a file's content, so that it is read from the disk the next time."""
+    """Evict a file from the system's cache, so that it is read from disk the next time."""
     with path.open("rb") as file:
-        os.fsync(file.fileno())  # what is not written yet is not forgotten either
+        os.fsync(file.fileno())  # pages that are not written yet are not evicted
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def ratio(ours: list[float], theirs: list[float]) -> float:
-    """Of the medians."""
-    return statistics.median(ours) / statistics.median(theirs)
+def ratio(ours: list[float], peer: list[float]) -> float:
+    """Return the ratio of the medians."""
+    return statistics.median(ours) / statistics.median(peer)
 
 
 class _Worker:
     def __init__(self, side: Side):
         for path in side.cold:
             evict(path)
-        self._said = tempfile.TemporaryFile("w+")
-        self._name = f"{side.program} {side.asked}"
+        self._stderr = tempfile.TemporaryFile("w+")
+        self._name = f"{side.program} {side.settings}"
         self._process = subprocess.Popen(
             [side.python, str(WORKERS / side.program), json.dumps(
-                {**side.asked, "root": str(ROOT), "launched": time.monotonic()})], cwd=ROOT,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
+                {**side.settings, "root": str(ROOT), "launched": time.monotonic()})], cwd=ROOT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-                 "OMP_WAIT_POLICY": "PASSIVE"})  # else waiting threads burn CPU seconds
+                 "OMP_WAIT_POLICY": "PASSIVE"})  # otherwise waiting threads use CPU time
 
     def read(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
-            self._said.seek(0)
-            raise SystemExit(f"{self._name} failed:\n{self._said.read()[-4000:]}")
+            self._stderr.seek(0)
+            raise SystemExit(f"{self._name} failed:\n{self._stderr.read()[-4000:]}")
         return json.loads(line)
 
     def resume(self) -> None:
@@ -144,4 +142,4 @@ class _Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._said.close()
+        self._stderr.close()

@@ -1,4 +1,4 @@
-"""Plan the shipped recipes: write the table of docs/plans.md, and the column of docs/recipes.md with its figures.
+"""Plan the shipped recipes: write the table of docs/plans.md and the memory column of docs/recipes.md.
 
     make plans              # creates .plan-cuda (3 GB); half an hour on two cores
 
@@ -25,7 +25,7 @@ CATALOGUE = ROOT / "docs" / "recipes.md"
 DEMO = ROOT / "demo"
 MARK = "<!-- made by benchmarks/plans.py -->\n"
 # Engine, devices, and how the memory is known. Several devices shard the weights.
-PLANNED = (("torch", "H100", "simulated"), ("jax", "H100", "compiled"), ("jax", "8xH100", "compiled"))
+PLANS = (("torch", "H100", "simulated"), ("jax", "H100", "compiled"), ("jax", "8xH100", "compiled"))
 
 _LLAMA = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048}
 _MISTRAL = {"model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
@@ -57,13 +57,13 @@ SIZES = {
 ENCODERS = ("bert", "roberta")
 
 
-class Planned(NamedTuple):
-    """What `plan` printed.
+class PlanOutput(NamedTuple):
+    """Output of `plan`.
 
     Args:
-        lines: By their names; of the recipe as it is.
-        remedy: The first change with which it fits; None: it fits, or nothing helps.
-        remedied: The lines with that change.
+        lines: Lines for the unchanged recipe, by name.
+        remedy: First change with which the recipe fits; None if it fits unchanged, or not at all.
+        remedied: Lines for the recipe with that change.
     """
 
     lines: dict[str, str]
@@ -71,36 +71,38 @@ class Planned(NamedTuple):
     remedied: dict[str, str]
 
 
-def plan(recipe: dict[str, Any], on: str) -> Planned:
-    """`plan` of a recipe on a target.
+def run_plan(recipe: dict[str, Any], on: str) -> PlanOutput:
+    """Plan a recipe on a target.
 
     Raises:
-        SystemExit: It failed; with what it said.
+        SystemExit: The plan failed; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(yaml.safe_dump(recipe))
-        done = subprocess.run([sys.executable, "train.py", "plan", "--config", str(file), "--on", on,
-                               "--trainer.default_root_dir", f"{folder}/run"],
-                              cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr[-3000:] or done.stdout[-3000:])
-    first, *changed = re.split(r"^It fits with (.*):$", done.stdout, flags=re.MULTILINE)
-    return Planned(_by_name(first), changed[0] if changed else None, _by_name(changed[1]) if changed else {})
+        process = subprocess.run([sys.executable, "train.py", "plan", "--config", str(file), "--on", on,
+                                  "--trainer.default_root_dir", f"{folder}/run"],
+                                 cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(process.stderr[-3000:] or process.stdout[-3000:])
+    unchanged, *changed = re.split(r"^It fits with (.*):$", process.stdout, flags=re.MULTILINE)
+    if not changed:
+        return PlanOutput(_parse_lines(unchanged), None, {})
+    return PlanOutput(_parse_lines(unchanged), changed[0], _parse_lines(changed[1]))
 
 
-def _by_name(text: str) -> dict[str, str]:
+def _parse_lines(text: str) -> dict[str, str]:
     return {line[:26].strip(): line[26:].strip() for line in text.splitlines() if len(line) > 26}
 
 
-def gibibytes(line: str) -> float:
-    """The first size of a line."""
+def parse_gibibytes(line: str) -> float:
+    """Return the first size in a line, in GiB."""
     size, unit = re.search(r"([\d,.]+) ([GM])iB", line).groups()
     return float(size.replace(",", "")) / (1 if unit == "G" else 1024)
 
 
-def model_folder(parent: Path, sizes: dict[str, Any]) -> Path:
-    """A folder with a configuration of these sizes and a tokenizer of the demo, without weights."""
+def write_model_folder(parent: Path, sizes: dict[str, Any]) -> Path:
+    """Write a model folder with this configuration and a demo tokenizer, without weights."""
     folder = parent / "model"
     demo = DEMO / ("bert" if sizes["model_type"] in ENCODERS else "llama")
     shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -108,13 +110,13 @@ def model_folder(parent: Path, sizes: dict[str, Any]) -> Path:
     return folder
 
 
-def of_sizes(recipe: dict[str, Any], parent: Path) -> dict[str, Any]:
-    """A shipped recipe with a network of its checkpoint's sizes and rows of the demo."""
+def replace_model_and_data(recipe: dict[str, Any], parent: Path) -> dict[str, Any]:
+    """Change a shipped recipe to a model of its checkpoint's sizes and rows of the demo, and return it."""
     model, data = recipe["model"]["init_args"], recipe["data"]["init_args"]
-    start = "pretrained" if "pretrained" in model else "config"
-    model[start] = str(model_folder(parent, SIZES[model[start]]))
-    if start == "config":
-        data["tokenizer"] = model[start]
+    model_key = "pretrained" if "pretrained" in model else "config"
+    model[model_key] = str(write_model_folder(parent, SIZES[model[model_key]]))
+    if model_key == "config":
+        data["tokenizer"] = model[model_key]
     for key in ("val_source", "test_source", "val_size", "dataset_format", "template"):
         data.pop(key, None)
     recipe["trainer"].pop("logger", None)
@@ -136,10 +138,10 @@ _ROWS = {"CLMData": {"source": str(DEMO / "corpus" / "val.txt"), "documents": "p
 
 
 class Figures(NamedTuple):
-    """What a row of the table shows of one plan.
+    """Cells of the table for one plan.
 
     Args:
-        memory: Of each device; with the change that makes the recipe fit, if it does not fit without.
+        memory: Memory per device; if the recipe does not fit, also with the change that makes it fit.
         step: Minimum time of a step.
         speed: Maximum number of tokens per second.
     """
@@ -152,7 +154,7 @@ class Figures(NamedTuple):
 def main() -> None:
     recipes = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(RECIPES.glob("*.yaml"))}
     names = sys.argv[1:] or [name for name, recipe in recipes.items() if can_plan(recipe)]
-    write({name: [figures(recipes[name], *planned) for planned in PLANNED] for name in names})
+    write_pages({name: [plan_recipe(recipes[name], *target) for target in PLANS] for name in names})
 
 
 def can_plan(recipe: dict[str, Any]) -> bool:
@@ -161,18 +163,18 @@ def can_plan(recipe: dict[str, Any]) -> bool:
     return (model.get("pretrained") or model.get("config")) in SIZES and recipe["data"]["class_path"] in _ROWS
 
 
-def write(rows: dict[str, list[Figures]]) -> None:
-    """Write the table of docs/plans.md, and the memory in docs/recipes.md of the recipes that it has."""
-    columns = [f"{on}, {engine.replace('jax', 'JAX')}" for engine, on, _ in PLANNED]
+def write_pages(rows: dict[str, list[Figures]]) -> None:
+    """Write the table of docs/plans.md, and the recipes' memory in docs/recipes.md."""
+    columns = [f"{on}, {engine.replace('jax', 'JAX')}" for engine, on, _ in PLANS]
     head = ["recipe", *columns, "minimum step time", "maximum tokens/s"]
     table = [head, *([
         f"[`{name}`](../configs/recipes/{name}.yaml)", *(plan.memory for plan in plans),
         " / ".join(plan.step for plan in plans), " / ".join(plan.speed for plan in plans)]
         for name, plans in rows.items())]
-    above, _, _ = PAGE.read_text().partition(MARK)
+    before, _, _ = PAGE.read_text().partition(MARK)
     lines = [f"| {' | '.join(cells)} |\n" for cells in table]
     lines.insert(1, f"|{'---|' * len(head)}\n")
-    PAGE.write_text(above + MARK + "\n" + "".join(lines))
+    PAGE.write_text(before + MARK + "\n" + "".join(lines))
     catalogue = CATALOGUE.read_text()
     for name, plans in rows.items():
         row = re.compile(rf"^(\| \[`{re.escape(name)}`\](?:[^|\n]*\|){{3}})[^|\n]*\|", re.MULTILINE)
@@ -180,41 +182,41 @@ def write(rows: dict[str, list[Figures]]) -> None:
     CATALOGUE.write_text(catalogue)
 
 
-def figures(recipe: dict[str, Any], engine: str, on: str, source: str) -> Figures:
+def plan_recipe(recipe: dict[str, Any], engine: str, on: str, source: str) -> Figures:
     """Plan a shipped recipe.
 
     Raises:
-        SystemExit: The plan failed, or its memory is not known from `source`.
+        SystemExit: The plan failed, or its memory was not determined by `source`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        recipe = of_sizes(copy.deepcopy(recipe), Path(folder)) | {"engine": engine}
+        recipe = replace_model_and_data(copy.deepcopy(recipe), Path(folder)) | {"engine": engine}
         if on != "H100":
             recipe["trainer"]["strategy"] = "fsdp"
-        if engine == "jax":  # it has no paged memory
+        if engine == "jax":  # JAX has no paged memory
             optimizer = recipe["model"]["init_args"]["optimizer"]
             optimizer["name"] = optimizer["name"].replace("paged_adamw_32bit", "adamw")
-        found = plan(recipe, on)
-    known_by, verdict = found.lines["memory of each device"].split(None, 1)
-    if known_by != source:
-        raise SystemExit(f"The plan for {engine} on {on} is {known_by}, not {source}.")
-    memory, lines = _needed(verdict), found.lines
+        output = run_plan(recipe, on)
+    known_source, verdict = output.lines["memory of each device"].split(None, 1)
+    if known_source != source:
+        raise SystemExit(f"The plan for {engine} on {on} is {known_source}, not {source}.")
+    memory, lines = _parse_memory(verdict), output.lines
     if verdict.startswith("does not fit"):
-        _, helped = found.remedied.get("memory of each device", "x nothing").split(None, 1)
-        memory += f"; `{found.remedy}`: {_needed(helped)}"
-        lines = found.remedied
-    planned = Figures(memory, _first(lines.get("a step takes at least", "")),
-                      _first(lines.get("so at most", "")).removesuffix(" tokens per second"))
-    print(engine, on, *planned, flush=True)
-    return planned
+        _, remedied_verdict = output.remedied.get("memory of each device", "x nothing").split(None, 1)
+        memory += f"; `{output.remedy}`: {_parse_memory(remedied_verdict)}"
+        lines = output.remedied
+    result = Figures(memory, _parse_value(lines.get("a step takes at least", "")),
+                     _parse_value(lines.get("so at most", "")).removesuffix(" tokens per second"))
+    print(engine, on, *result, flush=True)
+    return result
 
 
-def _needed(verdict: str) -> str:
-    """Of "fits: about 1.2 GiB of 72 GiB for a step, ..." the first figure; another verdict keeps its words."""
+def _parse_memory(verdict: str) -> str:
+    """Return the memory in a verdict such as "fits: about 1.2 GiB of 72 GiB for a step"; keep "does not fit: "."""
     return re.sub(r"^fits: |about ", "", verdict).split(" of ")[0]
 
 
-def _first(line: str) -> str:
-    """Of "assumed 1.2 s (...), ..." the figure."""
+def _parse_value(line: str) -> str:
+    """Return the value in a line such as "assumed 1.2 s (...), ..."."""
     return re.split(r" \(|, (?=\d[\d,]* a step)", line.split(None, 1)[1])[0] if line else ""
 
 

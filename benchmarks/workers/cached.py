@@ -1,7 +1,7 @@
-"""A start on rows in the cache: prints one JSON object with its seconds and megabytes.
+"""Start on rows in the cache, and print the seconds and megabytes as one JSON object.
 
-The rows are of 10 to 20 random tokens each. They are written to the cache by the first process, and the second one,
-which finds them there, is measured: from `setup("fit")` to the first batch and the report.
+The rows have 10 to 20 random tokens each. The first process writes them to the cache. The second process finds them
+there and is measured, from `setup("fit")` to the first batch and the report.
 """
 
 import json
@@ -11,19 +11,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rounds import settings
+from rounds import read_settings
 
 
 def main() -> None:
-    asked = settings()
-    sys.path.insert(0, asked["root"])
+    settings = read_settings()
+    sys.path.insert(0, settings["root"])
     import numpy as np
 
     from lmmods.data.encode.encoder import Encoded, Ragged
     from lmmods.data.sft import SFTCodec, SFTData
 
     class RandomTokens:
-        """An encoder that does not look at its rows."""
+        """Encoder that ignores its rows."""
 
         def __init__(self) -> None:
             self._random = np.random.default_rng(0)
@@ -37,35 +37,35 @@ def main() -> None:
             return Encoded(columns, np.arange(count), [], Counter(tokens=int(lengths.sum())))
 
     class RandomCodec(SFTCodec):
-        """Instructions whose tokens are random."""
+        """Codec with random tokens."""
 
         def make_encoder(self, *source: Any) -> tuple[RandomTokens, dict[str, Any]]:
             return RandomTokens(), super().make_encoder(*source)[1]
 
     class RandomRows(SFTData):
-        """Data with such a codec."""
+        """Data with random tokens."""
 
         codec_class = RandomCodec
 
-    path = Path(asked["folder"]) / f"{asked['rows']}.jsonl"
+    path = Path(settings["folder"]) / f"{settings['rows']}.jsonl"
     if not path.exists():
         row = json.dumps({"instruction": "a question", "output": "an answer of some words"}) + "\n"
         with path.open("w") as file:
-            for _ in range(asked["rows"] // 1000):
+            for _ in range(settings["rows"] // 1000):
                 file.write(row * 1000)
-    data = RandomRows(str(path), tokenizer=asked["tokenizer"], template="alpaca", max_length=128, batch_size=8,
-                      num_proc=1, cache_dir=asked["folder"], **asked["options"])
-    data.tokenizer  # noqa: B018 - loaded before anything is measured
-    before, cpu, wall = own_memory(), time.process_time(), time.perf_counter()
+    data = RandomRows(str(path), tokenizer=settings["tokenizer"], template="alpaca", max_length=128, batch_size=8,
+                      num_proc=1, cache_dir=settings["folder"], **settings["options"])
+    data.tokenizer  # noqa: B018 - load it before measuring
+    before, cpu, wall = private_memory(), time.process_time(), time.perf_counter()
     data.setup("fit")
     next(iter(data.train_batches()))
     data.report  # noqa: B018
     print(json.dumps({"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall,
-                      "megabytes": own_memory() - before}))
+                      "megabytes": private_memory() - before}))
 
 
-def own_memory() -> float:
-    """Megabytes that this process alone holds; pages of files that it maps belong to the system's cache."""
+def private_memory() -> float:
+    """Return the private memory of this process in megabytes, without mapped files, which are in the system's cache."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) / 1000
 

@@ -1,83 +1,84 @@
-"""Our trainer, either engine, on a recipe."""
+"""Train a recipe with either of our engines, in rounds."""
 
 import sys
 from pathlib import Path
 
-from rounds import Rounds, read_check, settings
+from rounds import Rounds, read_check, read_settings
 
 
-def pace_torch(asked: dict) -> None:
-    """Report from within Lightning's loop."""
+def pace_torch(settings: dict) -> None:
+    """Patch Lightning's loop to report rounds."""
     import torch
 
     from lmmods.torch_engine.callbacks.run_events import RunEvents
 
-    rounds, check, draws = Rounds(asked), read_check(asked["folder"]), asked.get("task") == "grpo"
-    drawn = watch_rollouts(rounds) if draws else []
-    begin, end = RunEvents.on_train_start, RunEvents.on_train_batch_end
+    rounds, check, is_grpo = Rounds(settings), read_check(settings["folder"]), settings.get("task") == "grpo"
+    token_counts = watch_rollouts(rounds) if is_grpo else []
+    on_start, on_step_end = RunEvents.on_train_start, RunEvents.on_train_batch_end
 
     def on_train_start(self, trainer, module):  # noqa: ANN001, ANN202
-        rounds.ready()
-        if draws:
+        rounds.record_ready()
+        if is_grpo:
             from lmmods.torch_engine.tasks.grpo import TorchPolicy
 
-            rounds.start_loss(nats_per_token(TorchPolicy(module), check))
-            begin(self, trainer, module)
+            rounds.record_loss(nats_per_token(TorchPolicy(module), check))
+            on_start(self, trainer, module)
             return
         batch = {name: torch.tensor(value) for name, value in check.items()}
         with trainer.precision_plugin.forward_context():
             sums = module(module.batch_loss, module.complete(batch))
         total, weight = sums.total, sums.weight
-        if "logps/chosen" in getattr(module, "metric_names", ()):  # the loss itself is log 2 wherever a run begins
+        if "logps/chosen" in getattr(module, "metric_names", ()):  # the loss itself is log 2 at any start
             total, weight = sums.metrics[module.metric_names.index("logps/chosen")]
-        rounds.start_loss(abs(total.item()) / weight.item())
-        begin(self, trainer, module)
+        rounds.record_loss(abs(total.item()) / weight.item())
+        on_start(self, trainer, module)
 
     def on_train_batch_end(self, trainer, module, outputs, batches, batch_idx):  # noqa: ANN001, ANN202
-        end(self, trainer, module, outputs, batches, batch_idx)
-        rounds.step(drawn.pop() if draws else sum(int(batch["attention_mask"].sum()) for batch in batches))
+        on_step_end(self, trainer, module, outputs, batches, batch_idx)
+        rounds.record_step(token_counts.pop() if is_grpo else
+                           sum(int(batch["attention_mask"].sum()) for batch in batches))
 
     RunEvents.on_train_start, RunEvents.on_train_batch_end = on_train_start, on_train_batch_end
 
 
 def watch_rollouts(rounds: Rounds) -> list[int]:
-    """Note the parts of each rollout's time; returns a list that gets the number of its new tokens."""
+    """Record the parts of each rollout's time, and return a list to which its number of new tokens is appended."""
     from lmmods.rollouts import maker
 
-    drawn, metrics = [], maker.metrics
+    token_counts, metrics = [], maker.metrics
 
-    def watched(rollout):  # noqa: ANN001, ANN202
+    def timed_metrics(rollout):  # noqa: ANN001, ANN202
         for part in ("drawing", "rewards", "scoring"):
-            rounds.spend(part, rollout.seconds[part])
-        drawn.append(sum(len(answer.tokens) for group in rollout.groups for answer in group.answers))
+            rounds.record_time(part, rollout.seconds[part])
+        token_counts.append(sum(len(answer.tokens) for group in rollout.groups for answer in group.answers))
         return metrics(rollout)
 
-    maker.metrics = watched
-    return drawn
+    maker.metrics = timed_metrics
+    return token_counts
 
 
 def nats_per_token(policy, check: dict) -> float:  # noqa: ANN001
-    """Loss of the check batch's labelled tokens under the policy that rollouts ask."""
+    """Return the loss per labelled token of the check batch under the policy of the rollouts."""
     import numpy as np
 
     from lmmods.rollouts.policy import Row
 
-    rows = [Row(*(np.array(check[name][place][:sum(mask)], np.int32) for name in ("input_ids", "labels")))
-            for place, mask in enumerate(check["attention_mask"])]
+    rows = [Row(*(np.array(check[name][index][:sum(mask)], np.int32) for name in ("input_ids", "labels")))
+            for index, mask in enumerate(check["attention_mask"])]
     return -float(np.concatenate(policy.logps(rows, 1.0)).sum()) / sum(int((row.labels >= 0).sum()) for row in rows)
 
 
-def pace_validation(asked: dict) -> None:
-    """Validate again and again, and report each time; the first one is the warm-up. On torch alone."""
+def pace_validation(settings: dict) -> None:
+    """Patch torch's validation to repeat and report each pass; the first one is the warm-up."""
     from lmmods.torch_engine.callbacks.run_events import RunEvents
 
-    rounds, tokens, began = Rounds(asked), 0, False
-    end = RunEvents.on_validation_end
+    rounds, tokens, has_started = Rounds(settings), 0, False
+    on_end = RunEvents.on_validation_end
 
     def on_validation_start(self, trainer, module):  # noqa: ANN001, ANN202
         nonlocal tokens
-        if not began:
-            rounds.ready()
+        if not has_started:
+            rounds.record_ready()
         tokens = 0
 
     def on_validation_batch_end(self, trainer, module, outputs, batch, *_):  # noqa: ANN001, ANN002, ANN202
@@ -85,67 +86,68 @@ def pace_validation(asked: dict) -> None:
         tokens += int(batch["attention_mask"].sum())
 
     def on_validation_end(self, trainer, module):  # noqa: ANN001, ANN202
-        nonlocal began
-        end(self, trainer, module)
-        if began:
+        nonlocal has_started
+        on_end(self, trainer, module)
+        if has_started:
             return
-        began = True
+        has_started = True
         while True:  # until the driver has enough rounds
-            rounds.start_loss(float(trainer.callback_metrics["val/loss"]))
-            rounds.step(tokens)
+            rounds.record_loss(float(trainer.callback_metrics["val/loss"]))
+            rounds.record_step(tokens)
             trainer.validate_loop.run()
 
     RunEvents.on_validation_start = on_validation_start
     RunEvents.on_validation_batch_end, RunEvents.on_validation_end = on_validation_batch_end, on_validation_end
 
 
-def pace_jax(asked: dict) -> None:
-    """Report from within our loop."""
+def pace_jax(settings: dict) -> None:
+    """Patch our JAX loop to report rounds."""
     import jax
     import numpy as np
 
     from jax_engine.trainer import Loop
 
-    rounds, check, draws = Rounds(asked), read_check(asked["folder"]), asked.get("task") == "grpo"
-    drawn = watch_rollouts(rounds) if draws else []
-    begin, train_step = Loop.train, Loop.train_step
+    rounds, check, is_grpo = Rounds(settings), read_check(settings["folder"]), settings.get("task") == "grpo"
+    token_counts = watch_rollouts(rounds) if is_grpo else []
+    original_train, train_step = Loop.train, Loop.train_step
 
     def train(self, loader, resumed):  # noqa: ANN001, ANN202
-        rounds.ready()
-        if draws:
+        rounds.record_ready()
+        if is_grpo:
             from jax_engine.tasks.grpo import JaxPolicy
 
-            rounds.start_loss(nats_per_token(JaxPolicy(self.run), check))
-            begin(self, loader, resumed)
+            rounds.record_loss(nats_per_token(JaxPolicy(self.run), check))
+            original_train(self, loader, resumed)
             return
         batch = {name: np.asarray(value, np.int32)[None] for name, value in check.items()}
         run = self.run
         batch = run.parallel.put_batch(batch)
-        figures = run.steps.eval_step(run.weights.trainable, run.weights.frozen, batch)
-        rounds.start_loss(float(figures["total"]) / float(figures["weight"]))
-        begin(self, loader, resumed)
+        sums = run.steps.eval_step(run.weights.trainable, run.weights.frozen, batch)
+        rounds.record_loss(float(sums["total"]) / float(sums["weight"]))
+        original_train(self, loader, resumed)
 
-    def counted(self, batches, num_batches):  # noqa: ANN001, ANN202
+    def timed_train_step(self, batches, num_batches):  # noqa: ANN001, ANN202
         batches = list(batches)
         train_step(self, iter(batches), num_batches)
-        if rounds.closing:
+        if rounds.is_last_step:
             jax.block_until_ready(self.run.state)
-        rounds.step(drawn.pop() if draws else sum(int(batch.host["attention_mask"].sum()) for batch in batches))
+        rounds.record_step(token_counts.pop() if is_grpo else
+                           sum(int(batch.host["attention_mask"].sum()) for batch in batches))
 
-    Loop.train, Loop.train_step = train, counted
+    Loop.train, Loop.train_step = train, timed_train_step
 
 
 def main() -> None:
-    asked = settings()
-    sys.path.insert(0, asked["root"])
+    settings = read_settings()
+    sys.path.insert(0, settings["root"])
     from lmmods.cli import main as run
 
-    command = asked.get("command", "fit")
-    (pace_validation if command == "validate" else {"torch": pace_torch, "jax": pace_jax}[asked["engine"]])(asked)
-    recipe, out = (Path(asked["folder"]) / name for name in ("recipe.yaml", asked.get("out", asked["engine"])))
+    command = settings.get("command", "fit")
+    (pace_validation if command == "validate" else {"torch": pace_torch, "jax": pace_jax}[settings["engine"]])(settings)
+    recipe, out = (Path(settings["folder"]) / name for name in ("recipe.yaml", settings.get("out", settings["engine"])))
     overwrite = ["--overwrite", "true"] if command == "fit" else []
-    sys.exit(run([command, "--config", str(recipe), "--engine", asked["engine"], *overwrite,
-                  "--trainer.default_root_dir", str(out), *asked.get("options", [])]))
+    sys.exit(run([command, "--config", str(recipe), "--engine", settings["engine"], *overwrite,
+                  "--trainer.default_root_dir", str(out), *settings.get("options", [])]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Our `predict` on torch: which share of its CPU time after loading is spent within the network."""
+"""Run our `predict` on torch, and print the CPU time after loading and the part of it within the network."""
 
 import contextlib
 import json
@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-from rounds import settings
+from rounds import read_settings
 
 
 class Clock:
-    """CPU-seconds within the network's forward, and since prediction began."""
+    """Clock of the CPU time within the network's forward pass and since prediction started."""
 
     def __init__(self):
         self.inside, self.calls = 0.0, 0
@@ -19,23 +19,23 @@ class Clock:
         """Start once everything is loaded."""
         network.register_forward_pre_hook(lambda *_: self._enter())
         network.register_forward_hook(lambda *_: self._leave())
-        self._began = time.process_time()
+        self._start_time = time.process_time()
 
     def end(self) -> None:
         """Stop once the predictions are written."""
-        self.total = time.process_time() - self._began
+        self.total = time.process_time() - self._start_time
 
     def _enter(self) -> None:
-        self._entered = time.process_time()
+        self._enter_time = time.process_time()
 
     def _leave(self) -> None:
-        self.inside += time.process_time() - self._entered
+        self.inside += time.process_time() - self._enter_time
         self.calls += 1
 
 
 def main() -> None:
-    asked = settings()
-    sys.path.insert(0, asked["root"])
+    settings = read_settings()
+    sys.path.insert(0, settings["root"])
     from lmmods.cli import main as run
     from lmmods.torch_engine.callbacks.evaluation import PredictionWriter
 
@@ -52,8 +52,8 @@ def main() -> None:
 
     PredictionWriter.on_predict_start, PredictionWriter.on_predict_end = on_predict_start, on_predict_end
     with contextlib.redirect_stdout(sys.stderr):
-        status = run(["predict", *asked["options"], "--engine", "torch", "--trainer.default_root_dir",
-                      str(Path(asked["folder"]) / "predict")])
+        status = run(["predict", *settings["options"], "--engine", "torch", "--trainer.default_root_dir",
+                      str(Path(settings["folder"]) / "predict")])
     if status:
         sys.exit(status)
     print(json.dumps({"inside": clock.inside, "total": clock.total, "calls": clock.calls}))

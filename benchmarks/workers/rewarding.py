@@ -1,9 +1,9 @@
-"""A reward that takes no time, as TRL calls its functions; ours calls them alike."""
+"""Reward function that takes no time, in TRL's and our common format."""
 
 from typing import Any
 
 
 def vowels(completions: list[Any], **_: object) -> list[float]:
-    """The share of vowels in each answer, a text or a message; hardly any two answers have the same."""
-    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    """Return the fraction of vowels in each answer, a string or messages; few answers share a value."""
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [sum(map(text.count, "aeiou")) / max(len(text), 1) for text in texts]

@@ -1,13 +1,13 @@
-"""What people use on torch: transformers' Trainer, TRL's SFTTrainer, a loop like qlora.py's, and a bare loop.
+"""Peers on torch: transformers' Trainer, TRL's trainers, a loop like qlora.py's, and a bare loop.
 
-Each runs at its defaults, or as somebody who knows it would set it for a CPU: the driver then sends `tuned`, arguments
-for the trainer's configuration, or for the loop `group_by_length` and `gradient_checkpointing`.
+Each runs with its defaults, or tuned for a CPU: then the driver sends `tuned`, arguments for the trainer's
+configuration, or `group_by_length` and `gradient_checkpointing` for the loop.
 """
 
 import time
 
 import torch
-from rounds import Rounds, read_check, read_rows, settings
+from rounds import Rounds, read_check, read_rows, read_settings
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 from transformers import (
@@ -31,47 +31,47 @@ MODELS = {"sft": AutoModelForCausalLM, "clm": AutoModelForCausalLM, "mlm": AutoM
           "qa": AutoModelForQuestionAnswering, "preference": AutoModelForCausalLM, "grpo": AutoModelForCausalLM,
           "sequence_classification": AutoModelForSequenceClassification,
           "token_classification": AutoModelForTokenClassification}
-# As run_glue and run_ner set them where rows are padded to the longest of their batch.
+# As in run_glue and run_ner, which pad rows to the longest of their batch.
 LABEL_COLLATORS = {"sequence_classification": DataCollatorWithPadding,
                    "token_classification": DataCollatorForTokenClassification}
 
 
-def load_model(asked: dict) -> torch.nn.Module:
-    """The model on the CPU; for QLoRA in nf4 with double quantisation.
+def load_model(settings: dict) -> torch.nn.Module:
+    """Load the model on the CPU; for QLoRA in nf4 with double quantisation.
 
-    Under bfloat16 a tuned peer also keeps what is not quantised in it, and the residual stream with that.
+    With bfloat16, a tuned peer also stores the weights that are not quantised in it, and so the residual stream.
     """
-    dtype = torch.bfloat16 if asked["bf16"] else torch.float32
-    stored = dtype if asked["tuned"] else torch.float32
+    dtype = torch.bfloat16 if settings["bf16"] else torch.float32
+    stored = dtype if settings["tuned"] else torch.float32
     quantised = {"quantization_config": BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype),
-        "device_map": {"": "cpu"}} if asked["method"] == "qlora" else {}
-    return MODELS[asked["task"]].from_pretrained(f"{asked['folder']}/model", dtype=stored, **quantised)
+        "device_map": {"": "cpu"}} if settings["method"] == "qlora" else {}
+    return MODELS[settings["task"]].from_pretrained(f"{settings['folder']}/model", dtype=stored, **quantised)
 
 
-def lora(asked: dict):  # noqa: ANN201
+def make_lora(settings: dict):  # noqa: ANN201
     from peft import LoraConfig
 
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def note_start(rounds: Rounds, model: torch.nn.Module, asked: dict) -> None:
-    """Loss of the check batch by the model's own loss, in training mode (dropout is 0)."""
-    rounds.ready()
-    batch = {name: torch.tensor(value) for name, value in read_check(asked["folder"]).items() if name != "index"}
-    if asked["task"] == "preference":  # whose loss is log 2 wherever a run begins: how unlikely the better answers are
+def record_start(rounds: Rounds, model: torch.nn.Module, settings: dict) -> None:
+    """Record the model's own loss of the check batch, in training mode (dropout is 0)."""
+    rounds.record_ready()
+    batch = {name: torch.tensor(value) for name, value in read_check(settings["folder"]).items() if name != "index"}
+    if settings["task"] == "preference":  # the loss is log 2 at any start; use the chosen answers' loss
         batch = {name: batch[name][:, 0] for name in ("input_ids", "attention_mask", "labels")}
         answers_per_token = len(batch["labels"]) / (batch["labels"][:, 1:] >= 0).sum()
-    with torch.autocast("cpu", torch.bfloat16, enabled=asked["bf16"]):
+    with torch.autocast("cpu", torch.bfloat16, enabled=settings["bf16"]):
         loss = model.train()(**batch).loss
-        rounds.start_loss(float(loss / answers_per_token if asked["task"] == "preference" else loss))
+        rounds.record_loss(float(loss / answers_per_token if settings["task"] == "preference" else loss))
 
 
 class ShuffledBatches(Sampler):
-    """A sampler's batches in random order, but for the first: a few steps then stand for an epoch.
+    """Sampler of another sampler's batches in random order except the first, so that a few steps represent an epoch.
 
-    Trainer takes grouped rows from the longest to the shortest, 50 batches at a time. The first batch has the longest
-    row of all, which memory must hold.
+    Trainer sorts grouped rows from longest to shortest, 50 batches at a time. The first batch contains the longest row
+    of all, which determines the peak memory.
     """
 
     def __init__(self, rows: Sampler, batch_size: int):
@@ -85,24 +85,24 @@ class ShuffledBatches(Sampler):
 
 
 def shuffle_batches(order: list[int], batch_size: int) -> list[int]:
-    """Numbers of rows with their whole batches in random order between the first batch and an incomplete last one."""
+    """Return row indices with the full batches in random order; the first batch and an incomplete last one stay."""
     first, *batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     last = [batches.pop()] if batches and len(batches[-1]) < batch_size else []
-    shuffled = [batches[place] for place in torch.randperm(len(batches)).tolist()]
-    return [number for batch in (first, *shuffled, *last) for number in batch]
+    shuffled = [batches[index] for index in torch.randperm(len(batches)).tolist()]
+    return [row_index for batch in (first, *shuffled, *last) for row_index in batch]
 
 
-def counting(trainer_class: type) -> type:
-    """A trainer that counts the real tokens of a step, shuffles grouped batches, and logs nothing."""
+def make_counting_class(trainer_class: type) -> type:
+    """Return a trainer class that counts the real tokens of a step, shuffles grouped batches, and logs nothing."""
     class Counting(trainer_class):
         def _get_train_sampler(self, *args):  # noqa: ANN002, ANN202
             rows = super()._get_train_sampler(*args)
-            grouped = self.args.train_sampling_strategy == "group_by_length"
-            return ShuffledBatches(rows, self.args.train_batch_size) if grouped else rows
+            is_grouped = self.args.train_sampling_strategy == "group_by_length"
+            return ShuffledBatches(rows, self.args.train_batch_size) if is_grouped else rows
 
         def training_step(self, model, inputs, *args):  # noqa: ANN001, ANN002, ANN202
-            packed = "attention_mask" not in inputs  # then nothing is padded
-            self.tokens = inputs["input_ids"].numel() if packed else int(inputs["attention_mask"].sum())
+            is_packed = "attention_mask" not in inputs  # packed rows have no padding
+            self.tokens = inputs["input_ids"].numel() if is_packed else int(inputs["attention_mask"].sum())
             return super().training_step(model, inputs, *args)
 
         def log(self, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
@@ -111,31 +111,33 @@ def counting(trainer_class: type) -> type:
     return Counting
 
 
-def callback(rounds: Rounds, holder: dict):  # noqa: ANN201
+def make_callback(rounds: Rounds, holder: dict):  # noqa: ANN201
     from transformers import TrainerCallback
 
     class Pacer(TrainerCallback):
         def on_step_end(self, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
-            rounds.step(holder["trainer"].tokens)
+            rounds.record_step(holder["trainer"].tokens)
 
     return Pacer()
 
 
-def arguments(asked: dict) -> dict:
-    """The scripts' own settings and those of `tuned`; only what would write files, or stop the run, is changed."""
-    return {"output_dir": f"{asked['folder']}/peer", "per_device_train_batch_size": asked["batch_size"],
-            "per_device_eval_batch_size": asked["batch_size"], "learning_rate": 1e-4, "max_steps": 100_000,
-            "report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": asked["bf16"], "disable_tqdm": True,
-            **asked["tuned"]}
+def trainer_arguments(settings: dict) -> dict:
+    """Return the scripts' settings and those of `tuned`, changed only so that they write no files and do not stop."""
+    return {"output_dir": f"{settings['folder']}/peer", "per_device_train_batch_size": settings["batch_size"],
+            "per_device_eval_batch_size": settings["batch_size"], "learning_rate": 1e-4, "max_steps": 100_000,
+            "report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": settings["bf16"], "disable_tqdm": True,
+            **settings["tuned"]}
 
 
-def trainer_run(asked: dict, rounds: Rounds) -> None:
-    """run_clm, run_mlm, run_qa, run_glue and run_ner: fixed blocks, random masks, windows padded to their full length,
-    labelled texts padded to the longest of their batch; where rows are grouped by length, windows are, too.
+def run_trainer(settings: dict, rounds: Rounds) -> None:
+    """Train like run_clm, run_mlm, run_qa, run_glue and run_ner.
+
+    Language models have fixed blocks, with random masks for MLM. Labelled texts are padded to the longest of their
+    batch, windows of QA to their full length, unless rows are grouped by length.
     """
-    tokenizer = AutoTokenizer.from_pretrained(f"{asked['folder']}/model")
-    rows, task = read_rows(asked["folder"]), asked["task"]
-    if task == "qa" and "train_sampling_strategy" in asked["tuned"]:
+    tokenizer = AutoTokenizer.from_pretrained(f"{settings['folder']}/model")
+    rows, task = read_rows(settings["folder"]), settings["task"]
+    if task == "qa" and "train_sampling_strategy" in settings["tuned"]:
         collate = DataCollatorWithPadding(tokenizer)
     elif task in LABEL_COLLATORS:
         collate = LABEL_COLLATORS[task](tokenizer)
@@ -146,39 +148,41 @@ def trainer_run(asked: dict, rounds: Rounds) -> None:
         rows = [{"input_ids": row["input_ids"], "attention_mask": [1] * len(row["input_ids"])} for row in rows]
     else:
         collate = DefaultDataCollator()
-        rows = [padded(row, asked["length"], tokenizer.pad_token_id) if task == "qa" else
+        rows = [pad_window(row, settings["length"], tokenizer.pad_token_id) if task == "qa" else
                 {"input_ids": row["input_ids"], "attention_mask": [1] * len(row["input_ids"]),
                  "labels": row["input_ids"]} for row in rows]
-    model, holder = load_model(asked), {}
-    note_start(rounds, model, asked)
-    if asked.get("command") == "validate":
-        evaluate_run(asked, rounds, model, rows, collate)
-    holder["trainer"] = counting(Trainer)(
-        model=model, args=TrainingArguments(**arguments(asked)), train_dataset=rows, data_collator=collate,
-        callbacks=[callback(rounds, holder)])
+    model, holder = load_model(settings), {}
+    record_start(rounds, model, settings)
+    if settings.get("command") == "validate":
+        run_evaluation(settings, rounds, model, rows, collate)
+    holder["trainer"] = make_counting_class(Trainer)(
+        model=model, args=TrainingArguments(**trainer_arguments(settings)), train_dataset=rows, data_collator=collate,
+        callbacks=[make_callback(rounds, holder)])
     holder["trainer"].train()
 
 
-def evaluate_run(asked: dict, rounds: Rounds, model: torch.nn.Module, rows: list[dict], collate) -> None:  # noqa: ANN001
-    """Trainer.evaluate again and again, until the driver has enough rounds: the loss, and the accuracy of labelled
-    texts, as in run_glue. run_clm's accuracy needs the logits of every token, so it is left out.
+def run_evaluation(settings: dict, rounds: Rounds, model: torch.nn.Module, rows: list[dict], collate) -> None:  # noqa: ANN001
+    """Repeat Trainer.evaluate until the driver has enough rounds.
+
+    Computes the loss, and the accuracy of labelled texts, as in run_glue. run_clm's accuracy is omitted, as it needs
+    the logits of every token.
     """
-    labels = asked["task"] == "sequence_classification"
-    trainer = Trainer(model=model, args=TrainingArguments(**arguments(asked)), eval_dataset=rows, data_collator=collate,
-                      compute_metrics=accuracy if labels else None)
+    has_labels = settings["task"] == "sequence_classification"
+    trainer = Trainer(model=model, args=TrainingArguments(**trainer_arguments(settings)), eval_dataset=rows,
+                      data_collator=collate, compute_metrics=accuracy if has_labels else None)
     tokens = sum(len(row["input_ids"]) for row in rows)
-    rounds.ready()
+    rounds.record_ready()
     while True:
-        rounds.start_loss(trainer.evaluate()["eval_loss"])
-        rounds.step(tokens)
+        rounds.record_loss(trainer.evaluate()["eval_loss"])
+        rounds.record_step(tokens)
 
 
-def accuracy(found) -> dict[str, float]:  # noqa: ANN001
-    return {"accuracy": float((found.predictions.argmax(1) == found.label_ids).mean())}
+def accuracy(prediction) -> dict[str, float]:  # noqa: ANN001
+    return {"accuracy": float((prediction.predictions.argmax(1) == prediction.label_ids).mean())}
 
 
-def padded(row: dict, length: int, pad_id: int) -> dict:
-    """A window filled up to the full length, as run_qa's pad_to_max_length does."""
+def pad_window(row: dict, length: int, pad_id: int) -> dict:
+    """Pad a window to the full length, like run_qa's pad_to_max_length."""
     missing = length - len(row["input_ids"])
     return {"input_ids": row["input_ids"] + [pad_id] * missing,
             "attention_mask": [1] * len(row["input_ids"]) + [0] * missing,
@@ -186,69 +190,69 @@ def padded(row: dict, length: int, pad_id: int) -> dict:
             "start_positions": row["start_positions"], "end_positions": row["end_positions"]}
 
 
-def trl_run(asked: dict, rounds: Rounds) -> None:
-    """SFTTrainer, at its defaults padded to the longest with gradient checkpointing; on a CPU it scores all positions,
-    in chunks, and takes their entropy.
+def run_trl(settings: dict, rounds: Rounds) -> None:
+    """Run SFTTrainer. By default, it pads to the longest row and checkpoints gradients; on a CPU it computes the logits
+    of all positions, in chunks, and their entropy.
     """
-    tokenizer = AutoTokenizer.from_pretrained(f"{asked['folder']}/model")
-    sft_run(asked, rounds, load_model(asked), tokenizer, peft_config=lora(asked))
+    tokenizer = AutoTokenizer.from_pretrained(f"{settings['folder']}/model")
+    run_sft(settings, rounds, load_model(settings), tokenizer, peft_config=make_lora(settings))
 
 
-def sft_run(asked: dict, rounds: Rounds, model: torch.nn.Module, tokenizer, **adapter) -> None:  # noqa: ANN001, ANN003
-    """SFTTrainer with a model; `adapter` where it has none yet."""
+def run_sft(settings: dict, rounds: Rounds, model: torch.nn.Module, tokenizer, **adapter) -> None:  # noqa: ANN001, ANN003
+    """Run SFTTrainer with a model; `adapter` is empty if the model already has one."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     holder: dict = {}
     data = Dataset.from_list([{"input_ids": row["input_ids"], "labels": row["labels"]}
-                              for row in read_rows(asked["folder"])])
-    holder["trainer"] = trainer = counting(SFTTrainer)(
-        model=model, args=SFTConfig(**arguments(asked)), train_dataset=data, processing_class=tokenizer,
-        callbacks=[callback(rounds, holder)], **adapter)
-    note_start(rounds, trainer.model, asked)
+                              for row in read_rows(settings["folder"])])
+    holder["trainer"] = trainer = make_counting_class(SFTTrainer)(
+        model=model, args=SFTConfig(**trainer_arguments(settings)), train_dataset=data, processing_class=tokenizer,
+        callbacks=[make_callback(rounds, holder)], **adapter)
+    record_start(rounds, trainer.model, settings)
     trainer.train()
 
 
-def dpo_run(asked: dict, rounds: Rounds) -> None:
-    """TRL's DPOTrainer on rows that are tokens already; its reference is the base with the adapter off, as ours."""
+def run_dpo(settings: dict, rounds: Rounds) -> None:
+    """Run TRL's DPOTrainer on tokenised rows; its reference is the base without the adapter, like ours."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    class Tokenised(counting(DPOTrainer)):
+    class Tokenised(make_counting_class(DPOTrainer)):
         def _prepare_dataset(self, dataset, *args, **kwargs):  # noqa: ANN001, ANN002, ANN003, ANN202
             return dataset
 
     holder: dict = {}
     holder["trainer"] = trainer = Tokenised(
-        model=load_model(asked), peft_config=lora(asked),
-        args=DPOConfig(**arguments(asked), remove_unused_columns=False),  # `length` is one of those
+        model=load_model(settings), peft_config=make_lora(settings),
+        args=DPOConfig(**trainer_arguments(settings), remove_unused_columns=False),  # keeps `length`
         train_dataset=Dataset.from_list(
-            [{**row, "length": pair_length(row)} for row in read_rows(asked["folder"])]),
-        processing_class=AutoTokenizer.from_pretrained(f"{asked['folder']}/model"),
-        callbacks=[callback(rounds, holder)])
-    note_start(rounds, trainer.model, asked)
+            [{**row, "length": pair_length(row)} for row in read_rows(settings["folder"])]),
+        processing_class=AutoTokenizer.from_pretrained(f"{settings['folder']}/model"),
+        callbacks=[make_callback(rounds, holder)])
+    record_start(rounds, trainer.model, settings)
     trainer.train()
 
 
-def grpo_run(asked: dict, rounds: Rounds) -> None:
-    """TRL's GRPOTrainer on prompts that are tokens already; a step is a rollout."""
+def run_grpo(settings: dict, rounds: Rounds) -> None:
+    """Run TRL's GRPOTrainer on tokenised prompts; a step is a rollout."""
     from datasets import Dataset
     from rewarding import vowels
     from trl import GRPOConfig, GRPOTrainer
 
-    def clocked(method, part: str):  # noqa: ANN001, ANN202
+    def time_calls(method, part: str):  # noqa: ANN001, ANN202
         def call(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
-            began = time.perf_counter()
-            found = method(*args, **kwargs)
-            rounds.spend(part, time.perf_counter() - began)
-            return found
+            start = time.perf_counter()
+            result = method(*args, **kwargs)
+            rounds.record_time(part, time.perf_counter() - start)
+            return result
 
         return call
 
-    rows = read_rows(asked["folder"])
+    rows = read_rows(settings["folder"])
     ids = {row["prompt"]: row["prompt_ids"] for row in rows}
 
-    class Clocked(counting(GRPOTrainer)):
+    class Clocked(make_counting_class(GRPOTrainer)):
         def _tokenize_prompts(self, prompts):  # noqa: ANN001, ANN202
             return [ids[prompt] for prompt in prompts], None, {}
 
@@ -256,79 +260,78 @@ def grpo_run(asked: dict, rounds: Rounds) -> None:
             return GRPOTrainer.training_step(self, model, inputs, *args)
 
         def _prepare_inputs(self, *args):  # noqa: ANN002, ANN202
-            found = super()._prepare_inputs(*args)
-            self.tokens = int(found["completion_mask"].sum())
-            return found
+            result = super()._prepare_inputs(*args)
+            self.tokens = int(result["completion_mask"].sum())
+            return result
 
-        _generate = clocked(GRPOTrainer._generate, "drawing")
-        _calculate_rewards = clocked(GRPOTrainer._calculate_rewards, "rewards")
+        _generate = time_calls(GRPOTrainer._generate, "drawing")
+        _calculate_rewards = time_calls(GRPOTrainer._calculate_rewards, "rewards")
 
     holder: dict = {}
-    adapter = {"peft_config": lora(asked)} if asked["method"] != "full" else {}
+    adapter = {"peft_config": make_lora(settings)} if settings["method"] != "full" else {}
     holder["trainer"] = trainer = Clocked(
-        model=load_model(asked), reward_funcs=vowels, **adapter,
-        args=GRPOConfig(**arguments(asked), num_generations=asked["num_answers"],
-                        max_completion_length=asked["answer_length"]),
+        model=load_model(settings), reward_funcs=vowels, **adapter,
+        args=GRPOConfig(**trainer_arguments(settings), num_generations=settings["num_answers"],
+                        max_completion_length=settings["answer_length"]),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
-        processing_class=AutoTokenizer.from_pretrained(f"{asked['folder']}/model"),
-        callbacks=[callback(rounds, holder)])
-    note_start(rounds, trainer.model, asked)
+        processing_class=AutoTokenizer.from_pretrained(f"{settings['folder']}/model"),
+        callbacks=[make_callback(rounds, holder)])
+    record_start(rounds, trainer.model, settings)
     trainer.train()
 
 
 def pair_length(row: dict) -> int:
-    """By which pairs are grouped: tokens of the prompt with the longer answer."""
+    """Return the tokens of the prompt with the longer answer, by which pairs are grouped."""
     return len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
 
 
-def batches(asked: dict):  # noqa: ANN201
-    """Random batches without end, padded to the longest row; tuned, of rows of similar length, as Trainer groups them.
-    """
-    rows = read_rows(asked["folder"])
-    tokenizer = AutoTokenizer.from_pretrained(f"{asked['folder']}/model")
+def generate_batches(settings: dict):  # noqa: ANN201
+    """Yield random batches forever, padded to the longest row; tuned, of rows of similar length, as in Trainer."""
+    rows = read_rows(settings["folder"])
+    tokenizer = AutoTokenizer.from_pretrained(f"{settings['folder']}/model")
     fill = {"input_ids": tokenizer.pad_token_id, "labels": -100}
     lengths = [len(row["input_ids"]) for row in rows]
-    grouped = asked["tuned"].get("group_by_length")
+    is_grouped = settings["tuned"].get("group_by_length")
     while True:
-        size = asked["batch_size"]
-        order = (shuffle_batches(get_length_grouped_indices(lengths, size), size) if grouped else
+        size = settings["batch_size"]
+        order = (shuffle_batches(get_length_grouped_indices(lengths, size), size) if is_grouped else
                  torch.randperm(len(rows)).tolist())
-        for start in range(0, len(order) - asked["batch_size"] + 1, asked["batch_size"]):
-            chosen = [rows[i] for i in order[start : start + asked["batch_size"]]]
-            batch = {name: pad_sequence([torch.tensor(row[name]) for row in chosen], True, value)
+        for start in range(0, len(order) - settings["batch_size"] + 1, settings["batch_size"]):
+            batch_rows = [rows[i] for i in order[start : start + settings["batch_size"]]]
+            batch = {name: pad_sequence([torch.tensor(row[name]) for row in batch_rows], True, value)
                      for name, value in fill.items()}
-            filled = torch.tensor([len(row["input_ids"]) for row in chosen])
-            mask = torch.arange(batch["input_ids"].shape[1]) < filled[:, None]
+            batch_lengths = torch.tensor([len(row["input_ids"]) for row in batch_rows])
+            mask = torch.arange(batch["input_ids"].shape[1]) < batch_lengths[:, None]
             yield {**batch, "attention_mask": mask.long()}
 
 
-def loop_run(asked: dict, rounds: Rounds) -> None:
-    """A loop without a trainer: for QLoRA as qlora.py has it (it checkpoints gradients unless told not to), otherwise
-    the barest there is.
+def run_loop(settings: dict, rounds: Rounds) -> None:
+    """Run a loop without a trainer: for QLoRA like qlora.py, which checkpoints gradients by default; otherwise a bare
+    loop.
     """
-    model = load_model(asked)
-    if asked["method"] != "full":
+    model = load_model(settings)
+    if settings["method"] != "full":
         from peft import get_peft_model, prepare_model_for_kbit_training
 
         model = prepare_model_for_kbit_training(
-            model, use_gradient_checkpointing=asked["tuned"].get("gradient_checkpointing", True),
+            model, use_gradient_checkpointing=settings["tuned"].get("gradient_checkpointing", True),
             gradient_checkpointing_kwargs={"use_reentrant": False})
-        model = get_peft_model(model, lora(asked))
-    note_start(rounds, model, asked)
+        model = get_peft_model(model, make_lora(settings))
+    record_start(rounds, model, settings)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
-    for batch in batches(asked):
-        with torch.autocast("cpu", torch.bfloat16, enabled=asked["bf16"]):
+    for batch in generate_batches(settings):
+        with torch.autocast("cpu", torch.bfloat16, enabled=settings["bf16"]):
             loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        rounds.step(int(batch["attention_mask"].sum()))
+        rounds.record_step(int(batch["attention_mask"].sum()))
 
 
 if __name__ == "__main__":
-    asked = settings()
-    trl = {"preference": dpo_run, "grpo": grpo_run}.get(asked["task"], trl_run)
-    runs = {"trainer": trainer_run, "trl": trl, "loop": loop_run}
-    runs[asked["peer"]](asked, Rounds(asked))
+    settings = read_settings()
+    trl = {"preference": run_dpo, "grpo": run_grpo}.get(settings["task"], run_trl)
+    runs = {"trainer": run_trainer, "trl": trl, "loop": run_loop}
+    runs[settings["peer"]](settings, Rounds(settings))

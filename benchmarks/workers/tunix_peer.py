@@ -1,7 +1,7 @@
 """Tunix's PeftTrainer: LoRA on a Llama in float32.
 
-At its defaults rows are padded to their full length; tuned with `multiple`, they come grouped by length and padded to
-the next multiple of it, so that few programs are compiled.
+By default, rows are padded to the maximum length. Tuned with `multiple`, they are grouped by length and padded to a
+multiple of it, so that few programs are compiled.
 """
 
 import json
@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import qwix
 from flax import nnx
-from rounds import Rounds, read_check, read_rows, settings
+from rounds import Rounds, read_check, read_rows, read_settings
 from tunix.models.llama3 import model as llama
 from tunix.models.llama3 import params
 from tunix.sft import peft_trainer, utils
@@ -23,7 +23,7 @@ LINEAR = ".*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 
 def load_model(folder: Path) -> tuple[nnx.Module, int]:
-    """The model with an adapter of rank 16 on all linear layers, and the padding token."""
+    """Return the model with a rank-16 adapter on all linear layers, and the padding token."""
     config = json.loads((folder / "config.json").read_text())
     sizes = llama.ModelConfig(
         num_layers=config["num_hidden_layers"], vocab_size=config["vocab_size"], embed_dim=config["hidden_size"],
@@ -36,55 +36,56 @@ def load_model(folder: Path) -> tuple[nnx.Module, int]:
 
 
 def collate(rows: list[dict], length: int, pad_id: int) -> peft_trainer.TrainingInput:
-    """Rows padded to a length."""
+    """Pad rows to a length."""
     ids = np.full((len(rows), length), pad_id, np.int32)
-    scored = np.zeros((len(rows), length), bool)
-    for place, row in enumerate(rows):
-        ids[place, : len(row["input_ids"])] = row["input_ids"]
-        scored[place, : len(row["input_ids"])] = np.array(row["labels"]) >= 0
-    return peft_trainer.TrainingInput(input_tokens=ids, input_mask=scored)
+    is_target = np.zeros((len(rows), length), bool)
+    for row_index, row in enumerate(rows):
+        ids[row_index, : len(row["input_ids"])] = row["input_ids"]
+        is_target[row_index, : len(row["input_ids"])] = np.array(row["labels"]) >= 0
+    return peft_trainer.TrainingInput(input_tokens=ids, input_mask=is_target)
 
 
-def batches(asked: dict, pad_id: int) -> Iterator[tuple[peft_trainer.TrainingInput, int]]:
-    """Random batches without end, and how many real tokens each has."""
-    rows, random, size = read_rows(asked["folder"]), np.random.default_rng(0), asked["batch_size"]
-    multiple = asked["tuned"].get("multiple")
+def generate_batches(settings: dict, pad_id: int) -> Iterator[tuple[peft_trainer.TrainingInput, int]]:
+    """Yield random batches and their number of real tokens forever."""
+    rows, random, size = read_rows(settings["folder"]), np.random.default_rng(0), settings["batch_size"]
+    multiple = settings["tuned"].get("multiple")
     lengths = np.array([len(row["input_ids"]) for row in rows])
     while True:
         order = np.argsort(lengths, kind="stable") if multiple else random.permutation(len(rows))
         groups = order[: len(order) // size * size].reshape(-1, size)
-        for chosen in random.permutation(groups):
-            longest = lengths[chosen].max()
-            length = min(-(-longest // multiple) * multiple, asked["length"]) if multiple else asked["length"]
-            yield collate([rows[i] for i in chosen], length, pad_id), int(lengths[chosen].sum())
+        for indices in random.permutation(groups):
+            max_length = lengths[indices].max()
+            length = min(-(-max_length // multiple) * multiple, settings["length"]) if multiple else settings["length"]
+            yield collate([rows[i] for i in indices], length, pad_id), int(lengths[indices].sum())
 
 
 def main() -> None:
-    asked = settings()
-    rounds = Rounds(asked)
-    model, pad_id = load_model(Path(asked["folder"]) / "model")
+    settings = read_settings()
+    rounds = Rounds(settings)
+    model, pad_id = load_model(Path(settings["folder"]) / "model")
     trainer = peft_trainer.PeftTrainer(
         model, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4)),
         peft_trainer.TrainingConfig(eval_every_n_steps=1_000_000))
 
-    def inputs(batch: peft_trainer.TrainingInput) -> dict[str, jax.Array]:
-        real = batch.input_tokens != pad_id
+    def make_inputs(batch: peft_trainer.TrainingInput) -> dict[str, jax.Array]:
+        is_real = batch.input_tokens != pad_id
         return {"input_tokens": batch.input_tokens, "input_mask": batch.input_mask,
-                "positions": utils.build_positions_from_mask(real), "attention_mask": utils.make_causal_attn_mask(real)}
+                "positions": utils.build_positions_from_mask(is_real),
+                "attention_mask": utils.make_causal_attn_mask(is_real)}
 
-    trainer.with_gen_model_input_fn(inputs)
-    rounds.ready()
-    check = read_check(asked["folder"])
+    trainer.with_gen_model_input_fn(make_inputs)
+    rounds.record_ready()
+    check = read_check(settings["folder"])
     batch = peft_trainer.TrainingInput(input_tokens=jnp.array(check["input_ids"], jnp.int32),
                                        input_mask=jnp.array(check["labels"]) >= 0)
-    rounds.start_loss(float(trainer.loss_fn(model, **inputs(batch))))
+    rounds.record_loss(float(trainer.loss_fn(model, **make_inputs(batch))))
 
     def examples() -> Iterator[peft_trainer.TrainingInput]:
-        for batch, tokens in batches(asked, pad_id):
+        for batch, tokens in generate_batches(settings, pad_id):
             yield batch
-            if rounds.closing:  # a batch is asked for when the step before it has been dispatched
+            if rounds.is_last_step:  # a batch is requested when the previous step has been dispatched
                 jax.block_until_ready(nnx.state(model, nnx.LoRAParam))
-            rounds.step(tokens)
+            rounds.record_step(tokens)
 
     trainer.train(examples())
 

@@ -1,26 +1,26 @@
-# ruff: noqa: E402  Unsloth must be imported before what it patches
-"""TRL's SFTTrainer as Unsloth makes it on a CPU."""
+# ruff: noqa: E402  Unsloth must be imported before the libraries that it patches
+"""TRL's SFTTrainer with Unsloth's patches, on a CPU."""
 
 import contextlib
 import sys
 
-sys.modules["torchvision"] = None  # for images only; one that was built for another torch would stop the import
-with contextlib.redirect_stdout(sys.stderr):  # it greets, and the driver reads what is printed
+sys.modules["torchvision"] = None  # only for images; a build for another torch would break the import
+with contextlib.redirect_stdout(sys.stderr):  # it prints a banner, and the driver reads stdout
     import unsloth
 
 import torch
-from rounds import Rounds, settings
-from torch_peers import sft_run
+from rounds import Rounds, read_settings
+from torch_peers import run_sft
 
 
 def main() -> None:
-    asked = settings()
-    rounds = Rounds(asked)
+    settings = read_settings()
+    rounds = Rounds(settings)
     model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
-        f"{asked['folder']}/model", max_seq_length=asked["length"], load_in_4bit=asked["method"] == "qlora",
-        dtype=torch.bfloat16 if asked["bf16"] else torch.float32)
+        f"{settings['folder']}/model", max_seq_length=settings["length"], load_in_4bit=settings["method"] == "qlora",
+        dtype=torch.bfloat16 if settings["bf16"] else torch.float32)
     model = unsloth.FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32, use_gradient_checkpointing=False)
-    sft_run(asked, rounds, model, tokenizer)
+    run_sft(settings, rounds, model, tokenizer)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Which part of a step each operation in a trace of XLA on CPUs belongs to.
+"""Map the operations in a CPU trace of XLA to parts of a step.
 
-XLA names the operations of a compiled program; the text of the program, which it writes under `--xla_dump_to`, says
-from which lines of which functions each of them came.
+The text of a compiled program, which XLA writes with `--xla_dump_to`, has the source lines and functions of each
+operation.
 """
 
 import gzip
@@ -14,15 +14,15 @@ from pathlib import Path
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*?)\)")
 CALLS = re.compile(r"calls=%([\w.-]+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
-CONTAINERS = {"while", "call", "conditional", "tuple", "parameter"}  # what they contain is traced by itself
-# Names of files, of which the first that is among an operation's callers decides.
-FILES = {"distributed/loss.py": "head and loss", "quant.py": "dequantisation", "jax_engine/optim.py": "optimiser",
-         "optax": "optimiser"}
+CONTAINERS = {"while", "call", "conditional", "tuple", "parameter"}  # their content is traced separately
+# Part by file name. The first of these files among an operation's callers decides.
+PART_BY_FILE = {"distributed/loss.py": "head and loss", "quant.py": "dequantisation",
+                "jax_engine/optim.py": "optimiser", "optax": "optimiser"}
 
 
 @dataclass
 class Operation:
-    """An instruction of a program, and what is fused into it."""
+    """Instruction of a program, with the computation that is fused into it."""
 
     name: str
     opcode: str
@@ -35,7 +35,7 @@ class Operation:
 
 @dataclass
 class Program:
-    """The text of a compiled program."""
+    """Parsed text of a compiled program."""
 
     operations: dict[str, list[Operation]] = field(default_factory=lambda: defaultdict(list))  # by computation
     files: dict[int, str] = field(default_factory=dict)
@@ -43,93 +43,93 @@ class Program:
     frames: dict[int, tuple[int, int]] = field(default_factory=dict)  # location and parent
 
 
-def parts_of(trace: Path, programs: Path, vocab_size: int) -> dict[str, float]:
-    """Microseconds of each part of the steps in a trace.
+def sum_parts(trace: Path, hlo_folder: Path, vocab_size: int) -> dict[str, float]:
+    """Return the microseconds of each part of the steps in a trace.
 
     Args:
         trace: Folder of `jax.profiler.start_trace`.
-        programs: Folder of `--xla_dump_to`.
+        hlo_folder: Folder of `--xla_dump_to`.
     """
-    known = [parts_by_name(read(path), str(vocab_size)) for path in programs.glob("*after_optimizations.txt")]
+    programs = [map_parts(read_program(path), str(vocab_size)) for path in hlo_folder.glob("*after_optimizations.txt")]
     newest = max(trace.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-    runs: dict[str, list[tuple[str, float]]] = defaultdict(list)  # of programs
+    runs: dict[str, list[tuple[str, float]]] = defaultdict(list)  # by run of a program
     for event in json.loads(gzip.open(newest).read())["traceEvents"]:
         if "hlo_op" in event.get("args", {}):
             runs[event["args"]["run_id"]].append((event["args"]["hlo_op"], event["dur"]))
     parts: dict[str, float] = defaultdict(float)
     for operations in runs.values():
         names = {name for name, _ in operations}
-        # A step is compiled for each shape of batch, under one name: the trace tells them by their operations alone.
-        program = max(known, key=lambda each: len(names & each.keys()))
+        # A step is compiled for each batch shape under the same name; only their operations distinguish them.
+        program = max(programs, key=lambda candidate: len(names & candidate.keys()))
         for name, microseconds in operations:
             if name in program:
                 parts[program[name]] += microseconds
     return parts
 
 
-def parts_by_name(program: Program, vocab_size: str) -> dict[str, str]:
-    """The part of each operation of a program that a trace has times of."""
-    return {each.name: part(each, operations, program, vocab_size) for operations in program.operations.values()
-            for each in operations if each.opcode not in CONTAINERS}
+def map_parts(program: Program, vocab_size: str) -> dict[str, str]:
+    """Return the part of each operation of a program that has times in a trace."""
+    return {operation.name: find_part(operation, operations, program, vocab_size)
+            for operations in program.operations.values() for operation in operations if operation.opcode not in CONTAINERS}
 
 
-def read(path: Path) -> Program:
+def read_program(path: Path) -> Program:
     """Parse the text of a program."""
     program, section, computation = Program(), "", ""
     for line in path.read_text().splitlines():
         if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
             section = line
-        elif section == "FileNames" and (found := re.match(r'(\d+) "(.*)"', line)):
-            program.files[int(found[1])] = found[2]
-        elif section == "FileLocations" and (found := re.match(r"(\d+) {file_name_id=(\d+)", line)):
-            program.locations[int(found[1])] = int(found[2])
+        elif section == "FileNames" and (match := re.match(r'(\d+) "(.*)"', line)):
+            program.files[int(match[1])] = match[2]
+        elif section == "FileLocations" and (match := re.match(r"(\d+) {file_name_id=(\d+)", line)):
+            program.locations[int(match[1])] = int(match[2])
         elif section == "StackFrames" and (
-                found := re.match(r"(\d+) {file_location_id=(\d+)(?: parent_frame_id=(\d+))?", line)):
-            program.frames[int(found[1])] = int(found[2]), int(found[3] or 0)
+                match := re.match(r"(\d+) {file_location_id=(\d+)(?: parent_frame_id=(\d+))?", line)):
+            program.frames[int(match[1])] = int(match[2]), int(match[3] or 0)
         elif line.startswith(("%", "ENTRY")):
             section, computation = "", line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
-        elif found := INSTRUCTION.match(line):
+        elif match := INSTRUCTION.match(line):
             frame, calls = FRAME.search(line), CALLS.search(line)
             program.operations[computation].append(Operation(
-                found[1], found[3], set(re.findall(r"\d+", found[2].partition("{")[0])),
-                re.findall(r"%([\w.-]+)", found[4]), int(frame[1]) if frame else 0, calls and calls[1],
+                match[1], match[3], set(re.findall(r"\d+", match[2].partition("{")[0])),
+                re.findall(r"%([\w.-]+)", match[4]), int(frame[1]) if frame else 0, calls and calls[1],
                 "lhs_batch_dims={" in line))
     return program
 
 
-def part(operation: Operation, beside: list[Operation], program: Program, vocab_size: str) -> str:
-    """The part of a step that an operation belongs to, by the code that it came from.
+def find_part(operation: Operation, neighbours: list[Operation], program: Program, vocab_size: str) -> str:
+    """Return the part of a step that an operation belongs to, by its source code.
 
-    Of products in loops XLA may forget that, so those that have the size of the vocabulary are the head's, and those
-    of many matrices one by one are of the attention.
+    XLA may lose the source of products in loops, so a product with the size of the vocabulary belongs to the head, and
+    a batched product to the attention.
 
     Args:
-        beside: All operations of its computation.
+        neighbours: All operations of its computation.
     """
     fused = program.operations.get(operation.calls or "", [])
-    product = next((each for each in [operation, *fused] if each.opcode == "dot"), None)
-    traced = product or next((each for each in [operation, *fused] if each.frame), operation)
-    callers = stack(traced.frame, program)
-    for file, name in FILES.items():
+    product = next((candidate for candidate in [operation, *fused] if candidate.opcode == "dot"), None)
+    origin = product or next((candidate for candidate in [operation, *fused] if candidate.frame), operation)
+    callers = find_files(origin.frame, program)
+    for file, name in PART_BY_FILE.items():
         if any(file in caller for caller in callers):
             return name
     if product:
-        taken = [each.dims for each in (fused or beside) if each.name in product.operands]
-        if vocab_size in set().union(product.dims, *taken):
+        operand_dims = [other.dims for other in (fused or neighbours) if other.name in product.operands]
+        if vocab_size in set().union(product.dims, *operand_dims):
             return "head and loss"
         return "attention" if product.is_batched else "products"
-    own = next((caller for caller in callers if "jax_engine/models" in caller), "")
-    inside = {"attention.py": "attention", "fused.py": "attention", "linear.py": "products", "lora.py": "products"}
-    return inside.get(Path(own).name, "norms, activations and the rest")
+    model_file = next((caller for caller in callers if "jax_engine/models" in caller), "")
+    parts = {"attention.py": "attention", "fused.py": "attention", "linear.py": "products", "lora.py": "products"}
+    return parts.get(Path(model_file).name, "norms, activations and the rest")
 
 
-def stack(frame: int, program: Program) -> list[str]:
-    """Files of the functions that made an operation, the innermost first."""
-    found = []
+def find_files(frame: int, program: Program) -> list[str]:
+    """Return the files of the functions that created an operation, the innermost first."""
+    files = []
     while frame in program.frames:
         location, parent = program.frames[frame]
-        found.append(program.files[program.locations[location]])
+        files.append(program.files[program.locations[location]])
         if parent == frame:
             break
         frame = parent
-    return found
+    return files

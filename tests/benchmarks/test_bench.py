@@ -87,14 +87,14 @@ def test_an_answer_never_ends():
 
 
 def test_a_step_is_divided_into_its_parts():
-    from bench import _step
+    from bench import _format_step
     from pair import Result
 
     result = Result()
     for seconds in (1.0, 2.0, 3.0):
         result.add({"tokens": 8, "cpu": 4.0, "wall": 8.0, "peak": 1.0, "loss": 2.0, "libraries": 0.5, "ready": 1.0,
                     "spent": {"drawing": seconds, "rewards": 0.4}}, steps=4)
-    assert _step(result) == "2.00 (drawing 25%, rewards 5%, rest 70%)"
+    assert _format_step(result) == "2.00 (drawing 25%, rewards 5%, rest 70%)"
 
 
 def test_every_peer_can_be_made_and_started():
@@ -124,7 +124,7 @@ def test_every_trick_is_one_of_a_recipe(capsys):
 def test_tuned_peers_do_the_same_work():
     from bench import COMPARISONS, PEERS
 
-    tuned = [(comparison, each) for comparison in COMPARISONS for each in comparison.against_tuned()]
+    tuned = [(comparison, each) for comparison in COMPARISONS for each in comparison.list_tuned()]
     assert tuned and all(PEERS[each.against].tuned for _, each in tuned)
     for comparison, each in tuned:
         same = replace(comparison, against=each.against, target=each.target, memory=None, start=None)
@@ -147,14 +147,14 @@ def test_a_worker_reports_whole_rounds(stride):
     asked = {"warm_up": 2, "steps": 4, "launched": time.monotonic()}
     program = """
 import sys
-from rounds import Rounds, settings
+from rounds import Rounds, read_settings
 stride = int(sys.argv[2])
-rounds = Rounds(settings(), stride)
-rounds.ready()
-rounds.start_loss(1.5)
+rounds = Rounds(read_settings(), stride)
+rounds.record_ready()
+rounds.record_loss(1.5)
 print("what a library says")
 while True:
-    rounds.step(10 * stride)
+    rounds.record_step(10 * stride)
 """
     done = subprocess.run([sys.executable, "-c", program, json.dumps(asked), str(stride)], cwd=WORKERS, input="\n\n",
                           env={"PYTHONPATH": str(WORKERS)}, capture_output=True, text=True, timeout=60)
@@ -203,10 +203,10 @@ def test_an_evicted_file_keeps_its_content(tmp_path):
 
 
 def test_a_planned_size_is_read():
-    from plans import gibibytes
+    from plans import parse_gibibytes
 
-    assert gibibytes("simulated  fits: about 1.25 GiB of 23.54 GiB for a step") == 1.25
-    assert gibibytes("512.00 MiB") == 0.5
+    assert parse_gibibytes("simulated  fits: about 1.25 GiB of 23.54 GiB for a step") == 1.25
+    assert parse_gibibytes("512.00 MiB") == 0.5
 
 
 def test_plans_are_written_to_the_pages(tmp_path, monkeypatch):
@@ -215,13 +215,13 @@ def test_plans_are_written_to_the_pages(tmp_path, monkeypatch):
     def plan(recipe, on):
         memory = "memory of each device"
         if recipe["engine"] == "torch":
-            return plans.Planned({memory: "simulated  fits: about 7.25 GiB of 72 GiB for a step",
+            return plans.PlanOutput({memory: "simulated  fits: about 7.25 GiB of 72 GiB for a step",
                                   "a step takes at least": "assumed 344 ms (x)",
                                   "so at most": "assumed 23,830 tokens per second"}, None, {})
-        return plans.Planned({memory: "compiled  does not fit: 90.00 GiB of 72 GiB for a step"}, "fsdp", {
+        return plans.PlanOutput({memory: "compiled  does not fit: 90.00 GiB of 72 GiB for a step"}, "fsdp", {
             memory: "compiled  fits: 9.00 GiB of 72 GiB", "a step takes at least": "assumed 1.2 s (x)"})
 
-    monkeypatch.setattr(plans, "plan", plan)
+    monkeypatch.setattr(plans, "run_plan", plan)
     recipe = yaml.safe_load((plans.RECIPES / "sft_alpaca_7b.yaml").read_text())
     assert plans.can_plan(recipe)
     pages = {}
@@ -229,7 +229,7 @@ def test_plans_are_written_to_the_pages(tmp_path, monkeypatch):
         pages[name] = tmp_path / getattr(plans, name).name
         pages[name].write_text(getattr(plans, name).read_text())
         monkeypatch.setattr(plans, name, pages[name])
-    plans.write({"sft_alpaca_7b": [plans.figures(recipe, *planned) for planned in plans.PLANNED]})
+    plans.write_pages({"sft_alpaca_7b": [plans.plan_recipe(recipe, *target) for target in plans.PLANS]})
     table = pages["PAGE"].read_text().partition(plans.MARK)[2]
     remedied = "does not fit: 90.00 GiB; `fsdp`: 9.00 GiB"
     assert table.count("\n") == 4 and "[`clm_gpt2_scratch`]" not in table
@@ -256,7 +256,7 @@ def test_two_workers_step_in_turn_from_the_same_loss(tmp_path, together):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_arithmetic_of_a_step_is_that_of_its_network(tied):
-    from profiled import torch_sizes
+    from profiled import count_sizes
     from roofline import flops
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -265,7 +265,7 @@ def test_the_arithmetic_of_a_step_is_that_of_its_network(tied):
     model = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50,
                                          intermediate_size=48, tie_word_embeddings=tied))
     model.model.layers[0].requires_grad_(False)
-    sizes, report = torch_sizes(model), {"tokens": 7, "scored": 7, "pairs": 0}
+    sizes, report = count_sizes(model), {"tokens": 7, "scored": 7, "pairs": 0}
     assert flops(report, sizes, causal=True) == 7 * training_flops(model)
     # Queries and keys [10, 32] of each layer, multiplied once forward and twice backward, as are weights and values.
     assert flops(report | {"pairs": 100}, sizes, False) - flops(report, sizes, False) == 2 * 2 * 3 * 2 * 10 * 10 * 32
@@ -309,10 +309,10 @@ ENTRY %main (x: f32[4,8], w: f32[8,8]) -> f32[4,8] {
 
 
 def test_operations_of_xla_are_traced_back_to_parts_of_the_step(tmp_path):
-    from xla_trace import parts_by_name, read
+    from xla_trace import map_parts, read_program
 
     (tmp_path / "program.txt").write_text(PROGRAM)
-    parts = parts_by_name(read(tmp_path / "program.txt"), "50")
+    parts = map_parts(read_program(tmp_path / "program.txt"), "50")
     assert {name: parts[name] for name in ("layer", "scores", "softmax", "logits", "chunk", "sum")} == {
         "layer": "products", "scores": "attention", "softmax": "attention", "logits": "head and loss",
         "chunk": "head and loss", "sum": "norms, activations and the rest"}
