@@ -306,7 +306,7 @@ def main() -> None:
                         help="instead, measure which fraction of the machine's peak each step reaches, see roofline.py")
     args = parser.parse_args()
     if args.roofline:
-        print(roofline.table(roofline.USUAL))
+        print(roofline.make_table(roofline.DEFAULT_CASES))
         return
     if args.smoke:
         for fields in CONFIGS.values():

@@ -1,12 +1,12 @@
-"""How fast and how lean the data layer is, on text generated here.
+"""Measure speed and memory of the data layer on generated text.
 
     python benchmarks/data.py                 tokenising, packing, an epoch of batches
-    python benchmarks/data.py --corpus_mb 1000  the same, and a text corpus of that size: time and peak memory
+    python benchmarks/data.py --corpus_mb 1000  the same, and time and peak memory of a text corpus of that size
 
-Tokenising is compared with `encode_batch` of the raw tokenizers library on the same rendered texts and cores; both run
-three times in turn and the best of each counts, as other work on the machine disturbs single runs.
+Tokenising is compared with `encode_batch` of the tokenizers library on the same rendered texts and cores. Both run
+three times in turn, and the fastest run of each counts, as other work on the machine disturbs single runs.
 
-README.md beside this file has the last figures.
+README.md in this folder has the last figures.
 """
 
 import argparse
@@ -29,55 +29,55 @@ from lmmods.data.sft import SFTData
 MEBIBYTE = 1 << 20
 
 
-def words(count: int, rng: random.Random, vocabulary: list[str]) -> str:
-    """Text of `count` words with Zipf-like frequencies."""
+def make_text(count: int, rng: random.Random, vocabulary: list[str]) -> str:
+    """Return a text of `count` words with Zipf-like frequencies."""
     return " ".join(vocabulary[min(int(rng.paretovariate(0.9)), len(vocabulary)) - 1] for _ in range(count))
 
 
 def make_vocabulary(rng: random.Random) -> list[str]:
-    """20,000 invented words."""
+    """Return 20,000 invented words."""
     syllables = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "u", "an", "er", "in", "ost")]
     return ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(20_000)]
 
 
 def write_instructions(path: Path, num_rows: int) -> None:
-    """Rows with the lengths of alpaca's."""
+    """Write rows with lengths like alpaca's."""
     rng = random.Random(0)
     vocabulary = make_vocabulary(rng)
     with path.open("w") as file:
         for _ in range(num_rows):
             row = {
-                "instruction": words(rng.randint(5, 25), rng, vocabulary),
-                "input": words(rng.randint(5, 30), rng, vocabulary) if rng.random() < 0.4 else "",
-                "output": words(min(int(rng.lognormvariate(3.4, 0.9)) + 1, 400), rng, vocabulary),
+                "instruction": make_text(rng.randint(5, 25), rng, vocabulary),
+                "input": make_text(rng.randint(5, 30), rng, vocabulary) if rng.random() < 0.4 else "",
+                "output": make_text(min(int(rng.lognormvariate(3.4, 0.9)) + 1, 400), rng, vocabulary),
             }
             file.write(json.dumps(row) + "\n")
 
 
 def write_pairs(path: Path, num_rows: int) -> None:
-    """Instructions with two answers each, of lengths like alpaca's."""
+    """Write instructions with two answers each, with lengths like alpaca's."""
     rng = random.Random(4)
     vocabulary = make_vocabulary(rng)
     with path.open("w") as file:
         for _ in range(num_rows):
-            answers = {name: words(min(int(rng.lognormvariate(3.4, 0.9)) + 1, 400), rng, vocabulary)
+            answers = {name: make_text(min(int(rng.lognormvariate(3.4, 0.9)) + 1, 400), rng, vocabulary)
                        for name in ("chosen", "rejected")}
-            file.write(json.dumps({"prompt": words(rng.randint(10, 50), rng, vocabulary), **answers}) + "\n")
+            file.write(json.dumps({"prompt": make_text(rng.randint(10, 50), rng, vocabulary), **answers}) + "\n")
 
 
-def best_of(runs: int, *tasks) -> list[float]:  # noqa: ANN002
-    """Shortest time of each task, run in turn."""
+def time_tasks(runs: int, *tasks) -> list[float]:  # noqa: ANN002
+    """Run the tasks in turn and return the shortest time of each."""
     times: list[list[float]] = [[] for _ in tasks]
     for _ in range(runs):
-        for place, task in enumerate(tasks):
+        for index, task in enumerate(tasks):
             start = time.perf_counter()
             task()
-            times[place].append(time.perf_counter() - start)
-    return [min(taken) for taken in times]
+            times[index].append(time.perf_counter() - start)
+    return [min(task_times) for task_times in times]
 
 
 def measure_rows(tokenizer: str, folder: Path, num_rows: int, num_proc: int) -> None:
-    """Tokenising and packing against the raw encoder, then an epoch of packed and of padded batches."""
+    """Compare tokenising and packing with the raw encoder, then time an epoch of packed and of padded batches."""
     path = folder / "rows.jsonl"
     write_instructions(path, num_rows)
     data = SFTData(
@@ -113,11 +113,11 @@ def measure_rows(tokenizer: str, folder: Path, num_rows: int, num_proc: int) -> 
             num_proc=num_proc,
             cache_dir=str(folder / "cache"),
         )
-        fresh._tokenizer = data._tokenizer  # loading it is no part of encoding
+        fresh._tokenizer = data._tokenizer  # its loading is not part of encoding
         fresh.setup("fit")
         fresh.items("train")
 
-    raw_time, our_time = best_of(3, encode_raw, encode_ours)
+    raw_time, our_time = time_tasks(3, encode_raw, encode_ours)
     items = data.items("train")
     tokens = int(items.lengths.sum())
     print(f"raw encode_batch     {tokens / raw_time:12,.0f} tokens/s")
@@ -137,7 +137,7 @@ def measure_rows(tokenizer: str, folder: Path, num_rows: int, num_proc: int) -> 
 
 
 def epoch_rate(data: SFTData) -> float:
-    """Real tokens per second of one epoch from the cache."""
+    """Return the real tokens per second of one epoch from the cache."""
     loader = data.train_batches()
     start = time.perf_counter()
     tokens = sum(int(batch["attention_mask"].sum()) for batch in loader)
@@ -145,17 +145,17 @@ def epoch_rate(data: SFTData) -> float:
 
 
 def write_corpus(path: Path, megabytes: int) -> None:
-    """One text file; paragraphs are drawn from 2,000, which is as good as new text for speed and memory."""
+    """Write a text file of paragraphs sampled from 2,000, which for speed and memory is as good as new text."""
     rng = random.Random(1)
     vocabulary = make_vocabulary(rng)
-    paragraphs = [words(rng.randint(40, 200), rng, vocabulary) for _ in range(2000)]
+    paragraphs = [make_text(rng.randint(40, 200), rng, vocabulary) for _ in range(2000)]
     with path.open("w") as file:
         while file.tell() < megabytes * MEBIBYTE:
             file.write("\n".join(rng.choices(paragraphs, k=500)) + "\n")
 
 
 def measure_corpus(tokenizer: str, folder: Path, megabytes: int, num_proc: int) -> None:
-    """Encode a corpus and draw batches from it; peak memory with and without, in this process alone."""
+    """Encode a corpus, then read batches from it; print the time and the peak memory of this process."""
     path = folder / "corpus.txt"
     if not path.exists():
         write_corpus(path, megabytes)
@@ -167,16 +167,16 @@ def measure_corpus(tokenizer: str, folder: Path, megabytes: int, num_proc: int) 
         num_proc=num_proc,
         cache_dir=str(folder / "cache"),
     )
-    data.tokenizer  # noqa: B018 - loaded before memory is measured
+    data.tokenizer  # noqa: B018 - load it before measuring memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     start = time.perf_counter()
     data.setup("fit")
-    taken = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     items = data.items("train")
     tokens = int(items.lengths.sum())
     print(
-        f"{megabytes} MiB of text: {tokens:,} tokens in {taken:,.0f} s, {megabytes / taken:.1f} MiB/s, "
+        f"{megabytes} MiB of text: {tokens:,} tokens in {seconds:,.0f} s, {megabytes / seconds:.1f} MiB/s, "
         f"memory {before:,.0f} MiB before, peak {peak:,.0f} MiB"
     )
     for _, batch in zip(range(2000), data.train_batches(), strict=False):
@@ -200,7 +200,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         measure_rows(options.tokenizer, Path(name), options.num_rows, options.num_proc)
-        if options.corpus_mb:  # in a process of its own, for its peak memory
+        if options.corpus_mb:  # in a separate process, for its peak memory
             subprocess.run([sys.executable, *sys.argv, "--corpus_only", name], check=True)
 
 

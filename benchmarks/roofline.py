@@ -1,21 +1,21 @@
-"""Which share of this machine's matrix products a training step reaches, and where the rest goes.
+"""Measure which fraction of this machine's peak a training step reaches, and where its time goes.
 
-    python benchmarks/bench.py --roofline                     every task, either engine: about ten minutes on 2 cores
-    python benchmarks/roofline.py --only clm-gpt2 sft         those whose names begin so
+    python benchmarks/bench.py --roofline                     all tasks, both engines: about ten minutes on 2 cores
+    python benchmarks/roofline.py --only clm-gpt2 sft         cases whose names start with one of these
     python benchmarks/roofline.py --only sft-1b               1.1 billion parameters; needs 8 GB of memory, 5 of disk
 
-The ceiling is measured: the matrix products of a step, at their own shapes and nothing else, by the fastest library of
-this precision (MKL, oneDNN or XLA for float32, oneDNN for bfloat16). A step's share of it is the arithmetic that its
-real tokens need, per CPU-second, over that:
+The ceiling is measured: the matrix products of a step alone, at their shapes, with the fastest library for the
+precision (MKL, oneDNN or XLA for float32, oneDNN for bfloat16). A step's fraction of it is the arithmetic per
+CPU-second that its real tokens need, divided by the ceiling. The arithmetic is
 
-    tokens x (4 B + 2 B trained)  +  scored tokens x (4 H + 2 H trained)  +  12 L D x pairs x (1/2 if causal)
+    tokens x (4 B + 2 B trained)  +  target tokens x (4 H + 2 H trained)  +  12 L D x pairs x (1/2 if causal)
 
-B are the parameters of the layers with their adapters, H those of the output head, which only scored (labelled) tokens
-need; 4 of the 6 FLOP of a trained weight are needed for a frozen one. L layers attend with D features, over the pairs
-of positions of each row. Looking up embeddings, norms and activations count nothing, nor does padding.
+B are the parameters of the layers with their adapters. H are the parameters of the output head, which only target
+(labelled) tokens need. A frozen weight needs 4 of the 6 FLOP of a trained one. L layers attend with D features, over
+the pairs of positions of each row. Embeddings, norms, activations and padding count nothing.
 
-Where the time goes is from a profile of further steps: torch's profiler, or the trace that XLA writes of its
-operations, each of which is traced back to the code that it came from. README.md has the last table.
+The time is profiled in further steps, by torch's profiler, or by XLA's trace of its operations, which are mapped to
+their source code. README.md has the last table.
 """
 
 import argparse
@@ -33,18 +33,18 @@ from work import Work
 WORKERS, ROOT = Path(__file__).parent / "workers", Path(__file__).parent.parent
 PARTS = ("products", "dequantisation", "attention", "head and loss", "norms, activations and the rest", "optimiser",
          "data", "Python and other")
-COVERED = 0.9  # of the FLOP of a step's products: the ceiling is measured at the shapes of these
-MOST_SHAPES = 12
+MIN_COVERAGE = 0.9  # minimum fraction of the FLOP of a step's products in the shapes that the ceiling is measured at
+MAX_SHAPES = 12
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step to hold against its ceiling.
+    """Step to compare with its ceiling.
 
     Args:
-        warm_up: Steps before it is measured, on torch; the JAX engine compiles each length of row in an epoch of them.
+        target: Minimum fraction of the ceiling by run (a key of RUNS), if there is one.
+        warm_up: Steps before measuring, on torch; the JAX engine warms up for an epoch to compile every row length.
         steps: Measured steps.
-        target: Least share of the ceiling, where there is one, by run (a key of RUNS).
         runs: Keys of RUNS.
     """
 
@@ -67,83 +67,83 @@ CASES = {
     "sft-1b": Case(Work("sft", "llama-1b", 512, method="qlora", num_rows=400, dtype="bfloat16"), {"torch, auto": 0.5},
                    2, 3, ("torch, auto",)),
 }
-USUAL = [name for name in CASES if name != "sft-1b"]
+DEFAULT_CASES = [name for name in CASES if name != "sft-1b"]
 
 
 def flops(report: dict[str, Any], sizes: dict[str, Any], causal: bool) -> float:
-    """FLOP that the measured steps need; see the head of this file."""
+    """Return the FLOP that the measured steps need; see the docstring of this file."""
     body, head = (4 * sizes[part] + 2 * sizes[f"{part}_trained"] for part in ("body", "head"))
     pairs = report["pairs"] / (2 if causal else 1)
     return report["tokens"] * body + report["scored"] * head + 12 * sizes["layers"] * sizes["features"] * pairs
 
 
-def worker(program: str, asked: dict[str, Any]) -> str:
-    """Run a worker to its end and return what it prints.
+def run_worker(program: str, settings: dict[str, Any]) -> str:
+    """Run a worker and return its output.
 
     Raises:
-        SystemExit: It failed; what it said is shown.
+        SystemExit: The worker failed; the message has the end of its output.
     """
-    done = subprocess.run(
-        [sys.executable, str(WORKERS / program), json.dumps({**asked, "root": str(ROOT)})], cwd=ROOT, text=True,
+    process = subprocess.run(
+        [sys.executable, str(WORKERS / program), json.dumps({**settings, "root": str(ROOT)})], cwd=ROOT, text=True,
         capture_output=True, env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-                                  "PYTHONPATH": str(ROOT), "LMMODS_CACHE": f"{asked['folder']}/cache",
-                                  "OMP_WAIT_POLICY": "PASSIVE"})  # else waiting threads burn CPU seconds
-    if done.returncode:
-        raise SystemExit(f"{program} {asked} failed:\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}")
-    return done.stdout
+                                  "PYTHONPATH": str(ROOT), "LMMODS_CACHE": f"{settings['folder']}/cache",
+                                  "OMP_WAIT_POLICY": "PASSIVE"})  # otherwise waiting threads use CPU time
+    if process.returncode:
+        raise SystemExit(f"{program} {settings} failed:\n{process.stdout[-1000:]}\n{process.stderr[-4000:]}")
+    return process.stdout
 
 
-def most_of(products: dict[str, int]) -> dict[str, int]:
-    """The shapes that make up most of the FLOP, with their number."""
+def select_shapes(products: dict[str, int]) -> dict[str, int]:
+    """Return the shapes with most of the FLOP, and their number of products."""
     def size(shape: str) -> int:
         rows, inner, columns = map(int, shape.split())
         return rows * inner * columns * products[shape]
 
-    kept, covered, total = {}, 0, sum(map(size, products))
-    for shape in sorted(products, key=size, reverse=True)[:MOST_SHAPES]:
-        if covered < COVERED * total:
-            kept[shape], covered = products[shape], covered + size(shape)
-    return kept
+    shapes, covered, total = {}, 0, sum(map(size, products))
+    for shape in sorted(products, key=size, reverse=True)[:MAX_SHAPES]:
+        if covered < MIN_COVERAGE * total:
+            shapes[shape], covered = products[shape], covered + size(shape)
+    return shapes
 
 
 def measure(name: str, folder: Path) -> list[str]:
-    """The rows of one case."""
+    """Return the table rows of one case."""
     case, lines, sizes, ceiling = CASES[name], [], {}, {}
     case.work.write(folder)
     for run in case.runs:
         engine, precision = RUNS[run]
         warm_up = EPOCH if engine == "jax" and case.work.task in ("sft", "qa") else case.warm_up
-        worker("profiled.py", {"folder": str(folder), "engine": engine, "warm_up": warm_up, "steps": case.steps,
-                               "traced": case.steps, "options": ["--trainer.precision", precision]})
+        run_worker("profiled.py", {"folder": str(folder), "engine": engine, "warm_up": warm_up, "steps": case.steps,
+                                   "traced": case.steps, "options": ["--trainer.precision", precision]})
         report = json.loads((folder / f"{engine}.json").read_text())
-        if engine == "torch":  # the products of a step are much the same in JAX
+        if engine == "torch":  # JAX is compared with the same products, which are nearly its own
             sizes = report
-            shapes = most_of(report["products"])
-            ceiling = json.loads(worker("products.py", {"folder": str(folder), "products": shapes}))
-        lines.append(row(f"{name} | {run}", report, sizes, ceiling, case, run))
+            shapes = select_shapes(report["products"])
+            ceiling = json.loads(run_worker("products.py", {"folder": str(folder), "products": shapes}))
+        lines.append(make_row(f"{name} | {run}", report, sizes, ceiling, case, run))
         print(lines[-1], flush=True)
     return lines
 
 
-def row(title: str, report: dict[str, Any], sizes: dict[str, Any], ceiling: dict[str, float], case: Case, run: str
-        ) -> str:
-    """One line of the table: the step's share of the ceiling, and that of each part in its time."""
+def make_row(title: str, report: dict[str, Any], sizes: dict[str, Any], ceiling: dict[str, float], case: Case, run: str
+             ) -> str:
+    """Return a table line: the step's fraction of the ceiling, and the fraction of its time by part."""
     rate = flops(report, sizes, case.work.task in ("sft", "clm")) / report["cpu"]
-    kind = "bfloat16" if report.get("bfloat16") else "float32"
-    best = max(speed for library, speed in ceiling.items() if library.startswith(kind))
+    dtype = "bfloat16" if report.get("bfloat16") else "float32"
+    peak = max(speed for library, speed in ceiling.items() if library.startswith(dtype))
     target = f"{case.target[run]:.0%}" if run in case.target else ""
-    seen = sum(report["parts"].values()) / 1e6
-    # Operations of XLA may overlap, so that together they take longer than the steps.
-    whole = max(seen, report["traced"])
-    report["parts"]["Python and other"] = report["parts"].get("Python and other", 0) + 1e6 * (whole - seen)
-    shares = [f"{report['parts'].get(part, 0) / 1e6 / whole:.0%}" for part in PARTS]
-    return (f"| {title} | {report['tokens'] / report['cpu']:,.0f} | {rate / 1e9:,.0f} | {best / 1e9:,.0f} | "
-            f"**{rate / best:.0%}** | {target} | {' | '.join(shares)} |")
+    listed = sum(report["parts"].values()) / 1e6
+    # Operations of XLA may overlap, so their sum may exceed the time of the steps.
+    total = max(listed, report["traced"])
+    report["parts"]["Python and other"] = report["parts"].get("Python and other", 0) + 1e6 * (total - listed)
+    fractions = [f"{report['parts'].get(part, 0) / 1e6 / total:.0%}" for part in PARTS]
+    return (f"| {title} | {report['tokens'] / report['cpu']:,.0f} | {rate / 1e9:,.0f} | {peak / 1e9:,.0f} | "
+            f"**{rate / peak:.0%}** | {target} | {' | '.join(fractions)} |")
 
 
-def table(names: list[str]) -> str:
-    """Measure these cases: a table in Markdown."""
-    header = ["step", "run", "tokens per CPU-second", "GFLOP per CPU-second", "ceiling", "share", "target", *PARTS]
+def make_table(names: list[str]) -> str:
+    """Measure cases and return a Markdown table."""
+    header = ["step", "run", "tokens per CPU-second", "GFLOP per CPU-second", "ceiling", "fraction", "target", *PARTS]
     lines = [f"| {' | '.join(header)} |", f"|---|---|{'---:|' * (len(header) - 2)}"]
     with tempfile.TemporaryDirectory() as temporary:
         for name in names:
@@ -153,9 +153,9 @@ def table(names: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=USUAL, help="beginnings of names: " + ", ".join(CASES))
-    wanted = tuple(parser.parse_args().only)
-    print(table([name for name in CASES if name.startswith(wanted)]))
+    parser.add_argument("--only", nargs="*", default=DEFAULT_CASES, help="name prefixes: " + ", ".join(CASES))
+    prefixes = tuple(parser.parse_args().only)
+    print(make_table([name for name in CASES if name.startswith(prefixes)]))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""How the cost of a token grows with the model, and that of a start with the data: `make bench-scale`.
+"""Measure how the cost of a token grows with the model, and the cost of a start with the data: `make bench-scale`.
 
-    python benchmarks/scale.py --out FOLDER            about 20 minutes on 2 cores; a plot of each axis in FOLDER
-    python benchmarks/scale.py --quick                 a look in 3 minutes: torch, the small end of each axis
+    python benchmarks/scale.py --out FOLDER            about 20 minutes on 2 cores; plots each axis in FOLDER
+    python benchmarks/scale.py --quick                 3 minutes: torch only, the small end of each axis
     python benchmarks/scale.py --only width rows
 
-Models are Llamas with random weights (2 layers of width 256, 8,000 words, rows of 512 tokens) that train in full in
-float32, with one of these sizes varied. `per FLOP` is the time of a token over its arithmetic, relative to the first
-model of the axis: 1 is growth as the arithmetic grows, and less is a better use of the machine, as that of wide
-matrices. Rows are in the cache, and a start goes from opening it to the first batch and the report.
+Models are Llamas with random weights (2 layers of width 256, 8,000 words, rows of 512 tokens) in full float32 training,
+with one of these sizes varied. `per FLOP` is the time of a token divided by its arithmetic, relative to the first model
+of the axis. 1 means that time grows like the arithmetic; less means better use of the machine, as with wide matrices.
+Rows are in the cache; a start is measured from opening the cache to the first batch and the report.
 """
 
 import argparse
@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from roofline import ROOT, flops, worker
+from roofline import ROOT, flops, run_worker
 from work import write_text
 
-TOKENS = 4096  # of a step; one row where rows are longer
+TOKENS = 4096  # per step; a step has at least one row
 BASE = {"width": 256, "depth": 2, "length": 512, "vocabulary": 8_000}
 TOKENIZER = str(ROOT / "demo" / "llama")
 AXES = {"width": (128, 256, 512, 1024, 2048), "depth": (2, 4, 8, 16, 32), "length": (128, 512, 2048, 8192),
         "vocabulary": (8_000, 32_000, 128_000, 256_000)}
 ROWS = (10**3, 10**4, 10**5, 10**6, 10**7)
 START = {"rows": {}, "packing": {"packing": True}, "group_by_length": {"group_by_length": True}}
-QUICK = 2  # sizes of an axis under --quick
+QUICK = 2  # number of sizes per axis with --quick
 
 
 @dataclass(frozen=True)
 class Point:
-    """A figure of a curve: `x` on its axis, microseconds or seconds, and what the table says beside them."""
+    """Point of a curve: `x` on its axis, `y` in microseconds or seconds, and a note for the table."""
 
     curve: str
     x: int
@@ -42,28 +42,28 @@ class Point:
 
 
 def measure_step(axis: str, sizes: tuple[int, ...], engines: tuple[str, ...], folder: Path) -> list[Point]:
-    """Microseconds of CPU per token along one axis."""
+    """Measure the CPU-microseconds per token along one axis."""
     points = []
-    counted: dict[int, float] = {}  # FLOP per token, which torch's process counts for both engines
+    token_flops: dict[int, float] = {}  # FLOP per token by size, counted by torch's process for both engines
     for engine in engines:
-        first = None
+        first_cost = None
         for size in sizes:
             write_recipe(folder, {**BASE, axis: size})
-            worker("profiled.py", {"folder": str(folder), "engine": engine, "warm_up": 2, "steps": 3, "traced": 0,
-                                   "options": ["--trainer.precision", "32-true"]})
+            run_worker("profiled.py", {"folder": str(folder), "engine": engine, "warm_up": 2, "steps": 3, "traced": 0,
+                                       "options": ["--trainer.precision", "32-true"]})
             report = json.loads((folder / f"{engine}.json").read_text())
             if engine == "torch":
-                counted[size] = flops(report, report, causal=True) / report["tokens"]
-            taken = 1e6 * report["cpu"] / report["tokens"]
-            first = first or taken / counted[size]
-            points.append(Point(engine, size, taken, f"{counted[size] / 1e6:,.0f} MFLOP; per FLOP "
-                                f"{taken / counted[size] / first:.2f}"))
-            print(f"| {axis} {size:,} | {engine} | {taken:,.1f} us | {points[-1].note} |", flush=True)
+                token_flops[size] = flops(report, report, causal=True) / report["tokens"]
+            microseconds = 1e6 * report["cpu"] / report["tokens"]
+            first_cost = first_cost or microseconds / token_flops[size]
+            points.append(Point(engine, size, microseconds, f"{token_flops[size] / 1e6:,.0f} MFLOP; per FLOP "
+                                f"{microseconds / token_flops[size] / first_cost:.2f}"))
+            print(f"| {axis} {size:,} | {engine} | {microseconds:,.1f} us | {points[-1].note} |", flush=True)
     return points
 
 
 def write_recipe(folder: Path, sizes: dict[str, int]) -> None:
-    """recipe.yaml of a model of these sizes."""
+    """Write recipe.yaml for a model of these sizes."""
     width, length = sizes["width"], sizes["length"]
     config = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": sizes["depth"],
               "num_attention_heads": width // 64, "intermediate_size": 11 * width // 4 // 16 * 16,
@@ -80,27 +80,27 @@ def write_recipe(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def measure_starts(sizes: tuple[int, ...], folder: Path) -> list[Point]:
-    """Seconds of CPU of a start on so many rows in the cache."""
+    """Measure the CPU-seconds of a start on these numbers of rows in the cache."""
     points = []
     for size in sizes:
         for name, options in START.items():
-            asked = {"folder": str(folder), "rows": size, "options": options, "tokenizer": TOKENIZER}
+            settings = {"folder": str(folder), "rows": size, "options": options, "tokenizer": TOKENIZER}
             if name == "rows":
-                worker("cached.py", asked)  # writes the cache
-            found = json.loads(worker("cached.py", asked))
-            points.append(Point(name, size, found["cpu"], f"wall {found['wall']:.2f} s; {found['megabytes']:,.0f} MB"))
-            print(f"| start on {size:,} rows | {name} | {found['cpu']:.2f} s | {points[-1].note} |", flush=True)
+                run_worker("cached.py", settings)  # writes the cache
+            usage = json.loads(run_worker("cached.py", settings))
+            points.append(Point(name, size, usage["cpu"], f"wall {usage['wall']:.2f} s; {usage['megabytes']:,.0f} MB"))
+            print(f"| start on {size:,} rows | {name} | {usage['cpu']:.2f} s | {points[-1].note} |", flush=True)
     return points
 
 
-def plot(axis: str, unit: str, points: list[Point], path: Path) -> None:
-    """Draw the curves of an axis, both scales logarithmic."""
+def plot_axis(axis: str, unit: str, points: list[Point], path: Path) -> None:
+    """Plot the curves of an axis on logarithmic scales."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(5, 3.5), layout="constrained")).subplots()
     for curve in dict.fromkeys(point.curve for point in points):
-        own = [point for point in points if point.curve == curve]
-        axes.loglog([point.x for point in own], [point.y for point in own], marker="o", label=curve)
+        curve_points = [point for point in points if point.curve == curve]
+        axes.loglog([point.x for point in curve_points], [point.y for point in curve_points], marker="o", label=curve)
     axes.set_xlabel(axis)
     axes.set_ylabel(unit)
     axes.grid(visible=True, which="both", alpha=0.3)
@@ -124,8 +124,8 @@ def main() -> None:
             points = measure_starts(sizes, folder) if axis == "rows" else measure_step(axis, sizes, engines, folder)
             if args.out:
                 args.out.mkdir(parents=True, exist_ok=True)
-                plot(axis, "CPU-seconds" if axis == "rows" else "CPU-microseconds per token", points,
-                     args.out / f"{axis}.svg")
+                plot_axis(axis, "CPU-seconds" if axis == "rows" else "CPU-microseconds per token", points,
+                          args.out / f"{axis}.svg")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Rows of the figures that the programs here measure, and their table."""
+"""Table of the benchmarks' results."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class Row:
-    """One comparison.
+    """Result of one comparison.
 
     Args:
         work: What was measured.
         against: What it was measured against.
-        ratio: Ours by theirs.
-        target: What the ratio should be, such as `<= 1.3`.
-        note: The figures that the ratio is made of.
+        ratio: Our value divided by the other.
+        target: Target of the ratio, such as `<= 1.3`.
+        note: Values behind the ratio.
     """
 
     work: str
@@ -23,7 +23,7 @@ class Row:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The rows as a table in Markdown."""
+    """Return the rows as a Markdown table."""
     lines = ["| what | against | ratio | target | note |", "|---|---|---:|---:|---|"]
     return "\n".join([*lines, *(f"| {row.work} | {row.against} | {row.ratio:.2f} | {row.target} | {row.note} |"
                                 for row in rows)])

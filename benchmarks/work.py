@@ -1,4 +1,4 @@
-"""What is trained in a benchmark: a random model, a tokenizer, data, and our recipe for them, in one folder."""
+"""Write the work of a benchmark into a folder: a random model, a tokenizer, data and our recipe."""
 
 import json
 import random
@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from data import make_vocabulary, words, write_instructions, write_pairs
+from data import make_text, make_vocabulary, write_instructions, write_pairs
 
 WIDTH = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CONFIGS: dict[str, dict[str, Any]] = {
-    # Tunix's Llama turns by this angle whatever its configuration says.
+    # Tunix's Llama uses this rope_theta, whatever the configuration says.
     "llama-a": {"model_type": "llama", **WIDTH, "intermediate_size": 704, "vocab_size": 8_000,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}},
     "llama-b": {"model_type": "llama", "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6,
                 "intermediate_size": 1024, "vocab_size": 32_000, "tie_word_embeddings": True},
-    # TinyLlama's
+    # TinyLlama.
     "llama-1b": {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32,
                  "num_key_value_heads": 4, "intermediate_size": 5632, "vocab_size": 32_000},
     "gpt2": {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 50_257,
@@ -41,7 +41,7 @@ LABELS = {  # of MNLI and of CoNLL-2003
     "sequence_classification": ["contradiction", "entailment", "neutral"],
     "token_classification": ["B-LOC", "B-MISC", "B-ORG", "B-PER", "I-LOC", "I-MISC", "I-ORG", "I-PER", "O"]}
 ENCODER_TASKS = ("mlm", "qa", *LABELS)
-NUM_ANSWERS, ANSWER_LENGTH = 8, 64  # of each prompt under GRPO
+NUM_ANSWERS, ANSWER_LENGTH = 8, 64  # per prompt in GRPO
 REWARD = "rewarding.vowels"  # in workers/
 
 
@@ -50,15 +50,15 @@ class Work:
     """A model, a task and the size of a step.
 
     Args:
-        task: Stem of the task.
+        task: Name of the task.
         model: Key of CONFIGS.
-        length: Longest row in tokens.
-        batch_size: Rows of a step; under GRPO these are answers, and a step is a rollout.
-        method: What trains.
-        rows: Instructions to train on instead of generated ones (`--rows`).
-        tokenizer: Tokenizer (`--tokenizer`); one is trained on the text where it is null or too large for the model.
-        num_rows: Rows to generate.
-        dtype: Of the random weights.
+        length: Maximum row length in tokens.
+        batch_size: Rows per step; in GRPO, answers per step, which is a rollout.
+        method: Full fine-tuning, or an adapter on the full or quantised base.
+        rows: File of instructions to train on instead of generated ones (`--rows`).
+        tokenizer: Tokenizer (`--tokenizer`). If it is None or too large for the model, one is trained on the text.
+        num_rows: Number of rows to generate.
+        dtype: Type of the random weights.
     """
 
     task: Literal["sft", "clm", "mlm", "qa", "preference", "grpo", "sequence_classification",
@@ -73,7 +73,7 @@ class Work:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def write(self, folder: Path) -> None:
-        """Write model/, the data, recipe.yaml, and for the peers rows.jsonl and check.json."""
+        """Write model/, the data, recipe.yaml, and rows.jsonl and check.json for the peers."""
         folder.mkdir(parents=True)
         source = self._write_source(folder)
         self._write_model(folder / "model", source)
@@ -111,7 +111,7 @@ class Work:
             tokenizer = train_tokenizer(source, num_rows, self.task in ENCODER_TASKS)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.unk_token or tokenizer.eos_token
         fields = dict(CONFIGS[self.model])
-        # RoBERTa counts positions from behind the padding id on
+        # RoBERTa starts its positions after the padding id.
         fields[{"gpt2": "n_positions"}.get(self.model, "max_position_embeddings")] = max(self.length, 512) + 8
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         labels = {"num_labels": len(LABELS[self.task])} if self.task in LABELS else {}
@@ -120,10 +120,10 @@ class Work:
         model_class = getattr(transformers, f"AutoModelFor{CLASSES[self.task]}")
         model = model_class.from_config(config, dtype=getattr(torch, self.dtype))
         if self.task == "grpo":
-            forbid_end(model)
+            ban_end_token(model)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        settings = folder / "tokenizer_config.json"  # names a class that older transformers do not have
+        settings = folder / "tokenizer_config.json"  # it names a class that older versions of transformers lack
         fields = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
         settings.write_text(json.dumps(fields))
 
@@ -149,11 +149,11 @@ class Work:
         }
 
     def _write_rows(self, folder: Path, fields: dict[str, Any]) -> None:
-        """All rows as our data module makes them, and a batch of the first ones."""
+        """Write all rows as our data module encodes them, and a check batch of the first ones."""
         import importlib
 
         data_class = getattr(importlib.import_module(f"lmmods.data.{self.task}"), TASKS[self.task][1])
-        # Padding takes part in the span loss of transformers, so there the check batch is one row.
+        # The span loss of transformers includes padding, so the check batch for QA is one row.
         size = 1 if self.task == "qa" else 4
         check = data_class(**{**fields, "shuffle": False, "batch_size": size, "group_by_length": False,
                               "pad_to_multiple_of": 1}, tokenizer=str(folder / "model"), seed=1)
@@ -166,18 +166,17 @@ class Work:
         with (folder / "rows.jsonl").open("w") as file:
             for batch in single.train_batches():
                 if self.task == "preference":
-                    file.write(json.dumps(_pair(batch)) + "\n")
+                    file.write(json.dumps(_to_trl_pair(batch)) + "\n")
                     continue
                 row = {name: value[0].tolist() for name, value in batch.items()}
-                if self.task == "mlm":  # as it was before masking
+                if self.task == "mlm":  # restore the tokens before masking
                     row["input_ids"] = [token if label == -100 else label
                                         for token, label in zip(row["input_ids"], row["labels"], strict=True)]
-                if len(row["input_ids"]) == self.length or self.task not in ("clm", "mlm"):  # whose blocks are full
+                if len(row["input_ids"]) == self.length or self.task not in ("clm", "mlm"):  # full blocks only
                     file.write(json.dumps(row) + "\n")
 
-
     def _write_prompts(self, folder: Path, fields: dict[str, Any]) -> None:
-        """All prompts as our data module makes them, and a batch of the first ones whose second halves are scored."""
+        """Write all prompts as our data module encodes them, and a check batch that labels second halves of prompts."""
         import torch
 
         from lmmods.data.grpo import PromptData
@@ -185,7 +184,7 @@ class Work:
         data = PromptData(**fields, tokenizer=str(folder / "model"), seed=1)
         data.connect(new_tokens=ANSWER_LENGTH)
         data.setup("fit")
-        prompts = [data.prompt("train", number).ids for number in range(data.num_prompts("train"))]
+        prompts = [data.prompt("train", index).ids for index in range(data.num_prompts("train"))]
         with (folder / "rows.jsonl").open("w") as file:
             for ids in prompts:
                 file.write(json.dumps({"prompt": data.tokenizer.decode(ids), "prompt_ids": ids}) + "\n")
@@ -197,9 +196,10 @@ class Work:
         (folder / "check.json").write_text(json.dumps({name: value.tolist() for name, value in check.items()}))
 
 
-def forbid_end(model: Any) -> None:
-    """Let a Llama never draw its end token, so that all answers are equally long: its first hidden feature is then the
-    same for every token, and the head's row of that token sees nothing else.
+def ban_end_token(model: Any) -> None:
+    """Change a Llama so that it never samples its end token, and all answers have the same length.
+
+    The first hidden feature becomes the same for every token, and the only input of the end token's logit.
     """
     import torch
 
@@ -211,8 +211,8 @@ def forbid_end(model: Any) -> None:
         model.lm_head.weight[model.config.eos_token_id, 0] = -100
 
 
-def _pair(batch: dict[str, Any]) -> dict[str, list[int]]:
-    """A batch of one pair as TRL has it: the prompt's ids, and those of each answer."""
+def _to_trl_pair(batch: dict[str, Any]) -> dict[str, list[int]]:
+    """Convert a batch of one pair to TRL's format: ids of the prompt and of each answer."""
     answers = [(ids[mask.bool()].tolist(), (labels >= 0).tolist()) for ids, mask, labels in zip(
         batch["input_ids"][0], batch["attention_mask"][0], batch["labels"][0], strict=True)]
     first = answers[0][1].index(True)
@@ -221,55 +221,55 @@ def _pair(batch: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def write_text(path: Path, tokens: int) -> None:
-    """Lines of about a hundred invented words, together about so many tokens."""
+    """Write lines of a hundred invented words, with about this total number of tokens."""
     rng = random.Random(2)
     vocabulary = make_vocabulary(rng)
-    path.write_text("\n".join(words(100, rng, vocabulary) for _ in range(tokens // 130)))
+    path.write_text("\n".join(make_text(100, rng, vocabulary) for _ in range(tokens // 130)))
 
 
 def write_questions(path: Path, count: int) -> None:
-    """SQuAD's layout, with the lengths of its contexts and questions."""
+    """Write questions in SQuAD's layout, with lengths like SQuAD's."""
     rng = random.Random(3)
     vocabulary = make_vocabulary(rng)
     paragraphs = []
-    for number in range(count // 5):
-        context = words(min(max(int(rng.lognormvariate(4.7, 0.4)), 30), 500), rng, vocabulary)
-        parts = context.split(" ")
+    for paragraph_index in range(count // 5):
+        context = make_text(min(max(int(rng.lognormvariate(4.7, 0.4)), 30), 500), rng, vocabulary)
+        context_words = context.split(" ")
         questions = []
-        for place in range(5):
-            first = rng.randrange(len(parts) - 4)
-            answer = {"text": " ".join(parts[first : first + rng.randint(1, 4)]),
-                      "answer_start": len(" ".join(parts[:first])) + (first > 0)}
-            questions.append({"id": f"{number}-{place}", "question": words(rng.randint(6, 16), rng, vocabulary) + "?",
-                              "answers": [answer]})
+        for question_index in range(5):
+            first = rng.randrange(len(context_words) - 4)
+            answer = {"text": " ".join(context_words[first : first + rng.randint(1, 4)]),
+                      "answer_start": len(" ".join(context_words[:first])) + (first > 0)}
+            questions.append({"id": f"{paragraph_index}-{question_index}", "answers": [answer],
+                              "question": make_text(rng.randint(6, 16), rng, vocabulary) + "?"})
         paragraphs.append({"context": context, "qas": questions})
     path.write_text(json.dumps({"version": "1.1", "data": [{"title": "", "paragraphs": paragraphs}]}))
 
 
 def write_labelled_pairs(path: Path, count: int) -> None:
-    """Pairs of sentences with a label, about as long as those of MNLI; some are cut at 128 tokens."""
+    """Write pairs of sentences with a label, with lengths like MNLI's; some exceed 128 tokens."""
     rng = random.Random(5)
     vocabulary = make_vocabulary(rng)
     with path.open("w") as file:
         for _ in range(count):
-            texts = {name: words(min(int(rng.lognormvariate(mean, spread)) + 1, 120), rng, vocabulary)
-                     for name, mean, spread in (("premise", 2.9, 0.6), ("hypothesis", 2.3, 0.4))}
-            file.write(json.dumps({**texts, "label": rng.choice(LABELS["sequence_classification"])}) + "\n")
+            sentences = {name: make_text(min(int(rng.lognormvariate(mean, spread)) + 1, 120), rng, vocabulary)
+                         for name, mean, spread in (("premise", 2.9, 0.6), ("hypothesis", 2.3, 0.4))}
+            file.write(json.dumps({**sentences, "label": rng.choice(LABELS["sequence_classification"])}) + "\n")
 
 
 def write_tagged_words(path: Path, count: int) -> None:
-    """Sentences with a tag for each word, about as long as those of CoNLL-2003."""
+    """Write sentences with a tag per word, with lengths like CoNLL-2003's."""
     rng = random.Random(6)
     vocabulary = make_vocabulary(rng)
     with path.open("w") as file:
         for _ in range(count):
-            tokens = words(min(int(rng.lognormvariate(2.4, 0.7)) + 1, 120), rng, vocabulary).split(" ")
+            tokens = make_text(min(int(rng.lognormvariate(2.4, 0.7)) + 1, 120), rng, vocabulary).split(" ")
             tags = rng.choices(LABELS["token_classification"], k=len(tokens))
             file.write(json.dumps({"tokens": tokens, "ner_tags": tags}) + "\n")
 
 
-def train_tokenizer(source: Path, vocab_size: int, encoder: bool) -> Any:
-    """A byte-level BPE tokenizer of the data; [CLS] and [SEP] around texts where it is for an encoder."""
+def train_tokenizer(source: Path, vocab_size: int, for_encoder: bool) -> Any:
+    """Train a byte-level BPE tokenizer on the data. For an encoder, it adds start and end tokens around texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -279,11 +279,11 @@ def train_tokenizer(source: Path, vocab_size: int, encoder: bool) -> Any:
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    # The template's words as well, or each row would begin with a hundred fragments.
+    # With the template's words, otherwise each row would start with a hundred fragments.
     bpe.train_from_iterator([*source.read_text().split("\n"), *[TEMPLATE] * 50], trainer)
-    if encoder:
+    if for_encoder:
         bpe.post_processor = processors.TemplateProcessing(
             single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)])
-    roles = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "[MASK]"} if encoder else {}
+    roles = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "[MASK]"} if for_encoder else {}
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="[PAD]",
                                    unk_token="[UNK]", **roles)

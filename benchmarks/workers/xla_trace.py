@@ -70,7 +70,8 @@ def sum_parts(trace: Path, hlo_folder: Path, vocab_size: int) -> dict[str, float
 def map_parts(program: Program, vocab_size: str) -> dict[str, str]:
     """Return the part of each operation of a program that has times in a trace."""
     return {operation.name: find_part(operation, operations, program, vocab_size)
-            for operations in program.operations.values() for operation in operations if operation.opcode not in CONTAINERS}
+            for operations in program.operations.values() for operation in operations
+            if operation.opcode not in CONTAINERS}
 
 
 def read_program(path: Path) -> Program:

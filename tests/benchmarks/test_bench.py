@@ -77,10 +77,10 @@ def test_weights_are_written_in_their_dtype(tmp_path, monkeypatch):
 def test_an_answer_never_ends():
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-    from work import forbid_end
+    from work import ban_end_token
 
     model = LlamaForCausalLM(LlamaConfig(**SMALL, eos_token_id=2)).eval()
-    forbid_end(model)
+    ban_end_token(model)
     with torch.no_grad():
         probabilities = model(torch.arange(SMALL["vocab_size"])[None]).logits[0].softmax(-1)
     assert probabilities[:, 2].max() < 1e-9 and probabilities.max() < 0.05
