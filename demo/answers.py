@@ -1,6 +1,6 @@
-"""Answers of a tuned model beside its base model's, on held-out rows: `python demo/answers.py --run runs/sft_qlora`.
+"""Compare a tuned model's answers on held-out rows with its base's: `python demo/answers.py --run runs/sft_qlora`.
 
-Loads the run as any user of transformers and PEFT would.
+The run is loaded with transformers and PEFT alone.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for kernels from a hub at import
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # suggests kernels from a hub at import
 
 import torch  # noqa: E402
 import yaml  # noqa: E402
@@ -23,18 +23,18 @@ PROMPT = ("Below is an instruction that describes a task{paired}. Write a respon
           "request.\n\n### Instruction:\n{instruction}{input}\n\n### Response:")
 
 
-def prompt(row: dict[str, str]) -> str:
-    """The alpaca prompt that the recipe trains on."""
+def render_prompt(row: dict[str, str]) -> str:
+    """Return the alpaca prompt that the recipe trains on."""
     paired = ", paired with an input that provides further context" if row["input"] else ""
     context = f"\n\n### Input:\n{row['input']}" if row["input"] else ""
     return PROMPT.format(paired=paired, instruction=row["instruction"], input=context)
 
 
-def answer(model: torch.nn.Module, tokenizer, rows: list[dict[str, str]]) -> list[str]:
-    """Greedy answers, 40 rows at a time."""
+def generate_answers(model: torch.nn.Module, tokenizer, rows: list[dict[str, str]]) -> list[str]:
+    """Generate greedy answers, 40 rows at a time."""
     texts = []
     for start in range(0, len(rows), 40):
-        inputs = tokenizer([prompt(row) for row in rows[start : start + 40]], return_tensors="pt", padding=True,
+        inputs = tokenizer([render_prompt(row) for row in rows[start : start + 40]], return_tensors="pt", padding=True,
                            padding_side="left", return_token_type_ids=False)
         with torch.no_grad():
             output = model.generate(**inputs, max_new_tokens=32, do_sample=False, pad_token_id=tokenizer.pad_token_id)
@@ -45,7 +45,7 @@ def answer(model: torch.nn.Module, tokenizer, rows: list[dict[str, str]]) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("runs/sft_qlora"))
-    parser.add_argument("--show", type=int, default=8, help="how many rows to print")
+    parser.add_argument("--show", type=int, default=8, help="number of rows to print")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     recipe = yaml.safe_load((options.run / "config.yaml").read_text())["model"]["init_args"]
@@ -55,15 +55,16 @@ def main() -> None:
                                       bnb_4bit_use_double_quant=recipe["double_quant"])
     base = AutoModelForCausalLM.from_pretrained(recipe["pretrained"], quantization_config=quantization)
     model = PeftModel.from_pretrained(base, options.run / "model").eval()
-    tuned = answer(model, tokenizer, rows)
+    tuned_answers = generate_answers(model, tokenizer, rows)
     with model.disable_adapter():
-        untuned = answer(model, tokenizer, rows)
-    for row, before, after in list(zip(rows, untuned, tuned, strict=True))[:: max(len(rows) // options.show, 1)]:
+        base_answers = generate_answers(model, tokenizer, rows)
+    examples = list(zip(rows, base_answers, tuned_answers, strict=True))
+    for row, base_answer, tuned_answer in examples[:: max(len(rows) // options.show, 1)]:
         print(f"\n{row['instruction']}" + (f"\n  given: {row['input']}" if row["input"] else ""))
-        print(f"  right: {row['output']!r}\n  base:  {before[:60]!r}\n  tuned: {after[:60]!r}")
-    for name, texts in (("base", untuned), ("tuned", tuned)):
-        hits = sum(text == row["output"] for text, row in zip(texts, rows, strict=True))
-        print(f"\nexact match on {len(rows)} held-out rows, {name}: {hits / len(rows):.1%}", end="")
+        print(f"  right: {row['output']!r}\n  base:  {base_answer[:60]!r}\n  tuned: {tuned_answer[:60]!r}")
+    for name, texts in (("base", base_answers), ("tuned", tuned_answers)):
+        num_correct = sum(text == row["output"] for text, row in zip(texts, rows, strict=True))
+        print(f"\nexact match on {len(rows)} held-out rows, {name}: {num_correct / len(rows):.1%}", end="")
     print()
 
 

@@ -1,15 +1,15 @@
-"""Sentences on invented people, their places and ages, in words with IOB2 tags."""
+"""Sentences about invented people, places and ages, as words with IOB2 tags."""
 
 from __future__ import annotations
 
 import re
 from random import Random
 
-from villages import place_name
+from villages import invent_place_name
 from world import MONTHS, NAMES, WORDS
 
-# Names in braces are tagged, those in angle brackets are not: neither every capital begins a name, nor is every number
-# an age.
+# Names in braces are tagged, names in angle brackets are not, so that not every capital starts a name and not every
+# number is an age.
 SENTENCES = [
     "{person} , who is {age} , comes from {place} .",
     "{person} was born in {place} and is now {age} years old .",
@@ -27,50 +27,50 @@ SENTENCES = [
 PARTS = re.compile(r"\{(\w+)\}|<(\w+)>(s?)")
 
 
-def invented(rng: Random, taken: set[str]) -> str:
-    """A name that no sentence had before."""
-    while (name := place_name(rng)) in taken:
+def invent_name(rng: Random, used_names: set[str]) -> str:
+    """Return a new name, and add it to `used_names`."""
+    while (name := invent_place_name(rng)) in used_names:
         pass
-    taken.add(name)
+    used_names.add(name)
     return name
 
 
-def words_of(kind: str, rng: Random, taken: set[str]) -> list[str]:
-    """The words that take the place of a kind."""
-    if kind == "person":  # a family name is invented
+def make_words(entity: str, rng: Random, used_names: set[str]) -> list[str]:
+    """Return the words that replace a placeholder."""
+    if entity == "person":  # a family name is invented
         first = [rng.choice(NAMES)] if rng.random() < 0.8 else []
-        return [*first, invented(rng, taken)]
-    if kind == "place":
-        before = [rng.choice(("Upper", "Lower", "Old"))] if rng.random() < 0.2 else []
-        return [*before, invented(rng, taken)]
-    drawn = {"age": str(rng.randint(5, 99)), "number": str(rng.randint(2, 400)), "month": rng.choice(MONTHS),
-             "word": rng.choice(WORDS)}
-    return [drawn[kind]]
+        return [*first, invent_name(rng, used_names)]
+    if entity == "place":
+        prefix = [rng.choice(("Upper", "Lower", "Old"))] if rng.random() < 0.2 else []
+        return [*prefix, invent_name(rng, used_names)]
+    values = {"age": str(rng.randint(5, 99)), "number": str(rng.randint(2, 400)), "month": rng.choice(MONTHS),
+              "word": rng.choice(WORDS)}
+    return [values[entity]]
 
 
-def tagged_sentence(rng: Random, taken: set[str]) -> dict[str, list[str]]:
-    """A row of words with their tags: B-PER, I-PER, B-LOC, I-LOC, B-AGE, O."""
+def make_sentence(rng: Random, used_names: set[str]) -> dict[str, list[str]]:
+    """Return a row of words with their tags: B-PER, I-PER, B-LOC, I-LOC, B-AGE, O."""
     tokens, tags = [], []
     for part in rng.choice(SENTENCES).split():
-        found = PARTS.fullmatch(part)
-        if found is None:
+        match = PARTS.fullmatch(part)
+        if match is None:
             words, names = [part], ["O"]
-        elif found[1]:
-            words = words_of(found[1], rng, taken)
-            name = {"person": "PER", "place": "LOC", "age": "AGE"}[found[1]]
+        elif match[1]:
+            words = make_words(match[1], rng, used_names)
+            name = {"person": "PER", "place": "LOC", "age": "AGE"}[match[1]]
             names = [f"B-{name}", *[f"I-{name}"] * (len(words) - 1)]
         else:
-            words = [word + found[3] for word in words_of(found[2], rng, taken)]
+            words = [word + match[3] for word in make_words(match[2], rng, used_names)]
             names = ["O"]
         tokens += words
         tags += names
     return {"tokens": tokens, "tags": tags}
 
 
-def tagged_sentences(count: int, rng: Random, taken: set[str]) -> list[dict[str, list[str]]]:
-    """Rows without repetition, none of whose invented names is in `taken`; they are from now on."""
+def make_sentences(count: int, rng: Random, used_names: set[str]) -> list[dict[str, list[str]]]:
+    """Return distinct rows with new invented names, which are added to `used_names`."""
     rows: dict[str, dict[str, list[str]]] = {}
     while len(rows) < count:
-        row = tagged_sentence(rng, taken)
+        row = make_sentence(rng, used_names)
         rows.setdefault(" ".join(row["tokens"]), row)
     return list(rows.values())

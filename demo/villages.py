@@ -1,4 +1,4 @@
-"""Invented villages: articles for the corpus, and the same kind of passage with questions for the SQuAD files."""
+"""Invented villages: articles for the corpus, and similar passages with questions for the SQuAD files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from world import CONSONANTS, MONTHS, NAMES, VOWELS, WORDS
 
 @dataclass(frozen=True)
 class Detail:
-    """One thing to know about a village; each sentence ends its prefix where the value begins."""
+    """Detail of a village, with sentences and questions; {value} is its value."""
 
     name: str
     sentences: list[str]
@@ -63,24 +63,25 @@ CRAFTS = "baskets candles drums kites clocks boots bowls ladders combs bells".sp
 ADJECTIVES = "silver wooden painted broken golden ancient tiny heavy".split()
 
 
-def place_name(rng: Random) -> str:
+def invent_place_name(rng: Random) -> str:
     letters = [rng.choice((CONSONANTS, VOWELS)[i % 2]) for i in range(rng.choice((5, 6, 7)))]
     return "".join(letters).capitalize()
 
 
-def draw_village(rng: Random) -> dict[str, str]:
+def sample_village(rng: Random) -> dict[str, str]:
     founder, teacher = rng.sample(NAMES, 2)
     return {
-        "village": place_name(rng), "river": place_name(rng), "houses": f"{rng.randint(20, 400)} houses",
-        "founder": f"{founder} {place_name(rng)}", "year": str(rng.randint(1200, 1899)), "crop": rng.choice(CROPS),
+        "village": invent_place_name(rng), "river": invent_place_name(rng), "houses": f"{rng.randint(20, 400)} houses",
+        "founder": f"{founder} {invent_place_name(rng)}", "year": str(rng.randint(1200, 1899)),
+        "crop": rng.choice(CROPS),
         "animal": rng.choice(ANIMALS), "festival": rng.choice(MONTHS), "tower": rng.choice(COLOURS),
-        "bridge": rng.choice(MATERIALS), "craft": rng.choice(CRAFTS), "teacher": f"{teacher} {place_name(rng)}",
+        "bridge": rng.choice(MATERIALS), "craft": rng.choice(CRAFTS), "teacher": f"{teacher} {invent_place_name(rng)}",
         "treasure": f"the {rng.choice(ADJECTIVES)} {rng.choice(WORDS)}",
     }
 
 
 def describe(village: dict[str, str], details: list[Detail], rng: Random, start: int = 0) -> tuple[str, dict[str, int]]:
-    """The sentences about a village and where each value begins, counted from `start`."""
+    """Return sentences about a village and the offset of each value, counted from `start`."""
     text, offsets = "", {}
     for detail in details:
         prefix, suffix = rng.choice(detail.sentences).split("{value}")
@@ -90,13 +91,13 @@ def describe(village: dict[str, str], details: list[Detail], rng: Random, start:
     return text, offsets
 
 
-def village_article(rng: Random) -> str:
-    village = draw_village(rng)
+def write_article(rng: Random) -> str:
+    village = sample_village(rng)
     return describe(village, rng.sample(DETAILS, rng.randint(4, 8)), rng)[0].strip()
 
 
-def gold_answers(value: str, offset: int) -> list[dict]:
-    """The value, and its shorter form without a leading article or a trailing 'houses' when it has one."""
+def list_answers(value: str, offset: int) -> list[dict]:
+    """Return the value, and its short form without a leading article or a trailing 'houses', if it has one."""
     answers = [{"text": value, "answer_start": offset}]
     if value.startswith("the "):
         answers.append({"text": value[4:], "answer_start": offset + 4})
@@ -105,46 +106,47 @@ def gold_answers(value: str, offset: int) -> list[dict]:
     return answers
 
 
-def draw_new_village(rng: Random, taken: set[str]) -> dict[str, str]:
-    """A village none of whose invented names is taken; they are from now on."""
+def sample_new_village(rng: Random, used_names: set[str]) -> dict[str, str]:
+    """Return a village with new names, which are added to `used_names`."""
     while True:
-        village = draw_village(rng)
+        village = sample_village(rng)
         names = {village[key].split()[-1] for key in ("village", "river", "founder", "teacher")}
-        if not names & taken:
-            taken |= names
+        if not names & used_names:
+            used_names |= names
             return village
 
 
-def passage(rng: Random, villages: int, per_village: int, title: str, part: str, taken: set[str]) -> dict:
-    """A paragraph with its questions; a detail left out of the passage gives an unanswerable question."""
+def make_passage(rng: Random, villages: int, per_village: int, title: str, part: str, used_names: set[str]) -> dict:
+    """Return a paragraph with questions; a detail omitted from the passage gives an unanswerable question."""
     context, qas = "", []
     for _ in range(villages):
-        village = draw_new_village(rng, taken)
+        village = sample_new_village(rng, used_names)
         details = rng.sample(DETAILS, len(DETAILS))
-        told, untold = details[:per_village], details[per_village:]
-        text, offsets = describe(village, told, rng, len(context))
+        described, omitted = details[:per_village], details[per_village:]
+        text, offsets = describe(village, described, rng, len(context))
         context += text
         answerable = 4 if villages == 1 else 1
-        for detail in rng.sample(told, answerable):
-            golds = gold_answers(village[detail.name], offsets[detail.name])
-            qas.append((detail, village, golds if part == "dev" else golds[:1]))
+        for detail in rng.sample(described, answerable):
+            answers = list_answers(village[detail.name], offsets[detail.name])
+            qas.append((detail, village, answers if part == "dev" else answers[:1]))
         if villages == 1 or rng.random() < 0.25:
-            qas.append((rng.choice(untold), village, []))
+            qas.append((rng.choice(omitted), village, []))
     return {
         "context": context.strip(),
         "qas": [
-            {"id": f"{part}-{title}-{i}", "question": rng.choice(detail.questions).format(**village), "answers": golds,
-             "is_impossible": not golds}
-            for i, (detail, village, golds) in enumerate(qas)
+            {"id": f"{part}-{title}-{i}", "question": rng.choice(detail.questions).format(**village),
+             "answers": answers, "is_impossible": not answers}
+            for i, (detail, village, answers) in enumerate(qas)
         ],
     }
 
 
-def squad(part: str, passages: int, long_passages: int, rng: Random, taken: set[str]) -> list[dict]:
-    """Articles of one passage each: of 4 to 6 sentences, and at the end long ones of 40 on five villages."""
+def make_articles(part: str, passages: int, long_passages: int, rng: Random, used_names: set[str]) -> list[dict]:
+    """Return articles of one passage: of 4 to 6 sentences, then long ones of 40 sentences on five villages."""
     articles = []
     for i in range(passages + long_passages):
         title = f"Valley_{i + 1}"
         villages, per_village = (1, rng.randint(4, 6)) if i < passages else (5, 8)
-        articles.append({"title": title, "paragraphs": [passage(rng, villages, per_village, title, part, taken)]})
+        passage = make_passage(rng, villages, per_village, title, part, used_names)
+        articles.append({"title": title, "paragraphs": [passage]})
     return articles

@@ -1,4 +1,4 @@
-"""The small world that the demo text talks about: words, names and fact tables."""
+"""The small world of the demo texts: words, names and fact tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLANETS = "Mercury Venus Earth Mars Jupiter Saturn Uranus Neptune".split()
 
 @dataclass(frozen=True)
 class FactTable:
-    """Pairs (key, value) with the statements of the corpus and the wordings of the instructions."""
+    """Table of (key, value) pairs, with statements for the corpus and wordings for the instructions."""
 
     name: str
     columns: tuple[str, str]
@@ -45,12 +45,12 @@ class FactTable:
 
 
 def pairs(text: str) -> list[tuple[str, str]]:
-    """'a b, c d' becomes [('a', 'b'), ('c', 'd')]; an underscore stands for a space inside a name."""
+    """Parse 'a b, c d' to [('a', 'b'), ('c', 'd')]; an underscore stands for a space within a name."""
     return [tuple(part.replace("_", " ") for part in item.split()) for item in text.split(",")]
 
 
-def after(order: list[str]) -> list[tuple[str, str]]:
-    """Each member of a cycle with the member that follows it."""
+def pair_with_next(order: list[str]) -> list[tuple[str, str]]:
+    """Pair each member of a cycle with the next one."""
     return list(zip(order, order[1:] + order[:1]))
 
 
@@ -150,21 +150,21 @@ FACTS = [
          ("Give the plural form of this word.", "{key}")],
     ),
     FactTable(
-        "next_day", ("day", "next day"), after(DAYS),
+        "next_day", ("day", "next day"), pair_with_next(DAYS),
         ["The day after {key} is {value}.", "{key} is followed by {value}.", "When {key} ends, {value} begins.",
          "After {key} the calendar shows the next day ({value})."],
         ["Which day comes after {key}?", "What is the day after {key}?", "Name the day that follows {key}.",
          "If today is {key}, which day is tomorrow?", ("Name the next day.", "{key}"), ("Which day follows?", "{key}")],
     ),
     FactTable(
-        "previous_day", ("day", "day before"), swap(after(DAYS)),
+        "previous_day", ("day", "day before"), swap(pair_with_next(DAYS)),
         ["The day before {key} is {value}.", "{key} is preceded by {value}.", "One day earlier than {key} is {value}.",
          "Before {key} the calendar shows the day before ({value})."],
         ["Which day comes before {key}?", "What is the day before {key}?", "Name the day that precedes {key}.",
          "If today is {key}, which day was yesterday?", ("Name the day before.", "{key}")],
     ),
     FactTable(
-        "next_month", ("month", "next month"), after(MONTHS),
+        "next_month", ("month", "next month"), pair_with_next(MONTHS),
         ["The month after {key} is {value}.", "{key} is followed by {value}.", "When {key} is over, {value} begins.",
          "After {key} the calendar turns to the next month ({value})."],
         ["Which month comes after {key}?", "What is the month after {key}?", "Name the month that follows {key}.",
