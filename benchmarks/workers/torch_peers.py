@@ -94,7 +94,7 @@ def shuffle_batches(order: list[int], batch_size: int) -> list[int]:
 
 def make_counting_class(trainer_class: type) -> type:
     """Return a trainer class that counts the real tokens of a step, shuffles grouped batches, and logs nothing."""
-    class Counting(trainer_class):
+    class CountingTrainer(trainer_class):
         def _get_train_sampler(self, *args):  # noqa: ANN002, ANN202
             rows = super()._get_train_sampler(*args)
             is_grouped = self.args.train_sampling_strategy == "group_by_length"
@@ -108,7 +108,7 @@ def make_counting_class(trainer_class: type) -> type:
         def log(self, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
             pass
 
-    return Counting
+    return CountingTrainer
 
 
 def make_callback(rounds: Rounds, holder: dict):  # noqa: ANN201
@@ -218,12 +218,12 @@ def run_dpo(settings: dict, rounds: Rounds) -> None:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    class Tokenised(make_counting_class(DPOTrainer)):
+    class TokenisedTrainer(make_counting_class(DPOTrainer)):
         def _prepare_dataset(self, dataset, *args, **kwargs):  # noqa: ANN001, ANN002, ANN003, ANN202
             return dataset
 
     holder: dict = {}
-    holder["trainer"] = trainer = Tokenised(
+    holder["trainer"] = trainer = TokenisedTrainer(
         model=load_model(settings), peft_config=make_lora(settings),
         args=DPOConfig(**trainer_arguments(settings), remove_unused_columns=False),  # keeps `length`
         train_dataset=Dataset.from_list(
@@ -252,7 +252,7 @@ def run_grpo(settings: dict, rounds: Rounds) -> None:
     rows = read_rows(settings["folder"])
     ids = {row["prompt"]: row["prompt_ids"] for row in rows}
 
-    class Clocked(make_counting_class(GRPOTrainer)):
+    class TimedTrainer(make_counting_class(GRPOTrainer)):
         def _tokenize_prompts(self, prompts):  # noqa: ANN001, ANN202
             return [ids[prompt] for prompt in prompts], None, {}
 
@@ -269,7 +269,7 @@ def run_grpo(settings: dict, rounds: Rounds) -> None:
 
     holder: dict = {}
     adapter = {"peft_config": make_lora(settings)} if settings["method"] != "full" else {}
-    holder["trainer"] = trainer = Clocked(
+    holder["trainer"] = trainer = TimedTrainer(
         model=load_model(settings), reward_funcs=vowels, **adapter,
         args=GRPOConfig(**trainer_arguments(settings), num_generations=settings["num_answers"],
                         max_completion_length=settings["answer_length"]),

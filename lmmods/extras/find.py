@@ -409,7 +409,7 @@ def _measure(sizes: Sizes, size: int, arguments: list[str], memory: float | None
     with tempfile.TemporaryDirectory() as folder:
         log, path = Path(folder) / "log", Path(folder) / "step.json"
         words = [*arguments, *_to_options(changes), "--what", "step", "--result", str(path)]
-        status, peak = _run_limited(words, log, limit)
+        status, peak = _run_with_limit(words, log, limit)
         measurement, note = Measurement(size, problem=f"needs more than {limit:.1f} GiB"), ""
         if status == 0:
             step = json.loads(path.read_text())
@@ -427,7 +427,7 @@ def _measure(sizes: Sizes, size: int, arguments: list[str], memory: float | None
     return measurement
 
 
-def _run_limited(arguments: list[str], log: Path, limit: float) -> tuple[int, float]:
+def _run_with_limit(arguments: list[str], log: Path, limit: float) -> tuple[int, float]:
     """Run a command, killing it above `limit`, and return its exit status and the peak GiB of it and its children."""
     peak = 0.0
     with started(arguments, log) as process:

@@ -130,7 +130,7 @@ def test_a_process_that_needs_too_much_is_killed_with_its_children(monkeypatch, 
     hungry = "import time; held = bytes(1) * 2**28; time.sleep(9)"
     hungry = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{hungry}'])"
     monkeypatch.setattr("lmmods.commands.programs.command", lambda arguments: [sys.executable, "-c", hungry])
-    status, most = find_command._run_limited([], tmp_path / "log", 0.2)
+    status, most = find_command._run_with_limit([], tmp_path / "log", 0.2)
     assert status == -9 and most > 0.2
 
 
@@ -244,7 +244,7 @@ def test_the_batch_size_is_sought_by_steps_in_other_processes_and_printed(recipe
                 {"tokens_per_second": 100.0 * size, "memory": 0.4, "on_device": False}))
         return status, gib
 
-    monkeypatch.setattr(find_command, "_run_limited", watched)
+    monkeypatch.setattr(find_command, "_run_with_limit", watched)
     arguments = recipe(trainer__accumulate_grad_batches=4, trainer__limit_train_batches=8)
     assert main(["find", *arguments, "--what", "batch_size"]) == 0, capsys.readouterr().err
     assert asked == [(4, "2", "step"), (8, "2", "step"), (16, "1", "step")][: len(asked)]
@@ -257,7 +257,7 @@ def test_the_batch_size_is_sought_by_steps_in_other_processes_and_printed(recipe
 
 
 def test_a_step_that_fails_for_another_reason_ends_the_search(recipe, monkeypatch, capsys):
-    monkeypatch.setattr(find_command, "_run_limited", lambda arguments, log, limit: (
+    monkeypatch.setattr(find_command, "_run_with_limit", lambda arguments, log, limit: (
         log.write_text("error: data.source is gone"), (2, 0.5))[1])
     assert main(["find", *recipe(), "--what", "batch_size"]) == 2
     assert "A step with data.batch_size 4 fails: data.source is gone" in capsys.readouterr().err

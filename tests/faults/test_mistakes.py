@@ -178,7 +178,7 @@ OF_COMMANDS = {
     "chat --generation.topk 3": ["--generation.topk is not an option. Did you mean --generation.top_k?"],
     "chat --generation.top_k x --seed": ["--seed has no value. Use --seed VALUE.",
                                          "--generation.top_k is x, but must be an integer or null."],
-    "verify --replay 3": ["RUN is missing: The run folder, of either engine, finished or not.",
+    "verify --replay 3": ["RUN is missing: Run folder, of either engine, finished or not.",
                           "--replay is not an option."],
     "sweep data.seed=1,2 --trials many": ["--trials is many, but must be an integer or null."],
     "new mine --model 12e5 --data 7 --task SFFT": [

@@ -231,7 +231,7 @@ def _make_sources(draft: Draft, row: dict[str, Any], is_text: bool) -> list[Any]
     layout = {"alpaca": "alpaca", "sharegpt": "sharegpt"}.get(row_type)
     options = {**hub, **({"columns": columns} if columns else {}),
                **({"format": layout} if layout and not is_text else {})}
-    return [{"path": each, **options} if options else each for each in files or [path]]
+    return [{"path": file, **options} if options else file for file in files or [path]]
 
 
 def _take_rows(draft: Draft, is_text: bool, streams: bool) -> None:

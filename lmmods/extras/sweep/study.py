@@ -206,7 +206,7 @@ class Study:
         pruners = {"median": optuna.pruners.MedianPruner, "none": optuna.pruners.NopPruner}
         (folder / ".locks").mkdir(parents=True, exist_ok=True)
         journal, lock = folder / "study.journal", FileLock(folder / ".locks" / "journal")
-        with self._locked():
+        with self._lock_study():
             _remove_partial_line(journal, lock)
             self._storage = optuna.storages.JournalStorage(
                 optuna.storages.journal.JournalFileBackend(str(journal), lock_obj=lock))
@@ -226,7 +226,7 @@ class Study:
             Optuna's trial and the open file that locks it; None if nothing is left to do.
         """
         states = self._optuna.trial.TrialState
-        with self._locked():
+        with self._lock_study():
             trials = self._study.get_trials(deepcopy=False)
             for frozen in trials:
                 if frozen.state is states.RUNNING and (lock := self._lock_trial(frozen.number)) is not None:
@@ -280,7 +280,7 @@ class Study:
     # Locks: a trial's lock is released when the last process holding the file open, at the latest its run, ends -------
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock_study(self) -> Iterator[None]:
         lock = FileLock(self._folder / ".locks" / "study")
         lock.acquire()
         try:
