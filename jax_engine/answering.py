@@ -23,9 +23,9 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "tpu")
 
 
 def connect(device: str) -> None:
-    """Select the device to answer on; raise UserError if this engine does not know it."""
+    """Select the device to answer on; raise UserError if this engine does not support it."""
     if device not in ACCELERATORS:
-        raise UserError(f"--device {device}: engine jax takes {', '.join(ACCELERATORS)}.")
+        raise UserError(f"--device {device} is not supported by the JAX engine. Use one of {', '.join(ACCELERATORS)}.")
     machines.start(device, 1, 1, "auto", False)
 
 
@@ -40,8 +40,8 @@ class TextModel:
     Args:
         fields: The task's fields, which describe the network.
         data: The data module, which provides the tokenizer.
-        precision: Lightning's name.
-        seed: Seed of all parameters that are not in files.
+        precision: Precision, by Lightning's name.
+        seed: Seed of the parameters that no file contains.
         checkpoint: Checkpoint whose parameters replace the initial ones.
         frozen: As in `build_network`.
 
@@ -53,7 +53,8 @@ class TextModel:
                  checkpoint: Path | None = None, frozen: bool = False):
         check_supported(fields)
         if precision not in COMPUTE_DTYPES:
-            raise UserError(f"--precision {precision}: engine jax takes {', '.join(COMPUTE_DTYPES)}.")
+            raise UserError(f"--precision {precision} is not supported by the JAX engine. Use one of "
+                            f"{', '.join(COMPUTE_DTYPES)}.")
         self._network, params, _ = build_network(fields, "causal", data, precision=precision, seed=seed, frozen=frozen)
         if checkpoint:
             network, (trainable, rest) = self._network, self._network.split(params)
@@ -61,8 +62,7 @@ class TextModel:
             check_manifest(checkpoint)
             content = open_checkpoint(checkpoint)
             content["state_dict"] = averaged_parameters(content, network.num_named_layers)
-            params = merge(unpack_trainable(content, like, network.to_torch, network.from_torch),
-                           rest)
+            params = merge(unpack_trainable(content, like, network.to_torch, network.from_torch), rest)
         self._params = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf)), params)
         self._pad = data.tokenizer.pad_token_id
 
@@ -71,7 +71,7 @@ class TextModel:
         """Answer a prompt; return True if an end token was generated, which is not passed to `on_token`.
 
         Args:
-            row: Number of the prompt, which determines its random draws.
-            on_token: Called with each token of the answer as soon as it is chosen; stops if it returns False.
+            row: Index of the prompt, which determines its random numbers.
+            on_token: Called with each token of the answer as soon as it is sampled. False ends the answer.
         """
         return stream(self._network, self._params, prompt, settings, stop_token_ids, self._pad, seed, row, on_token)

@@ -40,8 +40,7 @@ class Checkpointer:
         self._run, self._policy, self._callbacks, self._identity = run, policy, callbacks, identity
         self._latest: Path | None = None  # checkpoint restored or saved last
         self._writer = BackgroundWriter()
-        several = jax.process_count() > 1
-        self._writer_rank = WriterRank(jax.process_index(), jax.process_count()) if several else None
+        self._writer_rank = WriterRank(jax.process_index(), jax.process_count()) if jax.process_count() > 1 else None
 
     # Restoring -------------------------------------------------------------------------------------------------------
 
@@ -64,14 +63,14 @@ class Checkpointer:
         self._latest = self.path
 
     def resume_from(self, checkpoint: Path) -> None:
-        """Complete the clean-up that a run interrupted after writing `checkpoint` left undone. First process only."""
+        """Complete the clean-up of a run that was interrupted after writing `checkpoint`. First process only."""
         self._policy.resume(self._run.folder, checkpoint)
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
     @property
     def path(self) -> Path:
-        """Path of a checkpoint of the last step done."""
+        """Checkpoint path for the last completed step."""
         return self._run.folder.checkpoint(checkpoint_name(self._run.progress.step))
 
     def is_saved(self) -> bool:
@@ -79,7 +78,7 @@ class Checkpointer:
         return self._latest == self.path
 
     def rank(self, metrics: dict[str, float]) -> None:
-        """Enter the checkpoint about to be written into the ranking of the best."""
+        """Rank the checkpoint that is about to be written."""
         self._policy.rank(metrics, self.path.name)
 
     def save(self) -> None:
@@ -89,22 +88,22 @@ class Checkpointer:
         with run.stopwatch.paused():
             # Copies the state to the host, so that the next step may overwrite it while the writer works.
             content = self._content()
-            # Decided now, while the ranking is that of this step; applied once the checkpoint is complete.
-            kept = self._policy.decide(path.name)
-            self._writer.save(path, content, lambda: self._on_complete(path, kept), self._writer_rank,
+            # Decide now, with this step's ranking; apply once the checkpoint is complete.
+            decision = self._policy.decide(path.name)
+            self._writer.save(path, content, lambda: self._on_complete(path, decision), self._writer_rank,
                               lambda: machines.barrier("checkpoint begins"))
 
-    def _on_complete(self, path: Path, kept: KeptCheckpoints) -> None:
-        """Called by the writer thread once a checkpoint is complete."""
-        kept.apply(self._run.folder)
+    def _on_complete(self, path: Path, decision: KeptCheckpoints) -> None:
+        """Delete outdated checkpoints and log this one. The writer thread calls it once the checkpoint is complete."""
+        decision.apply(self._run.folder)
         log_checkpoint(self._run.loggers, path)
 
     def check(self) -> None:
-        """Raise the error of the background writer, if there is one; does not wait."""
+        """Raise the background writer's error, if any, without waiting."""
         self._writer.check()
 
     def wait(self) -> None:
-        """Wait for the background writer; raises its error."""
+        """Wait for the background writer and raise its error, if any."""
         self._writer.wait()
 
     def _content(self) -> CheckpointContent:
@@ -130,7 +129,7 @@ class Checkpointer:
 
 
 def _open(checkpoint: Path) -> CheckpointContent:
-    """Open a checkpoint after each process has verified its share of the files. All processes must call this."""
+    """Open a checkpoint after each process has verified its part of the files. All processes must call this."""
     rank, problems = jax.process_index(), {}
     try:
         check_manifest(checkpoint, share=(rank, jax.process_count()))
@@ -142,7 +141,7 @@ def _open(checkpoint: Path) -> CheckpointContent:
 
 
 def load_weights(run: Run, checkpoint: Path) -> None:
-    """Replace the run's initial parameters by those of a checkpoint."""
+    """Replace the run's initial parameters with a checkpoint's."""
     content, network, weights = _open(checkpoint), run.task.network, run.weights
     like = run.parallel.shapes(weights.trainable)
     content = {**content, "state_dict": averaged_parameters(content, network.num_named_layers)}
@@ -162,32 +161,32 @@ ToTorch = Callable[[Tree], dict[str, Any]]
 FromTorch = Callable[[dict[str, np.ndarray]], Tree]
 
 
-def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch, layers: int = 0
+def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: ToTorch, num_layers: int = 0
          ) -> CheckpointContent:
-    """Return the part of a checkpoint that holds parameters, optimiser and schedule.
+    """Return the part of a checkpoint with parameters, optimiser and schedule.
 
     Args:
-        state: On the host (`Parallel.fetch_state` or `Parallel.shards`).
-        step: Optimiser steps taken, of `num_steps`.
+        state: State on the host (`Parallel.fetch_state` or `Parallel.shards`).
+        step: Number of optimiser steps taken, out of `num_steps`.
         to_torch: `Network.to_torch`.
-        layers: `Network.num_named_layers`.
+        num_layers: `Network.num_named_layers`.
     """
     params = {PREFIX + name: array for name, array in to_torch(state["trainable"]).items()}
-    # torch numbers parameters through all groups: slots are listed under these numbers, not under names.
-    ordered = _by_group(params, settings, layers)
-    # Muon counts no steps, unlike the AdamW of the other parameters.
+    # torch indexes parameters across all groups, and lists slots by index instead of name.
+    ordered = _by_group(params, settings, num_layers)
+    # Muon does not count steps, unlike the AdamW of the other parameters.
     entries: dict[int, dict[str, Any]] = {
-        index: {} if settings.is_of_muon(settings.group_of(name, params[name].ndim, layers), layers)
+        index: {} if settings.is_of_muon(settings.group_of(name, params[name].ndim, num_layers), num_layers)
         else settings.spec.counters(step) for index, name in enumerate(ordered)}
     index_of = {name: index for index, name in enumerate(ordered)}
     for slot, tree in state["optimizer"].items():
         for name, array in to_torch(tree).items():
             entries[index_of[PREFIX + name]][slot] = array
-    groups = _groups(params, settings, settings.lr_at(step, num_steps), layers)
+    groups = _groups(params, settings, settings.lr_at(step, num_steps), num_layers)
     return {
         "state_dict": params,
         "param_names": list(params),
-        # Before the first step torch's optimisers have no state.
+        # Before the first step, torch's optimisers have no state.
         "optimizer_states": [{"state": {index: entry for index, entry in entries.items() if entry and step},
                               "param_groups": groups}],
         "lr_schedulers": [_schedule_state(groups, step)],
@@ -195,21 +194,21 @@ def pack(state: Tree, settings: Optimizer, step: int, num_steps: int, to_torch: 
 
 
 def unpack(content: CheckpointContent, like: Tree, settings: Optimizer, to_torch: ToTorch, from_torch: FromTorch,
-           layers: int = 0) -> Tree:
+           num_layers: int = 0) -> Tree:
     """Return the state of a checkpoint on the host; `Parallel.put_state` copies it to the devices.
 
     Args:
         like: Shapes and dtypes of this run's state (`Parallel.shapes`).
 
     Raises:
-        UserError: The checkpoint is of another model or optimiser.
+        UserError: The checkpoint belongs to another model or optimiser.
     """
     saved = content["state_dict"]
     trainable = unpack_trainable(content, like["trainable"], to_torch, from_torch)
     like = jax.tree.map(_stand_in, like)
-    # The numbers follow from names and dimensions, as when the checkpoint was written.
+    # The indices follow from names and dimensions, as when the checkpoint was written.
     (optimizer,) = content["optimizer_states"]
-    names = _by_group({name: saved[name] for name in content["param_names"]}, settings, layers)
+    names = _by_group({name: saved[name] for name in content["param_names"]}, settings, num_layers)
     by_name = {names[index]: {**entry, **entry.get(_BITSANDBYTES, {})} for index, entry in optimizer["state"].items()}
     slots = {slot: from_torch(_fill(by_name, slot, to_torch(tree))) for slot, tree in like["optimizer"].items()}
     if AVERAGE in slots and not by_name:  # before the first step
@@ -220,35 +219,36 @@ def unpack(content: CheckpointContent, like: Tree, settings: Optimizer, to_torch
 def unpack_trainable(content: CheckpointContent, like: Tree, to_torch: ToTorch, from_torch: FromTorch) -> Tree:
     """Return only the trainable parameters, on the host; arguments and errors as for `unpack`."""
     saved = content["state_dict"]
-    wanted = {PREFIX + name: array for name, array in to_torch(jax.tree.map(_stand_in, like)).items()}
-    check_parameters(*({name: array.shape for name, array in arrays.items()} for arrays in (saved, wanted)))
-    # Parameters of another dtype are cast, so that a run can resume with another precision.
-    return from_torch({name.removeprefix(PREFIX): saved[name].astype(array.dtype) for name, array in wanted.items()})
+    expected = {PREFIX + name: array for name, array in to_torch(jax.tree.map(_stand_in, like)).items()}
+    check_parameters(*({name: array.shape for name, array in arrays.items()} for arrays in (saved, expected)))
+    # Cast to this run's dtype, so that a run can resume with another precision.
+    return from_torch({name.removeprefix(PREFIX): saved[name].astype(array.dtype) for name, array in expected.items()})
 
 
 def _schedule_state(groups: list[dict[str, Any]], step: int) -> dict[str, Any]:
-    """State of torch's LambdaLR after `step` optimiser steps."""
+    """Return the state of torch's LambdaLR after `step` optimiser steps."""
     return {"base_lrs": [group["initial_lr"] for group in groups], "last_epoch": step, "_step_count": step + 1,
             "_is_initial": False, "_get_lr_called_within_step": False, "_last_lr": [group["lr"] for group in groups],
             "lr_lambdas": [None] * len(groups)}
 
 
-def _by_group(params: dict[str, np.ndarray], settings: Optimizer, layers: int) -> list[str]:
-    """Return names in the order of torch's indices, which go through the groups of `Optimizer.group_of`."""
-    # A stable sort: the order within a group is that of the names.
-    return sorted(params, key=lambda name: settings.group_of(name, params[name].ndim, layers))
+def _by_group(params: dict[str, np.ndarray], settings: Optimizer, num_layers: int) -> list[str]:
+    """Return names in the order of torch's indices: group by group of `Optimizer.group_of`."""
+    # A stable sort keeps the order of the names within a group.
+    return sorted(params, key=lambda name: settings.group_of(name, params[name].ndim, num_layers))
 
 
-def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float, layers: int) -> list[dict[str, Any]]:
+def _groups(params: dict[str, np.ndarray], settings: Optimizer, lr: float, num_layers: int) -> list[dict[str, Any]]:
     """Return torch's parameter groups; `lr` is the recipe's rate at this step."""
     options = {**settings.options, **settings.spec.group}
-    places = [settings.group_of(name, params[name].ndim, layers) for name in _by_group(params, settings, layers)]
+    group_indices = [settings.group_of(name, params[name].ndim, num_layers)
+                     for name in _by_group(params, settings, num_layers)]
     factor = lr / (settings.lr or 1.0)
-    # A group without parameters is left out, as in the torch engine.
-    return [{"params": [index for index, own in enumerate(places) if own == place], **group,
+    # Groups without parameters are omitted, as in the torch engine.
+    return [{"params": [index for index, group_index in enumerate(group_indices) if group_index == position], **group,
              "lr": group["lr"] * factor, "initial_lr": group["lr"],
-             **(settings.muon_options if settings.is_of_muon(place, layers) else options)}
-            for place, group in enumerate(settings.groups(layers)) if place in places]
+             **(settings.muon_options if settings.is_of_muon(position, num_layers) else options)}
+            for position, group in enumerate(settings.groups(num_layers)) if position in group_indices]
 
 
 def _stand_in(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -256,14 +256,14 @@ def _stand_in(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     return np.zeros(leaf.shape, leaf.dtype)
 
 
-def _fill(by_name: dict[str, dict[str, Any]], slot: str, wanted: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _fill(by_name: dict[str, dict[str, Any]], slot: str, expected: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return one optimiser slot by parameter name; zeros before the first step."""
-    found = {}
-    for name, array in wanted.items():
+    filled = {}
+    for name, array in expected.items():
         entry = by_name.get(PREFIX + name, {}) if by_name else {slot: lazy_array.zeros(array.shape)}
-        in_8_bits = slot in entry and entry[slot].dtype == np.uint8  # bitsandbytes' codes, which are unsupported
-        if slot not in entry or in_8_bits or entry[slot].shape != array.shape:
-            raise UserError(f"This checkpoint holds no {slot} of {name}: it is of another optimizer. Resume with the "
-                            "optimizer.name that the run was started with (config.yaml in its folder).")
-        found[name] = entry[slot].astype(array.dtype)
-    return found
+        is_8_bit = slot in entry and entry[slot].dtype == np.uint8  # bitsandbytes' codes, which are not supported
+        if slot not in entry or is_8_bit or entry[slot].shape != array.shape:
+            raise UserError(f"This checkpoint has no {slot} for {name}: it was saved with another optimiser. Resume "
+                            "with the optimizer.name that the run was started with (config.yaml in its folder).")
+        filled[name] = entry[slot].astype(array.dtype)
+    return filled

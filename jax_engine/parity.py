@@ -1,4 +1,4 @@
-"""Logits, loss and gradient of given rows on JAX, for comparison with torch."""
+"""Logits, loss and gradient of rows on JAX, for comparison with torch."""
 
 from functools import partial
 from pathlib import Path
@@ -38,33 +38,33 @@ def _measure(task: Task, trainable: Tree, frozen: Tree, rows: list[Row], folder:
         return sums.total, sums.weight
 
     @partial(jax.jit, donate_argnums=2)
-    def added(trainable: Tree, frozen: Tree, sums: tuple, row: dict[str, Array], statistics: tuple) -> tuple:
+    def add_row(trainable: Tree, frozen: Tree, sums: tuple, row: dict[str, Array], statistics: tuple) -> tuple:
         (total, weight), gradients = jax.value_and_grad(loss, has_aux=True)(trainable, frozen, row, statistics)
         return jax.tree.map(jnp.add, sums, (total, weight, gradients))
 
     @jax.jit
-    def logits(trainable: Tree, frozen: Tree, row: dict[str, Array], places: Array) -> Array:
+    def logits(trainable: Tree, frozen: Tree, row: dict[str, Array], positions: Array) -> Array:
         params = merge(trainable, frozen)
         if network.pools:
             return network.scores(params, row).reshape(-1, 1)  # all scores of the row
         hidden = network.hidden(params, row)
-        return network.logits(params, hidden.reshape(-1, hidden.shape[-1])[places])
+        return network.logits(params, hidden.reshape(-1, hidden.shape[-1])[positions])
 
     # As in training: statistics of all rows first, then sums, divided once at the end.
     batches, statistics = [_on_device(row) for row in rows], ()
     if task.survey is not None:
         survey = jax.jit(lambda trainable, frozen, row: task.survey(merge(trainable, frozen), row))
-        found = [survey(trainable, frozen, batch) for batch in batches]
-        statistics = (jax.tree.map(lambda *parts: sum(parts), *found),)
+        by_row = [survey(trainable, frozen, batch) for batch in batches]
+        statistics = (jax.tree.map(lambda *parts: sum(parts), *by_row),)
     sums = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, trainable))
     for batch in batches:
-        sums = added(trainable, frozen, sums, batch, statistics)
-    found = [logits(trainable, frozen, _on_device(sequences(row)), compared_positions(row, len(rows)))
-             for row in rows]
+        sums = add_row(trainable, frozen, sums, batch, statistics)
+    row_logits = [logits(trainable, frozen, _on_device(sequences(row)), compared_positions(row, len(rows)))
+                  for row in rows]
     total, weight, gradients = sums
     mean = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf / jnp.where(weight > 0, weight, 1), tree),
                    donate_argnums=0)
-    write(folder, float(total / weight), float(weight), np.concatenate(jax.device_get(found)),
+    write(folder, float(total / weight), float(weight), np.concatenate(jax.device_get(row_logits)),
           network.to_torch(jax.device_get(mean(gradients))))
 
 
@@ -80,6 +80,6 @@ def _move_adapters(network: Network, trainable: Tree) -> Tree:
         if path[-1] == "lora_B":
             names = [network.name(path, layer) for layer in (range(len(leaf)) if path[0] == "layers" else [None])]
             layers = leaf if path[0] == "layers" else leaf[None]
-            moved = np.stack([moved_adapter(*each) for each in zip(names, layers, strict=True)])
+            moved = np.stack([moved_adapter(*pair) for pair in zip(names, layers, strict=True)])
             leaves[path] = moved.reshape(leaf.shape)
     return unflatten(leaves)

@@ -74,16 +74,16 @@ class Run:
         """Yield at most `num_batches` global batches of one pass over a loader.
 
         Args:
-            max_length: Longest row in tokens; None is `data.max_length`.
+            max_length: Maximum row length in tokens. Default: `data.max_length`.
             lengths: See `Prefetcher`.
         """
-        # One prefetcher per pass; leaving the loop early closes it, which drops the batches read ahead.
+        # One prefetcher per pass: leaving the loop early closes it and drops the batches read ahead.
         prefetcher = Prefetcher(loader, self.parallel, batch_size, self.data.tokenizer.pad_token_id,
                                 max_length or self.data.max_length, lengths, complete=self.task.complete)
         with prefetcher:
-            for number, batch in enumerate(prefetcher, start=1):
+            for count, batch in enumerate(prefetcher, start=1):
                 yield batch
-                if number == num_batches:
+                if count == num_batches:
                     return
 
 
@@ -96,7 +96,7 @@ class Training(Run):
         metrics: Collects the metrics of steps and evaluations.
         state: Trainable parameters and optimiser state, on the devices.
         lengths: Lengths that training batches are padded to (see `choose_padded_lengths`).
-        data_position: `state_dict()` of the training loader after the last step done.
+        data_position: `state_dict()` of the training loader after the last completed step.
         should_stop: Set by early stopping to end the run.
     """
 
@@ -134,7 +134,7 @@ class Training(Run):
 
     @property
     def eval_weights(self) -> Weights:
-        """The average of the parameters, if the run keeps one; otherwise those in training."""
+        """Averaged parameters, or the current ones if the run keeps no average."""
         if self.task.optimizer.ema_decay is None:
             return self.weights
         averages = jax.tree.map(lambda average, param: average.astype(param.dtype),
@@ -143,10 +143,10 @@ class Training(Run):
 
     @property
     def ends_epoch(self) -> bool:
-        """True if the last step done was the last of its epoch."""
+        """True if the last completed step ended its epoch."""
         return self.schedule.ends_epoch(self.progress)
 
     @property
     def is_done(self) -> bool:
-        """True if training is over: all steps are done, or early stopping ended it."""
+        """True after the last step, or after early stopping."""
         return self.should_stop or self.progress.step >= self.schedule.num_steps

@@ -60,13 +60,13 @@ from lmmods.runs.start import RunEnd, RunStart, RunSummary, say_engine
 from lmmods.runs.step_metrics import StepMetrics, check_evaluated
 from lmmods.runs.wandb import log_checkpoint, log_classes, log_predictions
 
-# Approximate FLOPs of training in the time that a program takes to compile: seconds, on a CPU's two cores and on a GPU.
+# Training FLOPs that take about as long as compiling a program (seconds), on two CPU cores and on a GPU.
 COMPILE_FLOPS = {"cpu": 1e12, "other": 1e15}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Trainer(JaxTrainerFields):
-    """Train, evaluate and predict on JAX; arguments are named and behave as those of Lightning's Trainer."""
+    """Trainer on JAX, with the arguments of Lightning's Trainer and their meaning."""
 
     strategy: Literal["auto", "ddp", "fsdp"] | MeshSharding = "auto"
     logger: Logger | list[Logger] | bool | None = None
@@ -77,7 +77,7 @@ class Trainer(JaxTrainerFields):
         check_timeout(self.heartbeat_timeout)
         self.limits = {"train": self.limit_train_batches, "val": self.overfit_batches or self.limit_val_batches,
                        "test": self.limit_test_batches, "predict": self.limit_predict_batches}
-        self.train_limit = self.limit_train_batches  # which data modules read from a trainer of either engine
+        self.train_limit = self.limit_train_batches  # data modules read it from either engine's trainer
         self.num_sanity_val_steps = 2 if self.num_sanity_val_steps is None else self.num_sanity_val_steps
         self.log_every_n_steps = 50 if self.log_every_n_steps is None else self.log_every_n_steps
         self.callbacks = [self.callbacks] if isinstance(self.callbacks, EarlyStopping) else self.callbacks or []
@@ -119,21 +119,21 @@ class Trainer(JaxTrainerFields):
                         may_stop_early=bool(self.callbacks))
         loop = Loop(run, self.accumulate_grad_batches, events, evaluation, checkpointer, Exporter(run, self.publish),
                     self.callbacks, self.interruption)
-        # First of all: callbacks, `run.is_done` and the summary read what a checkpoint sets.
+        # Restore first: callbacks, `run.is_done` and the summary read what a checkpoint sets.
         if resumed:
             checkpointer.restore(resumed)
-        # A list, because every callback must begin, even if the first one stops the run.
+        # A list, because every callback must start, even if the first one stops the run.
         stopped = [callback.begin(run.schedule.num_val_batches > 0) for callback in self.callbacks]
         run.should_stop = any(stopped)
-        # A run killed between its last step and its end still performs the end; a complete one only says so.
+        # A run killed after its last step must still export; `was_complete` reports one that has.
         if resumed and run.is_done and self.run_folder.was_complete(run.progress.step, self.max_steps, self.max_epochs,
                                                                     stopped):
             return
         if not resumed and self.num_sanity_val_steps:
-            # Before the run folder is made ready, so that a mistake in the validation data leaves it as it was.
+            # Before the run folder is prepared, so that an error in the validation data leaves it unchanged.
             evaluation.evaluate("val", limit=self.num_sanity_val_steps, keep=False)
         self._start(run, checkpointer, resumed)
-        first_step, began = run.progress.step, time.perf_counter()
+        first_step, start_time = run.progress.step, time.perf_counter()
         try:
             loop.train(loader, resumed is not None)
             loop.finish()
@@ -143,7 +143,7 @@ class Trainer(JaxTrainerFields):
             checkpointer.wait()
         if run.is_first:
             RunEnd(run.folder, model, datamodule, run.metrics, events.checkpoint, first_step, run.progress.step,
-                   time.perf_counter() - began, run.loggers).say()
+                   time.perf_counter() - start_time, run.loggers).say()
 
     def validate(self, model: Task = None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
         """Evaluate on the validation set."""
@@ -185,9 +185,9 @@ class Trainer(JaxTrainerFields):
         # Each process has the outputs of its own ranks.
         outputs = machines.gather(data.complete(outputs))
         if run.is_first:
-            found = data.predictions(outputs)
-            say(run.folder.write_predictions(found))
-            log_predictions(self.run_loggers, found.rows)
+            predictions = data.predictions(outputs)
+            say(run.folder.write_predictions(predictions))
+            log_predictions(self.run_loggers, predictions.rows)
 
     def inspect(self, model: Task = None, datamodule=None, rows: int = 4,
                 which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first",
@@ -198,7 +198,7 @@ class Trainer(JaxTrainerFields):
         run, loader = self.training_run(model, datamodule, None)
         show_data(datamodule, rows, which)
         print()
-        # Only the shapes of this batch matter: the step is compiled for rows of maximum length, but does not run.
+        # Only this batch's shapes matter: the step is compiled for rows of maximum length, but does not run.
         batch = next(iter(run.batches(loader, datamodule.batch_size, 1)))
         run.memory = step_memory(run.steps, run.state, run.weights.frozen, batch.arrays, run.scalars(),
                                  datamodule.max_length, self.accumulate_grad_batches > 1, at_hand())
@@ -207,7 +207,7 @@ class Trainer(JaxTrainerFields):
             show_recipe(self.recipe, datamodule)
 
     def measure(self, model: Task, datamodule: DataModule, rows: list[Row], folder: Path) -> None:
-        """Write what JAX computes for `rows` to `folder`, for comparison with torch. Does not train."""
+        """Write loss, logits and gradient of `rows` to `folder`, for comparison with torch. Does not train."""
         self.connect()
         self._say_engine()
         measure(model, datamodule, rows, folder)
@@ -218,7 +218,7 @@ class Trainer(JaxTrainerFields):
         return self.accumulate_grad_batches * self.parallel.data_parallel_size
 
     def _batch_split(self, data: DataModule) -> BatchSplit:
-        """Return how an optimiser step is divided into micro-batches; `data` is the DataModule."""
+        """Return how an optimiser step is split into micro-batches."""
         return BatchSplit(data.batch_size, self.accumulate_grad_batches, self.parallel.data_parallel_size)
 
     @property
@@ -232,7 +232,7 @@ class Trainer(JaxTrainerFields):
         """Set up the devices, connect to the other processes, and resolve `precision: auto`."""
         self.parallel: Parallel = machines.start(self.accelerator, self.devices, self.num_nodes, self.strategy,
                                                 self.detect_anomaly, self.heartbeat_timeout)
-        # The loader then reads the rows of this process's ranks only (see `Prefetcher`).
+        # The loader then reads only the rows of this process's ranks (see `Prefetcher`).
         if jax.process_count() > 1:
             self.fed_ranks = self.parallel.local_ranks, self.parallel.data_parallel_size
         if self.precision == "auto":
@@ -243,22 +243,23 @@ class Trainer(JaxTrainerFields):
 
     def _say_engine(self) -> None:
         device = jax.local_devices()[0]
-        kind = "CPU" if device.platform == "cpu" else device.device_kind
-        say_engine("jax", self.parallel.num_devices, kind, self.precision, self._precision_reason)
+        device_name = "CPU" if device.platform == "cpu" else device.device_kind
+        say_engine("jax", self.parallel.num_devices, device_name, self.precision, self._precision_reason)
 
     @contextmanager
     def _in_run_folder(self, command: str, model: Task, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Lock the run folder for this command. If the first process cannot, all processes raise the same UserError.
+        """Lock the run folder during a command, then end the model.
 
-        The model ends with the command.
+        Raises:
+            UserError: The first process cannot lock the folder. All processes raise the same error.
         """
         self.connect()
         self._say_engine()
-        folder, several = self.run_folder, jax.process_count() > 1
+        folder, is_multi_process = self.run_folder, jax.process_count() > 1
         Peers.current().connect_all(jax.process_index(), jax.process_count(), machines.from_first,
                                     self.heartbeat_timeout)
         with (Peers.current().end_together(),
-              folder.lock(command, check, jax.process_index() == 0, tells_later=several)):
+              folder.lock(command, check, jax.process_index() == 0, tells_later=is_multi_process)):
             if problems := machines.gather({0: str(folder.problem)} if folder.problem else {}):
                 raise UserError(problems[0])
             try:
@@ -284,7 +285,7 @@ class Trainer(JaxTrainerFields):
             max_steps=self.max_steps, val_check_interval=self.val_check_interval,
             val_epochs=self.check_val_every_n_epoch)
         peak, state = peak_flops(at_hand().device), run.steps.new_state(run.weights.trainable)
-        flops_share = run.flops_per_token / (peak * self.parallel.num_devices) if peak else None
+        flops_fraction = run.flops_per_token / (peak * self.parallel.num_devices) if peak else None
         # Bound here and extended in place by `_start`: `run.loggers = ...` would leave `report` with the empty list.
         loggers = run.loggers  # empty until the run folder is ready
 
@@ -292,33 +293,33 @@ class Trainer(JaxTrainerFields):
             for logger in loggers:
                 logger.log_metrics(values, step=step)
 
-        metrics = StepMetrics(run.stopwatch, self.log_every_n_steps, lambda: flops_share, report, run.bar.update)
-        # `new_state` was donated the parameters of `run.weights`: `replace_state` makes weights of the new ones.
+        metrics = StepMetrics(run.stopwatch, self.log_every_n_steps, lambda: flops_fraction, report, run.bar.update)
+        # The parameters of `run.weights` were donated to `new_state`: `replace_state` takes the new ones.
         training = Training(**vars(run), schedule=schedule, metrics=metrics, state=state,
                             lengths=self._lengths(loader, run, schedule.num_steps * self.accumulate_grad_batches))
         training.replace_state(state)
         return training, loader
 
     def _lengths(self, loader: Any, run: Run, num_batches: int) -> tuple[int, ...]:
-        """Return the few lengths that training batches are padded to; none for a stream, whose rows are unknown.
+        """Return the lengths that training batches are padded to; empty for a stream, whose rows are unknown.
 
         Args:
             num_batches: Micro-batches of each rank in the run.
         """
         if not isinstance(loader, StatefulLoader):
             return ()
-        if isinstance(loader, SegmentLoader):  # some rows are yet to be drawn
+        if isinstance(loader, SegmentLoader):  # some rows are not sampled yet
             return halve_lengths(run.data.max_length)
         # The micro-batches of all ranks in a step have one length.
-        found, ranks = loader.lengths(), self.parallel.data_parallel_size
-        found = [max(found[first:first + ranks]) for first in range(0, len(found), ranks)]
+        lengths, ranks = loader.lengths(), self.parallel.data_parallel_size
+        lengths = [max(lengths[start:start + ranks]) for start in range(0, len(lengths), ranks)]
         on_cpu = at_hand().platform == "cpu"
         rows = run.data.batch_size * run.data.sequences_per_row
         tokens = COMPILE_FLOPS["cpu" if on_cpu else "other"] / (run.flops_per_token * rows)
-        return choose_padded_lengths(found, run.data.max_length, on_cpu, tokens * len(found) / num_batches)
+        return choose_padded_lengths(lengths, run.data.max_length, on_cpu, tokens * len(lengths) / num_batches)
 
     def _prepare(self, command: str, model: Task, datamodule: DataModule, checkpoint: Path | None) -> Run:
-        """Set up the data and the network, and put the initial parameters on the devices.
+        """Set up the data and the network, and copy the initial parameters to the devices.
 
         The data module takes settings from `checkpoint`, which must match this run.
         """
@@ -332,7 +333,7 @@ class Trainer(JaxTrainerFields):
         model.link(datamodule)
         if command == "fit":
             self.samples.prepare(datamodule, model.max_positions())
-        # `choice_ids` become constants of the compiled `predict`, so they are set before it is traced.
+        # `choice_ids` become constants of the compiled `predict`: set them before it is traced.
         if command != "predict" and self.mmlu.is_on:
             self.mmlu.prepare(datamodule, model)
             model.choice_ids = self.mmlu.choice_ids
@@ -354,11 +355,10 @@ class Trainer(JaxTrainerFields):
             limits=self.limits, bar=bar, stopwatch=Stopwatch(compile_clock()))
 
     def _prepare_data(self, data: DataModule, checkpoint: Path | None) -> dict[str, Any]:
-        """Check the data against the checkpoint, then build what the cache lacks; return the contents of the sources.
-        """
-        fits = self.state.fn.value == "fit"
+        """Check the data against the checkpoint, then fill the cache. Return the contents of the sources."""
+        is_fit = self.state.fn.value == "fit"
         identity = self.identity
-        for line in (identity.resolve(data, checkpoint, self._batch_split(data)) if fits
+        for line in (identity.resolve(data, checkpoint, self._batch_split(data)) if is_fit
                      else identity.check_evaluation(checkpoint)):
             say(line)
         data.prepare_data()
@@ -366,7 +366,7 @@ class Trainer(JaxTrainerFields):
 
     def _start(self, run: Training, checkpointer: Checkpointer, resumed: Path | None) -> None:
         """Prepare the run folder, start the loggers and print the run's summary."""
-        # From here on a signal ends the run with a checkpoint; before, it just ends the process.
+        # From here on a signal stops the run with a checkpoint; before, it just ends the process.
         self.interruption.listen()
         step = run.progress.step
         start = RunStart(run.folder, self.identity, self.recipe, run.data, machines.describe(self.parallel), resumed,
@@ -395,7 +395,7 @@ class Trainer(JaxTrainerFields):
 # Evaluation on JAX, during and after training: validation and test sets, multiple-choice questions, samples.
 
 class Evaluation:
-    """Evaluate without dropout or side effects on training. All processes must call each method."""
+    """Evaluation without dropout or side effects on training. All processes must call each method."""
 
     def __init__(self, run: Run, samples: SampleWriter, mmlu: MMLUEvaluator):
         self._run, self.samples, self.mmlu = run, samples, mmlu
@@ -405,7 +405,7 @@ class Evaluation:
 
         Args:
             role: `val` or `test`.
-            limit: Maximum number of global batches; None or -1 takes all.
+            limit: Maximum number of global batches; None or -1 uses all.
             keep: Write the task's result files.
         """
         run, data = self._run, self._run.data
@@ -419,17 +419,17 @@ class Evaluation:
         weights = run.eval_weights
         for batch in run.batches(loader, data.eval_batch_size, num_batches):
             run.task.evaluate(run.steps, weights, batch)
-        found, files = run.task.eval_results(role, data)
+        metrics, files = run.task.eval_results(role, data)
         if keep and run.is_first:
             run.folder.write_files(files)
             log_classes(run.loggers, files, role, run.progress.step)
-        return {f"{role}/{name}": value for name, value in found.items()}
+        return {f"{role}/{name}": value for name, value in metrics.items()}
 
     def ask(self) -> dict[str, float]:
         """Return the metrics of the multiple-choice questions."""
         run, data = self._run, self._run.data
         with run.stopwatch.paused():
-            batches = self.mmlu.batches(data, rank=0, world_size=1)  # every process reads all, see `Prefetcher`
+            batches = self.mmlu.batches(data, rank=0, world_size=1)  # every process reads all (see `Prefetcher`)
             global_batches = run.batches(batches, data.eval_batch_size, math.inf, max_length=self.mmlu.max_length)
             # Each process has the logits of its own rows.
             logits = machines.gather(run.task.choice_logits(run.steps, run.eval_weights, global_batches))
@@ -452,7 +452,7 @@ class Evaluation:
 # Results of a JAX run: the model folder with its card, the plot of the loss, and uploads.
 
 class Exporter:
-    """Writes and uploads the model. All processes must call each method."""
+    """Export and upload of the model. All processes must call each method."""
 
     def __init__(self, run: Training, publish: Publisher):
         self._run, self._publish = run, publish
@@ -460,11 +460,11 @@ class Exporter:
     def upload(self) -> None:
         """Upload the current model in the background, unless the previous upload is still in progress."""
         run, publish, step = self._run, self._publish, self._run.progress.step
-        # All processes must decide alike: fetching the state is a collective call.
+        # All processes must decide the same: fetching the state is a collective call.
         if machines.any_of(publish.is_busy):
-            return say(f"The upload to {publish.repo} is still under way: step {step} is left out.")
+            return say(f"The upload to {publish.repo} is still running; step {step} is not uploaded.")
         with run.stopwatch.paused():
-            # In the foreground, because the next step reuses the buffers; only the upload itself runs beside training.
+            # In the foreground, because the next step reuses the buffers. Only the upload runs during training.
             params = run.task.exported(run.eval_weights, run.parallel)
             if run.is_first:
                 folder = run.folder.room_for_upload()
@@ -480,7 +480,7 @@ class Exporter:
             folder.merge_metrics(run.metrics.final(step))
             exported = folder.room_for_model()
             self._write(params, exported)
-            # Written to another folder first, so that a failed export leaves the old model.
+            # Written to another folder first, so that a failed export keeps the old model.
             folder.put_model(exported)
             log_checkpoint(run.loggers, folder.find("last"), ends=True)
             end_manifest(folder, step)
@@ -506,12 +506,12 @@ class Exporter:
 # The training loop. For each step: feed, compute, events (log, sample, validate, save, stop); then the end.
 
 class Loop:
-    """Train until the schedule or early stopping ends the run.
+    """Training loop, which runs until the schedule or early stopping ends it.
 
     Args:
         accumulate: Micro-batches of each rank per optimiser step; the last step of an epoch may have fewer.
         events: Which events follow a step, and in which order.
-        interruption: Says whether the user has asked to stop.
+        interruption: Whether the user has asked to stop.
     """
 
     def __init__(self, run: Training, accumulate: int, events: Events, evaluation: Evaluation,
@@ -523,7 +523,7 @@ class Loop:
         self._step_metrics: Any = None  # metrics of the latest optimiser step, still on the devices
 
     def train(self, loader: Any, resumed: bool) -> None:
-        """Train to the end of the run; `finish` performs what follows it."""
+        """Train to the last step; `finish` performs what follows."""
         run, progress = self.run, self.run.progress
         self._perform(self._events.at_start(resumed))
         run.bar.open("train", run.schedule.num_steps, progress.step, "compiling", run.schedule.validations_after)
@@ -535,27 +535,27 @@ class Loop:
                 progress.epoch, progress.epoch_step = progress.epoch + 1, 0
                 # The prefetcher has read ahead of the last step: rewind the loader to it.
                 loader.load_state_dict(run.data_position)
-            # A resumed run begins inside an epoch.
-            left = run.schedule.batches_per_epoch - progress.epoch_step * self._accumulate
+            # A resumed run may start in the middle of an epoch.
+            batches_left = run.schedule.batches_per_epoch - progress.epoch_step * self._accumulate
             if isinstance(loader, SegmentLoader):
-                left = min(left, self._begin_segment(loader))
-            with closing(run.batches(loader, run.data.batch_size, left, lengths=run.lengths)) as batches:
-                while left > 0 and not run.is_done:
-                    num_batches = min(self._accumulate, left)
+                batches_left = min(batches_left, self._begin_segment(loader))
+            with closing(run.batches(loader, run.data.batch_size, batches_left, lengths=run.lengths)) as batches:
+                while batches_left > 0 and not run.is_done:
+                    num_batches = min(self._accumulate, batches_left)
                     self.train_step(islice(batches, num_batches), num_batches)
-                    left -= num_batches
+                    batches_left -= num_batches
 
     def _begin_segment(self, loader: SegmentLoader) -> int:
-        """Draw the answers that the next steps train on, unless they exist; return how many batches they are.
+        """Sample the answers that the next steps train on, unless they exist; return their number of batches.
 
-        The stopwatch runs: drawing is part of training, and counts in its speed.
+        The stopwatch runs: sampling is part of training, and counts in its speed.
         """
         run = self.run
-        # The steps before are counted first: an error in them ends the run here, and their metrics are older.
+        # Fetch the previous steps first: an error in them ends the run here, and their metrics are older.
         run.metrics.fetch()
-        run.bar.note("drawing")
-        # The loader stops at the end of a segment, so that nothing reads ahead of answers that are yet to be drawn.
-        # They are drawn in this thread, in which all processes make their collective calls.
+        run.bar.note("sampling")
+        # The loader stops at the end of a segment, so that nothing reads ahead of answers that do not exist yet.
+        # Sampling runs in this thread, in which all processes make their collective calls.
         loader.begins_itself = False
         loader.load_state_dict(run.data_position)
         return -(-loader.begin_segment() // run.parallel.data_parallel_size)
@@ -564,13 +564,13 @@ class Loop:
         """Take an optimiser step and perform the events that are due after it.
 
         Args:
-            batches: Its micro-batches, each one of every rank.
+            batches: The step's micro-batches, each with one per rank.
         """
         run, steps, frozen = self.run, self.run.steps, self.run.weights.frozen
         run.metrics.look()
         # None of these calls waits for the device, so it computes while the host collates the next batches.
         if num_batches == 1:
-            # Needs no accumulation, which is as large as the parameters in float32.
+            # Without the accumulation, which is as large as the parameters in float32.
             batch = next(batches)
             state, step_metrics = steps.full_step(run.state, frozen, batch.arrays, run.scalars())
         else:
@@ -581,7 +581,7 @@ class Loop:
                     accumulation = steps.survey(run.state, frozen, accumulation, batch.arrays)
             for batch in batches:
                 run.metrics.look()
-                # Other processes would go on without this one.
+                # Other processes would continue without this one.
                 if jax.process_count() == 1 and self.interruption.is_due:
                     self._perform(self._events.inside_step(self._run_state()))
                 accumulation = steps.accumulate(run.state, frozen, accumulation, batch.arrays)
@@ -598,7 +598,7 @@ class Loop:
         self._perform(self._events.after_step(self._run_state()))
 
     def finish(self) -> None:
-        """Perform the events of the end of the run, and return once everything is on disk."""
+        """Perform the events at the end of the run; return once everything is on disk."""
         self._perform(self._events.at_end(self._run_state()))
 
     # Events ----------------------------------------------------------------------------------------------------------
@@ -663,7 +663,7 @@ class Loop:
                 self.run.should_stop = True
 
     def _stop(self) -> None:
-        # Every process writes part of the checkpoint: none may end before all parts are there.
+        # Every process writes part of the checkpoint: none may exit before all parts exist.
         self._checkpointer.wait()
         machines.barrier("checkpoint")
         self.interruption.stop(self.run.progress.step,
@@ -678,23 +678,23 @@ COMPILE_EVENTS = "/jax/core/compile/"
 
 
 class CompileClock:
-    """Wall-clock seconds, minus those in which this process traced or compiled programs."""
+    """Clock in seconds that excludes the time in which this process traced or compiled programs."""
 
     def __init__(self) -> None:
-        self._spans: list[tuple[float, float]] = [(float("-inf"), 0.0)]  # start, seconds of all up to this one
+        self._spans: list[tuple[float, float]] = [(float("-inf"), 0.0)]  # start, total up to this one
 
     def __call__(self) -> float:
         return throughput.now() - self._spans[-1][1]
 
     def note(self, event: str, seconds: float, **_: object) -> None:
-        """Record an event of JAX's monitoring when it ends. Nested events end, and so are recorded, first."""
+        """Record one of JAX's monitoring events when it ends. Nested events end first."""
         if not event.startswith(COMPILE_EVENTS):
             return
-        # Drop the spans inside this one, which its seconds include.
-        begin = throughput.now() - seconds
-        while self._spans[-1][0] >= begin:
+        # Drop the spans inside this one: its seconds include theirs.
+        start = throughput.now() - seconds
+        while self._spans[-1][0] >= start:
             self._spans.pop()
-        self._spans.append((begin, self._spans[-1][1] + seconds))
+        self._spans.append((start, self._spans[-1][1] + seconds))
 
 
 @cache

@@ -159,7 +159,7 @@ def test_another_model_or_optimizer_is_refused(toy, tmp_path):
     _, state = stepped(toy, one, RULES[0])
     save(toy, one, state, RULES[0], tmp_path / "c")
     content = read_checkpoint(tmp_path / "c")
-    with pytest.raises(UserError, match="exp_avg_sq_(row|col) of embed.weight: it is of another optimizer"):
+    with pytest.raises(UserError, match="exp_avg_sq_(row|col) for embed.weight: it was saved with another optimiser"):
         unpack(content, one.shapes(stepped(toy, one, RULES[1], 0)[1]), RULES[1], toy.to_torch, toy.from_torch)
     toy.num_layers = 4
     _, deeper = stepped(toy, one, RULES[0], 0)
