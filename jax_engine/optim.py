@@ -1,8 +1,8 @@
 """Optimisers by the names in `lmmods.core.optimizers`, matching torch, transformers and bitsandbytes step for step.
 
-Everything that depends only on the step number (learning rate, bias corrections) is computed on the host in float64 and
-passed as a scalar: in float32 `1 - 0.999**1` is off by 5e-5, which would be the largest difference between two
-otherwise equal runs.
+Everything that depends only on the step (learning rate, bias corrections) is computed on the host in float64 and passed
+as a scalar. In float32, `1 - 0.999**1` is off by 5e-5, which would be the largest difference between two otherwise
+equal runs.
 """
 
 import math
@@ -21,18 +21,18 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import NS_COEFFICIENTS, NS_EPS, Optimizer
 
 Slots = dict[str, Array]
-OF_B = "lora_B/"
+B_PREFIX = "lora_B/"
 AVERAGE = "ema"  # slot of the average of a parameter
 
 
 class Rule(NamedTuple):
-    """An update rule for a single parameter (not a stack of layers).
+    """Update rule for a single parameter (not a stack of layers).
 
     Args:
         slots: Parameter -> its initial optimiser state.
-        update: (gradient float32, parameter float32, state, decay, scalars) -> the change of the parameter, and the
-            new state. `decay` is the weight decay of this parameter.
-        scalars: (step, from 1; learning rate) -> scalars of that step.
+        update: (gradient float32, parameter float32, state, decay, scalars) -> change of the parameter, new state.
+            `decay` is the parameter's weight decay.
+        scalars: (step, from 1; learning rate) -> the step's scalars.
     """
 
     slots: Callable[[Array], Slots]
@@ -41,48 +41,49 @@ class Rule(NamedTuple):
 
 
 def build(settings: Optimizer, decays: Tree, depths: Tree | None = None) -> optax.GradientTransformationExtraArgs:
-    """Return the optimiser of `settings`; its `update` takes the scalars of the step as extra arguments.
+    """Return the optimiser of `settings`; its `update` takes the step's scalars as extra arguments.
 
     Args:
-        decays: True for each parameter with weight decay, which are the matrices (Network.decays). A parameter with one
-            more dimension is a stack of layers, whose layers are updated as separate parameters.
-        depths: Of each parameter (`settings.depth`), of a stack of layers one each; needed for `layer_decay`.
+        decays: True for each parameter with weight decay, that is, for matrices (`Network.decays`). A parameter with
+            one more dimension is a stack of layers, which are updated as separate parameters.
+        depths: Depth of each parameter (`settings.depth`), or of each layer of a stack; needed for `layer_decay`.
 
     Raises:
         UserError: The optimiser is one of bitsandbytes' (8-bit or paged).
     """
-    rule, marks = rule_of(settings), flatten(decays)
-    hidden = _muon(settings) if settings.spec.has_matrix_rule else rule
-    places = None if settings.layer_decay == 1 else flatten(depths)
+    rule, has_decay = select_rule(settings), flatten(decays)
+    matrix_rule = _muon(settings) if settings.spec.has_matrix_rule else rule
+    depth_of = None if settings.layer_decay == 1 else flatten(depths)
 
     def rule_for(path: Path) -> Rule:
-        return hidden if marks[path] and in_hidden_matrix(path) else rule
+        return matrix_rule if has_decay[path] and in_hidden_matrix(path) else rule
 
-    # Matrices decay and vectors do not, so the mark tells how many dimensions a single parameter has.
+    # Matrices decay and vectors do not, so `has_decay` implies the number of dimensions of a single parameter.
     def is_stack(path: Path, param: Array) -> bool:
-        return param.ndim > (2 if marks[path] else 1)
+        return param.ndim > (2 if has_decay[path] else 1)
 
     def init(params: Tree) -> Tree:
         params_of = flatten(params)
         slots = {path: (jax.vmap(rule_for(path).slots) if is_stack(path, p) else rule_for(path).slots)(p)
                  for path, p in params_of.items()}
         if settings.ema_decay is not None:
-            slots = {path: {**own, AVERAGE: params_of[path].astype(jnp.float32)} for path, own in slots.items()}
+            slots = {path: {**param_slots, AVERAGE: params_of[path].astype(jnp.float32)}
+                     for path, param_slots in slots.items()}
         return _by_slot(slots)
 
     def update(gradients: Tree, state: Tree, params: Tree, **scalars: Array) -> tuple[Tree, Tree]:
         states, updates, slots = _by_path(state), {}, {}
         flat_gradients = flatten(gradients)
         for path, param in flatten(params).items():
-            decay = settings.weight_decay if marks[path] else 0.0
+            decay = settings.weight_decay if has_decay[path] else 0.0
 
-            own = {name: scalars.get(f"{OF_B}{name}", value) for name, value in scalars.items()
-                   } if path[-1] == "lora_B" else scalars
-            if places is not None:
-                own = {name: value[np.array(places[path])] for name, value in own.items()}
+            param_scalars = {name: scalars.get(f"{B_PREFIX}{name}", value) for name, value in scalars.items()
+                             } if path[-1] == "lora_B" else scalars
+            if depth_of is not None:
+                param_scalars = {name: value[np.array(depth_of[path])] for name, value in param_scalars.items()}
 
-            # In float32; slots go back to the dtype that they are stored in. The defaults bind this iteration's values.
-            def one(gradient, param, state, scalars, decay=decay, rule=rule_for(path)):
+            # In float32; slots are cast back to their stored dtype. The defaults bind this iteration's values.
+            def update_param(gradient, param, state, scalars, decay=decay, rule=rule_for(path)):
                 wide = {name: value.astype(jnp.float32) for name, value in state.items()}
                 average = wide.pop(AVERAGE, None)
                 change, new = rule.update(gradient.astype(jnp.float32), param.astype(jnp.float32), wide, decay, scalars)
@@ -90,17 +91,17 @@ def build(settings: Optimizer, decays: Tree, depths: Tree | None = None) -> opta
                     new = {**new, AVERAGE: _lerp(average, optax.apply_updates(param, change), scalars["ema_weight"])}
                 return change, {name: value.astype(state[name].dtype) for name, value in new.items()}
 
-            # Layers apart, since Adafactor averages over a parameter: a stack would mix the statistics of its layers.
-            by_layer = (0, 0, 0, None if places is None else 0)
-            step = jax.vmap(one, in_axes=by_layer) if is_stack(path, param) else one
-            updates[path], slots[path] = step(flat_gradients[path], param, states.get(path, {}), own)
+            # Layer by layer, since Adafactor averages over a parameter: a stack would mix its layers' statistics.
+            by_layer = (0, 0, 0, None if depth_of is None else 0)
+            step = jax.vmap(update_param, in_axes=by_layer) if is_stack(path, param) else update_param
+            updates[path], slots[path] = step(flat_gradients[path], param, states.get(path, {}), param_scalars)
         return unflatten(updates), _by_slot(slots)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _lerp(average: Array, param: Array, weight: Array) -> Array:
-    """Return the average moved towards a parameter by a share, as torch.lerp computes it."""
+    """Return the average moved towards a parameter by the fraction `weight`, as torch.lerp computes it."""
     param = param.astype(jnp.float32)
     distance = param - average
     return jnp.where(weight < 0.5, average + weight * distance, param - distance * (1 - weight))
@@ -111,35 +112,35 @@ def in_hidden_matrix(path: Path) -> bool:
     return path[0] == "layers" and "conv" not in path and not ("experts" in path and path[-1].startswith("lora_"))
 
 
-def step_scalars(settings: Optimizer, step: int, num_steps: int, layers: int = 0
+def step_scalars(settings: Optimizer, step: int, num_steps: int, num_layers: int = 0
                  ) -> dict[str, np.float32 | np.ndarray]:
     """Return the scalars of optimiser step `step` (from 0) of `num_steps`, including `lr`.
 
-    Those of the matrices B of adapters, if their rate is another, have names that begin with `OF_B`. With `layer_decay`
-    there is one for each depth of the network's layers, [layers + 2].
+    If the B matrices of adapters have another learning rate, their scalars have names that start with `B_PREFIX`. With
+    `layer_decay`, each scalar is an array [num_layers + 2] with a value per depth.
     """
     rate, ratios = settings.lr_at(step, num_steps), {"": 1.0}
     if settings.b_lr_ratio != 1:
-        ratios[OF_B] = settings.b_lr_ratio
-    found: dict[str, np.float32 | np.ndarray] = {}
+        ratios[B_PREFIX] = settings.b_lr_ratio
+    all_scalars: dict[str, np.float32 | np.ndarray] = {}
     for prefix, ratio in ratios.items():
-        # Rounds as torch does.
+        # In this order it rounds as torch does.
         rates = [rate if ratio * scale == 1 else settings.lr * ratio * scale * (rate / (settings.lr or 1.0))
-                 for scale in settings.scales(layers)]
-        by_depth = [{"lr": lr, **rule_of(settings).scalars(step + 1, lr)} for lr in rates]
+                 for scale in settings.scales(num_layers)]
+        by_depth = [{"lr": lr, **select_rule(settings).scalars(step + 1, lr)} for lr in rates]
         if settings.ema_decay is not None:  # the average starts with the result of the first step
             by_depth = [{**scalars, "ema_weight": 1 - settings.ema_decay if step else 1.0} for scalars in by_depth]
         for name in by_depth[0]:
             values = np.array([scalars[name] for scalars in by_depth], np.float32)
-            found[prefix + name] = values[0] if settings.layer_decay == 1 else values
-    return found
+            all_scalars[prefix + name] = values[0] if settings.layer_decay == 1 else values
+    return all_scalars
 
 
-def rule_of(settings: Optimizer) -> Rule:
-    """Return the update rule of `settings`, with its constants; of `muon`, that of what is no matrix of a layer."""
+def select_rule(settings: Optimizer) -> Rule:
+    """Return the update rule of `settings`; for `muon`, the rule of parameters that are not matrices of a layer."""
     if settings.name not in RULES:
-        raise UserError(f"optimizer.name is {settings.name}, which is bitsandbytes' and needs engine: torch. The JAX "
-                        f"engine has {', '.join(RULES)}: set optimizer.name to adamw.")
+        raise UserError(f"optimizer.name is {settings.name}, which the JAX engine does not support. Use one of "
+                        f"{', '.join(RULES)}, or engine: torch.")
     return RULES[settings.name](settings)
 
 
@@ -150,7 +151,7 @@ def _adamw(settings: Optimizer) -> Rule:
     def update(gradient, param, state, decay, scalars):
         mean = beta1 * state["exp_avg"] + (1 - beta1) * gradient
         square = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient * gradient
-        # Bias corrections as torch has them: of the root here, of the mean within `step_size` = lr / (1 - beta1^step).
+        # Bias corrections as in torch: of the root here, of the mean in `step_size` = lr / (1 - beta1^step).
         root = jnp.sqrt(square) / scalars["bias2_root"] + settings.eps
         change = -(scalars["lr"] * decay) * param - scalars["step_size"] * mean / root
         return change, {"exp_avg": mean, "exp_avg_sq": square}
@@ -213,7 +214,7 @@ def _lion(settings: Optimizer) -> Rule:
     beta1, beta2 = settings.betas
 
     def update(gradient, param, state, decay, scalars):
-        # The sign is of an average with beta1, while the moment kept decays with beta2.
+        # The sign is of an average with beta1, while the stored moment decays with beta2.
         moment = state["state1"]
         change = -(scalars["lr"] * decay) * param - scalars["lr"] * jnp.sign(beta1 * moment + (1 - beta1) * gradient)
         return change, {"state1": beta2 * moment + (1 - beta2) * gradient}
@@ -222,7 +223,7 @@ def _lion(settings: Optimizer) -> Rule:
 
 
 def _muon(settings: Optimizer) -> Rule:
-    """Muon (Jordan et al. 2024) as torch.optim.Muon has it, of a matrix [A, B] or a stack of experts [E, A, B]."""
+    """Muon (Jordan et al. 2024) as in torch.optim.Muon, for a matrix [A, B] or a stack of experts [E, A, B]."""
     momentum, dtype = settings.muon_momentum, jnp.dtype(settings.ns_dtype)
 
     def update(gradient, param, state, decay, scalars):
@@ -236,13 +237,13 @@ def _muon(settings: Optimizer) -> Rule:
 
 
 RULES: dict[str, Callable[[Optimizer], Rule]] = {"adamw": _adamw, "adafactor": _adafactor, "sgd": _sgd, "lion": _lion,
-                                                 "muon": _adamw}  # the matrices of layers apart
+                                                 "muon": _adamw}  # matrices of layers use `_muon`
 
 
 def orthogonalize(matrix: Array, num_steps: int, dtype: jnp.dtype) -> Array:
-    """Return about U V^T for matrices U S V^T, [..., A, B]: the Newton-Schulz iterations of Muon.
+    """Return approximately U V^T for matrices U S V^T [..., A, B], by the Newton-Schulz iterations of Muon.
 
-    As torch does it: `dtype` is that of the results, while products are summed in float32.
+    As in torch, results have `dtype`, while products are summed in float32.
     """
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = (matrix.mT if is_tall else matrix).astype(dtype)
@@ -265,8 +266,8 @@ def _by_slot(slots: dict[Path, Slots]) -> Tree:
 
 
 def _by_path(state: Tree) -> dict[Path, Slots]:
-    """Inverse of `_by_slot`."""
-    found: dict[Path, Slots] = {}
+    """Convert {slot: tree} to {path: {slot: array}}, the inverse of `_by_slot`."""
+    by_path: dict[Path, Slots] = {}
     for (name, *path), value in flatten(state).items():
-        found.setdefault(tuple(path), {})[name] = value
-    return found
+        by_path.setdefault(tuple(path), {})[name] = value
+    return by_path

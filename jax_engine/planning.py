@@ -1,4 +1,4 @@
-"""Planning: compile a recipe's training step for devices that need not be present, and report what it needs."""
+"""Planning: compile a recipe's training step, also for absent devices, and report its memory, FLOPs and traffic."""
 
 import copy
 import math
@@ -40,7 +40,7 @@ _ATTENTION = re.compile(r'custom_call_target="__(cudnn\$fmha\w*)"|%(splash_mha_(
 
 
 class Planner:
-    """Plan one recipe on one target.
+    """Planner of one recipe on one target.
 
     Args:
         trainer: The recipe's trainer.
@@ -51,10 +51,10 @@ class Planner:
 
     def __init__(self, trainer: Any, task: Task, data: DataModule, on: Target):
         self.trainer, self.task, self.data = trainer, task, data
-        self.devices, simulated = devices_of(on)
+        self.devices, simulated = select_devices(on)
         self.on = replace(on, is_simulated=simulated)
         trainer.state.fn = SimpleNamespace(value="fit")
-        # The target's ranks set the rows of a step.
+        # The target's ranks determine the rows of a step.
         trainer.parallel = machines.spread(trainer.strategy, self.devices, self.on)
         data.trainer = trainer
         data.prepare_data()
@@ -66,7 +66,7 @@ class Planner:
 
     @property
     def missing(self) -> str | None:
-        """Name of the missing package that would compile for the target; None if the target is not simulated."""
+        """Missing package that would compile for the target; None if the target is not simulated."""
         return plugin(self.on) if self.on.is_simulated else None
 
     def recipe(self) -> Variant:
@@ -83,8 +83,8 @@ class Planner:
                          trainer.max_epochs)
 
     def plan(self, variant: Variant) -> StepPlan:
-        """Compile a step of a variant and return what it needs."""
-        # A copy, since several variants are planned; `__post_init__` checks the fields that have changed.
+        """Compile a step of a variant; return its memory, FLOPs and traffic."""
+        # A copy, since several variants are planned. `__post_init__` checks the changed fields.
         task = copy.copy(self.task)
         task.gradient_checkpointing, task.quantize, task.lora = variant.checkpointing, variant.quantize, variant.lora
         task.__post_init__()
@@ -94,64 +94,64 @@ class Planner:
         clipping = Clipping(self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm or "norm")
         steps = Steps(parallel, task.batch_loss, optimizer, clipping, None, task.metric_names, task.survey,
                       task.statistic_names, task.chunk_tokens(parallel.num_devices))
-        rows = outlined_batch(self.example, parallel.data_parallel_size, variant.rows, self.data.max_length)
+        rows = outline_batch(self.example, parallel.data_parallel_size, variant.rows, self.data.max_length)
         accumulates = variant.accumulated > 1 or task.survey is not None
         scalars = step_scalars(task.optimizer, 0, 1, task.network.num_named_layers)
         lowered = steps.lowered(trainable, frozen, rows, scalars, accumulates)
         state = jax.eval_shape(lambda leaves: new_state(leaves, optimizer.init), trainable)
-        memory = {"parameters": _held_bytes(parallel, trainable, "state") + _held_bytes(parallel, frozen, "state"),
-                  "optimiser state": _held_bytes(parallel, state["optimizer"], "state"),
-                  "rows": _held_bytes(parallel, rows, "batch")}
+        memory = {"parameters": _device_bytes(parallel, trainable, "state") + _device_bytes(parallel, frozen, "state"),
+                  "optimiser state": _device_bytes(parallel, state["optimizer"], "state"),
+                  "rows": _device_bytes(parallel, rows, "batch")}
         # float32, of this device's shards.
-        gradients = sum(4 * part.size for part in jax.tree.leaves(_parts(parallel, trainable, "state")))
+        gradients = sum(4 * shard.size for shard in jax.tree.leaves(_shards(parallel, trainable, "state")))
         if accumulates:
             memory["summed gradients"] = gradients
         # In the order in which a run places them.
-        kept = [_parts(parallel, tree, "state") for tree in (trainable, frozen, state["optimizer"])]
-        sizes = [part.size * part.dtype.itemsize for part in jax.tree.leaves(kept)]
-        gap = largest_gap(self.on, self._room(), [*sizes, memory.get("summed gradients", 0), memory["rows"]])
-        found, programs = compile_step(lowered, memory, self._room(), gap=gap)
+        shards = [_shards(parallel, tree, "state") for tree in (trainable, frozen, state["optimizer"])]
+        sizes = [shard.size * shard.dtype.itemsize for shard in jax.tree.leaves(shards)]
+        gap = largest_gap(self.on, self._usable_memory(), [*sizes, memory.get("summed gradients", 0), memory["rows"]])
+        compiled, programs = compile_step(lowered, memory, self._usable_memory(), gap=gap)
         traffic, notes = self._traffic(programs, variant.accumulated)
         tokens = rows["input_ids"].size * variant.accumulated
-        # Without accumulation gradients exist only within the step, so the compiler's temporaries include them.
+        # Without accumulation, gradients exist only within the step, so the compiler's temporaries include them.
         parts = {} if accumulates else {"gradients": gradients}
         return StepPlan(
-            self.on, "simulated" if self.on.is_simulated else "compiled", found.parts, parts, found.available,
-            found.refusal, traffic, self._flops(task, trainable, frozen, rows, variant.accumulated),
+            self.on, "simulated" if self.on.is_simulated else "compiled", compiled.parts, parts, compiled.available,
+            compiled.refusal, traffic, self._flops(task, trainable, frozen, rows, variant.accumulated),
             task.network.build.dtype.name, tokens, parallel.data_parallel_size, notes, kernels=_kernels(programs),
-            drawing=self._drawing(task, parallel, merge(trainable, without_copies(frozen)), variant), gap=found.gap)
+            drawing=self._sampling(task, parallel, merge(trainable, without_copies(frozen)), variant), gap=compiled.gap)
 
-    def _drawing(self, task: Task, parallel: Parallel, params: Tree, variant: Variant) -> Drawing | None:
-        """Return the drawing of a process's answers: on one of its devices, or on all of a mesh of one process.
+    def _sampling(self, task: Task, parallel: Parallel, params: Tree, variant: Variant) -> Drawing | None:
+        """Return how a process samples answers: on one of its devices, or on all devices of a one-process mesh.
 
-        There is taken to be a process for each group of linked devices.
+        Assumes one process per group of linked devices.
         """
         rows = variant.rows * variant.accumulated * parallel.data_parallel_size
-        drawn, config = task.sampling_load(rows, self.data.eval_batch_size), task.network.config
-        if drawn is None:
+        load, config = task.sampling_load(rows, self.data.eval_batch_size), task.network.config
+        if load is None:
             return None
         processes = -(-self.on.num_devices // self.on.kind.per_node) if self.on.kind else 1
-        looked_up = None if config.tie_word_embeddings else ("embed", "tokens", "weight")
+        lookup_path = None if config.tie_word_embeddings else ("embed", "tokens", "weight")
         weights = [(".".join(path), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf)))
-                   for path, leaf in flatten(params).items() if path != looked_up]
+                   for path, leaf in flatten(params).items() if path != lookup_path]
         length = self.data.max_length
-        return Drawing.of(config, -(-drawn.answers // processes), task.answers_at_once(length, self.on.memory),
-                          drawn.steps, (length, drawn.new_tokens), task.network.build.dtype.itemsize, weights,
+        return Drawing.of(config, -(-load.answers // processes), task.answers_at_once(length, self.on.memory),
+                          load.steps, (length, load.new_tokens), task.network.build.dtype.itemsize, weights,
                           self.on.num_devices if isinstance(parallel, ShardedMesh) and processes == 1 else 1)
 
-    def _room(self) -> float:
+    def _usable_memory(self) -> float:
         return self.on.room(Pool.from_environment().fraction)
 
     def _flops(self, task: Task, trainable: Tree, frozen: Tree, rows: dict[str, Any], accumulated: int) -> float:
         """Return the FLOPs of a step per device, including recomputation."""
         arch, tokens = task.network.arch, rows["input_ids"]
         trained, forward_alone = task.passes()
-        # Counted without trained parameters, FLOPs are 4 per weight: half of them are the forward pass.
-        own = merge(trainable, without_teacher(frozen))
-        step, forward = task.flops_per_token(trainable, frozen), task.flops_per_token({}, own) / 2
-        again = task.network.remat == "full"
-        # Full remat repeats the forward pass of the layers: 2 FLOPs per weight.
-        if again:
+        # Without trained parameters, FLOPs are counted as 4 per weight: half of them are the forward pass.
+        own_params = merge(trainable, without_teacher(frozen))
+        step, forward = task.flops_per_token(trainable, frozen), task.flops_per_token({}, own_params) / 2
+        is_recomputed = task.network.remat == "full"
+        # Full remat repeats the layers' forward pass: 2 FLOPs per weight.
+        if is_recomputed:
             mixture = mixture_of(task.network.config)
             step += 2 * sum(leaf.size * (mixture.share if "experts" in path else 1)
                             for tree in (trainable, frozen) for path, leaf in flatten(tree).items()
@@ -163,67 +163,66 @@ class Planner:
             scores = sum(score_flops(tokens.shape[-1], [window], arch.num_heads * arch.head_sizes(name)[1], arch.causal)
                          for window, name in zip(arch.windows, attentions, strict=True) if name != "linear_attn")
             mixing += scores * (tokens.size // tokens.shape[-1])
-        # One product forward, two backward, and with remat one forward again.
-        total += (trained * (3 + again) + forward_alone) * mixing
+        # One product forward, two backward, and one more forward with remat.
+        total += (trained * (3 + is_recomputed) + forward_alone) * mixing
         return total * accumulated / self.on.num_devices
 
     def _traffic(self, programs: dict[str, Any], accumulated: int) -> tuple[dict[str, Traffic], list[str]]:
         total: dict[str, Traffic] = {}
         unknown = 0
         for name, program in programs.items():
-            found, loops = collectives(program.as_text())
+            by_kind, loops = collectives(program.as_text())
             unknown += loops
             # `accumulate` runs once per micro-batch, `update` and `full_step` once per step.
             times = accumulated if name == "accumulate" else 1
-            for kind, one in found.items():
-                total[kind] = total.get(kind, Traffic(0, 0, 1)).plus(one, times)
-        notes = [f"rows are as long as they may be: {self.data.max_length} tokens"]
+            for kind, traffic in by_kind.items():
+                total[kind] = total.get(kind, Traffic(0, 0, 1)).plus(traffic, times)
+        notes = [f"assumes rows of the maximum length, {self.data.max_length} tokens"]
         if "segment_ids" in self.example:
-            notes.append("the scores of attention, which depend on how long packed documents are, are not in the "
-                         "arithmetic")
+            notes.append("FLOPs exclude attention scores, which depend on the lengths of packed documents")
         if self.on.platform == "gpu":
-            notes.append(f"XLA takes {self._room() / self.on.memory:.0%} of a GPU's memory ({FRACTIONS[0]})")
+            notes.append(f"XLA uses {self._usable_memory() / self.on.memory:.0%} of a GPU's memory ({FRACTIONS[0]})")
         if unknown:
-            notes.append(f"loops whose passes the program does not tell count once in the collectives: {unknown}")
+            notes.append(f"collectives in {unknown} loops of unknown trip count are counted once")
         if self.on.platform == "tpu" and not self.on.is_simulated:
-            notes.append("whether it fits is the word of the TPU's compiler, whose figures count more than it needs")
+            notes.append("the TPU compiler decides whether it fits; its figures are higher than the memory used")
         if self.on.is_simulated:
-            notes.append("simulated on this machine's processor, whose compiler keeps products of 16 bits in 32")
+            notes.append("simulated on this machine's CPU, whose compiler keeps 16-bit products in 32 bits")
         return total, notes
 
 
-def outlined_batch(example: dict[str, Any], ranks: int, rows: int, max_length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return an abstract batch of all ranks at the maximum length; `example` is a batch of the loader."""
+def outline_batch(example: dict[str, Any], ranks: int, rows: int, max_length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return an abstract batch of all ranks at the maximum length, from one of the loader's batches."""
     axis = example["input_ids"].ndim - 1
-    outlined = {}
+    outlines = {}
     for name, x in example.items():
         x = np.asarray(x)
         is_long = has_tokens(name, x.ndim, x.dtype.kind == "f", axis)
         shape = (ranks, rows, *x.shape[1:axis], *((max_length,) if is_long else x.shape[axis:axis + 1]),
                  *x.shape[axis + 1:])
-        outlined[name] = jax.ShapeDtypeStruct(shape, np.float32 if x.dtype.kind == "f" else np.int32)
-    return outlined
+        outlines[name] = jax.ShapeDtypeStruct(shape, np.float32 if x.dtype.kind == "f" else np.int32)
+    return outlines
 
 
-def _parts(parallel: Parallel, tree: Tree, kind: str) -> Tree:
+def _shards(parallel: Parallel, tree: Tree, kind: str) -> Tree:
     """Return the shape and dtype of each array's shard on a device."""
-    def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def shard(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         # On a mesh the shard; with replicas one element of the leading device axis.
         shape = x.sharding.shard_shape(x.shape) if x.sharding is not None else (1, *x.shape[1:])
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    return jax.tree.map(part, parallel.outline(tree, kind))
+    return jax.tree.map(shard, parallel.outline(tree, kind))
 
 
-def _held_bytes(parallel: Parallel, tree: Tree, kind: str) -> int:
+def _device_bytes(parallel: Parallel, tree: Tree, kind: str) -> int:
     """Return the bytes of a tree's shards on a device."""
-    return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(_parts(parallel, tree, kind)))
+    return sum(shard.size * shard.dtype.itemsize for shard in jax.tree.leaves(_shards(parallel, tree, kind)))
 
 
 def _kernels(programs: dict[str, Any]) -> dict[str, int]:
     """Count the calls of fused attention kernels in the programs, by name."""
-    found = Counter("".join(names) for program in programs.values() for names in _ATTENTION.findall(program.as_text()))
-    return {name.replace("cudnn$", "cuDNN "): count for name, count in sorted(found.items())}
+    counts = Counter("".join(names) for program in programs.values() for names in _ATTENTION.findall(program.as_text()))
+    return {name.replace("cudnn$", "cuDNN "): count for name, count in sorted(counts.items())}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ _CALLED = re.compile(r"(?:body|calls|to_apply|async_computation)=%?([\w.\-]+)")
 
 
 def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
-    """Return one call's traffic by kind of collective, and the number of loops with an unknown trip count.
+    """Return the traffic of one call by kind of collective, and the number of loops with an unknown trip count.
 
     Loop bodies count once per iteration, or once if the trip count is unknown.
 
@@ -244,41 +243,41 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
         hlo: Text of the compiled module.
     """
     computations = _computations(hlo)
-    # TPU programs mention a collective in several fusions, which start it and wait for it: identify it by its channel.
-    found_once: dict[str, tuple[str, int, int, int]] = {}
+    # TPU programs mention a collective in several fusions, which start it and wait for it. Its channel identifies it.
+    by_channel: dict[str, tuple[str, int, int, int]] = {}
     unknown = set()
 
-    def walk(name: str, times: int, above: tuple[str, ...], in_fusion: bool = False) -> None:
-        if name in above:
+    def walk(name: str, times: int, callers: tuple[str, ...], in_fusion: bool = False) -> None:
+        if name in callers:
             return
         # Instructions are one per line: `%name = f32[8,4]{1,0} all-gather(...), channel_id=1, replica_groups=...`.
         for line in computations.get(name, ()):
-            if (found := _INSTRUCTION.match(line)) is None:
+            if (match := _INSTRUCTION.match(line)) is None:
                 continue
             # An asynchronous collective is a pair of -start and -done: only -start counts.
-            kind, passes = found[2].removesuffix("-start"), times
+            kind, passes = match[2].removesuffix("-start"), times
             if kind in KINDS:
-                group, channel = _group(line), re.search(r"channel_id=(\d+)", line)
-                size = _whole_bytes(kind, found[1], found[2], group)
-                # TPU programs have a reduce-scatter as a fusion of all-reduce and slice, in a computation of this name.
-                one = ("reduce-scatter" if "all-reduce-scatter" in name else kind, times, size, group)
-                # The most frequent mention counts.
+                group, channel = _group_size(line), re.search(r"channel_id=(\d+)", line)
+                size = _whole_bytes(kind, match[1], match[2], group)
+                # In TPU programs a reduce-scatter is a fusion of all-reduce and slice, in a computation of this name.
+                mention = ("reduce-scatter" if "all-reduce-scatter" in name else kind, times, size, group)
+                # Keep the most frequent mention.
                 key = channel[1] if channel and in_fusion else line
-                found_once[key] = max(found_once.get(key, one), one, key=lambda each: each[1])
+                by_channel[key] = max(by_channel.get(key, mention), mention, key=lambda mention: mention[1])
             if kind == "while":
-                known = _passes(line, computations)
-                passes = times * (known or 1)
-                if known is None:
+                trip_count = _trip_count(line, computations)
+                passes = times * (trip_count or 1)
+                if trip_count is None:
                     unknown.add(line)
-            # Bodies of loops, fusions and conditionals are computations of their own.
+            # Bodies of loops, fusions and conditionals are separate computations.
             branches = [part.strip().lstrip("%") for part in ",".join(
                 re.findall(r"branch_computations=\{([^}]*)\}", line)).split(",") if part]
             for called in (*_CALLED.findall(line), *branches):
-                walk(called, passes, (*above, name), in_fusion or kind == "fusion")
+                walk(called, passes, (*callers, name), in_fusion or kind == "fusion")
 
     walk("", 1, ())
     total: dict[str, Traffic] = {}
-    for kind, times, size, group in found_once.values():
+    for kind, times, size, group in by_channel.values():
         if group > 1:
             total[kind] = total.get(kind, Traffic(0, 0, group)).plus(Traffic(times, times * size, group))
     return total, len(unknown)
@@ -286,16 +285,16 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
 
 def _computations(hlo: str) -> dict[str, list[str]]:
     """Return the lines of each computation by name; the entry computation's name is empty."""
-    found: dict[str, list[str]] = {}
+    computations: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in hlo.splitlines():
         # A computation starts at the margin and ends its first line with a brace.
         if line and not line[0].isspace() and line.rstrip().endswith("{"):
             name = "" if line.startswith("ENTRY") else line.split()[0].lstrip("%").split("(")[0]
-            lines = found[name] = []
+            lines = computations[name] = []
         else:
             lines.append(line)
-    return found
+    return computations
 
 
 def _bytes(shapes: str) -> list[int]:
@@ -304,7 +303,7 @@ def _bytes(shapes: str) -> list[int]:
 
 
 def _width(kind: str) -> int:
-    # The width of other types is the first number in their names: s32, u64, f8e4m3fn.
+    # The first number in the other types' names: s32, u64, f8e4m3fn.
     digits = re.search(r"\d+", kind)
     return int(digits[0]) if digits else 0
 
@@ -316,11 +315,11 @@ def _whole_bytes(kind: str, shapes: str, operation: str, group: int) -> int:
         sizes = sizes[len(sizes) // 2:]  # results follow the operands
     elif operation.endswith("-start") and kind == "collective-permute":
         sizes = sizes[:1]
-    # A reduce-scatter's result is one shard; an all-gather's is whole already.
+    # A reduce-scatter returns one shard, an all-gather the whole array.
     return sum(sizes) * (group if kind == "reduce-scatter" else 1)
 
 
-def _group(line: str) -> int:
+def _group_size(line: str) -> int:
     """Return the number of devices in a collective's group."""
     # Three notations: lists, {{0,1},{2,3}}; axes of a mesh; and [number of groups, devices per group]<=[...].
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
@@ -333,19 +332,19 @@ def _group(line: str) -> int:
     return int(counted[2]) if counted else 2
 
 
-def _passes(line: str, computations: dict[str, list[str]]) -> int | None:
+def _trip_count(line: str, computations: dict[str, list[str]]) -> int | None:
     """Return a loop's trip count, from the compiler's annotation or the constant upper bound of its counter."""
-    if known := re.search(r'known_trip_count"?:\s*\{"?n"?:"?(\d+)', line):
-        return int(known[1])
+    if annotation := re.search(r'known_trip_count"?:\s*\{"?n"?:"?(\d+)', line):
+        return int(annotation[1])
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     text = "\n".join(computations.get(condition[1], ())) if condition else ""
-    # Counters are taken to start at 0 and to be compared by `<`, so a single constant in the condition is their bound.
+    # Assumes that counters start at 0 and are compared by `<`: a single constant in the condition is then the bound.
     limits = re.findall(r"= s32\[\](?:\{[^}]*\})? constant\((\d+)\)", text)
     return int(limits[0]) if len(limits) == 1 and "direction=LT" in text else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Absent devices for XLA to compile for: TPUs (jax[tpu]), GPUs (jax[cuda12]), or simulated ones.
+# Absent devices to compile for: TPUs (jax[tpu]), GPUs (jax[cuda12]), or simulated ones.
 
 # GPU properties that XLA needs in addition to the memory size, from the vendor's tables: multiprocessors (SMs), float32
 # lanes per SM, KiB of shared memory per SM and per block, MiB of L2 cache, GHz, compute capability.
@@ -357,7 +356,7 @@ GPUS = {"H100": (132, 128, 228, 227, 50, 1.98, (9, 0)), "H200": (132, 128, 228, 
 
 
 def plugin(on: Target) -> str | None:
-    """Return the JAX plug-in package that compiles for a target; None if none is needed, or there is none."""
+    """Return the JAX plug-in package that compiles for a target; None if none is needed or exists."""
     if on.platform == "tpu":
         return "libtpu"
     return "jax_cuda12_plugin" if on.kind is not None and on.kind.name in GPUS else None
@@ -368,35 +367,35 @@ def has(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def devices_of(on: Target) -> tuple[Sequence[jax.Device], bool]:
-    """Return the devices to compile for, and True if they are simulated on this machine's CPU.
+def select_devices(on: Target) -> tuple[Sequence[jax.Device], bool]:
+    """Return the devices to compile for, and True if this machine's CPU simulates them.
 
     Raises:
-        UserError: JAX is initialised already, with fewer devices than are to be simulated.
+        UserError: JAX is already initialised, with too few devices to simulate the target.
     """
     jax.config.update("jax_platforms", "cpu")
     package = plugin(on)
     if package is None or not has(package):
-        # Without the plug-in, the CPU stands in: as many virtual devices as the target has.
-        with suppress(RuntimeError):  # initialised already; the number of devices is checked below
+        # Without the plug-in, simulate the target with as many virtual CPU devices.
+        with suppress(RuntimeError):  # already initialised; the number of devices is checked below
             jax.config.update("jax_num_cpu_devices", on.num_devices)
-        found = jax.devices("cpu")[:on.num_devices]
-        if len(found) < on.num_devices:
-            raise UserError(f"--on: JAX has started with {len(found)} devices, so {on.num_devices} cannot be "
-                            "simulated. Plan in a process of its own.")
-        return found, on.platform != "cpu"
+        devices = jax.devices("cpu")[:on.num_devices]
+        if len(devices) < on.num_devices:
+            raise UserError(f"--on: JAX has already started with {len(devices)} devices, so it cannot simulate "
+                            f"{on.num_devices}. Run the plan in a separate process.")
+        return devices, on.platform != "cpu"
     if on.platform == "gpu":
-        found = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=_description(on),
-                                             topology=f"1x1x{on.num_devices}")
+        topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=_description(on),
+                                                topology=f"1x1x{on.num_devices}")
     else:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to query
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # concurrent plans do not use a chip
         bounds = tpu_shape(on)
         # As a single host, so that all devices belong to this process.
-        found = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             platform="tpu", chips_per_host_bounds=bounds, wrap=tpu_rings(bounds, on.kind.cores == 1),
             topology_name=f"{on.kind.name}:" + "x".join(map(str, bounds[:2] if on.kind.cores == 1 else bounds)))
-    return found.devices[:on.num_devices], False
+    return topology.devices[:on.num_devices], False
 
 
 def tpu_shape(on: Target) -> tuple[int, int, int]:
@@ -407,10 +406,10 @@ def tpu_shape(on: Target) -> tuple[int, int, int]:
     """
     bits = on.num_devices.bit_length() - 1
     if on.num_devices != 1 << bits:
-        raise UserError(f"--on: no slice of {on.kind.name} has {on.num_devices} chips: take a power of two.")
+        raise UserError(f"--on: no slice of {on.kind.name} has {on.num_devices} chips. Use a power of two.")
     axes = 2 if on.kind.cores == 1 else 3
-    # Divide the bits over the axes; the last axes get what is left over.
-    shape = [1 << ((bits + place) // axes) for place in range(axes)]
+    # Divide the bits over the axes; the last axes get the remainder.
+    shape = [1 << ((bits + axis) // axes) for axis in range(axes)]
     assert math.prod(shape) == on.num_devices
     return (*shape, 1)[:3] if axes == 2 else tuple(shape)
 
@@ -418,7 +417,7 @@ def tpu_shape(on: Target) -> tuple[int, int, int]:
 def tpu_rings(shape: tuple[int, int, int], is_plane: bool) -> tuple[bool, bool, bool]:
     """Return which axes of a slice have wrap-around links.
 
-    All have them in full 16 x 16 pods of v5e and v6e, and in slices of v4 and v5p made of 4 x 4 x 4 cubes.
+    All axes have them in full 16 x 16 pods of v5e and v6e, and in slices of v4 and v5p made of 4 x 4 x 4 cubes.
     """
     if is_plane:
         return (shape == (16, 16, 1),) * 2 + (False,)

@@ -17,7 +17,7 @@ from tests.peak_memory import give_back, taken
 
 def measured(recipe: str) -> tuple[int, int]:
     """Bytes that a recipe, whose arguments are JSON, is planned to take, and those that it takes."""
-    from jax_engine.planning import outlined_batch
+    from jax_engine.planning import outline_batch
 
     parsed = parse(["plan", *json.loads(recipe), "--engine", "jax", "--on", "cpu"], options_of("plan")[0])
     setup, planner = planner_of(parsed, target_named("cpu"))
@@ -29,7 +29,7 @@ def measured(recipe: str) -> tuple[int, int]:
     trainable, frozen = model.build(planner.precision, datamodule, 0)
     optimizer = build(model.optimizer, model.network.decays(trainable))
     steps = Steps(parallel, model.batch_loss, optimizer, Clipping(setup.trainer.gradient_clip_val), None)
-    outline = outlined_batch(planner.example, 1, variant.rows, datamodule.max_length)
+    outline = outline_batch(planner.example, 1, variant.rows, datamodule.max_length)
     batch = parallel.put_batch({name: np.ones(x.shape, x.dtype) for name, x in outline.items()})
     state, frozen = steps.new_state(parallel.put_state(trainable)), parallel.put_state(frozen)
     scalars = parallel.put_scalars(step_scalars(model.optimizer, 0, 10))

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, MixtralConfig
 
 from jax_engine.memory import full_length
-from jax_engine.planning import outlined_batch
+from jax_engine.planning import outline_batch
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import target_named
 from lmmods.core.plan import Traffic
@@ -272,7 +272,7 @@ def test_a_planned_batch_is_of_full_length_where_a_column_is_of_tokens(columns, 
     full = full_batch(example, 2, 64)
     assert {name: tuple(x.shape) for name, x in full.items()} == wanted
     assert all(full[name].dtype == x.dtype for name, x in example.items())
-    outlined = outlined_batch({name: x.numpy() for name, x in example.items()}, 3, 2, 64)
+    outlined = outline_batch({name: x.numpy() for name, x in example.items()}, 3, 2, 64)
     assert {name: x.shape for name, x in outlined.items()} == {name: (3, *shape) for name, shape in wanted.items()}
     batch = {name: jnp.asarray(x.numpy())[None, :2] for name, x in example.items()}
     assert {name: x.shape for name, x in full_length(batch, 64).items()} == {
