@@ -21,7 +21,7 @@ from jax_engine.distributed.devices import MeshSharding
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.prefetch import GlobalBatch, choose_padded_lengths, halve_lengths
 from jax_engine.distributed.steps import Clipping, Steps
-from jax_engine.distributed.target import at_hand
+from jax_engine.distributed.target import present_target
 from jax_engine.distributed.tree import Tree
 from jax_engine.memory import step_memory
 from jax_engine.models.experts import check_shared
@@ -201,7 +201,7 @@ class Trainer(JaxTrainerFields):
         # Only this batch's shapes matter: the step is compiled for rows of maximum length, but does not run.
         batch = next(iter(run.batches(loader, datamodule.batch_size, 1)))
         run.memory = step_memory(run.steps, run.state, run.weights.frozen, batch.arrays, run.scalars(),
-                                 datamodule.max_length, self.accumulate_grad_batches > 1, at_hand())
+                                 datamodule.max_length, self.accumulate_grad_batches > 1, present_target())
         self._summary(run).say(datamodule)
         if recipe:
             show_recipe(self.recipe, datamodule)
@@ -256,7 +256,7 @@ class Trainer(JaxTrainerFields):
         self.connect()
         self._say_engine()
         folder, is_multi_process = self.run_folder, jax.process_count() > 1
-        Peers.current().connect_all(jax.process_index(), jax.process_count(), machines.from_first,
+        Peers.current().connect_all(jax.process_index(), jax.process_count(), machines.broadcast,
                                     self.heartbeat_timeout)
         with (Peers.current().end_together(),
               folder.lock(command, check, jax.process_index() == 0, tells_later=is_multi_process)):
@@ -284,7 +284,7 @@ class Trainer(JaxTrainerFields):
             num_val_batches=run.num_batches(datamodule.val_dataloader(), "val"), max_epochs=self.max_epochs,
             max_steps=self.max_steps, val_check_interval=self.val_check_interval,
             val_epochs=self.check_val_every_n_epoch)
-        peak, state = peak_flops(at_hand().device), run.steps.new_state(run.weights.trainable)
+        peak, state = peak_flops(present_target().device), run.steps.new_state(run.weights.trainable)
         flops_fraction = run.flops_per_token / (peak * self.parallel.num_devices) if peak else None
         # Bound here and extended in place by `_start`: `run.loggers = ...` would leave `report` with the empty list.
         loggers = run.loggers  # empty until the run folder is ready
@@ -313,7 +313,7 @@ class Trainer(JaxTrainerFields):
         # The micro-batches of all ranks in a step have one length.
         lengths, ranks = loader.lengths(), self.parallel.data_parallel_size
         lengths = [max(lengths[start:start + ranks]) for start in range(0, len(lengths), ranks)]
-        on_cpu = at_hand().platform == "cpu"
+        on_cpu = present_target().platform == "cpu"
         rows = run.data.batch_size * run.data.sequences_per_row
         tokens = COMPILE_FLOPS["cpu" if on_cpu else "other"] / (run.flops_per_token * rows)
         return choose_padded_lengths(lengths, run.data.max_length, on_cpu, tokens * len(lengths) / num_batches)
@@ -328,7 +328,7 @@ class Trainer(JaxTrainerFields):
         if checkpoint:
             datamodule.resume_from(read_plain(checkpoint))
         # The first process fills the cache; the others read it afterwards.
-        datamodule.adopt_contents(machines.on_first(lambda: self._prepare_data(datamodule, checkpoint)))
+        datamodule.adopt_contents(machines.call_on_first(lambda: self._prepare_data(datamodule, checkpoint)))
         datamodule.setup(command)
         model.link(datamodule)
         if command == "fit":
@@ -343,7 +343,7 @@ class Trainer(JaxTrainerFields):
                           ) if command == "fit" else None
         clipping = Clipping(self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
         chunk_tokens = model.chunk_tokens(self.parallel.num_devices)
-        memory = model.step_memory(trainable, frozen, self.precision, datamodule, at_hand(), chunk_tokens,
+        memory = model.step_memory(trainable, frozen, self.precision, datamodule, present_target(), chunk_tokens,
                                    self.accumulate_grad_batches > 1)
         bar = Bar(self.enable_progress_bar and jax.process_index() == 0, machines.peak_memory, compile_clock())
         return Run(

@@ -20,7 +20,7 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_engine.distributed.interface import Compiled, Parallel, own_positions, place_leaves
+from jax_engine.distributed.interface import Compiled, Parallel, local_positions, place_leaves
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.pool import larger_pool
 from jax_engine.distributed.target import lowering_platforms, target
@@ -35,14 +35,14 @@ VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
 
 @dataclass
 class MeshSharding:
-    """A mesh of devices over which parameters, optimiser state and batches are sharded.
+    """Mesh of devices over which parameters, optimiser state and batches are sharded.
 
     Args:
         data: Number of copies of the parameters.
-        fsdp: Devices over which a copy is sharded, each with a micro-batch of its own. -1: all remaining devices.
-        sequence: Devices that share a micro-batch, each with a part of every row: for rows too long for one device.
-        tensor: Devices that share a micro-batch, each with a part of every matrix.
-        expert: Devices over which the experts of a layer are sharded, each with a micro-batch of its own.
+        fsdp: Number of devices over which each copy is sharded, each with its own micro-batch. -1: all that remain.
+        sequence: Number of devices that share a micro-batch, each with a part of every row, for rows too long for one.
+        tensor: Number of devices that share a micro-batch, each with a part of every matrix.
+        expert: Number of devices over which each layer's experts are sharded, each with its own micro-batch.
     """
 
     data: int = 1
@@ -56,50 +56,50 @@ def start(accelerator: str, devices: int | str, num_nodes: int, strategy: str | 
           heartbeat_timeout: int | None = None) -> Parallel:
     """Connect to the other processes, if any, select the devices and distribute the run over them.
 
-    Several processes are started by SLURM, torchrun or by hand (docs/cluster.md).
+    SLURM, torchrun or the user starts the processes (docs/cluster.md).
 
     Raises:
-        UserError: There are fewer devices or processes than requested, or no device of this accelerator.
+        UserError: There are fewer devices or processes than requested, or no such accelerator.
     """
     if accelerator != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(accelerator, accelerator))
-    # JAX without a plug-in for other devices can only run on CPUs. It must not be asked: that would initialise it,
-    # after which the settings below have no effect.
+    # JAX without a plug-in for other devices can only run on CPUs. Asking JAX would initialise it, after which the
+    # settings below have no effect.
     on_cpu = jax.config.jax_platforms == "cpu" or accelerator == "auto" and not entry_points(group="jax_plugins")
     if VIRTUAL_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         if devices not in ("auto", -1, 1):
-            with suppress(RuntimeError):  # the backend is initialised already; the number of devices is checked below
+            with suppress(RuntimeError):  # already initialised; the number of devices is checked below
                 jax.config.update("jax_num_cpu_devices", int(devices))
         elif on_cpu:
             keep_freed_memory()
     if detect_anomaly:
         jax.config.update("jax_debug_nans", True)
-    # Before the first use of a device, too.
-    _join(num_nodes, heartbeat_timeout)
-    _keep_compiled()
+    # Before the first use of a device, like the settings above.
+    _connect_processes(num_nodes, heartbeat_timeout)
+    _enable_compilation_cache()
     try:
         with larger_pool():
             local = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError if no JAX plug-in supports the platform
         reason = first_line(error).partition(" (set JAX_PLATFORMS")[0]
         raise no_device(accelerator, "JAX", reason) from error
-    wanted = len(local) if devices in ("auto", -1) else int(devices)
-    if not 1 <= wanted <= len(local):
+    num_local = len(local) if devices in ("auto", -1) else int(devices)
+    if not 1 <= num_local <= len(local):
         raise UserError(f"trainer.devices is {devices}, but this machine has {len(local)} ({local[0].platform}). "
                         "Lower it, or set it to auto.")
-    # The first `wanted` devices of each process, so that every process takes part.
+    # The first `num_local` devices of each process, so that every process takes part.
     by_process: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
-    chosen = [device for process in sorted(by_process) for device in by_process[process][:wanted]]
+    chosen = [device for process in sorted(by_process) for device in by_process[process][:num_local]]
     return spread(strategy, chosen)
 
 
 def spread(strategy: str | MeshSharding, devices: Sequence[jax.Device], on: Target | None = None) -> Parallel:
-    """Return the distribution over these devices that `trainer.strategy` asks for.
+    """Return the distribution over these devices that `trainer.strategy` requests.
 
     Args:
-        on: The target that steps are only lowered for; None if they run on the devices.
+        on: Target that steps are only lowered for; None if they run on the devices.
     """
     if strategy in ("auto", "ddp"):
         return Replicas(devices, on)
@@ -110,11 +110,11 @@ def spread(strategy: str | MeshSharding, devices: Sequence[jax.Device], on: Targ
 def keep_freed_memory() -> None:
     """Let glibc reuse freed memory instead of returning it to the system after each step.
 
-    XLA on CPUs allocates the activations of each step anew, and the kernel zeroes every page of them, which takes a
-    third of the time of a small model. Dispatch becomes synchronous, because only the calling thread's heap can grow
-    that large; for the same reason this is for a single device, since several would run in threads of their own. Does
-    nothing with another C library, or if the environment sets one of glibc's MALLOC_ variables. Call it before the
-    first use of a device.
+    XLA on CPUs reallocates the activations in each step, and the kernel zeroes all of their pages, which takes a third
+    of a small model's time. Dispatch becomes synchronous, because only the calling thread's heap can grow that large.
+    For the same reason, use it for a single device: several devices run in separate threads. It does nothing with
+    another C library, or if the environment sets one of glibc's MALLOC_ variables. Call it before the first use of a
+    device.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -136,15 +136,17 @@ def choose_precision(on: Target | None = None) -> tuple[str, str]:
 
 
 def keep_float32(precision: str, platform: str) -> None:
-    """Compute products of float32 in float32 under `32-true`, as torch does; by default GPUs round their factors to 10
-    bits (TF32) and TPUs to bfloat16. A choice by JAX_DEFAULT_MATMUL_PRECISION stays. CPUs never round.
+    """Compute float32 products in float32 under `32-true`, as torch does.
+
+    By default, GPUs round the factors to 10 bits (TF32) and TPUs to bfloat16; CPUs never round. The environment
+    variable JAX_DEFAULT_MATMUL_PRECISION overrides this.
     """
     if precision == "32-true" and platform != "cpu" and jax.config.jax_default_matmul_precision is None:
         jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def describe(parallel: Parallel) -> dict[str, Any]:
-    """Return manifest.json's entries for the devices and the settings that affect numerics; keys as on torch."""
+    """Return manifest.json's entries on devices and settings that affect numerics, with the same keys as on torch."""
     device = jax.devices()[0]
     return {"accelerator": device.platform, "device": device.device_kind, "num_devices": parallel.num_devices,
             "num_processes": jax.process_count(), "strategy": type(parallel).__name__,
@@ -157,43 +159,44 @@ def peak_memory() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def _join(num_nodes: int, heartbeat_timeout: int | None) -> None:
+def _connect_processes(num_nodes: int, heartbeat_timeout: int | None) -> None:
     """Connect the processes of several machines (jax.distributed)."""
     launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
     if num_nodes == 1 and launched == 1 or jax.distributed.is_initialized():
         return
-    # JAX kills a process that waits for a lost one. Its timeout must be longer than that of `Peers`, which reports why.
-    asked: dict[str, Any] = {"heartbeat_timeout_seconds": max(100, 2 * (heartbeat_timeout or 0))}
+    # JAX kills a process that waits for a lost one. Its timeout must exceed that of `Peers`, which reports the reason.
+    options: dict[str, Any] = {"heartbeat_timeout_seconds": max(100, 2 * (heartbeat_timeout or 0))}
     host, size, rank = (os.environ.get(name) for name in ("MASTER_ADDR", "WORLD_SIZE", "RANK"))
     port = int(os.environ.get("MASTER_PORT", "29500")) + 1
-    if host:  # torchrun, which uses MASTER_PORT itself (hence the next port), or the same variables set by hand
+    if host:  # from torchrun, which uses MASTER_PORT itself (hence the next port), or set by hand
         if not (size and rank):
-            raise UserError("MASTER_ADDR is set in the environment, but WORLD_SIZE or RANK is not. Set all three for "
-                            "each process (docs/cluster.md), or none for a single one.")
-        asked |= {"coordinator_address": f"{host}:{port}", "num_processes": int(size), "process_id": int(rank)}
+            raise UserError("MASTER_ADDR is set in the environment, but WORLD_SIZE or RANK is not. Set all three in "
+                            "each process (docs/cluster.md), or none for a single process.")
+        options |= {"coordinator_address": f"{host}:{port}", "num_processes": int(size), "process_id": int(rank)}
         if rank == "0":
-            _check_free(host, port)
+            _check_port_free(host, port)
     try:
-        jax.distributed.initialize(**asked)
+        jax.distributed.initialize(**options)
     except ValueError as error:  # no coordinator address in the environment
-        raise UserError(f"trainer.num_nodes is {num_nodes}, but nothing in the environment says where the other "
-                        f"processes are ({first_line(error).rstrip('.')}). Start one on each machine by torchrun or "
-                        "srun (docs/cluster.md).") from error
+        raise UserError(f"trainer.num_nodes is {num_nodes}, but the environment does not contain the address of the "
+                        f"first process ({first_line(error).rstrip('.')}). Start a process on each machine with "
+                        "torchrun or srun (docs/cluster.md).") from error
     except RuntimeError as error:
         raise cannot_meet(host or "the first machine", port, first_line(error)) from error
-    atexit.register(_part_after_failure)  # registered last, so it runs before JAX's own handler
+    atexit.register(_detach_after_failure)  # registered last, so it runs before JAX's own handler
     if jax.process_count() % num_nodes:
-        raise UserError(f"trainer.num_nodes is {num_nodes}, but {jax.process_count()} processes were started.")
+        raise UserError(f"trainer.num_nodes is {num_nodes}, but {jax.process_count()} processes were started. Start "
+                        "one on each machine with torchrun or srun (docs/cluster.md).")
 
 
-def _part_after_failure() -> None:
-    """If this process has failed, keep JAX from waiting five minutes at exit for a joint shutdown."""
+def _detach_after_failure() -> None:
+    """If this process has failed, prevent JAX from waiting five minutes at exit for a joint shutdown."""
     if Peers.end_alone():
-        forget_the_others()
+        detach_process()
 
 
-def _check_free(host: str, port: int) -> None:
-    """Raise UserError if another program uses the coordinator's port; gRPC would share it without an error."""
+def _check_port_free(host: str, port: int) -> None:
+    """Raise UserError if another program uses the coordinator's port, which gRPC would silently share."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -202,7 +205,7 @@ def _check_free(host: str, port: int) -> None:
             raise cannot_meet(host, port, error.strerror) from error
 
 
-def _keep_compiled() -> None:
+def _enable_compilation_cache() -> None:
     """Enable the persistent compilation cache, next to the data cache."""
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / COMPILED))
@@ -214,7 +217,7 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def from_first(value: Any) -> Any:
+def broadcast(value: Any) -> Any:
     """Return the first process's `value` on every process (broadcast). All processes must call this."""
     return gather({0: value} if jax.process_index() == 0 else {})[0]
 
@@ -226,7 +229,7 @@ def any_of(flag: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
-def on_first(function: Callable[[], Any]) -> Any:
+def call_on_first(function: Callable[[], Any]) -> Any:
     """Call `function` on the first process only; return its result, or raise its UserError, on every process."""
     if jax.process_count() == 1:
         return function()
@@ -235,10 +238,10 @@ def on_first(function: Callable[[], Any]) -> Any:
         try:
             outcome["value"] = function()
         except UserError as error:
-            outcome["mistake"] = error
+            outcome["error"] = error
     outcome = gather(outcome)
-    if "mistake" in outcome:
-        raise outcome["mistake"]
+    if "error" in outcome:
+        raise outcome["error"]
     return outcome["value"]
 
 
@@ -246,13 +249,13 @@ def gather(parts: dict[Any, Any]) -> dict[Any, Any]:
     """Return the union of all processes' mappings, on every process (all-gather)."""
     if jax.process_count() == 1:
         return parts
-    # An all-gather takes arrays of one shape: exchange the sizes first, then pad to the largest.
-    own = np.frombuffer(pickle.dumps(parts), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array(len(own)))
+    # An all-gather needs equal shapes: exchange the sizes first, then pad to the largest.
+    local = np.frombuffer(pickle.dumps(parts), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(len(local)))
     padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: len(own)] = own
-    everywhere = multihost_utils.process_allgather(padded)
-    return {key: value for part, size in zip(everywhere, sizes, strict=True)
+    padded[: len(local)] = local
+    gathered = multihost_utils.process_allgather(padded)
+    return {key: value for part, size in zip(gathered, sizes, strict=True)
             for key, value in pickle.loads(part[:size].tobytes()).items()}
 
 
@@ -263,23 +266,23 @@ _AXIS = "replica"
 
 
 class Replicas(Parallel):
-    """`jax.pmap`: every device holds the whole state and works on its own micro-batch.
+    """Data parallelism with `jax.pmap`: every device has the whole state and its own micro-batch.
 
     Args:
-        devices: Devices to use, of all processes; None takes all devices.
-        on: The target that steps are only lowered for; None if they run on the devices.
+        devices: Devices to use, of all processes. Default: all devices.
+        on: Target that steps are only lowered for; None if they run on the devices.
     """
 
     def __init__(self, devices: Sequence[jax.Device] | None = None, on: Target | None = None) -> None:
         self._on, devices = on, list(devices or jax.devices())
         self.data_parallel_size = self.num_devices = len(devices)
-        self.local_ranks = own_positions(devices)
+        self.local_ranks = local_positions(devices)
         self._devices = devices
         self._mesh = Mesh(np.array([devices[rank] for rank in self.local_ranks]), (_AXIS,), axis_types=(AxisType.Auto,))
 
     def compile(self, function, inputs, outputs, donate=()):
         def local(_, *args):
-            # `pmap` has taken the rank axis off; steps see the one visible rank as [1, B, ...].
+            # `pmap` has removed the rank axis; steps see the one visible rank as [1, B, ...].
             args = [jax.tree.map(lambda x: x[None], arg) if kind == "batch" else arg
                     for kind, arg in zip(inputs, args, strict=True)]
             results = function(*args)
@@ -289,15 +292,15 @@ class Replicas(Parallel):
         if self._on is not None:
             return self._outline(local, inputs, outputs, donate)
         step = jax.pmap(local, axis_name=_AXIS, devices=self._devices,
-                        donate_argnums=tuple(place + 1 for place in donate),
+                        donate_argnums=tuple(index + 1 for index in donate),
                         in_axes=(0, *(None if kind == "scalar" else 0 for kind in inputs)),
                         out_axes=tuple(None if kind == "scalar" else 0 for kind in outputs))
-        # pmap needs at least one mapped argument, and a step may have none: pass the ranks as an unused first one
+        # `pmap` needs at least one mapped argument, which a step may lack: pass the ranks as an unused first one.
         first = self._place(np.array(self.local_ranks))
         return Compiled(partial(step, first), partial(step.lower, first), self.data_parallel_size)
 
     def _outline(self, local, inputs, outputs, donate):
-        """Build the equivalent of `jax.pmap` with `shard_map`, which can be lowered for devices that are absent."""
+        """Build the equivalent of `jax.pmap` with `shard_map`, which can be lowered for absent devices."""
         mesh = Mesh(np.array(self._devices), (_AXIS,), axis_types=(AxisType.Auto,))
         specs, results = ([PartitionSpec() if kind == "scalar" else PartitionSpec(_AXIS) for kind in kinds]
                           for kinds in (inputs, outputs))
@@ -321,7 +324,7 @@ class Replicas(Parallel):
         return jax.lax.psum(tree, _AXIS)
 
     def outline(self, tree, kind):
-        # A replica of the state per device. Batches have their rank axis already, scalars need none.
+        # The state has a replica per device. Batches already have a rank axis, and scalars need none.
         lead = (self.data_parallel_size,) if kind == "state" else ()
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), tree)
 
@@ -349,7 +352,7 @@ class Replicas(Parallel):
         return jax.tree.map(np.array, tree)
 
     def shards(self, tree):
-        # Every process holds everything, and writes its share of it.
+        # Every process has the whole state and writes a part of it.
         return jax.tree.map(lambda x: Shards(x.shape[1:], own_shard(
             (0,) * (x.ndim - 1), x.addressable_shards[0].data[0], jax.process_index(), jax.process_count())), tree)
 
@@ -359,9 +362,9 @@ class Replicas(Parallel):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Private JAX APIs, checked against JAX 0.10 to 0.12. Each use is covered by tests/compat/test_jax.py.
+# Private JAX APIs, checked with JAX 0.10 to 0.12. tests/compat/test_jax.py covers each use.
 
-def forget_the_others() -> None:
+def detach_process() -> None:
     """Detach this process from `jax.distributed`, so that it can exit without the others.
 
     JAX waits five minutes at exit for all processes to shut down together, and no argument or public function changes
@@ -369,5 +372,5 @@ def forget_the_others() -> None:
     """
     state = distributed.global_state
     for connected in (state.preemption_sync_manager, state.client, state.service):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connected))  # leak them: their destructors would wait, too
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connected))  # leak them: their destructors would wait as well
     state.preemption_sync_manager = state.client = state.service = None

@@ -19,7 +19,7 @@ class TeacherStates(NamedTuple):
     Args:
         hidden: [B, T, D'] hidden states.
         head: Maps [..., D'] to float32 logits [..., V'].
-        drawn: [B, T] float32, 1 where the student has sampled the token to predict, else 0; None is 0 throughout.
+        drawn: [B, T] float32, 1 where the student has sampled the token to predict, else 0. None: 0 everywhere.
     """
 
     hidden: Array
@@ -28,12 +28,12 @@ class TeacherStates(NamedTuple):
 
 
 class TeacherTopK(NamedTuple):
-    """A teacher's k most likely tokens; all other tokens are taken together as one.
+    """A teacher's k most likely tokens; all other tokens count as one.
 
     Args:
         ids: [B, T, k] tokens, or [C, k].
         logps: [B, T, k + 1] or [C, k + 1] float32, log-probability of each, and of the others together.
-        size: Number of tokens that the distributions are over.
+        size: Number of tokens in the distributions.
     """
 
     ids: Array
@@ -45,10 +45,10 @@ def distillation_loss(hidden: Array, targets: Array, head: Callable[[Array], Arr
                       count_correct: bool = False, plain: bool = False, weights: Array | None = None,
                       on: Target | None = None, form: TokenLoss = TokenLoss(), *, divergence: Divergence,
                       teacher: TeacherStates | TeacherTopK) -> LossSums:
-    """Mix the cross-entropy of `token_loss` with the divergence from a teacher; `metrics` are the sums of the two.
+    """Mix the cross-entropy of `token_loss` with the divergence from a teacher; `metrics` has the sums of both.
 
-    For tokens that the student has sampled, the divergence is all of the loss; they have no cross-entropy. Both come
-    from the same logits: the output head is the largest product of a small model, and a second pass would repeat it.
+    For tokens that the student has sampled, the loss is the divergence alone, without cross-entropy. Both come from the
+    same logits: the output head is the largest product of a small model, and a second pass would repeat it.
 
     Args:
         divergence: The divergence and its ratio in the loss; `metrics` has its `metric_names`.
@@ -59,7 +59,7 @@ def distillation_loss(hidden: Array, targets: Array, head: Callable[[Array], Arr
     has_states, drawn = isinstance(teacher, TeacherStates), None
     if has_states:
         drawn, size = teacher.drawn, hidden.shape[-1]
-        joined = jnp.concatenate([hidden, jax.lax.stop_gradient(teacher.hidden).astype(hidden.dtype)], -1)
+        both_hidden = jnp.concatenate([hidden, jax.lax.stop_gradient(teacher.hidden).astype(hidden.dtype)], -1)
 
         def both_heads(x: Array) -> tuple[Array, Array]:
             return head(x[..., :size]), jax.lax.stop_gradient(teacher.head(jax.lax.stop_gradient(x[..., size:])))
@@ -74,7 +74,7 @@ def distillation_loss(hidden: Array, targets: Array, head: Callable[[Array], Arr
         return mixed, divergences, (1 - drawn[:, 0]) * losses, drawn[:, 0]
 
     columns = (drawn[..., None], *(() if has_states else (teacher.ids, teacher.logps)))
-    sums, parts = sum_over_positions(compute, 4, joined if has_states else hidden, targets, columns,
+    sums, parts = sum_over_positions(compute, 4, both_hidden if has_states else hidden, targets, columns,
                                      both_heads if has_states else head, vocab_size, count_correct, plain, weights, on)
     # Tokens that the student has sampled have no cross-entropy, so they do not count in its mean.
     counts = (sums.weight, sums.weight - parts[2], sums.weight)
@@ -85,7 +85,7 @@ def distillation_loss(hidden: Array, targets: Array, head: Callable[[Array], Arr
 def compare(logits: Array, teacher: Array | TeacherTopK, form: Divergence) -> Array:
     """Return the divergence [C] of a student's logits [C, V] from a teacher's [C, V'], or from its top k.
 
-    Columns that only one of the two has are padding of its vocabulary, and left out.
+    Columns that only one of them has are padding of its vocabulary, and ignored.
     """
     if isinstance(teacher, TeacherTopK):
         student = group_others(jax.nn.log_softmax(logits[:, : teacher.size] / form.temperature), teacher.ids)

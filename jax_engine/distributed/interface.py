@@ -1,14 +1,14 @@
 """Interface of `Replicas` and `ShardedMesh`, the two ways to distribute a run over devices.
 
-A step takes one micro-batch of the loader per data-parallel rank. With replicas a rank is a device; on a mesh it is a
-position along `data` x `fsdp` x `expert`, whose devices along `sequence` and `tensor` share the micro-batch. Arrays of
-a step are of three kinds:
+A step takes one micro-batch of the loader per data-parallel rank. With replicas a rank is a device. On a mesh it is a
+position along `data` x `fsdp` x `expert`, whose devices along `sequence` and `tensor` share the micro-batch. A step has
+three kinds of arrays:
 
     state    parameters, optimiser state, sums: replicated, or sharded by the table in `mesh`
     batch    [data_parallel_size, B, ...]: split over the ranks
     scalar   replicated
 
-With several processes, each holds the ranks of its own devices.
+With several processes, each one has the ranks of its own devices.
 """
 
 import math
@@ -22,12 +22,12 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
-from jax_engine.distributed.target import at_hand
+from jax_engine.distributed.target import present_target
 from jax_engine.distributed.tree import Tree
 
 Kind = Literal["state", "batch", "scalar"]
 DATA_AXES = ("data", "fsdp", "expert")  # mesh axes over which the rows of a batch are split
-SEQUENCE = "sequence"  # mesh axis over which each row is cut (context parallelism)
+SEQUENCE = "sequence"  # mesh axis over which each row is split (context parallelism)
 
 
 class Parallel(ABC):
@@ -37,14 +37,14 @@ class Parallel(ABC):
         data_parallel_size: Number of data-parallel ranks over all processes, each with one micro-batch per step.
         num_devices: Number of devices over all processes.
         local_ranks: Ranks whose micro-batches this process supplies.
-        sequence_parts: Number of devices over which each row is cut; row lengths are multiples of it.
-        expert_size: Number of ranks over which the experts of a layer are sharded.
+        context_parallel_size: Number of devices over which each row is split; row lengths are multiples of it.
+        expert_size: Number of ranks over which each layer's experts are sharded.
     """
 
     data_parallel_size: int
     num_devices: int
     local_ranks: tuple[int, ...]
-    sequence_parts: int = 1
+    context_parallel_size: int = 1
     expert_size: int = 1
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -57,14 +57,14 @@ class Parallel(ABC):
         Args:
             function: Called with local arrays: a batch is [`num_visible_ranks()`, B, ...]. Returns a tuple.
             inputs: Kind of each argument.
-            outputs: Kind of each result. State is created sharded: no device ever holds more than its shard.
+            outputs: Kind of each result. State is created sharded: no device ever stores more than its shard.
             donate: Arguments whose buffers the results may reuse.
         """
 
     def sum(self, tree: Any) -> Any:
         """Sum over all data-parallel ranks (all-reduce). Call inside a step."""
         # `Replicas` overrides this.
-        return tree  # right for a mesh, where the arrays of a step are global, and sums over rows reduce over ranks
+        return tree  # correct on a mesh, where a step's arrays are global, and sums over rows reduce over ranks
 
     # Host to devices and back ----------------------------------------------------------------------------------------
 
@@ -73,23 +73,23 @@ class Parallel(ABC):
         """Return abstract arrays of these shapes and dtypes for `Compiled.lower`; needs no devices.
 
         Args:
-            tree: As on the host: a batch is [`data_parallel_size`, B, ...].
+            tree: Arrays as on the host: a batch is [`data_parallel_size`, B, ...].
         """
 
     @abstractmethod
     def put_state(self, tree: Tree) -> Tree:
-        """Put host arrays, the same in all processes, on the devices as state; all processes must call this.
+        """Copy host arrays, equal in all processes, to the devices as state; all processes must call this.
 
-        Each process reads only the parts of lazy arrays that its devices hold.
+        Each process reads only the parts of lazy arrays that its devices store.
         """
 
     @abstractmethod
     def put_batch(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:
-        """Put this process's stacked micro-batches [len(local_ranks), ...] on the devices as a batch."""
+        """Copy this process's stacked micro-batches [len(local_ranks), ...] to the devices as a batch."""
 
     @abstractmethod
     def put_scalars(self, scalars: Any) -> Any:
-        """Put numbers on the devices as scalars."""
+        """Copy numbers to the devices as scalars."""
 
     @abstractmethod
     def fetch_state(self, tree: Tree) -> Tree:
@@ -102,7 +102,7 @@ class Parallel(ABC):
         return tree
 
     def shapes(self, tree: Tree) -> Tree:
-        """Return the shape and dtype that each array of a state has on the host."""
+        """Return the shape and dtype of each array of a state on the host."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
     @abstractmethod
@@ -117,16 +117,16 @@ class Parallel(ABC):
 class Compiled:
     """A step, compiled once per combination of argument shapes.
 
-    On several CPU devices each call completes before the next is dispatched: the devices share one thread pool, and two
-    steps in flight could deadlock, each waiting for threads that the other holds.
+    On several CPU devices, each call completes before the next one is dispatched. The devices share one thread pool, so
+    two steps in flight could deadlock, each waiting for the other's threads.
 
     Args:
-        lower: Takes the same arguments and returns the program as jax.stages.Lowered.
+        lower: Takes the same arguments and returns the program as `jax.stages.Lowered`.
     """
 
     def __init__(self, call: Callable, lower: Callable, num_devices: int):
         self._call, self.lower = call, lower
-        self._waits = at_hand().platform == "cpu" and num_devices > 1
+        self._waits = present_target().platform == "cpu" and num_devices > 1
 
     def __call__(self, *args: Any) -> Any:
         results = self._call(*args)
@@ -134,14 +134,14 @@ class Compiled:
 
 
 def place_leaves(place: Callable[..., Array], tree: Tree, *others: Tree) -> Tree:
-    """Apply `place` to each leaf, with a progress bar on terminals if it takes longer than 2 seconds."""
+    """Apply `place` to each leaf, with a progress bar on terminals after 2 seconds."""
     leaves, structure = jax.tree.flatten(tree)
     bar = tqdm(leaves, "loading", unit=" arrays", disable=None, delay=2)
-    return structure.unflatten([place(*each) for each in zip(bar, *map(jax.tree.leaves, others), strict=True)])
+    return structure.unflatten([place(*args) for args in zip(bar, *map(jax.tree.leaves, others), strict=True)])
 
 
 def num_visible_ranks() -> int:
-    """Return the number of ranks whose rows the arrays of a step hold, in rank order: 1 on replicas, all on a mesh.
+    """Return the number of ranks whose rows a step's arrays contain, in rank order: 1 on replicas, all on a mesh.
 
     Call inside a step.
     """
@@ -150,12 +150,12 @@ def num_visible_ranks() -> int:
 
 
 def context_parallel_size() -> int:
-    """Return the number of devices over which each row is cut (context parallelism). Call inside a step."""
+    """Return the number of devices over which each row is split (context parallelism). Call inside a step."""
     return jax.sharding.get_abstract_mesh().shape.get(SEQUENCE, 1)
 
 
 def shard_sequence(x: Array) -> Array:
-    """Constrain x [B, T, ...] to have its rows cut along the sequence, if the mesh does so. Call inside a step."""
+    """Split the rows of x [B, T, ...] along the sequence, if the mesh does so. Call inside a step."""
     return constrain(x, PartitionSpec(DATA_AXES, SEQUENCE)) if context_parallel_size() > 1 else x
 
 
@@ -169,6 +169,6 @@ def constrain(x: Array, spec: PartitionSpec) -> Array:
     return jax.lax.with_sharding_constraint(x, spec) if on_mesh() else x
 
 
-def own_positions(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+def local_positions(devices: Sequence[jax.Device]) -> tuple[int, ...]:
     """Return the indices of this process's devices in `devices`."""
-    return tuple(place for place, device in enumerate(devices) if device.process_index == jax.process_index())
+    return tuple(position for position, device in enumerate(devices) if device.process_index == jax.process_index())

@@ -1,7 +1,7 @@
-"""XLA's memory pool on a GPU: the fraction of the memory that it takes, and the largest block that it can still place.
+"""XLA's memory pool on a GPU: the fraction of the memory that it takes, and the largest block that still fits.
 
-A pool that is reserved at the start is one region. One that grows adds a region whenever no free piece is large enough,
-and never joins two of them.
+A pool that is reserved at the start is one region. A growing pool adds a region whenever no free block is large enough,
+and never joins two regions.
 """
 
 import math
@@ -18,14 +18,14 @@ FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 PREALLOCATE, ALLOCATOR = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
 XLA_DEFAULT = 0.75  # fraction that XLA takes if none is set
 FIRST_REGION = 2 * 2**20  # bytes
-ALIGNMENT = 256  # arrays take multiples of so many bytes
+ALIGNMENT = 256  # bytes; arrays take multiples of it
 
 
 @contextmanager
 def larger_pool() -> Iterator[None]:
-    """Let XLA take `USABLE` of each GPU if it starts in this context, unless the environment sets anything of its pool.
+    """Let XLA take `USABLE` of each GPU if it starts in this context, unless the environment configures its pool.
 
-    The variable is removed afterwards, as programs that this process starts should choose for themselves.
+    The variable is removed afterwards, so that programs started by this process do not inherit it.
     """
     if any(os.environ.get(name) for name in (*FRACTIONS, PREALLOCATE, ALLOCATOR)):
         yield
@@ -39,12 +39,12 @@ def larger_pool() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pool:
-    """The pool that a run has.
+    """Memory pool of a run.
 
     Args:
         fraction: Fraction of the GPU's memory.
         grows: True if it is extended when needed.
-        has_regions: False for allocators that make a block of pages from anywhere, so that no gap limits it.
+        has_regions: False for allocators that can build a block from any free pages, so that no gap limits it.
     """
 
     fraction: float
@@ -53,7 +53,7 @@ class Pool:
 
     @staticmethod
     def from_environment() -> "Pool":
-        """Return the pool that JAX makes of the environment and `larger_pool`.
+        """Return the pool that JAX creates from the environment and `larger_pool`.
 
         Raises:
             UserError: The fraction is not a number.
@@ -71,40 +71,40 @@ class Pool:
                     not allocator or allocator.lower() in ("default", "bfc"))
 
     def largest_gap(self, limit: float, sizes: Iterable[int]) -> float:
-        """Return the bytes of the largest block that can be placed after arrays; 0 if they take all of the pool.
+        """Return the bytes of the largest block that fits after the arrays; 0 if they fill the pool.
 
         Args:
-            limit: Bytes that the pool may have.
+            limit: Maximum bytes of the pool.
             sizes: Bytes of the arrays, in the order in which they are placed.
         """
         sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         if not self.grows:
             return max(limit - sum(sizes), 0)
-        # As XLA's allocator (BFC): the smallest free piece that is large enough, or a new region. Regions double.
-        gaps, rest, region = [], limit, FIRST_REGION
+        # Like XLA's allocator (BFC): use the smallest free block that is large enough, or a new region. Regions double.
+        gaps, free, region = [], limit, FIRST_REGION
         for size in sizes:
-            fitting = [gap for gap in gaps if gap >= size]
-            if fitting:
-                gap = min(fitting)
+            large_enough = [gap for gap in gaps if gap >= size]
+            if large_enough:
+                gap = min(large_enough)
                 gaps.remove(gap)
-            elif size > rest:
+            elif size > free:
                 return 0
             else:
                 is_larger = size > region
                 while size > region:
                     region *= 2
-                gap = min(region, rest)
-                rest -= gap
+                gap = min(region, free)
+                free -= gap
                 region = region if is_larger else 2 * region
             gaps.append(gap - size)
-        return max(*gaps, rest) if gaps else rest
+        return max(*gaps, free) if gaps else free
 
 
 def largest_gap(on: Target, limit: float, sizes: Iterable[int]) -> float:
-    """Return the bytes of the largest block that a device can place after arrays; infinite if no gap limits it.
+    """Return the bytes of the largest block that fits on a device after the arrays; infinite if no gap limits it.
 
     Args:
-        limit: Bytes that a run may have on the device.
+        limit: Maximum bytes of a run on the device.
         sizes: Bytes of the arrays there, in the order in which they are placed.
     """
     pool = Pool.from_environment()

@@ -138,7 +138,7 @@ class Prefetcher:
             chosen = next((each for each in self._lengths if each >= length), round_up(length))
             length = max(length, min(chosen, self._max_length))
         # Context parallelism cuts rows into parts of equal length.
-        length = -(-length // self._parallel.sequence_parts) * self._parallel.sequence_parts
+        length = -(-length // self._parallel.context_parallel_size) * self._parallel.context_parallel_size
         own = self._parallel.local_ranks
         # Ranks without a micro-batch, at the end of an epoch, get empty rows: `x[:0]` has their shape.
         return {name: np.stack([self._pad(name, group[rank][name] if rank < len(group) else x[:0], length, axis)

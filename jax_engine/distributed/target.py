@@ -1,6 +1,6 @@
-"""The devices that programs are made for: those present, unless others are passed.
+"""Target devices of compiled programs: the present ones, unless others are passed.
 
-Networks, losses and distributions take a `Target`, or None for the devices that are present.
+Networks, losses and distributions take a `Target`, or None for the present devices.
 """
 
 import jax
@@ -10,12 +10,12 @@ from lmmods.core.hardware import Target, kind_of
 
 
 def target(on: Target | None) -> Target:
-    """Return the devices to choose an implementation for: `on`, or those that are present."""
-    return on or at_hand()
+    """Return the devices to choose an implementation for: `on`, or the present ones."""
+    return on or present_target()
 
 
-def at_hand() -> Target:
-    """Return the devices that are present."""
+def present_target() -> Target:
+    """Return the present devices."""
     device = jax.local_devices()[0]
     memory = (device.memory_stats() or {}).get("bytes_limit") or psutil.virtual_memory().total
     return Target(device.platform, device.device_kind, jax.device_count(), memory, kind_of(device.device_kind))

@@ -1,13 +1,13 @@
-"""Trees of arrays that a run keeps on the devices: plain nested dicts, no classes.
+"""Trees of a run's arrays on the devices: plain nested dicts, no classes.
 
     state  = {"trainable": params, "optimizer": {slot: tree like params}}    donated to each update
     frozen = params                                                          of the same network; never donated
     accumulation = {"gradients": float32 tree like trainable, "sums": {name: scalar}}    since the last optimiser step
 
-Where only some layers of a stacked leaf train, `trainable` has their rows, and `frozen` those of the others under a
-first key that names their places in the stack: layers@0,1 (see `Names.split`).
+Where only some layers of a stacked leaf train, `trainable` has their rows, and `frozen` the others, under a first key
+with their positions in the stack: layers@0,1 (see `Names.split`).
 
-A task's metric among the sums is a pair, [2] float32: sum and weight. If the loss depends on all rows of a step, an
+Among the sums, a task's metric is a pair, [2] float32: sum and weight. If the loss depends on all rows of a step, an
 accumulation also has `statistics`, such pairs by name, which are complete before the first gradient is computed.
 
 Slots are named as in torch's optimisers (`exp_avg`, ...); a slot holds only the leaves that need it.
@@ -24,7 +24,7 @@ import numpy as np
 Tree = dict[str, Any]
 Path = tuple[str, ...]
 
-AT = "@"  # in a key, before the places of layers
+AT = "@"  # in a key, before the positions of layers
 
 SUMS = {"total": jnp.float32, "weight": jnp.float32, "num_tokens": jnp.int32, "num_rows": jnp.int32}
 
@@ -38,7 +38,7 @@ def flatten(tree: Tree, prefix: Path = ()) -> dict[Path, Any]:
 
 
 def unflatten(flat: dict[Path, Any]) -> Tree:
-    """Inverse of `flatten`."""
+    """Return nested dicts from leaves by path, the inverse of `flatten`."""
     tree: Tree = {}
     for (*parents, last), value in flat.items():
         node = tree
@@ -49,26 +49,28 @@ def unflatten(flat: dict[Path, Any]) -> Tree:
 
 
 def merge(first: Tree, second: Tree) -> Tree:
-    """Return one tree with the leaves of both, and stacks of layers whose rows are in both."""
+    """Return one tree with the leaves of both; stacks of layers get their rows from both."""
     merged = flatten(first)
     for path, leaf in flatten(second).items():
-        name, _, places = path[0].partition(AT)
-        own = (name, *path[1:])
-        merged[own] = _interleave(merged[own], leaf, [int(place) for place in places.split(",")]) if places else leaf
+        name, _, positions = path[0].partition(AT)
+        merged_path = (name, *path[1:])
+        if positions:
+            leaf = _interleave(merged[merged_path], leaf, [int(position) for position in positions.split(",")])
+        merged[merged_path] = leaf
     return unflatten(merged)
 
 
-def _interleave(first: Any, second: Any, places: list[int]) -> Any:
-    """Return a stack of layers in which the rows of `second` have these places, and those of `first` the others."""
+def _interleave(first: Any, second: Any, positions: list[int]) -> Any:
+    """Return a stack of layers with the rows of `second` at these positions, and the rows of `first` at the others."""
     total = first.shape[0] + second.shape[0]
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((total, *first.shape[1:]), first.dtype)
-    parts, taken = [], {True: 0, False: 0}
-    for of_second, run in groupby(range(total), set(places).__contains__):
-        source, start, length = second if of_second else first, taken[of_second], len(list(run))
+    parts, next_row = [], {True: 0, False: 0}
+    for is_second, run in groupby(range(total), set(positions).__contains__):
+        source, start, length = second if is_second else first, next_row[is_second], len(list(run))
         parts.append(source[start:start + length])
-        taken[of_second] += length
-    # On the host and on the devices arrays stay where they are.
+        next_row[is_second] += length
+    # Arrays on the host stay there, and so do arrays on the devices.
     return (jnp if isinstance(first, jax.Array) else np).concatenate(parts)
 
 
@@ -83,7 +85,7 @@ def new_accumulation(trainable: Tree, metric_names: Sequence[str] = (), statisti
 
     Args:
         metric_names: Names of the task's metrics.
-        statistic_names: Names of the statistics that the loss needs of all rows of a step.
+        statistic_names: Names of the statistics over all rows of a step that the loss needs.
     """
     sums = {name: jnp.zeros((), dtype) for name, dtype in SUMS.items()}
     pairs = {name: jnp.zeros(2, jnp.float32) for name in (*metric_names, *statistic_names)}

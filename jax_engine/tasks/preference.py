@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_engine.distributed.devices import gather, on_first
+from jax_engine.distributed.devices import call_on_first, gather
 from jax_engine.distributed.loss import LossSums, shift_labels, token_log_probs
 from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps
@@ -47,12 +47,12 @@ def cache_references(run: Run) -> None:
     network = first_weights(run.task, trainer.precision, data.run_seed)
     for role in begin_references(data, trainer.state.fn.value):
         store = reference_store(data, role, network)
-        found = on_first(store.read)
+        found = call_on_first(store.read)
         if found is None:
             if run.is_first:
                 say(COMPUTING.format(rows=store.shape[0], role=role))
             found = _compute(run, role, store.shape)
-            on_first(lambda store=store, found=found: store.write(found))
+            call_on_first(lambda store=store, found=found: store.write(found))
         adopt_references(data, role, found)
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jax_engine.distributed import devices as machines
-from jax_engine.distributed.target import at_hand
+from jax_engine.distributed.target import present_target
 from jax_engine.models.generate import sample_answers
 from jax_engine.models.network import Network
 from jax_engine.tasks.base import Weights
@@ -54,7 +54,7 @@ class JaxSampler:
         own = without_teacher(without_copies(run.weights.frozen))
         params = Weights(run.parallel, run.weights.trainable, own).replica
         length, found = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens, []
-        at_once = answers_at_once(network, length, at_hand().memory)
+        at_once = answers_at_once(network, length, present_target().memory)
         for start in range(0, len(prompts), at_once):
             part = slice(start, start + at_once)
             found += sample_answers(network, params, prompts[part], None if numbers is None else numbers[part],

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jax_engine.distributed import devices as machines
-from jax_engine.distributed.devices import on_first
+from jax_engine.distributed.devices import call_on_first
 from jax_engine.distributed.distillation import TeacherStates, group_others
 from jax_engine.distributed.interface import num_visible_ranks
 from jax_engine.distributed.loss import CHUNK_BYTES
@@ -113,13 +113,13 @@ def cached_teacher(run: Run, size: int) -> TeacherTopKTable:
     facts = first_weights(task.teacher_fields, trainer.precision, 0)
     for role, count in number_scored(data, trainer.state.fn.value).items():
         store = teacher_store(data, role, facts, count, teacher.top_k, size)
-        found = on_first(store.read)
+        found = call_on_first(store.read)
         if found is None:
             if run.is_first:
                 say(COMPUTING.format(top_k=teacher.top_k, teacher=teacher.pretrained, tokens=count, role=role))
             scores = scores or _scores(run, size)
             found = gather_top_k(scores(role), begin, count, teacher.top_k)
-            on_first(lambda store=store, found=found: store.write(found))
+            call_on_first(lambda store=store, found=found: store.write(found))
         parts.append(found)
         begin += count
     return TeacherTopKTable(parts, teacher.top_k)

@@ -7,7 +7,7 @@ import pytest
 from jax._src import distributed
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
-from jax_engine.distributed.devices import forget_the_others
+from jax_engine.distributed.devices import detach_process
 from jax_engine.distributed.pool import ALLOCATOR, FRACTIONS, PREALLOCATE, Pool, larger_pool
 from tests.forks import together
 
@@ -16,7 +16,7 @@ def leave_alone(port: str) -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
     state = distributed.global_state
     assert None not in (state.client, state.service, state.preemption_sync_manager)
-    forget_the_others()
+    detach_process()
     assert state.client is state.service is state.preemption_sync_manager is None
     print("left alone")
 

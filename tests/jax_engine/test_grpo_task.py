@@ -17,7 +17,7 @@ from jax_engine.distributed.loss import IGNORED
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import halve_lengths
 from jax_engine.distributed.steps import Steps
-from jax_engine.distributed.target import at_hand
+from jax_engine.distributed.target import present_target
 from jax_engine.distributed.tree import merge
 from jax_engine.models import hub, loading
 from jax_engine.models import lora as adapters
@@ -313,10 +313,10 @@ def test_answers_are_drawn_in_parts_where_memory_is_short(adapted, monkeypatch):
     task, trainable, frozen = adapted
     policy, numbers = JaxPolicy(run_of(task, trainable, frozen, WAYS["one"]())), draws(1, range(len(PROMPTS)), ANSWER)
     whole = policy.draw(PROMPTS, numbers, WARM, ANSWER, [2])
-    assert answers_at_once(task.network, 40, at_hand().memory) >= len(PROMPTS)
+    assert answers_at_once(task.network, 40, present_target().memory) >= len(PROMPTS)
     cache = jax.eval_shape(lambda: task.network.init_cache(1, 5 + ANSWER))
     memory = 4 * 3.5 * (4 * 4 * 37 + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)))
-    monkeypatch.setattr("jax_engine.tasks.sampler.at_hand", lambda: SimpleNamespace(memory=memory))
+    monkeypatch.setattr("jax_engine.tasks.sampler.present_target", lambda: SimpleNamespace(memory=memory))
     assert task.answers_at_once(5 + ANSWER, memory) == 2
     for found, wanted in zip(policy.draw(PROMPTS, numbers, WARM, ANSWER, [2]), whole, strict=True):
         assert np.array_equal(found.tokens, wanted.tokens)

@@ -145,7 +145,7 @@ def test_bfloat16_parameters_move_like_torchs():
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_32bit", "lion_8bit"])
 def test_bitsandbytes_names_are_refused(name):
-    with pytest.raises(UserError, match=f"{name}, which the JAX engine does not support. Use one of adamw.*engine: torch"):
+    with pytest.raises(UserError, match=f"{name}, which the JAX engine does not support. Use one of adamw.*torch"):
         build(Optimizer(name=name), DECAYS)
 
 

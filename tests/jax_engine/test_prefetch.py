@@ -88,7 +88,8 @@ def test_every_rank_gets_the_next_micro_batch(parallel):
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_a_process_reads_the_rows_of_its_own_ranks_alone(own, skipped):
     """The groups of one that reads all; the last has two micro-batches, or one where a pass begins behind the first."""
-    parallel = SimpleNamespace(data_parallel_size=4, local_ranks=own, sequence_parts=1, put_batch=lambda batch: batch)
+    parallel = SimpleNamespace(data_parallel_size=4, local_ranks=own, context_parallel_size=1,
+                               put_batch=lambda batch: batch)
     rows = RecordingRows()
 
     def groups(shard, read):

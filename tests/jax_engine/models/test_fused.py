@@ -178,7 +178,7 @@ def gpu(make_ref, monkeypatch):
     """A backend that calls itself a GPU, and XLA's implementation for the kernel."""
     for name, head in (("mistral", "causal"), ("llama", "causal"), ("bert", "qa")):
         make_ref(name, head)  # whose own networks are built, and spoken of, before
-    monkeypatch.setattr(target, "at_hand", lambda: Target("gpu", "a GPU", 1, 0))
+    monkeypatch.setattr(target, "present_target", lambda: Target("gpu", "a GPU", 1, 0))
     monkeypatch.setattr(fused, "Fused", lambda *args: Fused(*args, implementation="xla"))
     for cached in (fused.mismatch, fused._report):
         cached.cache_clear()
