@@ -97,7 +97,7 @@ class Planner:
         rows = outline_batch(self.example, parallel.data_parallel_size, variant.rows, self.data.max_length)
         accumulates = variant.accumulated > 1 or task.survey is not None
         scalars = step_scalars(task.optimizer, 0, 1, task.network.num_named_layers)
-        lowered = steps.lowered(trainable, frozen, rows, scalars, accumulates)
+        lowered = steps.lower_shapes(trainable, frozen, rows, scalars, accumulates)
         state = jax.eval_shape(lambda leaves: new_state(leaves, optimizer.init), trainable)
         memory = {"parameters": _device_bytes(parallel, trainable, "state") + _device_bytes(parallel, frozen, "state"),
                   "optimiser state": _device_bytes(parallel, state["optimizer"], "state"),

@@ -1,9 +1,9 @@
 """Prefetching: stack the micro-batches of a torch loader into global batches and copy them to the devices in advance.
 
-With N data-parallel ranks a step takes N consecutive micro-batches, one per rank, as N torch ranks would. Every process
-iterates over all micro-batches; the loader reads those of the process's own ranks, and returns only the length of the
-others. All processes thus agree on lengths and on the end of the epoch without communicating, and a loader's position
-does not depend on the number of processes. Such a loader must have world size 1.
+With N data-parallel ranks, a step takes N consecutive micro-batches, one per rank, as N torch ranks would. Every
+process iterates over all micro-batches: the loader reads those of the process's ranks, and returns only the lengths of
+the others. So all processes agree on lengths and on the end of the epoch without communication, and a loader's position
+does not depend on the number of processes. The loader must have world size 1.
 """
 
 import queue
@@ -23,13 +23,13 @@ from lmmods.data.batch.loader import Absent
 
 @dataclass
 class GlobalBatch:
-    """A global batch: one micro-batch of the loader per data-parallel rank.
+    """Global batch: one of the loader's micro-batches per data-parallel rank.
 
     Args:
-        arrays: On the devices: [ranks, B, ...] int32, or float32 for floating-point data.
-        host: The rows of this process's ranks, in host memory.
-        num_batches: Micro-batches of the loader in it; the remaining ranks hold padding.
-        position: `state_dict()` of the loader after these micro-batches; None if the loader has none.
+        arrays: Arrays on the devices, [ranks, B, ...] int32, or float32 for floating-point data.
+        host: Rows of this process's ranks, in host memory.
+        num_batches: Number of micro-batches; the remaining ranks get padding.
+        position: The loader's `state_dict()` after these micro-batches; None if it has none.
     """
 
     arrays: dict[str, Array]
@@ -41,17 +41,17 @@ class GlobalBatch:
 class Prefetcher:
     """One pass over a loader. Iterate once, and close it (or use `with`) when leaving early.
 
-    A thread reads ahead and copies batches to the devices. Its exceptions are raised in the consumer.
+    A thread reads ahead and copies batches to the devices. The consumer raises the thread's exceptions.
 
     Args:
         loader: Yields dicts of CPU tensors, rows first.
-        batch_size: Rows of a micro-batch; smaller ones are padded with empty rows.
-        max_length: Lengths are rounded up (see `rounded`), but not above this; None does not round. With context
-            parallelism rows are padded to a multiple of the number of parts.
-        lengths: Padded lengths, ascending (see `choose_padded_lengths`); the next one replaces the rounded length, if
-            there is one.
-        ahead: Global batches to prepare in advance.
-        complete: Adds columns to the arrays [own ranks, B, ...] of a global batch, on the host.
+        batch_size: Rows per micro-batch; smaller ones are padded with empty rows.
+        max_length: Maximum of the rounded lengths (see `round_up`); None does not round. With context parallelism, rows
+            are padded to a multiple of its size.
+        lengths: Padded lengths, ascending (see `choose_padded_lengths`), which replace the rounded length where one is
+            long enough.
+        ahead: Number of global batches to prepare in advance.
+        complete: Adds columns to a global batch's arrays [local ranks, B, ...] on the host.
     """
 
     def __init__(self, loader: Iterable, parallel: Parallel, batch_size: int, pad_id: int,
@@ -74,7 +74,7 @@ class Prefetcher:
         self._thread.start()
         try:
             while (item := self._ready.get()) is not None:
-                # An exception of the thread, passed on through the queue.
+                # The thread passes its exception through the queue.
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -82,7 +82,7 @@ class Prefetcher:
             self.close()
 
     def close(self) -> None:
-        """Stop the thread; batches not consumed are dropped."""
+        """Stop the thread and drop the remaining batches."""
         self._closed.set()
         while self._thread.is_alive():
             while not self._ready.empty():
@@ -95,7 +95,7 @@ class Prefetcher:
         try:
             for host, num_batches, position in self._global_batches():
                 host = self._complete(host)
-                # Copied to the devices here, in the thread, while the previous step computes.
+                # Copy to the devices in this thread, while the previous step computes.
                 if not self._put(GlobalBatch(self._parallel.put_batch(host), host, num_batches, position)):
                     return
             self._put(None)
@@ -117,7 +117,7 @@ class Prefetcher:
         for batch in self._loader:
             group.append(batch if isinstance(batch, Absent)
                          else {name: np.asarray(tensor) for name, tensor in batch.items()})
-            # Micro-batch i of a group goes to rank i. The position is taken here, before the loader reads on.
+            # Micro-batch i of a group goes to rank i. Read the position before the loader continues.
             if len(group) == self._parallel.data_parallel_size:
                 yield self._stack(group), len(group), self._position()
                 group = []
@@ -128,35 +128,35 @@ class Prefetcher:
         return self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
 
     def _stack(self, group: list[dict[str, np.ndarray] | Absent]) -> dict[str, np.ndarray]:
-        """Stack the micro-batches of this process's ranks to arrays [own ranks, B, ...], padded to a common length."""
-        # Batches of other processes' ranks are `Absent`: only their length is known, and needed, so that all processes
-        # choose the same one.
-        pattern = next(batch for batch in group if not isinstance(batch, Absent))
-        axis = pattern["input_ids"].ndim - 1  # the token axis
+        """Stack the micro-batches of this process's ranks, padded to a common length, [local ranks, B, ...]."""
+        # Batches of other processes' ranks are `Absent`: only their length is known, which all processes need to choose
+        # the same padded length.
+        example = next(batch for batch in group if not isinstance(batch, Absent))
+        axis = example["input_ids"].ndim - 1  # the token axis
         length = max(batch.length if isinstance(batch, Absent) else batch["input_ids"].shape[axis] for batch in group)
         if self._max_length is not None:
-            chosen = next((each for each in self._lengths if each >= length), round_up(length))
+            chosen = next((padded for padded in self._lengths if padded >= length), round_up(length))
             length = max(length, min(chosen, self._max_length))
-        # Context parallelism cuts rows into parts of equal length.
+        # Context parallelism splits rows into parts of equal length.
         length = -(-length // self._parallel.context_parallel_size) * self._parallel.context_parallel_size
-        own = self._parallel.local_ranks
-        # Ranks without a micro-batch, at the end of an epoch, get empty rows: `x[:0]` has their shape.
+        local_ranks = self._parallel.local_ranks
+        # At the end of an epoch, ranks without a micro-batch get empty rows, with the shape of `x[:0]`.
         return {name: np.stack([self._pad(name, group[rank][name] if rank < len(group) else x[:0], length, axis)
-                                for rank in own]) for name, x in pattern.items()}
+                                for rank in local_ranks]) for name, x in example.items()}
 
     def _pad(self, name: str, x: np.ndarray, length: int, axis: int) -> np.ndarray:
         """Pad a micro-batch's array to the batch size, and `axis` to `length`; convert it to int32 or float32."""
-        # Labels that are floats are those of rows, also if a row has several.
-        of_rows = not has_tokens(name, x.ndim, x.dtype.kind == "f", axis)
-        tokens = () if of_rows else (length,)
+        # Floating-point labels belong to rows, also if a row has several.
+        is_per_row = not has_tokens(name, x.ndim, x.dtype.kind == "f", axis)
+        tokens = () if is_per_row else (length,)
         shape = (self._batch_size, *x.shape[1:axis], *tokens, *x.shape[axis + len(tokens):])
         fill = no_label(x.dtype) if name in LABELS else self._fill.get(name, 0)
-        full = np.full(shape, fill, np.float32 if x.dtype.kind == "f" else np.int32)
-        # Padding rows come last, and padding tokens on the right.
-        full[tuple(slice(size) for size in x.shape)] = x
+        padded = np.full(shape, fill, np.float32 if x.dtype.kind == "f" else np.int32)
+        # Padding rows come last, padding tokens on the right.
+        padded[tuple(slice(size) for size in x.shape)] = x
         if name in ("attention_mask", "segment_ids"):
-            full[len(x) :, ..., 0] = 1  # so that no softmax is over an empty set
-        return full
+            padded[len(x) :, ..., 0] = 1  # so that no softmax is over an empty set
+        return padded
 
 
 def round_up(length: int) -> int:
@@ -170,37 +170,38 @@ def round_up(length: int) -> int:
 
 
 def halve_lengths(max_length: int) -> tuple[int, ...]:
-    """Return few lengths, ascending, for batches whose lengths are not known beforehand: each about half the next."""
+    """Return padded lengths, ascending, for batches of unknown length: each is about half the next."""
     lengths = [max_length]
     while lengths[0] > 32:
         lengths.insert(0, -(-(lengths[0] // 2) // 32) * 32)
     return tuple(lengths)
 
 
-MOST_LENGTHS = 10
+MAX_LENGTHS = 10
 FINE = 16  # tokens
 
 
-def choose_padded_lengths(found: Sequence[int], max_length: int, fine: bool, cost: float = 0.0, most: int = MOST_LENGTHS
-                ) -> tuple[int, ...]:
-    """Return at most `most` lengths, ascending, to pad batches to with the least cost of padding and compiling.
+def choose_padded_lengths(batch_lengths: Sequence[int], max_length: int, is_fine: bool, cost: float = 0.0,
+                          max_lengths: int = MAX_LENGTHS) -> tuple[int, ...]:
+    """Return up to `max_lengths` padded lengths, ascending, that minimise the cost of padding and compiling.
 
     Args:
-        found: Lengths of batches, at least one; the longest must be among them.
-        max_length: Lengths are rounded up, but not above this.
-        fine: Choose among the multiples of `FINE`; otherwise among the lengths of `rounded`, which suit fused kernels.
-        cost: Tokens of padding in all of `found` that cost as much as compiling a program.
+        batch_lengths: Lengths of batches, at least one, including the longest.
+        max_length: Maximum of the rounded lengths.
+        is_fine: Choose among multiples of `FINE`; otherwise among lengths of `round_up`, which suit fused kernels.
+        cost: Padding tokens in all of `batch_lengths` that cost as much as compiling a program.
     """
-    found = np.asarray(found)
-    steps = -(-found // FINE) * FINE if fine else np.array([round_up(int(length)) for length in found])
-    sizes, counts = np.unique(np.maximum(found, np.minimum(steps, max_length)), return_counts=True)
-    # Dynamic programming: of all batches up to each size, the padded tokens and the programs if that size is the last
-    # one chosen, and the choice. Each round allows one size more.
+    batch_lengths = np.asarray(batch_lengths)
+    rounded = (-(-batch_lengths // FINE) * FINE if is_fine
+               else np.array([round_up(int(length)) for length in batch_lengths]))
+    sizes, counts = np.unique(np.maximum(batch_lengths, np.minimum(rounded, max_length)), return_counts=True)
+    # Dynamic programming: for all batches up to each size, the cost of padding and programs if that size is the last
+    # choice, and the choices. Each round allows one more size.
     num_batches = counts.cumsum()
     costs, choices = sizes * num_batches + cost, [(int(size),) for size in sizes]
     is_before = np.tri(len(sizes), k=-1, dtype=bool).T
-    for _ in range(most - 1):
-        # [i, j]: size i is the one before size j.
+    for _ in range(max_lengths - 1):
+        # [i, j]: size i precedes size j in the choice.
         with_one_more = np.where(
             is_before, costs[:, None] + sizes * (num_batches - num_batches[:, None]) + cost, costs)
         previous = with_one_more.argmin(0)

@@ -1,8 +1,8 @@
 """Compiled training steps: gradients are summed over micro-batches, divided once by the total weight, and applied.
 
-With gradient accumulation an optimiser step is `new_accumulation`, `accumulate` for each micro-batch, and `update`;
+With gradient accumulation, an optimiser step is `new_accumulation`, `accumulate` for each micro-batch, and `update`;
 without, it is `full_step`. The calls are separate because micro-batches may differ in length. None of them waits for a
-device. If the loss depends on all rows of a step, every micro-batch goes through `survey` before the first is
+device. If the loss depends on all rows of a step, `survey` processes every micro-batch before the first one is
 accumulated.
 """
 
@@ -50,7 +50,7 @@ class Steps:
         metric_names: Names of the metrics that `loss` returns.
         survey: Computes the statistics that `loss` needs of all rows of a step; None if it needs none.
         statistic_names: Names of the statistics that `survey` returns.
-        chunk_tokens: Tokens of a rank's micro-batch that are differentiated at a time (see `in_chunks`); 0: all.
+        chunk_tokens: Tokens of a rank's micro-batch that are differentiated at once (see `split_rows`). 0: all.
     """
 
     def __init__(self, parallel: Parallel, loss: Loss, optimizer: optax.GradientTransformationExtraArgs,
@@ -61,8 +61,8 @@ class Steps:
         self._clipping, self._predict, self._survey_rows = clipping, predict, survey
         self.surveys, self._chunk_tokens = survey is not None, chunk_tokens
         compile = parallel.compile
-        # The kind of each argument and result (see `interface`). Donated buffers are reused by the results, so that a
-        # device never holds two states. Batches and frozen parameters are not donated.
+        # The kind of each argument and result (see `interface`). Results reuse donated buffers, so that a device never
+        # stores two states. Batches and frozen parameters are not donated.
         self._new_state = compile(lambda trainable: (new_state(trainable, optimizer.init),), ("state",), ("state",),
                                   donate=(0,))
         self._names = (metric_names, statistic_names)
@@ -96,9 +96,8 @@ class Steps:
     def update(self, state: Tree, accumulation: Tree, scalars: dict[str, Array]) -> tuple[Tree, dict[str, Array]]:
         """Take an optimiser step with the accumulated gradients; return the new state and the step's metrics.
 
-        The state is donated. Figures are scalars over all devices: `total`, `weight`, `num_tokens`, `num_rows`, and
-        `grad_norm`, the norm of the averaged gradient before clipping; the task's metrics are pairs [2], sum and
-        weight.
+        The state is donated. Metrics are scalars over all devices: `total`, `weight`, `num_tokens`, `num_rows`, and
+        `grad_norm`, the norm of the averaged gradient before clipping. The task's metrics are pairs [2]: sum, weight.
 
         Args:
             scalars: `optim.step_scalars` of this step, from `Parallel.put_scalars`.
@@ -139,33 +138,34 @@ class Steps:
         return {"accumulate": self._accumulate.lower(state, frozen, accumulation, batch),
                 "update": self._update.lower(state, accumulation, scalars)}
 
-    def lowered(self, trainable: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Any], accumulates: bool = False
-                ) -> dict[str, jax.stages.Lowered]:
+    def lower_shapes(self, trainable: Tree, frozen: Tree, batch: Batch, scalars: dict[str, Any],
+                     accumulates: bool = False) -> dict[str, jax.stages.Lowered]:
         """Lower the programs of a step for the shapes and dtypes of these arguments, which are not on the devices.
 
         Args:
             batch: Rows of all ranks, [ranks, B, ...].
             accumulates: Lower `accumulate` and `update`, which gradient accumulation uses, instead of `full_step`.
         """
-        put = self._parallel.outline
+        outline = self._parallel.outline
         state = jax.eval_shape(lambda trainable: new_state(trainable, self._optimizer.init), trainable)
-        state, frozen, rows, scalars = (put(state, "state"), put(frozen, "state"), put(batch, "batch"),
-                                        put(scalars, "scalar"))
+        state, frozen, rows, scalars = (outline(state, "state"), outline(frozen, "state"), outline(batch, "batch"),
+                                        outline(scalars, "scalar"))
         sums = None
         if accumulates or self.surveys:
-            sums = put(jax.eval_shape(lambda trainable: new_accumulation(trainable, *self._names), trainable), "state")
+            sums = outline(jax.eval_shape(lambda trainable: new_accumulation(trainable, *self._names), trainable),
+                           "state")
         return self.lower(state, frozen, rows, scalars, sums)
 
     # Functions to compile --------------------------------------------------------------------------------------------
 
     def _survey_step(self, state, frozen, accumulation, batch):
-        # Not summed over ranks yet: `_differentiate` does that.
-        found = self._survey_rows(merge(state["trainable"], frozen), _rows_of(batch))
-        return ({**accumulation, "statistics": jax.tree.map(jnp.add, accumulation["statistics"], found)},)
+        # `_differentiate` sums them over ranks.
+        statistics = self._survey_rows(merge(state["trainable"], frozen), _rows_of(batch))
+        return ({**accumulation, "statistics": jax.tree.map(jnp.add, accumulation["statistics"], statistics)},)
 
     def _accumulate_step(self, state, frozen, accumulation, batch):
         gradients, sums = self._differentiate(state, frozen, batch, accumulation.get("statistics"))
-        # In float32 whatever the dtype of the parameters: in 16 bits small gradients would be lost in the sum.
+        # In float32, whatever the parameters' dtype: in 16 bits, small gradients would be lost in the sum.
         added = jax.tree.map(lambda old, new: old + new.astype(old.dtype), accumulation["gradients"], gradients)
         return ({**accumulation, "gradients": added, "sums": jax.tree.map(jnp.add, accumulation["sums"], sums)},)
 
@@ -174,7 +174,7 @@ class Steps:
         if self.surveys:
             statistics = self._survey_rows(merge(state["trainable"], frozen), _rows_of(batch))
         gradients, sums = self._differentiate(state, frozen, batch, statistics)
-        # float32 as after `_accumulate_step`, so that both ways give the same step.
+        # float32 as after `_accumulate_step`, so that both take the same step.
         return self._apply(state, jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums, scalars)
 
     def _update_step(self, state, accumulation, scalars):
@@ -193,9 +193,9 @@ class Steps:
         """Return the gradient of the summed loss, and the sums, over the micro-batches of the visible ranks."""
         rows = _rows_of(batch)
         # Statistics are complete before the first gradient, so they enter it as constants.
-        known = () if statistics is None else (self._parallel.sum(statistics),)
-        differentiate = partial(self._differentiate_rows, state["trainable"], frozen, known)
-        chunks = in_chunks(rows, self._chunk_tokens)
+        constants = () if statistics is None else (self._parallel.sum(statistics),)
+        differentiate = partial(self._differentiate_rows, state["trainable"], frozen, constants)
+        chunks = split_rows(rows, self._chunk_tokens)
         if chunks is None:
             return differentiate(rows)
 
@@ -205,23 +205,23 @@ class Steps:
         start = new_accumulation(state["trainable"], *self._names)
         return jax.lax.scan(add, (start["gradients"], start["sums"]), chunks)[0]
 
-    def _differentiate_rows(self, trainable, frozen, known, rows):
+    def _differentiate_rows(self, trainable, frozen, constants, rows):
         def summed(trainable):
-            sums = self._loss(merge(trainable, frozen), rows, True, False, *known)
+            sums = self._loss(merge(trainable, frozen), rows, True, False, *constants)
             return sums.total, (sums.weight, sums.metrics or {})
 
-        # Of a sum, not a mean: the weight of the whole step is only known after its last micro-batch.
+        # Differentiate the sum: the weight of the step's mean is only known after its last micro-batch.
         (total, (weight, metrics)), gradients = jax.value_and_grad(summed, has_aux=True)(trainable)
-        scored = scored_rows(rows)
-        # Rows of preference tasks are [N, answers, T]. Padding rows have a mask of 1 at one position, hence `scored`.
-        num_tokens = (rows["attention_mask"].reshape(len(scored), -1) * scored[:, None]).sum()
-        return gradients, {"total": total, "weight": weight, "num_tokens": num_tokens, "num_rows": scored.sum(),
+        has_label = scored_rows(rows)
+        # Rows of preference tasks are [N, answers, T]. Padding rows have a mask of 1 at one position, so exclude them.
+        num_tokens = (rows["attention_mask"].reshape(len(has_label), -1) * has_label[:, None]).sum()
+        return gradients, {"total": total, "weight": weight, "num_tokens": num_tokens, "num_rows": has_label.sum(),
                            **metrics}
 
     def _apply(self, state, gradients, sums, scalars):
         """Average the gradients, clip them and update the parameters."""
-        # The one all-reduce of a step. Dividing by the weight of all ranks afterwards gives the mean over all scored
-        # positions, however unevenly they are spread over ranks and micro-batches.
+        # The only all-reduce of a step. Dividing by the weight of all ranks afterwards gives the mean over all targets,
+        # however unevenly they are spread over ranks and micro-batches.
         gradients, sums = self._parallel.sum((gradients, sums))
         # A step without any label leaves gradients of 0 instead of 0 / 0.
         gradients = jax.tree.map(lambda g: g / jnp.where(sums["weight"] > 0, sums["weight"], 1), gradients)
@@ -235,7 +235,7 @@ class Steps:
 def fetch_step_metrics(step_metrics: dict[str, Array]) -> dict[str, float]:
     """Return the metrics of an update as Python numbers, with the mean loss as `loss`. Waits for the device.
 
-    The task's metrics become means; a metric with weight 0 is left out.
+    The task's metrics become means; a metric with weight 0 is omitted.
     """
     fetched = jax.device_get(step_metrics)
     plain = {name: value.item() for name, value in fetched.items() if value.ndim == 0}
@@ -249,14 +249,15 @@ def _rows_of(batch: Batch) -> Batch:
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()}
 
 
-def in_chunks(rows: Batch, num_tokens: int) -> Batch | None:
-    """Divide rows [N, ...] into chunks of whole rows, [chunks, rows per chunk, ...]; None if a single chunk holds them.
+def split_rows(rows: Batch, num_tokens: int) -> Batch | None:
+    """Split rows [N, ...] into chunks of whole rows, [chunks, rows per chunk, ...]; None if one chunk is enough.
 
-    Activations take memory for one chunk only, at the price of dequantising the weights for each. Chunks have equally
-    many rows; those that the last one lacks are copies of a row without labels, which count nowhere.
+    Activations take memory for one chunk only, but weights are dequantised for each chunk. Chunks have the same number
+    of rows: the last one is filled with rows without labels, which do not count.
 
     Args:
-        num_tokens: Most tokens of a chunk, padding included; a longer row is a chunk of its own. 0 does not divide.
+        num_tokens: Maximum number of tokens in a chunk, padding included; a longer row is a separate chunk. 0 does not
+            split.
     """
     ids = rows["input_ids"]
     num_rows = len(ids)
@@ -268,21 +269,21 @@ def in_chunks(rows: Batch, num_tokens: int) -> Batch | None:
     per_chunk = -(-num_rows // num_chunks)
     num_missing = num_chunks * per_chunk - num_rows
 
-    def divided(name: str, x: Array) -> Array:
+    def split_column(name: str, x: Array) -> Array:
         if num_missing:
-            # A row without any label does not count (see `scored_rows`), and one without weights has none.
+            # A row without labels does not count (see `scored_rows`), nor does one with weights of 0.
             if name in LABELS:
-                spare = jnp.full_like(x[:1], no_label(x.dtype))
+                empty_row = jnp.full_like(x[:1], no_label(x.dtype))
             else:
-                spare = jnp.zeros_like(x[:1]) if jnp.issubdtype(x.dtype, jnp.floating) else x[:1]
-            x = jnp.concatenate([x, *[spare] * num_missing])
+                empty_row = jnp.zeros_like(x[:1]) if jnp.issubdtype(x.dtype, jnp.floating) else x[:1]
+            x = jnp.concatenate([x, *[empty_row] * num_missing])
         return x.reshape(num_chunks, per_chunk, *x.shape[1:])
 
-    return {name: divided(name, x) for name, x in rows.items()}
+    return {name: split_column(name, x) for name, x in rows.items()}
 
 
 def _clip(gradients: Tree, norm: Array, clipping: Clipping) -> Tree:
-    """Clip as torch's clip_grad_norm_ and clip_grad_value_ do."""
+    """Clip like torch's clip_grad_norm_ and clip_grad_value_."""
     if not clipping.value:
         return gradients
     if clipping.algorithm == "value":

@@ -132,7 +132,7 @@ def lowered(toy, parallel, kind: str):
     if kind == "real":
         state = steps.new_state(parallel.put_state(params))
         return steps.lower(state, {}, parallel.put_batch(batch), parallel.put_scalars(scalars))["full_step"]
-    return steps.lowered(params, {}, batch, scalars)["full_step"]
+    return steps.lower_shapes(params, {}, batch, scalars)["full_step"]
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
@@ -141,7 +141,7 @@ def test_a_run_and_a_plan_give_the_same_memory(toy, accumulates):
     parallel, length = WAYS["mesh"](jax.devices()[:8]), 8
     steps, params, scalars = of_toy(toy, parallel)
     short, full = rows_of(parallel, length // 2), rows_of(parallel, length)
-    planned, _ = compile_step(steps.lowered(params, {}, full, scalars, accumulates), {}, 1.0)
+    planned, _ = compile_step(steps.lower_shapes(params, {}, full, scalars, accumulates), {}, 1.0)
     found = step_memory(steps, steps.new_state(parallel.put_state(params)), {}, parallel.put_batch(short),
                         parallel.put_scalars(scalars), length, accumulates, target_named("8xcpu"))
     assert found.parts["temporaries"] == planned.parts["temporaries"] > 0
@@ -225,6 +225,6 @@ def test_steps_of_every_task_are_lowered_for_gpus_and_tpus(make_ref, monkeypatch
             for name in ("input_ids", "attention_mask", "labels", "token_seeds")}
     if kind is QA:
         rows |= {name: jax.ShapeDtypeStruct(*shape) for name, shape in SPANS.items()}
-    programs = steps.lowered(trainable, frozen, rows, step_scalars(task.optimizer, 0, 1))
+    programs = steps.lower_shapes(trainable, frozen, rows, step_scalars(task.optimizer, 0, 1))
     text = programs["full_step"].as_text()
     assert "num_partitions = 8" in text and ("@CustomSPMDPartitioning" in text) == is_fused

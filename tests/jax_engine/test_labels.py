@@ -15,7 +15,7 @@ from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED, LossSums, label_loss, pair_loss, scored_rows
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.distributed.prefetch import Prefetcher
-from jax_engine.distributed.steps import Clipping, Steps, fetch_step_metrics, in_chunks
+from jax_engine.distributed.steps import Clipping, Steps, fetch_step_metrics, split_rows
 from jax_engine.models.heads import pool
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.multiple_choice import MultipleChoice
@@ -256,7 +256,7 @@ def test_padding_rows_are_known_and_chunks_add_such(kind):
     batch = {name: jnp.asarray(x) for name, x in rows(kind).items()}
     assert scored_rows(batch).tolist() == [True] * 7 + [False]
     per_row = batch["input_ids"].size // 8
-    parts = in_chunks(batch, 3 * per_row)  # 3 + 3 + 2 rows, and one that is missing
+    parts = split_rows(batch, 3 * per_row)  # 3 + 3 + 2 rows, and one that is missing
     joined = {name: x.reshape(-1, *x.shape[2:]) for name, x in parts.items()}
     assert scored_rows(joined).tolist() == [True] * 7 + [False] * 2
 
