@@ -51,12 +51,12 @@ from lmmods.recipe.tasks.base import TaskFields
 SUPPORTED = {
     "trust_remote_code": ((False,), "Use engine: torch."),
     "attention": ((None, "sdpa", "eager"), "Use engine: torch."),
-    "max_memory": ((None,), "Take it out: trainer.strategy: fsdp shards a model here."),
+    "max_memory": ((None,), "Remove it; trainer.strategy: fsdp shards the model."),
 }
 
 
-# Approximate hidden features of a chunk of a micro-batch, and its least tokens: with fewer, dequantising the weights
-# anew for each chunk takes a noticeable part of the time.
+# Approximate number of hidden features in a chunk of a micro-batch, and its minimum number of tokens: with fewer,
+# dequantising the weights for each chunk takes a noticeable part of the time.
 CHUNK_FEATURES, LEAST_CHUNK_TOKENS = 2**18, 1024
 
 
@@ -65,11 +65,11 @@ def check_supported(fields: TaskFields) -> None:
     for name, (supported, instead) in SUPPORTED.items():
         if (value := getattr(fields, name)) not in supported:
             raise UserError(f"model.{name} is {value!r}, which the JAX engine does not support "
-                            f"(it takes {', '.join(map(json.dumps, supported))}). {instead}")
+                            f"(supported: {', '.join(map(json.dumps, supported))}). {instead}")
 
 
 class Task(TaskFields, ABC):
-    """A network and its training objective on JAX.
+    """Network and training objective on JAX.
 
     Attributes:
         metric_names: Names of the metrics that `batch_loss` returns in addition to the loss.
@@ -85,7 +85,7 @@ class Task(TaskFields, ABC):
         check_supported(self)
         super().__post_init__()
         self.network: Network | None = None
-        self.guide: TeacherNetwork | None = None  # of `model.teacher`
+        self.teacher_network: TeacherNetwork | None = None  # `model.teacher`
         self.built_for: Target | None = None  # None: the devices that are present
         self._sums: list[dict[str, Array]] = []
 
@@ -96,8 +96,8 @@ class Task(TaskFields, ABC):
         """Build the network; return its initial trainable and frozen parameters, on the host.
 
         Args:
-            abstract: Return shapes and dtypes instead of parameters, and read no weights.
-            on: The devices that the network is for; None for those that are present.
+            abstract: Return shapes and dtypes instead of parameters, without reading weights.
+            on: Devices that the network is for. Default: the present ones.
         """
         self.built_for = on
         self.network, params, _ = build_network(self, self.head, datamodule, precision=precision, seed=seed,
@@ -107,12 +107,13 @@ class Task(TaskFields, ABC):
             self.metric_names = self.divergence.metric_names
             check_teacher(self.teacher, datamodule.tokenizer)
             if not self.is_taught_beforehand:
-                self.guide, taught = TeacherNetwork.build(self, self.head, datamodule, precision, seed, abstract, on)
-                frozen |= taught
+                self.teacher_network, teacher_params = TeacherNetwork.build(self, self.head, datamodule, precision,
+                                                                            seed, abstract, on)
+                frozen |= teacher_params
         return trainable, frozen
 
     def loss_of_tokens(self, teacher: TeacherStates | TeacherTopK | None, is_training: bool) -> Callable[..., LossSums]:
-        """Return `token_loss` or `distillation_loss` with the task's settings; the plain one in evaluation."""
+        """Return `token_loss` or `distillation_loss` with the task's settings, or plain ones in evaluation."""
         form = self.token_loss if is_training else TokenLoss()
         if teacher is None:
             return partial(token_loss, form=form)
@@ -122,17 +123,17 @@ class Task(TaskFields, ABC):
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def chunk_tokens(self, num_devices: int) -> int:
-        """Return the tokens per chunk of a micro-batch; 0 for no chunks. The network must be built.
+        """Return the number of tokens per chunk of a micro-batch; 0 for no chunks. The network must be built.
 
-        Only a single CPU divides micro-batches: several devices would synchronise, and GPUs are most efficient on large
-        products. By default it does so for adapters, whose gradients are small: each chunk adds up all gradients.
+        Only a single CPU splits micro-batches: several devices would synchronise, and GPUs are most efficient on large
+        products. By default it does so for adapters, whose gradients are small, since each chunk sums all gradients.
 
         Raises:
             UserError: `piece_tokens` is set for several devices.
         """
         if self.piece_tokens and num_devices > 1:
-            raise UserError(f"model.piece_tokens is {self.piece_tokens}, but only one device splits micro-batches: set "
-                            "it to 0 or null.")
+            raise UserError(f"model.piece_tokens is {self.piece_tokens}, but several devices do not split "
+                            "micro-batches. Set it to 0 or null.")
         if self.piece_tokens is not None:
             return self.piece_tokens
         divides = num_devices == 1 and self.trains_adapter and target(self.built_for).platform == "cpu"
@@ -142,17 +143,17 @@ class Task(TaskFields, ABC):
     def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         """Return the summed loss and weight of rows [N, T]; compiled."""
 
-    # (parameters, rows) -> statistics that `batch_loss` then receives, if it depends on all rows of a step; compiled.
+    # (parameters, rows) -> statistics that `batch_loss` receives if it depends on all rows of a step; compiled.
     survey: Survey | None = None
 
     # (parameters, rows) -> a tree of per-row arrays [N, ...], for tasks that need it; compiled.
     predict: Callable[[Tree, dict[str, Array]], Any] | None = None
 
     def link(self, datamodule: DataModule) -> None:
-        """Hook before the data module makes the training loader: hand it what it needs of the task."""
+        """Hook before the data module creates the training loader: pass it what it needs from the task."""
 
     def complete(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return a global batch, on the host, with the further inputs of the task's loss."""
+        """Return a global batch on the host with the additional inputs of the task's loss."""
         return batch
 
     def begin(self, run: Run) -> None:
@@ -164,23 +165,23 @@ class Task(TaskFields, ABC):
     def passes(self) -> tuple[float, float]:
         """Return the fraction of a step's tokens trained on, and the number of additional forward passes.
 
-        Drawing answers is not among these.
+        Sampling answers is not included.
         """
         return 1.0, 0.0
 
     def answers_at_once(self, length: int, memory: float) -> int:
-        """Return how many answers a device draws at once, in a task that trains on its own answers.
+        """Return how many answers a device samples at once, in a task that trains on its own answers.
 
         Args:
-            length: Longest prompt with its answer in tokens.
-            memory: Bytes of the device.
+            length: Maximum length in tokens of a prompt with its answer.
+            memory: The device's memory in bytes.
         """
         raise NotImplementedError
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
-        """Add a global batch to the evaluation, without waiting for the device."""
+        """Add a global batch to the evaluation without waiting for the device."""
         self._sums.append(steps.eval_step(weights.trainable, weights.frozen, batch.arrays))
 
     def eval_results(self, role: str, datamodule: DataModule) -> tuple[dict[str, float], dict[str, Any]]:
@@ -188,11 +189,11 @@ class Task(TaskFields, ABC):
         sums, self._sums = jax.device_get(self._sums), []
         total, weight, correct = (sum(float(part[name]) for part in sums) for name in ("total", "weight", "correct"))
         loss = total / weight if weight else math.nan
-        found = {"loss": loss, "accuracy": correct / weight if weight else math.nan, "perplexity": perplexity(loss)}
+        metrics = {"loss": loss, "accuracy": correct / weight if weight else math.nan, "perplexity": perplexity(loss)}
         if self.divergence is not None:
-            diverging = sum(float(part["metrics"]["divergence"][0]) for part in sums)
-            found["divergence"] = diverging / weight if weight else math.nan
-        return found, {}
+            divergence = sum(float(part["metrics"]["divergence"][0]) for part in sums)
+            metrics["divergence"] = divergence / weight if weight else math.nan
+        return metrics, {}
 
     @abstractmethod
     def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: DataModule, seed: int
@@ -206,9 +207,9 @@ class Task(TaskFields, ABC):
         trainable = parallel.fetch_state(weights.trainable)
         if self.trains_adapter:
             return trainable
-        # Without those of a reference.
-        own = {name: part for name, part in weights.frozen.items() if name.partition(AT)[0] in self.network.shapes}
-        return merge(trainable, parallel.fetch_state(own))
+        # Without the reference's parameters.
+        frozen = {name: leaf for name, leaf in weights.frozen.items() if name.partition(AT)[0] in self.network.shapes}
+        return merge(trainable, parallel.fetch_state(frozen))
 
     def export(self, params: Tree, folder: Path) -> None:
         """Write the model, or its adapter, as a folder that from_pretrained / PeftModel reads.
@@ -221,21 +222,21 @@ class Task(TaskFields, ABC):
         adapters.save_adapter(self.network, params, folder, self.pretrained, self.save_dtype)
 
     def describe(self, trainable: Tree, frozen: Tree) -> str:
-        """Return a summary of parameter counts and dtypes, of a teacher in a second line."""
+        """Return a summary of parameter counts and dtypes, with the teacher on a second line."""
         by_type = _sizes_by_type(trainable, without_teacher(frozen))
-        found = describe_sizes(sum(by_type.values()), _size(trainable), by_type)
-        if self.guide is None:
-            return found
+        summary = describe_sizes(sum(by_type.values()), _size(trainable), by_type)
+        if self.teacher_network is None:
+            return summary
         by_type = _sizes_by_type(frozen[TEACHER])
-        return found + describe_teacher(self.teacher.pretrained, sum(by_type.values()), by_type)
+        return summary + describe_teacher(self.teacher.pretrained, sum(by_type.values()), by_type)
 
     def step_memory(self, trainable: Tree, frozen: Tree, precision: str, datamodule: DataModule, on: Target,
                     chunk_tokens: int, accumulates: bool) -> StepMemory:
-        """Return the memory of a training step on a device that holds all parameters, without compiling it.
+        """Return the memory of a training step on a device with all parameters, without compiling it.
 
         Args:
-            on: The devices that are present.
-            chunk_tokens: As `chunk_tokens` returns them.
+            on: The present devices.
+            chunk_tokens: As returned by `chunk_tokens`.
             accumulates: A step has several micro-batches.
         """
         per_row = datamodule.sequences_per_row * datamodule.max_length
@@ -244,8 +245,8 @@ class Task(TaskFields, ABC):
             tokens = min(tokens, max(chunk_tokens, per_row))
         trained, has_logits = jax.tree.leaves(trainable), HEADS[self.head].vocabulary
         num_trained = _size(trainable)
-        shares = HEADS[self.head].shares_table or self.network.config.tie_word_embeddings
-        table = flatten(trainable).get(("embed", "tokens", "weight") if shares else ("head", "weight"))
+        shares_table = HEADS[self.head].shares_table or self.network.config.tie_word_embeddings
+        table = flatten(trainable).get(("embed", "tokens", "weight") if shares_table else ("head", "weight"))
         step = Step(num_trained, self.optimizer.name, bool(self.gradient_checkpointing),
                     4 if precision == "32-true" else 2,
                     sum(leaf.nbytes for leaf in trained) / max(num_trained, 1), "scanned",
@@ -255,7 +256,7 @@ class Task(TaskFields, ABC):
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen)))
         widths = widths_of(self.network.config, bool(self.network.arch.qk_norm))
         memory = estimate_step(widths, weights, step, tokens, on.memory)
-        # In the order in which a run places arrays: parameters, optimiser state, summed gradients. The rest is a block.
+        # In the order in which a run places arrays: parameters, optimiser state, summed gradients; then one block.
         state = memory.parts["optimiser state"] / max(num_trained, 1)
         sizes = [leaf.nbytes for leaf in (*trained, *jax.tree.leaves(frozen))]
         sizes += [round(num_bytes * leaf.size) for num_bytes in (state, 4 * accumulates) for leaf in trained]
@@ -263,27 +264,28 @@ class Task(TaskFields, ABC):
 
     def flops_per_token(self, trainable: Tree, frozen: Tree) -> int:
         """Return the FLOPs per training token."""
-        trained, kept = (self._active(self.network, tree) for tree in (trainable, without_teacher(frozen)))
-        # Of a frozen network half of the FLOPs are those of the backward pass.
-        taught = 0 if self.guide is None or TEACHER not in frozen else flops_per_token(
-            self._active(self.guide.network, frozen[TEACHER]), 0) // 2
-        return flops_per_token(trained + kept, trained) + taught
+        trained_weights, frozen_weights = (self._active_weights(self.network, tree)
+                                           for tree in (trainable, without_teacher(frozen)))
+        # Half of a frozen network's FLOPs are counted for the backward pass, which a teacher does not have.
+        teacher_flops = 0 if self.teacher_network is None or TEACHER not in frozen else flops_per_token(
+            self._active_weights(self.teacher_network.network, frozen[TEACHER]), 0) // 2
+        return flops_per_token(trained_weights + frozen_weights, trained_weights) + teacher_flops
 
-    def _active(self, network: Network, tree: Tree) -> int:
-        """Return how many weights of a network's tree a token is multiplied with."""
-        is_head_too = HEADS[self.head].vocabulary and network.config.tie_word_embeddings
-        # A table that is only looked up costs no product.
-        looked_up = None if is_head_too else ("embed", "tokens", "weight")
+    def _active_weights(self, network: Network, tree: Tree) -> int:
+        """Return the number of weights in a network's tree that each token is multiplied with."""
+        is_also_head = HEADS[self.head].vocabulary and network.config.tie_word_embeddings
+        # A table that is only looked up needs no product.
+        lookup_path = None if is_also_head else ("embed", "tokens", "weight")
         mixture = mixture_of(network.config)
         return sum(round(leaf.size * mixture.share) if "experts" in path else leaf.size
-                   for path, leaf in flatten(tree).items() if path != looked_up)
+                   for path, leaf in flatten(tree).items() if path != lookup_path)
 
 
 def _sizes_by_type(*trees: Tree) -> dict[str, int]:
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for leaf in (leaf for tree in trees for leaf in flatten(tree).values()):
-        found[str(leaf.dtype)] = found.get(str(leaf.dtype), 0) + leaf.size
-    return found
+        sizes[str(leaf.dtype)] = sizes.get(str(leaf.dtype), 0) + leaf.size
+    return sizes
 
 
 def _size(tree: Tree) -> int:

@@ -17,22 +17,21 @@ from jax_engine.distributed.tree import Tree
 from jax_engine.tasks.base import Task, Weights
 from lmmods.data.base import DataModule
 
-# What the network takes of rows.
+# Columns that the network reads.
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "token_seeds")
 
 
 class RowTask(Task):
-    """A task with outputs for each row, from which the data module computes metrics and predictions."""
+    """Task with an output per row, from which the data module computes metrics and predictions."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Of the current evaluation, for this process's ranks, by row: outputs, and loss and weight.
+        # The current evaluation on this process's ranks, by row index: outputs, and pairs of loss and weight.
         self._outputs: dict[int, Any] = {}
         self._losses: dict[int, tuple[float, float]] = {}
 
     def scores(self, params: Tree, rows: dict[str, Array], training: bool = False) -> Array:
-        """Return float32 scores [N, ...] of rows of one or several sequences, [N, T] or [N, A, T]; [N, A] for the last.
-        """
+        """Return float32 scores [N, ...] of rows [N, T], or [N, A] of rows of several sequences [N, A, T]."""
         shape = rows["input_ids"].shape
         flat = {name: rows[name].reshape(-1, shape[-1]) for name in INPUTS if name in rows}
         scores = self.network.scores(params, flat, training)
@@ -43,11 +42,11 @@ class RowTask(Task):
         """Return the summed loss of these scores [N, ...]."""
 
     def row_output(self, scores: np.ndarray, row: dict[str, np.ndarray]) -> Any:
-        """Return what the data module gets of the scores of a row."""
+        """Return the data module's input from a row's scores."""
         return scores
 
     def has_loss(self, rows: dict[str, Array]) -> bool:
-        """Return True if these rows can be scored: those of predict may have no labels."""
+        """Return True if these rows have labels, which rows of predict may lack."""
         return any(name in rows for name in LABELS)
 
     def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
@@ -68,26 +67,26 @@ class RowTask(Task):
         return {"scores": scores, "loss": loss, "weight": weight}
 
     def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
-        found = self._fetched(steps, weights, batch)
+        outputs = self._fetch_predictions(steps, weights, batch)
         index = batch.host["index"].ravel().tolist()
-        sums = zip(found["loss"].ravel().tolist(), found["weight"].ravel().tolist(), strict=True)
+        sums = zip(outputs["loss"].ravel().tolist(), outputs["weight"].ravel().tolist(), strict=True)
         self._losses |= {row: pair for row, pair in zip(index, sums, strict=True) if row >= 0}
-        self._outputs |= self._by_row(batch, found["scores"])
+        self._outputs |= self._by_row(batch, outputs["scores"])
 
     def eval_results(self, role: str, datamodule: DataModule) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the loss and the data module's metrics over the rows of all processes, and its files."""
         losses, outputs = gather(self._losses), gather(self._outputs)
         self._losses, self._outputs = {}, {}
-        # Exact sums, whatever the order in which processes add their rows.
-        total, weight = (math.fsum(pair[place] for pair in losses.values()) for place in (0, 1))
-        found = datamodule.answer(role, outputs)
-        return {"loss": total / weight if weight else math.nan, **found.scores}, found.files
+        # Exact sums, whatever the order of the processes' rows.
+        total, weight = (math.fsum(pair[index] for pair in losses.values()) for index in (0, 1))
+        answer = datamodule.answer(role, outputs)
+        return {"loss": total / weight if weight else math.nan, **answer.scores}, answer.files
 
     def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: DataModule, seed: int
                 ) -> dict[int, Any]:
-        return self._by_row(batch, self._fetched(steps, weights, batch)["scores"])
+        return self._by_row(batch, self._fetch_predictions(steps, weights, batch)["scores"])
 
-    def _fetched(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> dict[str, np.ndarray]:
+    def _fetch_predictions(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> dict[str, np.ndarray]:
         return steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
 
     def _by_row(self, batch: GlobalBatch, scores: np.ndarray) -> dict[int, Any]:
@@ -98,13 +97,13 @@ class RowTask(Task):
 
 
 class LabelTask(RowTask):
-    """A task with labels from a fixed set, which may have weights in the loss."""
+    """Task with labels from a fixed set, which may have weights in the loss."""
 
     class_weights: Any  # a field of these tasks
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.weights: np.ndarray | None = None  # of the classes, [K] float32
+        self.weights: np.ndarray | None = None  # class weights, [K] float32
 
     def build(self, precision: str, datamodule: DataModule, *args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
         self.weights = datamodule.class_weights(self.class_weights)

@@ -17,7 +17,7 @@ from jax_engine.models.experts import Load
 from jax_engine.models.generate import check_supported, generate
 from jax_engine.tasks.base import Task, Weights
 from jax_engine.tasks.running import Run
-from jax_engine.tasks.teacher import TAUGHT_IDS, TAUGHT_LOGPS, cached_teacher
+from jax_engine.tasks.teacher import TEACHER_IDS, TEACHER_LOGPS, cached_teacher
 from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.hardware import Target
@@ -37,7 +37,7 @@ class CausalTask(CausalFields, Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_supported(self.generation)
-        self._top_k: TeacherTopKTable | None = None  # of a teacher with `top_k`
+        self._top_k: TeacherTopKTable | None = None  # from a teacher with `top_k`
         self._num_columns = 0
         self.choice_ids = np.zeros(0, np.int64)  # tokens whose logits `predict` returns
 
@@ -64,20 +64,20 @@ class CausalTask(CausalFields, Task):
     def complete(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if PLACES not in batch:
             return batch
-        places = batch[PLACES]
+        positions = batch[PLACES]
         if self._top_k is not None:
-            ids, logps = self._top_k(places)
-        else:  # of rows that are not trained on
-            ids, logps = (np.zeros((*places.shape, self.teacher.top_k + more), dtype)
-                          for more, dtype in ((0, np.int32), (1, np.float32)))
-        return {**batch, TAUGHT_IDS: ids, TAUGHT_LOGPS: logps}
+            ids, logps = self._top_k(positions)
+        else:  # rows that are not trained on
+            ids, logps = (np.zeros((*positions.shape, self.teacher.top_k + extra), dtype)
+                          for extra, dtype in ((0, np.int32), (1, np.float32)))
+        return {**batch, TEACHER_IDS: ids, TEACHER_LOGPS: logps}
 
     def _top_k_at(self, rows: dict[str, Array]) -> TeacherTopK:
-        """Return the teacher's top k at each position, from columns that have it at the token itself."""
-        if TAUGHT_IDS not in rows:
+        """Return the teacher's top k for the token that each position predicts, from columns aligned with tokens."""
+        if TEACHER_IDS not in rows:
             raise UserError(NO_PLACES)
         return TeacherTopK(*(jnp.pad(rows[name][:, 1:], ((0, 0), (0, 1), (0, 0)))
-                             for name in (TAUGHT_IDS, TAUGHT_LOGPS)), self._num_columns)
+                             for name in (TEACHER_IDS, TEACHER_LOGPS)), self._num_columns)
 
     @property
     def _routes(self) -> bool:
@@ -92,8 +92,8 @@ class CausalTask(CausalFields, Task):
             hidden = self.network.hidden(params, rows, training)
         targets, weights = shift_labels(rows["labels"]), shift_weights(rows.get("loss_weights"))
         teacher = None
-        if self.guide is not None:
-            teacher = self.guide.states(params, rows)
+        if self.teacher_network is not None:
+            teacher = self.teacher_network.states(params, rows)
             if DRAWN in rows:  # [N] -> [N, T]
                 teacher = teacher._replace(drawn=jnp.broadcast_to(rows[DRAWN][:, None], targets.shape))
         elif self.is_taught_beforehand:
@@ -114,30 +114,29 @@ class CausalTask(CausalFields, Task):
         return self.network.logits(params, hidden)[:, self.choice_ids]
 
     def choice_logits(self, steps: Steps, weights: Weights, batches: Iterable[GlobalBatch]) -> dict[int, np.ndarray]:
-        """Return logits [K] of `choice_ids` by index of this process's rows, dispatching all batches before fetching.
-        """
-        asked = [(batch.host["index"], steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
-                 for batch in batches]
-        found = ((indices.ravel(), steps.fetch_rows(rows)) for indices, rows in asked)
+        """Return logits [K] of `choice_ids` by row index, for this process's rows. Dispatches all batches first."""
+        pending = [(batch.host["index"], steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
+                   for batch in batches]
+        fetched = ((indices.ravel(), steps.fetch_rows(rows)) for indices, rows in pending)
         # Padding rows have index -1.
-        return {index: row for indices, rows in found
+        return {index: row for indices, rows in fetched
                 for index, row in zip(indices.tolist(), rows.reshape(len(indices), -1)) if index >= 0}
 
     def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: DataModule, seed: int
                 ) -> dict[int, Any]:
-        found = {}
+        outputs = {}
         for rank in range(len(batch.host["index"])):
             local = {name: part[rank] for name, part in batch.host.items()}
             rows = np.flatnonzero(local["index"] >= 0)
-            # Without padding: `generate` pads to widths of its own.
+            # Without padding: `generate` pads to its own widths.
             prompts = [local["input_ids"][row][local["attention_mask"][row] > 0].tolist() for row in rows]
             if not prompts:
                 continue
             answers = generate(self.network, weights.replica, prompts, self.generation, datamodule.codec.stop_token_ids,
                                datamodule.tokenizer.pad_token_id, seed, local["index"][rows].tolist(), self.num_answers)
-            own = {name: local[name][rows] for name in ("input_ids", "index")}
-            found |= datamodule.outputs_by_index(own, answers)
-        return found
+            inputs = {name: local[name][rows] for name in ("input_ids", "index")}
+            outputs |= datamodule.outputs_by_index(inputs, answers)
+        return outputs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,11 +146,11 @@ def with_load(sums: LossSums, load: Load, row_weights: Array, coefficient: float
     """Add the balance loss of each row (DeepSeek-V3's sequence-wise form) and `core.experts.METRICS` to the sums.
 
     For a row and layer the loss is E sum_e f_e P_e, with f_e the number of times a token chooses expert e, averaged
-    over tokens, and P_e its mean probability. The mean over layers is weighted by the row's scored tokens.
+    over tokens, and P_e its mean probability. The mean over layers is weighted by the row's target tokens.
 
     Args:
         load: Expert load of each layer, [L, B, ...].
-        row_weights: [B] each row's part of `sums.weight`.
+        row_weights: [B], each row's part of `sums.weight`.
         coefficient: Coefficient of the balance loss.
     """
     num_experts = load.counts.shape[-1]
@@ -159,7 +158,7 @@ def with_load(sums: LossSums, load: Load, row_weights: Array, coefficient: float
     chosen = load.counts / num_tokens
     # [L, B, E] -> [L, B] -> [B]
     balance = num_experts * (chosen * load.probabilities / num_tokens).sum(-1).mean(0)
-    # Load of each expert relative to an even one, [L, B, E]; the bound only avoids 0 / 0 in rows of padding.
+    # Load of each expert relative to an even load, [L, B, E]; the bound only avoids 0 / 0 in padding rows.
     even = load.counts / jnp.maximum(load.counts.mean(-1, keepdims=True), 1 / num_experts)
     # Largest and smallest load, averaged over layers.
     by_row = (balance, even.max(-1).mean(0), even.min(-1).mean(0))

@@ -34,14 +34,14 @@ from lmmods.rollouts.rollout import Rollout
 from lmmods.runs.wandb import RolloutTable
 
 Rows = dict[str, Array]
-OF_REFERENCE = "of_reference"  # column of rows that `predict` takes under the reference
+OF_REFERENCE = "of_reference"  # column of rows that `predict` evaluates under the reference
 _OPERATIONS = SimpleNamespace(exp=jnp.exp, where=jnp.where, stop_gradient=jax.lax.stop_gradient)
 
 
 class GRPO(GRPOFields, ReferencedTask):
     """Train a causal LM on its own answers, weighted by their rewards; predict answers prompts.
 
-    Rows are [N, T]: a prompt with an answer each.
+    Rows are [N, T]: a prompt with its answer.
     """
 
     def __post_init__(self) -> None:
@@ -49,14 +49,14 @@ class GRPO(GRPOFields, ReferencedTask):
         self._loss = self.policy_loss
         self.metric_names = self._loss.metric_names
         self._run: Any = None
-        self._asked: list[int] = []  # prompts of the current evaluation that are this process's
+        self._prompt_indices: list[int] = []  # this process's prompts in the current evaluation
 
     def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
         return {**super().data_facts(command, read_scorer), **prompt_facts(self, command, read_scorer)}
 
     def link(self, datamodule: DataModule) -> None:
         if not isinstance(datamodule, PromptData):
-            raise UserError("model.class_path is GRPO, which answers prompts: set data.class_path to PromptData.")
+            raise UserError("model.class_path is GRPO, which needs prompts. Set data.class_path to PromptData.")
         datamodule.take_rows_from(Rollouts(plan_of(self, datamodule.shuffle, datamodule.seed), token_columns(self),
                                            self._begin_rollout))
 
@@ -71,24 +71,24 @@ class GRPO(GRPOFields, ReferencedTask):
 
     @cached_property
     def _maker(self) -> RolloutMaker:
-        """Makes the rollouts of a run."""
+        """Maker of the run's rollouts."""
         run, table = self._run, RolloutTable()
 
         def report(metrics: dict[str, float], rollout: Rollout) -> None:
-            run.metrics.fetch()  # those of the steps before
+            run.metrics.fetch()  # the previous steps' metrics
             run.metrics.log(metrics, run.progress.step)
             table.log(run.loggers, rollout.lines(), run.progress.step, run.metrics.every)
 
         return RolloutMaker(self, run.data, run.folder, JaxPolicy(run), lambda: run.progress.step, report, run.is_first)
 
     def _begin_rollout(self, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]] | None:
-        # In `inspect` and a plan nothing trains.
+        # `inspect` and plans do not train.
         return None if self._run is None else self._maker.begin(place, name)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def batch_loss(self, params: Tree, rows: Rows, training: bool, count_correct: bool) -> LossSums:
-        """Return the summed loss of N answers and their weight, of tokens or of answers.
+        """Return the summed loss of N answers and their weight in tokens or answers.
 
         Columns [N, T] are aligned with `labels`; `advantages` and `idle_weight` are [N].
         """
@@ -110,16 +110,16 @@ class GRPO(GRPOFields, ReferencedTask):
                                not self.fast_kernels, self.built_for)
 
     def predict(self, params: Tree, rows: Rows) -> Array:
-        """Return log-probabilities [N, T] of the token after each position; without labels, as any causal LM.
+        """Return log-probabilities [N, T] of the token after each position; without labels, like any causal LM.
 
-        They are under the reference where rows have a column `OF_REFERENCE`.
+        Rows with a column `OF_REFERENCE` are evaluated under the reference.
         """
         if "labels" not in rows:  # multiple-choice questions
             return super().predict(params, rows)
         return self._log_probs(self._reference if OF_REFERENCE in rows else self.network, params, rows)
 
     def passes(self) -> tuple[float, float]:
-        # Once per rollout, which `num_iterations` train on.
+        # Once per rollout, which is trained on `num_iterations` times.
         return 1.0, len({"old_logps", "reference_logps"} & {*token_columns(self)}) / self.num_iterations
 
     def answers_at_once(self, length: int, memory: float) -> int:
@@ -128,57 +128,57 @@ class GRPO(GRPOFields, ReferencedTask):
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
-        self._asked += batch.host["index"][batch.host["index"] >= 0].tolist()
+        self._prompt_indices += batch.host["index"][batch.host["index"] >= 0].tolist()
 
     def eval_results(self, role: str, datamodule: DataModule) -> tuple[dict[str, float], dict[str, Any]]:
-        """Answer the prompts; metrics are over all processes."""
-        asked, self._asked = self._asked, []
-        return self._maker.evaluate(role, asked)
+        """Answer the prompts; return metrics over all processes."""
+        indices, self._prompt_indices = self._prompt_indices, []
+        return self._maker.evaluate(role, indices)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What rollouts ask of this engine.
+# Interface of the rollouts to this engine.
 
 
 class JaxPolicy(JaxSampler):
-    """The network of a run in training, as `lmmods.rollouts.policy.Policy`; answers are scored on all devices."""
+    """The network in training as `lmmods.rollouts.policy.Policy`. All devices score answers."""
 
     def logps(self, rows: Sequence[Row], temperature: float, reference: bool = False) -> list[np.ndarray]:
         run, steps = self._run, self._run.steps
         if temperature != run.task.temperature:
             raise ValueError(f"scoring is compiled for the temperature {run.task.temperature}, not {temperature}")
-        # The rows of all processes, in an order that all agree on: a rank may belong to several of them.
+        # The rows of all processes, in the same order on all of them: a rank may span several processes.
         parts = self.gather({self.rank: rows})
-        everything = [row for rank in sorted(parts) for row in parts[rank]]
-        order = sorted(range(len(everything)), key=lambda number: len(everything[number].ids))
-        size, longest = run.data.batch_size, run.data.max_length
-        batches = [self._batch(everything, order[start : start + size], reference)
+        all_rows = [row for rank in sorted(parts) for row in parts[rank]]
+        order = sorted(range(len(all_rows)), key=lambda index: len(all_rows[index].ids))
+        size, max_length = run.data.batch_size, run.data.max_length
+        batches = [self._batch(all_rows, order[start : start + size], reference)
                    for start in range(0, len(order), size)]
-        found = [(batch.host["index"], steps.predict_step(run.weights.trainable, run.weights.frozen, batch.arrays))
-                 for batch in run.batches(batches, size, math.inf, lengths=halve_lengths(longest))]
-        scored: dict[int, np.ndarray] = {}
-        for index, values in found:
-            for numbers, by_row in zip(index, steps.fetch_rows(values), strict=True):
-                scored |= {number: by_row[row, : len(everything[number].ids) - 1].copy()
-                           for row, number in enumerate(numbers.tolist()) if number >= 0}
-        scored = self.gather(scored)
+        results = [(batch.host["index"], steps.predict_step(run.weights.trainable, run.weights.frozen, batch.arrays))
+                   for batch in run.batches(batches, size, math.inf, lengths=halve_lengths(max_length))]
+        logps: dict[int, np.ndarray] = {}
+        for indices, values in results:
+            for rank_indices, rank_logps in zip(indices, steps.fetch_rows(values), strict=True):
+                logps |= {index: rank_logps[position, : len(all_rows[index].ids) - 1].copy()
+                          for position, index in enumerate(rank_indices.tolist()) if index >= 0}
+        logps = self.gather(logps)
         first = sum(len(parts[rank]) for rank in range(self.rank))
-        # From positions that predict a token to those of the token itself.
-        return [np.pad(scored[number], (1, 0)) for number in range(first, first + len(rows))]
+        # Shift from the position that predicts a token to the token's own position.
+        return [np.pad(logps[index], (1, 0)) for index in range(first, first + len(rows))]
 
     @staticmethod
-    def _batch(rows: Sequence[Row], numbers: Sequence[int], reference: bool) -> dict[str, np.ndarray]:
-        """Return a micro-batch of these rows as loaders yield it."""
-        length = max(len(rows[number].ids) for number in numbers)
-        batch = {"input_ids": np.zeros((len(numbers), length), np.int32)}
+    def _batch(rows: Sequence[Row], indices: Sequence[int], reference: bool) -> dict[str, np.ndarray]:
+        """Return a micro-batch of these rows, like a loader's."""
+        length = max(len(rows[index].ids) for index in indices)
+        batch = {"input_ids": np.zeros((len(indices), length), np.int32)}
         batch |= {"attention_mask": np.zeros_like(batch["input_ids"]),
-                  "labels": np.full_like(batch["input_ids"], IGNORED), "index": np.array(numbers, np.int32)}
-        for place, number in enumerate(numbers):
-            row = rows[number]
-            batch["input_ids"][place, : len(row.ids)] = row.ids
-            batch["labels"][place, : len(row.ids)] = row.labels
-            batch["attention_mask"][place, : len(row.ids)] = 1
-        return batch | ({OF_REFERENCE: np.ones(len(numbers), np.int32)} if reference else {})
+                  "labels": np.full_like(batch["input_ids"], IGNORED), "index": np.array(indices, np.int32)}
+        for position, index in enumerate(indices):
+            row = rows[index]
+            batch["input_ids"][position, : len(row.ids)] = row.ids
+            batch["labels"][position, : len(row.ids)] = row.labels
+            batch["attention_mask"][position, : len(row.ids)] = 1
+        return batch | ({OF_REFERENCE: np.ones(len(indices), np.int32)} if reference else {})
 
     def export(self, folder: Path) -> None:
         run = self._run

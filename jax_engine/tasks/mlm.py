@@ -24,25 +24,25 @@ class MLM(MLMFields, Task):
 
     def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, training)
-        teacher = None if self.guide is None else self.guide.states(params, rows)
+        teacher = None if self.teacher_network is None else self.teacher_network.states(params, rows)
         return self.loss_of_tokens(teacher, training)(
             hidden, rows["labels"], partial(self.network.logits, params), self.network.config.vocab_size, count_correct,
             plain=not self.fast_kernels, on=self.built_for)
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
-        """Return the top-k tokens [N, T, K] of every position, likeliest first, and their probabilities."""
+        """Return the top-k tokens [N, T, K] of every position, most likely first, and their probabilities."""
         logits = self.network.logits(params, self.network.hidden(params, rows))
         probabilities, tokens = jax.lax.top_k(jax.nn.softmax(logits, -1), min(self.top_k, logits.shape[-1]))
         return tokens, probabilities
 
     def outputs(self, steps: Steps, weights: Weights, batch: GlobalBatch, datamodule: DataModule, seed: int
                 ) -> dict[int, Any]:
-        found = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
+        top_k = steps.fetch_rows(steps.predict_step(weights.trainable, weights.frozen, batch.arrays))
         outputs = {}
         for rank in range(len(batch.host["index"])):
             rows = {name: part[rank] for name, part in batch.host.items()}
-            # Only masked positions, in row-major order: [gaps, K].
-            gaps = rows["input_ids"] == datamodule.tokenizer.mask_token_id
-            own = {name: rows[name] for name in ("input_ids", "index")}
-            outputs |= datamodule.outputs_by_index(own, tuple(np.asarray(part[rank])[gaps] for part in found))
+            # Only masked positions, in row-major order: [masks, K].
+            is_masked = rows["input_ids"] == datamodule.tokenizer.mask_token_id
+            inputs = {name: rows[name] for name in ("input_ids", "index")}
+            outputs |= datamodule.outputs_by_index(inputs, tuple(np.asarray(part[rank])[is_masked] for part in top_k))
         return outputs

@@ -10,15 +10,15 @@ from lmmods.recipe.tasks.multiple_choice import MultipleChoiceFields
 
 
 class MultipleChoice(MultipleChoiceFields, RowTask):
-    """Choose among the choices of a row, each scored by itself. Rows are [N, C, T]."""
+    """Choose among a row's choices, which are scored separately. Rows are [N, C, T]."""
 
     head = "choice"
     auto_class = "AutoModelForMultipleChoice"
 
     def loss(self, scores: Array, rows: dict[str, Array]) -> LossSums:
-        # Choices that a row lacks are padding: the smallest finite number, as -inf would give NaN gradients.
-        missing = jnp.arange(scores.shape[1]) >= rows["choices"][:, None]
-        return label_loss(jnp.where(missing, jnp.finfo(jnp.float32).min, scores), rows["labels"])
+        # Missing choices are padding and get the smallest finite number, since -inf would give NaN gradients.
+        is_missing = jnp.arange(scores.shape[1]) >= rows["choices"][:, None]
+        return label_loss(jnp.where(is_missing, jnp.finfo(jnp.float32).min, scores), rows["labels"])
 
     def row_output(self, scores: np.ndarray, row: dict[str, np.ndarray]) -> np.ndarray:
         """Return the scores of the row's own choices, [C]."""

@@ -33,7 +33,7 @@ from lmmods.runs.model_card import first_weights
 
 
 def cache_references(run: Run) -> None:
-    """Add `reference_logps` to the batches of a preference task, computing those that the cache lacks.
+    """Add `reference_logps` to a preference task's batches, from the cache if it has them.
 
     All processes must call this.
 
@@ -47,27 +47,27 @@ def cache_references(run: Run) -> None:
     network = first_weights(run.task, trainer.precision, data.run_seed)
     for role in begin_references(data, trainer.state.fn.value):
         store = reference_store(data, role, network)
-        found = call_on_first(store.read)
-        if found is None:
+        logps = call_on_first(store.read)
+        if logps is None:
             if run.is_first:
                 say(COMPUTING.format(rows=store.shape[0], role=role))
-            found = _compute(run, role, store.shape)
-            call_on_first(lambda store=store, found=found: store.write(found))
-        adopt_references(data, role, found)
+            logps = _compute_logps(run, role, store.shape)
+            call_on_first(lambda store=store, logps=logps: store.write(logps))
+        adopt_references(data, role, logps)
 
 
-def _compute(run: Run, role: str, shape: tuple[int, int]) -> np.ndarray:
+def _compute_logps(run: Run, role: str, shape: tuple[int, int]) -> np.ndarray:
     """Compute the log-probabilities [rows, answers] of a split."""
-    data, steps = run.data, run.steps
-    batch_size = data.eval_batch_size
-    found = [(batch.host["index"], steps.predict_step(run.weights.trainable, run.weights.frozen, batch.arrays)["logps"])
-             for batch in run.batches(data.evaluation_loader(role, "index"), batch_size, math.inf)]
-    # By number of the global batch and rank, so that the parts of all processes have different keys.
-    parts = {(number, rank): (index[place], values[place]) for number, (index, rows) in enumerate(found)
-             for values in [steps.fetch_rows(rows)] for place, rank in enumerate(steps.local_ranks)}
+    data, steps, weights = run.data, run.steps, run.weights
+    results = [(batch.host["index"], steps.predict_step(weights.trainable, weights.frozen, batch.arrays)["logps"])
+               for batch in run.batches(data.evaluation_loader(role, "index"), data.eval_batch_size, math.inf)]
+    # By global batch and rank, so that all processes have different keys.
+    parts = {(batch_index, rank): (index[position], values[position])
+             for batch_index, (index, rows) in enumerate(results)
+             for values in [steps.fetch_rows(rows)] for position, rank in enumerate(steps.local_ranks)}
     logps = np.zeros(shape, np.float32)
     for index, values in gather(parts).values():
-        # Rows come in the order of the loader; the index is their place in the split. Padding has -1.
+        # Rows are in the loader's order; `index` is their position in the split, or -1 for padding.
         logps[index[index >= 0]] = values[index >= 0]
     return logps
 
@@ -86,7 +86,7 @@ _HOST = SimpleNamespace(log_sigmoid=lambda x: -np.logaddexp(0, -x), sigmoid=lamb
 class Preference(PreferenceFields, ReferencedTask):
     """Train a causal LM to prefer the better answers; predict answers prompts.
 
-    Rows are [N, answers, T]. For individually judged answers the second is another prompt's, for the KL baseline.
+    Rows are [N, answers, T]. For individually judged answers, the second one is another prompt's, for the KL baseline.
     """
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Preference(PreferenceFields, ReferencedTask):
         self.metric_names = self._loss.metric_names
         if self._loss.method.has_baseline:
             self.survey, self.statistic_names = self._divergence, (BASELINE,)
-        # Global batches of the current evaluation: the steps to fetch with, host-side facts, and device-side results.
+        # Global batches of the current evaluation: steps to fetch with, facts on the host, outputs on the devices.
         self._evaluated: list[tuple[Steps, dict[str, np.ndarray], Any]] = []
 
     def build(self, precision: str, datamodule: DataModule, seed: int, abstract: bool = False, on: Target | None = None
@@ -114,9 +114,9 @@ class Preference(PreferenceFields, ReferencedTask):
                    statistics: dict[str, Array] | None = None) -> LossSums:
         """Return the summed loss and weight of N pairs or answers, each with its own weight."""
         _check(rows, 3)
-        # The other prompt's answer only serves the survey.
+        # Only the survey uses the other prompt's answer.
         if not self._loss.method.is_paired:
-            rows = _answers(rows, slice(0, 1))
+            rows = _select_answers(rows, slice(0, 1))
         logps = self._log_probs(self.network, params, rows, training=training)
         reference, facts = self._reference_log_probs(params, rows), self._facts(rows)
         # Only losses with a baseline get statistics.
@@ -128,20 +128,20 @@ class Preference(PreferenceFields, ReferencedTask):
             for name, (value, count) in metrics.items()})
 
     def _divergence(self, params: Tree, rows: Rows) -> dict[str, Array]:
-        """Return the KL statistics: summed log-ratio to the reference of other prompts' answers, and their weight."""
-        weights, rows = self._facts(rows)["weights"], _answers(rows, slice(1, 2))
+        """Return the KL statistics: summed log-ratio of other prompts' answers to the reference, and their weight."""
+        weights, rows = self._facts(rows)["weights"], _select_answers(rows, slice(1, 2))
         gains = self._log_probs(self.network, params, rows) - self._reference_log_probs(params, rows)
         return {BASELINE: jnp.stack([(gains[:, 0] * weights).sum(), weights.sum()])}
 
     def _facts(self, rows: Rows) -> Rows:
-        """Return the facts of rows [..., N, answers, T] that need no network.
+        """Return facts about rows [..., N, answers, T] that need no network.
 
         `lengths` [..., N, answers]; `weights` [..., N] float32, 0 for padding rows; `desirable` [..., N] if judged.
         """
-        # Number of predicted tokens; the first one is not predicted. Works on the host and on the devices.
+        # Number of predicted tokens; the first one is not predicted. For arrays on the host and on the devices.
         lengths = (rows["labels"][..., 1:] != IGNORED).sum(-1)
-        scored = (lengths > 0).all(-1) if self._loss.method.is_paired else lengths[..., 0] > 0
-        weights = scored.astype("float32") * (rows["loss_weights"][..., 0, 0] if "loss_weights" in rows else 1)
+        has_label = (lengths > 0).all(-1) if self._loss.method.is_paired else lengths[..., 0] > 0
+        weights = has_label.astype("float32") * (rows["loss_weights"][..., 0, 0] if "loss_weights" in rows else 1)
         judged = {"desirable": rows["desirable"] > 0} if "desirable" in rows else {}
         return {"lengths": lengths, "weights": weights, **judged}
 
@@ -168,44 +168,44 @@ class Preference(PreferenceFields, ReferencedTask):
         return None if self._reference is None else self._log_probs(self._reference, params, rows)
 
     def predict(self, params: Tree, rows: Rows) -> Any:
-        """Return log-probabilities [N, answers] under model and reference; for rows [N, T], as any causal LM."""
+        """Return log-probabilities [N, answers] under model and reference; for rows [N, T], like any causal LM."""
         # Multiple-choice questions.
         if rows["input_ids"].ndim == 2:
             return super().predict(params, rows)
-        found = {"logps": self._log_probs(self.network, params, rows),
-                 "reference": self._reference_log_probs(params, rows)}
-        return {name: values for name, values in found.items() if values is not None}
+        by_model = {"logps": self._log_probs(self.network, params, rows),
+                    "reference": self._reference_log_probs(params, rows)}
+        return {name: values for name, values in by_model.items() if values is not None}
 
     def passes(self) -> tuple[float, float]:
-        reference = self._reference is not None
+        has_reference = self._reference is not None
         if not self._loss.method.has_baseline:
-            return 1.0, reference
-        # Half of the tokens are other prompts' answers, which are not trained on but take forward passes of the model
-        # and the reference; own answers take one of the reference.
-        return 0.5, (reference + 1 + reference) / 2
+            return 1.0, has_reference
+        # Half of the tokens are other prompts' answers, which are not trained on but need forward passes of the model
+        # and the reference. The rest needs one of the reference.
+        return 0.5, (has_reference + 1 + has_reference) / 2
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:
         _check(batch.host, 4)
-        found = steps.predict_step(weights.trainable, weights.frozen, batch.arrays)
-        self._evaluated.append((steps, self._facts(batch.host), found))
+        outputs = steps.predict_step(weights.trainable, weights.frozen, batch.arrays)
+        self._evaluated.append((steps, self._facts(batch.host), outputs))
 
     def eval_results(self, role: str, datamodule: DataModule) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return loss and metrics over all processes. The baseline is over the whole set, whatever the batches."""
+        """Return loss and metrics over all processes. The baseline is computed over the whole set."""
         evaluated, self._evaluated = self._evaluated, []
-        # Rows of all processes, in the order of the loader: by global batch, then rank.
+        # Rows of all processes in the loader's order: by global batch, then rank.
         parts = {}
-        for number, (steps, facts, found) in enumerate(evaluated):
-            by_rank = {**facts, **steps.fetch_rows(found)}
-            for place, rank in enumerate(steps.local_ranks):
-                parts[number, rank] = {name: values[place] for name, values in by_rank.items()}
+        for batch_index, (steps, facts, outputs) in enumerate(evaluated):
+            by_rank = {**facts, **steps.fetch_rows(outputs)}
+            for position, rank in enumerate(steps.local_ranks):
+                parts[batch_index, rank] = {name: values[position] for name, values in by_rank.items()}
         parts = gather(parts)
         rows = {name: np.concatenate([part[name] for _, part in sorted(parts.items())]) for name in by_rank}
         return self._results(rows), {}
 
     def _results(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return means over rows, in float64 on the host.
+        """Return means over rows, computed in float64 on the host.
 
         Args:
             rows: Facts (see `_facts`), `logps` and, with a reference, `reference`.
@@ -225,13 +225,13 @@ class Preference(PreferenceFields, ReferencedTask):
 
 def _check(rows: Rows, num_dimensions: int) -> None:
     if rows["labels"].ndim != num_dimensions:
-        raise UserError("model.class_path is Preference, which takes rows of answers: set data.class_path to "
+        raise UserError("model.class_path is Preference, which needs rows with answers. Set data.class_path to "
                         "PreferenceData.")
 
 
-def _answers(rows: Rows, places: slice) -> Rows:
-    """Return the rows with only these answers."""
-    return {name: values[:, places] if values.ndim > 1 else values for name, values in rows.items()}
+def _select_answers(rows: Rows, indices: slice) -> Rows:
+    """Return the rows with these answers only."""
+    return {name: values[:, indices] if values.ndim > 1 else values for name, values in rows.items()}
 
 
 def _baseline(numpy: Any, total: Any, weight: Any) -> Any:

@@ -9,7 +9,7 @@ from lmmods.recipe.tasks.qa import QAFields
 
 
 class QA(QAFields, RowTask):
-    """Find the span of a context that answers a question; a window's loss is the mean of start and end losses."""
+    """Find the span of a context that answers a question. A window's loss is the mean of start and end loss."""
 
     head = "qa"
     auto_class = "AutoModelForQuestionAnswering"

@@ -1,7 +1,7 @@
 """The reference model of preference optimisation and reinforcement learning: a network that does not train.
 
-It stands alongside the one in training. Frozen parameters are shared. Trainable parameters are either left out
-(adapters switched off) or copied into the tree of frozen parameters under a key of their own.
+It exists in addition to the network in training and shares its frozen parameters. Trainable parameters are either
+omitted (adapters switched off) or copied into the tree of frozen parameters under a separate key.
 """
 
 import dataclasses
@@ -41,27 +41,27 @@ class Reference:
         """Return the tree to add to the frozen parameters, on the host; empty if everything is shared.
 
         Args:
-            trainable: Initial parameters that train, stacks of layers as a whole.
-            base: Base weights of the modules that train in full alongside an adapter.
+            trainable: Initial trainable parameters, with whole stacks of layers.
+            base: Base weights of the modules that are fully trained in addition to an adapter.
         """
-        # Copy, because the first step is donated the buffers of the trainable parameters.
-        kept = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
-                            base if self.kind == "base" else trainable)
-        return {COPIES: kept} if kept else {}
+        # Copy, because the trainable parameters' buffers are donated to the first step.
+        copied = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
+                              base if self.kind == "base" else trainable)
+        return {COPIES: copied} if copied else {}
 
     def hidden(self, params: Tree, rows: dict[str, Array]) -> Array:
-        """`Network.hidden` without dropout or gradient; `params` are those of the network in training."""
-        return jax.lax.stop_gradient(self.network.hidden(self._own(params), rows))
+        """Return `Network.hidden` without dropout or gradient, for the parameters of the network in training."""
+        return jax.lax.stop_gradient(self.network.hidden(self._reference_params(params), rows))
 
     def logits(self, params: Tree, hidden: Array) -> Array:
-        """`Network.logits`; `params` are those of the network in training."""
-        return self.network.logits(self._own(params), hidden)
+        """Return `Network.logits` for the parameters of the network in training."""
+        return self.network.logits(self._reference_params(params), hidden)
 
-    def _own(self, params: Tree) -> Tree:
+    def _reference_params(self, params: Tree) -> Tree:
         leaves = flatten(params)
-        # The copy if there is one, else the parameter that both networks share.
-        own = {path: leaves.get((COPIES, *path), leaves.get(path)) for path in self._paths}
-        return jax.lax.stop_gradient(unflatten(own))
+        # The copy if it exists, otherwise the parameter that both networks share.
+        merged = {path: leaves.get((COPIES, *path), leaves.get(path)) for path in self._paths}
+        return jax.lax.stop_gradient(unflatten(merged))
 
 
 def without_copies(frozen: Tree) -> Tree:
@@ -70,9 +70,9 @@ def without_copies(frozen: Tree) -> Tree:
 
 
 class ReferencedTask(CausalTask):
-    """Abstract task of a causal LM that may be compared with a reference."""
+    """Abstract causal LM task that may use a reference."""
 
-    reference_kind: str | None  # a property of its fields
+    reference_kind: str | None  # a property of the task's fields
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,8 +85,7 @@ class ReferencedTask(CausalTask):
                                         abstract=abstract, on=on))
 
     def take(self, network: Network, params: Tree, base: Tree) -> tuple[Tree, Tree]:
-        """Adopt a network and create its reference model; arguments as `build_network` returns, result as of `build`.
-        """
+        """Adopt a network and create its reference. Arguments as from `build_network`, result as from `build`."""
         self.network = network
         trainable, frozen = network.split(params)
         if self.reference_kind in ("base", "copy"):
@@ -95,7 +94,7 @@ class ReferencedTask(CausalTask):
             frozen |= self._reference.copies(whole, base)
         return trainable, frozen
 
-    # The reference's copies do not count as parameters of the model.
+    # The reference's copies do not count as the model's parameters.
 
     def describe(self, trainable: Tree, frozen: Tree) -> str:
         return super().describe(trainable, without_copies(frozen))

@@ -8,7 +8,7 @@ from lmmods.recipe.tasks.reward import RewardFields
 
 
 class Reward(RewardFields, RowTask):
-    """Score answers so that better ones get more than worse ones. Rows are [N, 2, T], or [N, 1, T] in predict."""
+    """Score better answers higher than worse ones. Rows are [N, 2, T], or [N, 1, T] in predict."""
 
     head = "sequence"
     auto_class = "AutoModelForSequenceClassification"

@@ -1,4 +1,4 @@
-"""What a task gets from a running command: the parameters on the devices, data, and what is logged."""
+"""A running command as tasks see it: parameters on the devices, data and loggers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -17,7 +17,7 @@ from lmmods.runs.step_metrics import StepMetrics
 
 
 class Weights:
-    """Trainable and frozen parameters, trees of kind state."""
+    """Trainable and frozen parameters, as trees of kind state."""
 
     def __init__(self, parallel: Parallel, trainable: Tree, frozen: Tree):
         self._parallel, self.trainable, self.frozen = parallel, trainable, frozen
@@ -29,7 +29,7 @@ class Weights:
 
 
 class Run(Protocol):
-    """A running command, as tasks see it: `jax_engine.run.Run`; in training also with metrics."""
+    """Interface of `jax_engine.run.Run` for tasks; `metrics` exists in training only."""
 
     folder: RunFolder
     data: DataModule

@@ -1,4 +1,4 @@
-"""Classification of texts or pairs of texts on JAX: one label, several, or a value."""
+"""Classification of texts or text pairs on JAX: one label, several labels or a value."""
 
 from jax_engine.tasks.by_row import LabelTask
 from lmmods.recipe.tasks.sequence_classification import SequenceClassificationFields

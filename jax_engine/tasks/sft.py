@@ -19,7 +19,7 @@ class SFT(SFTFields, CausalTask):
 
     def link(self, datamodule: DataModule) -> None:
         super().link(datamodule)
-        # A plan and `inspect` begin no run.
+        # Plans and `inspect` start no run.
         datamodule.take_rows_from(on_policy_of(self, datamodule, lambda: self._run and JaxSampler(self._run)))
 
     def begin(self, run: Run) -> None:

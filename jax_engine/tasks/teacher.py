@@ -1,4 +1,4 @@
-"""The teacher of distillation on JAX: a frozen network beside the one in training, with parameters of its own."""
+"""The teacher of distillation on JAX: a frozen network with its own parameters, next to the one in training."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ from lmmods.data.teacher import COMPUTING, TeacherTopKTable, gather_top_k, numbe
 from lmmods.recipe.tasks.base import TokenLossFields
 from lmmods.runs.model_card import first_weights
 
-TEACHER = "teacher"  # key of its parameters in the tree of frozen ones
-TAUGHT_IDS, TAUGHT_LOGPS = "teacher_ids", "teacher_logps"  # columns of batches, see `TeacherTopKTable`
+TEACHER = "teacher"  # key of its parameters in the tree of frozen parameters
+TEACHER_IDS, TEACHER_LOGPS = "teacher_ids", "teacher_logps"  # columns of batches (see `TeacherTopKTable`)
 
 
 class TeacherNetwork:
-    """The network of `model.teacher`."""
+    """Network of `model.teacher`."""
 
     def __init__(self, network: Network):
         self.network = network
@@ -41,10 +41,10 @@ class TeacherNetwork:
     @classmethod
     def build(cls, fields: TokenLossFields, head: Head, datamodule: DataModule, precision: str, seed: int,
               abstract: bool, on: Target | None) -> tuple["TeacherNetwork", Tree]:
-        """Return a task's teacher, and what to add to the frozen parameters, on the host.
+        """Return a task's teacher and its entry in the frozen parameters, on the host.
 
         Args:
-            fields: The task's; the other arguments are those of `build_network`.
+            fields: Fields of the task; the other arguments are as for `build_network`.
 
         Raises:
             UserError: The teacher cannot be built.
@@ -54,24 +54,24 @@ class TeacherNetwork:
         return cls(network), {TEACHER: params}
 
     def states(self, params: Tree, rows: dict[str, Array]) -> TeacherStates:
-        """Return the teacher's hidden states and head for rows of a batch.
+        """Return the teacher's hidden states and head for a batch's rows.
 
         Args:
-            params: Those of the network in training, with the teacher's among them.
+            params: Parameters of the network in training and of the teacher.
         """
-        own = jax.lax.stop_gradient(params[TEACHER])
-        return TeacherStates(self.network.hidden(own, rows), lambda x: self.network.logits(own, x))
+        own_params = jax.lax.stop_gradient(params[TEACHER])
+        return TeacherStates(self.network.hidden(own_params, rows), lambda x: self.network.logits(own_params, x))
 
     def compute_top_k(self, size: int, top_k: int, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:
         """Return the most likely tokens [N, T, k] after each position, and the log-probabilities [N, T, k + 1].
 
         Args:
-            size: Tokens that the distributions are over.
-            params: Of this network alone.
+            size: Number of tokens in the distributions.
+            params: Parameters of the teacher alone.
         """
         hidden = self.network.hidden(params, rows)
         num_rows, length = hidden.shape[:2]
-        # Logits of so many positions of each row at a time.
+        # Number of positions per row whose logits are computed at once.
         width = min(max(CHUNK_BYTES // (4 * size * -(-num_rows // num_visible_ranks())), 1), length)
         hidden = jnp.pad(hidden, ((0, 0), (0, -length % width), (0, 0)))
         chunks = hidden.reshape(num_rows, -1, width, hidden.shape[-1]).swapaxes(0, 1)
@@ -97,50 +97,50 @@ def without_teacher(frozen: Tree) -> Tree:
 
 
 def cached_teacher(run: Run, size: int) -> TeacherTopKTable:
-    """Return the most likely tokens of a task's teacher, computed unless cached.
+    """Return the most likely tokens of a task's teacher, from the cache if it has them.
 
     All processes must call this.
 
     Args:
         run: A `Run`.
-        size: Tokens that the distributions are over.
+        size: Number of tokens in the distributions.
 
     Raises:
         UserError: The data are a stream, or the teacher cannot be built.
     """
     task, data = run.task, run.data
-    teacher, trainer, scores, parts, begin = task.teacher, data.trainer, None, [], 0
+    teacher, trainer, compute_role, parts, start = task.teacher, data.trainer, None, [], 0
     facts = first_weights(task.teacher_fields, trainer.precision, 0)
     for role, count in number_scored(data, trainer.state.fn.value).items():
         store = teacher_store(data, role, facts, count, teacher.top_k, size)
-        found = call_on_first(store.read)
-        if found is None:
+        top_k = call_on_first(store.read)
+        if top_k is None:
             if run.is_first:
                 say(COMPUTING.format(top_k=teacher.top_k, teacher=teacher.pretrained, tokens=count, role=role))
-            scores = scores or _scores(run, size)
-            found = gather_top_k(scores(role), begin, count, teacher.top_k)
-            call_on_first(lambda store=store, found=found: store.write(found))
-        parts.append(found)
-        begin += count
+            compute_role = compute_role or _build_scorer(run, size)
+            top_k = gather_top_k(compute_role(role), start, count, teacher.top_k)
+            call_on_first(lambda store=store, top_k=top_k: store.write(top_k))
+        parts.append(top_k)
+        start += count
     return TeacherTopKTable(parts, teacher.top_k)
 
 
-def _scores(run: Run, size: int) -> Callable[[str], Iterator[tuple[np.ndarray, ...]]]:
-    """Build a task's teacher; return a function of numbers, tokens and log-probabilities of the rows of a set."""
+def _build_scorer(run: Run, size: int) -> Callable[[str], Iterator[tuple[np.ndarray, ...]]]:
+    """Build a task's teacher. Return a function that yields positions, tokens and log-probabilities of a set's rows."""
     task, data = run.task, run.data
-    guide, params = TeacherNetwork.build(task, task.head, data, data.trainer.precision, data.run_seed, False,
-                                         task.built_for)
-    params, predict = run.parallel.put_state(params[TEACHER]), partial(guide.compute_top_k, size, task.teacher.top_k)
+    teacher, params = TeacherNetwork.build(task, task.head, data, data.trainer.precision, data.run_seed, False,
+                                           task.built_for)
+    params, predict = run.parallel.put_state(params[TEACHER]), partial(teacher.compute_top_k, size, task.teacher.top_k)
     steps = Steps(run.parallel, predict, None, predict=predict)
 
-    def computed(role: str) -> Iterator[tuple[np.ndarray, ...]]:
+    def compute_role(role: str) -> Iterator[tuple[np.ndarray, ...]]:
         batches = run.batches(data.evaluation_loader(role), data.eval_batch_size, math.inf)
-        own = [(batch.host[PLACES], steps.fetch_rows(steps.predict_step(params, {}, {
-            name: array for name, array in batch.arrays.items() if name not in (TAUGHT_IDS, TAUGHT_LOGPS)})))
+        results = [(batch.host[PLACES], steps.fetch_rows(steps.predict_step(params, {}, {
+            name: array for name, array in batch.arrays.items() if name not in (TEACHER_IDS, TEACHER_LOGPS)})))
             for batch in batches]
-        # What a position predicts is the token after it.
-        parts = {(jax.process_index(), number): (places[..., 1:], ids[..., :-1, :], logps[..., :-1, :])
-                 for number, (places, (ids, logps)) in enumerate(own)}
+        # A position predicts the token after it.
+        parts = {(jax.process_index(), index): (positions[..., 1:], ids[..., :-1, :], logps[..., :-1, :])
+                 for index, (positions, (ids, logps)) in enumerate(results)}
         yield from machines.gather(parts).values()
 
-    return computed
+    return compute_role

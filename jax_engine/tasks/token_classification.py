@@ -1,4 +1,4 @@
-"""Classification of tokens on JAX, as names, places and parts of speech."""
+"""Token classification on JAX, such as named entities and parts of speech."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from lmmods.recipe.tasks.token_classification import TokenClassificationFields
 
 
 class TokenClassification(TokenClassificationFields, LabelTask):
-    """Give each word of a text a tag; loss and metrics are over labelled tokens."""
+    """Tag each word of a text. Loss and metrics are over labelled tokens."""
 
     head = "token"
     auto_class = "AutoModelForTokenClassification"
