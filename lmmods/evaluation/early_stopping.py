@@ -23,18 +23,18 @@ class EarlyStoppingRule:
     """Stop when a metric no longer improves; fields and rules of Lightning's EarlyStopping.
 
     Args:
-        monitor: Metric to watch, for example val/loss.
-        min_delta: Least change that counts as an improvement.
-        patience: Checks without improvement after which the run stops.
-        verbose: Say each improvement.
-        mode: Whether the smaller or the larger value is better.
-        strict: Refuse a metric that the run does not log; false waits for it.
-        check_finite: Stop when the metric is not a number.
+        monitor: Metric to monitor, for example val/loss.
+        min_delta: Minimum change that counts as an improvement.
+        patience: Number of checks without improvement after which the run stops.
+        verbose: Print each improvement.
+        mode: `min` if lower values are better, `max` if higher ones are.
+        strict: Reject a metric that the run does not log; false waits for it.
+        check_finite: Stop when the metric is not finite.
         stopping_threshold: Stop when the metric is better than this.
         divergence_threshold: Stop when the metric is worse than this.
-        check_on_train_epoch_end: Check at the end of each epoch instead of after each validation; null does so where
-            the run does not validate.
-        log_rank_zero_only: No effect: only the first process speaks.
+        check_on_train_epoch_end: Check at the end of each epoch instead of after each validation. Default: only if the
+            run does not validate.
+        log_rank_zero_only: No effect: only the first process prints.
     """
 
     def __init__(self, monitor: str, min_delta: float = 0.0, patience: int = 3, verbose: bool = False,
@@ -62,13 +62,13 @@ class EarlyStoppingRule:
                 "stopping_reason_message": self.message}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; also accepts Lightning's, whose best score is a tensor, and one with the key `best`."""
+        """Restore the state. Also accept Lightning's, whose best score is a tensor, and states with the key `best`."""
         self.wait_count = int(state["wait_count"])
         self.best_score = float(state["best_score"] if "best_score" in state else state["best"])
         self.message = state.get("stopping_reason_message") or ""
-        # Older states do not name the reason.
-        waited = Reason.PATIENCE_EXHAUSTED if self.wait_count >= self.patience else Reason.NOT_STOPPED
-        self.reason = Reason(state.get("stopping_reason", waited))
+        # Older states do not contain the reason.
+        default = Reason.PATIENCE_EXHAUSTED if self.wait_count >= self.patience else Reason.NOT_STOPPED
+        self.reason = Reason(state.get("stopping_reason", default))
 
     def begin(self, validates: bool) -> str:
         """Start or resume. Return why a resumed run stays stopped (unless `patience` was raised), else ""."""
@@ -79,40 +79,40 @@ class EarlyStoppingRule:
             self.reason, self.message = Reason.NOT_STOPPED, ""
         if self.reason is Reason.NOT_STOPPED:
             return ""
-        return self.message or f"EarlyStopping: {self.monitor} has stopped it."
+        return self.message or f"EarlyStopping: {self.monitor} stopped the run."
 
     # Checking --------------------------------------------------------------------------------------------------------
 
     def is_due(self, validated: bool, epoch_ends: bool) -> bool:
-        """True if the metric is to be checked now, before this step's checkpoint is written."""
+        """Return True if the metric is to be checked now, before this step's checkpoint is written."""
         return self.reason is Reason.NOT_STOPPED and (epoch_ends if self.check_on_train_epoch_end else validated)
 
     def check(self, metrics: dict[str, float]) -> bool:
         """Check the metric and return whether the run stops. Raises UserError: the run does not log the metric."""
         if self.monitor not in metrics:
             if self.strict:
-                raise UserError(f"EarlyStopping.monitor is {self.monitor!r}, which this run does not log "
-                                f"({', '.join(sorted(metrics))}).")
+                raise UserError(f"EarlyStopping.monitor is {self.monitor!r}, which this run does not log. Set it to "
+                                f"one of {', '.join(sorted(metrics))}.")
             return False
         value = float(metrics[self.monitor])
-        self.reason, why = self._check(value)
+        self.reason, explanation = self._check(value)
         if self.reason is Reason.NOT_STOPPED:
             return False
-        self.message = f"EarlyStopping: {self.monitor} {value:.6g} {why}."
+        self.message = f"EarlyStopping: {self.monitor} {value:.6g} {explanation}."
         say(self.message)
         return True
 
     def _check(self, value: float) -> tuple[Reason, str]:
-        # First: a comparison with NaN is always false, so the thresholds would not see it.
+        # First, since a comparison with NaN is always false, so the thresholds would not detect it.
         if self.check_finite and not math.isfinite(value):
-            return Reason.NON_FINITE_METRIC, "is not a number"
-        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+            return Reason.NON_FINITE_METRIC, "is not finite"
+        if self.stopping_threshold is not None and self._is_better(value, self.stopping_threshold):
             return Reason.STOPPING_THRESHOLD, f"is better than stopping_threshold {self.stopping_threshold}"
         # With both signs reversed, better means worse.
-        if self.divergence_threshold is not None and self._better(-value, -self.divergence_threshold):
+        if self.divergence_threshold is not None and self._is_better(-value, -self.divergence_threshold):
             return Reason.DIVERGENCE_THRESHOLD, f"is worse than divergence_threshold {self.divergence_threshold}"
         # An improvement by more than `min_delta`.
-        if self._better(value - (self.min_delta if self.mode == "max" else -self.min_delta), self.best_score):
+        if self._is_better(value - (self.min_delta if self.mode == "max" else -self.min_delta), self.best_score):
             self.best_score, self.wait_count = value, 0
             if self.verbose:
                 say(f"EarlyStopping: {self.monitor} {value:.6g} is the best so far.")
@@ -123,5 +123,5 @@ class EarlyStoppingRule:
         return Reason.PATIENCE_EXHAUSTED, (f"did not improve in the last {self.wait_count} checks. The best was "
                                            f"{self.best_score:.6g}")
 
-    def _better(self, value: float, other: float) -> bool:
+    def _is_better(self, value: float, other: float) -> bool:
         return value < other if self.mode == "min" else value > other

@@ -22,7 +22,7 @@ TAIL = 8  # characters at a prompt's end that decide how the letter after it is 
 
 
 class MMLUEvaluator(MMLUFields):
-    """Asks multiple-choice questions of a network in training, and scores the answers."""
+    """Evaluator of multiple-choice questions during training."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +40,7 @@ class MMLUEvaluator(MMLUFields):
         return self.is_on and self.every_n_steps is None
 
     def is_due(self, step: int, ends: bool = False) -> bool:
-        """True if an evaluation outside validation is due after optimiser step `step`; `ends`: last step of the run."""
+        """Return True if an evaluation outside validation is due after `step` steps; `ends`: last step of the run."""
         by_steps = self.every_n_steps is not None and step % self.every_n_steps == 0
         return self.is_on and step != self.latest_step and (ends or by_steps)
 
@@ -50,51 +50,51 @@ class MMLUEvaluator(MMLUFields):
         """Read and encode the questions.
 
         Raises:
-            UserError: The task predicts no next token, a row is no question, or a letter is no token of its own.
+            UserError: The task does not predict next tokens, a row is not a question, or a letter is not one token.
         """
         if not self.is_on:
             return
         if model.auto_class != "AutoModelForCausalLM":
-            raise UserError(f"mmlu.source: {type(model).__name__} is a task that predicts no next token, so it cannot "
-                            "answer questions; set mmlu.source to null.")
-        # as_sources rejects `weight` under any key but data.source: it applies to training rows only
+            raise UserError(f"mmlu.source: {type(model).__name__} does not predict next tokens, so it cannot answer "
+                            "questions. Set mmlu.source to null.")
+        # `as_sources` rejects `weight` in keys other than data.source: it applies to training rows only.
         readers = [SourceReader(source) for source in as_sources(self.source, "mmlu.source")]
-        asked = [_question(row) for reader in readers for row in reader]
-        num_choices = 1 + max((answer for _, answer, _ in asked), default=0)
+        questions = [_parse_question(row) for reader in readers for row in reader]
+        num_choices = 1 + max((answer for _, answer, _ in questions), default=0)
         if num_choices < 2:
             raise UserError(f"mmlu.source {', '.join(reader.source.path for reader in readers)}: "
-                            f"{'every answer is A' if asked else 'there is no row'}; questions with at least two "
-                            "different answers are needed.")
-        if self.limit is not None and self.limit < len(asked):
+                            f"{'every answer is A' if questions else 'there are no rows'}. Use questions with at least "
+                            "two different answers.")
+        if self.limit is not None and self.limit < len(questions):
             # Evenly spaced, since the rows may be sorted by subject.
-            asked = [asked[place * len(asked) // self.limit] for place in range(self.limit)]
-        prompts, answers, self._subjects = (list(part) for part in zip(*asked, strict=True))
+            questions = [questions[index * len(questions) // self.limit] for index in range(self.limit)]
+        prompts, answers, self._subjects = (list(column) for column in zip(*questions, strict=True))
         self._answers = np.array(answers)
         text = TextEncoder(datamodule.tokenizer)
-        room = model.max_positions()
-        self.max_length = min(self.max_length, room) if room is not None else self.max_length
+        model_limit = model.max_positions()
+        self.max_length = min(self.max_length, model_limit) if model_limit is not None else self.max_length
         self._encode(prompts, text)
         self._find_choices(prompts, datamodule.tokenizer, text, LETTERS[:num_choices])
 
     def _encode(self, prompts: list[str], text: TextEncoder) -> None:
         """Tokenise the prompts; long ones are truncated on the left, as the question is at the end."""
-        begin = [text.bos_id] if text.uses_bos else []
+        prefix = [text.bos_id] if text.uses_bos else []
         bodies = text.encode_texts(prompts, [False] * len(prompts))
-        room = self.max_length - len(begin)
-        self.prompt_ids = [np.array(begin + ids[-room:], np.int64) for ids in bodies]
-        num_truncated = sum(len(ids) > room for ids in bodies)
+        budget = self.max_length - len(prefix)
+        self.prompt_ids = [np.array(prefix + ids[-budget:], np.int64) for ids in bodies]
+        num_truncated = sum(len(ids) > budget for ids in bodies)
         if num_truncated:
-            warn(f"mmlu: {num_truncated} of {len(bodies)} prompts have more than {self.max_length} tokens and lose "
-                 "their beginning.")
+            warn(f"mmlu: {num_truncated} of {len(bodies)} prompts have more than {self.max_length} tokens; their "
+                 "beginning is truncated.")
 
     def _find_choices(self, prompts: list[str], tokenizer: Any, text: TextEncoder, letters: str) -> None:
         """Find the letters' tokens after each prompt, as columns of `choice_ids`."""
-        # Few distinct tails: finding the tokens takes several calls of the tokenizer.
+        # Once per distinct tail, of which there are few: finding the tokens takes several tokenizer calls.
         by_tail: dict[str, list[int]] = {}
         for prompt in prompts:
             if prompt[-TAIL:] not in by_tail:
-                by_tail[prompt[-TAIL:]] = choice_tokens(tokenizer, text, prompt, letters)
-        # [K], the union over all tails, so that one set of logits is gathered for every prompt.
+                by_tail[prompt[-TAIL:]] = find_choice_tokens(tokenizer, text, prompt, letters)
+        # [K], the union over all tails, so that every prompt needs the same logits.
         self.choice_ids = np.unique(list(by_tail.values()))
         columns = {tail: np.searchsorted(self.choice_ids, tokens) for tail, tokens in by_tail.items()}
         self._columns = np.stack([columns[prompt[-TAIL:]] for prompt in prompts])  # [N, number of letters]
@@ -102,16 +102,16 @@ class MMLUEvaluator(MMLUFields):
     def batches(self, datamodule: DataModule, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
         """Yield this process's batches: `input_ids` padded on the right, `attention_mask`, `index` (-1: padding).
 
-        All processes get equally many. A torch DataLoader would consume the random state of training.
+        All processes get the same number. A torch DataLoader would consume the random state of training.
         """
         from lmmods.data.batch.collate import Collator  # imports torch, not needed by the command line
 
         order = evaluation_order(np.array([len(ids) for ids in self.prompt_ids]), datamodule.eval_batch_size)
         collator = Collator(("input_ids", "index"), datamodule.tokenizer.pad_token_id, datamodule.pad_to_multiple_of,
                             self.max_length)
-        for numbers in batches_of_rank(order, 0, rank, world_size):
-            yield collator([None if number < 0 else {"input_ids": self.prompt_ids[number], "index": number}
-                            for number in numbers])
+        for indices in batches_of_rank(order, 0, rank, world_size):
+            yield collator([None if index < 0 else {"input_ids": self.prompt_ids[index], "index": index}
+                            for index in indices])
 
     # Answers ---------------------------------------------------------------------------------------------------------
 
@@ -123,47 +123,50 @@ class MMLUEvaluator(MMLUFields):
         """
         self.latest_step = step
         rows = np.stack([logits[index] for index in range(len(self.prompt_ids))]).astype(np.float64)  # [N, K]
-        found = choice_scores(np.take_along_axis(rows, self._columns, axis=1), self._answers, self._subjects)
-        shown = "  ".join(f"{name} {found[name]:.4g}" for name in CHOICE_SCORES)
-        say(f"mmlu/{self.name}, {len(rows)} questions: {shown}")
-        return {f"mmlu/{self.name}/{name}": value for name, value in found.items() if name != NO_SUBJECT}
+        scores = choice_scores(np.take_along_axis(rows, self._columns, axis=1), self._answers, self._subjects)
+        summary = "  ".join(f"{name} {scores[name]:.4g}" for name in CHOICE_SCORES)
+        say(f"mmlu/{self.name}, {len(rows)} questions: {summary}")
+        return {f"mmlu/{self.name}/{name}": value for name, value in scores.items() if name != NO_SUBJECT}
 
 
-def _question(row: Row) -> tuple[str, int, str]:
-    """Return (prompt, index of the right letter, subject). Trailing spaces are dropped: they belong to the answer."""
+def _parse_question(row: Row) -> tuple[str, int, str]:
+    """Return (prompt, index of the correct letter, subject). Trailing spaces are dropped: they belong to the answer."""
     where = f"mmlu.source {row.file}:{row.line}"
     if row.problem is not None:
-        raise UserError(f"{where} cannot be asked: {row.problem}. Remove it.")
+        raise UserError(f"{where} is not valid: {row.problem}. Remove it.")
     prompt, output, subject = (row.values.get(name) for name in ("input", "output", "subject"))
     if not isinstance(prompt, str) or not prompt.strip():
         raise UserError(f"{where}: input is {'missing' if prompt is None else repr(prompt)}, but must be the prompt, "
-                        f"up to and with the words before the letter; the columns are {', '.join(row.values)}.")
+                        f"including the words before the letter. The columns are {', '.join(row.values)}.")
     letter = output.strip() if isinstance(output, str) else ""
     if len(letter) != 1 or letter not in LETTERS:
         raise UserError(f"{where}: output is {'missing' if output is None else repr(output)}, but must be the letter "
-                        f"of the right answer, from {LETTERS[0]} to {LETTERS[-1]}.")
+                        f"of the correct answer, from {LETTERS[0]} to {LETTERS[-1]}.")
     if subject is not None and not isinstance(subject, str) or subject in CHOICE_SCORES:
-        raise UserError(f"{where}: subject is {subject!r}, but must be a text, and none of {', '.join(CHOICE_SCORES)}, "
-                        "which name other metrics.")
+        raise UserError(f"{where}: subject is {subject!r}, but must be a string other than {', '.join(CHOICE_SCORES)}, "
+                        "which are names of other metrics.")
     return prompt.rstrip(" "), LETTERS.index(letter), subject or NO_SUBJECT
 
 
-def choice_tokens(tokenizer: Any, text: TextEncoder, prompt: str, letters: str) -> list[int]:
+def find_choice_tokens(tokenizer: Any, text: TextEncoder, prompt: str, letters: str) -> list[int]:
     """Return the letters' tokens directly after a prompt: " A" as one token, or "A" (tried first after a newline).
 
-    Appending the letter may change tokens of the prompt after its last visible character, as with line breaks in many
-    tokenizers; it must not change the prompt's text. Raises UserError: neither form is a single token for each letter.
+    Appending the letter may change the prompt's tokens after its last visible character, as with line breaks in many
+    tokenizers; it must not change the prompt's text.
+
+    Raises:
+        UserError: Neither form is a single token for each letter.
     """
     for space in ("", " ") if prompt[-1:].isspace() else (" ", ""):
-        # Encode prompt and letter together, as a text in training would be, rather than the letter by itself.
-        begun, *whole = text.encode_texts([prompt, *(prompt + space + letter for letter in letters)],
-                                          [False] * (1 + len(letters)))
-        read, *before = (tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-                         for ids in (begun, *(ids[:-1] for ids in whole)))
-        tokens = [ids[-1] for ids in whole]
-        # The last token is the letter alone if what precedes it reads like the prompt.
-        if all(one == read for one in before) and len(set(tokens)) == len(letters):
+        # Encode prompt and letter together, like a text in training, instead of the letter alone.
+        prompt_ids, *full_ids = text.encode_texts([prompt, *(prompt + space + letter for letter in letters)],
+                                                  [False] * (1 + len(letters)))
+        prompt_text, *prefix_texts = (tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+                                      for ids in (prompt_ids, *(ids[:-1] for ids in full_ids)))
+        tokens = [ids[-1] for ids in full_ids]
+        # The last token is the letter alone if the tokens before it decode to the prompt.
+        if all(prefix_text == prompt_text for prefix_text in prefix_texts) and len(set(tokens)) == len(letters):
             return tokens
-    raise UserError(f"mmlu.source: after {prompt[-40:]!r} this tokenizer does not make one token of each of the "
-                    f"letters {', '.join(letters)}, so they cannot be compared. End the prompts in another way, or "
+    raise UserError(f"mmlu.source: after {prompt[-40:]!r} this tokenizer does not encode each of the letters "
+                    f"{', '.join(letters)} as one token, so they cannot be compared. End the prompts differently, or "
                     "set mmlu.source to null.")

@@ -16,7 +16,7 @@ PROMPT_WIDTH, OUTPUT_WIDTH = 40, 70  # characters shown on the console
 
 
 class SampleWriter(SampleFields):
-    """Generates the samples of a run and writes them."""
+    """Writer of a run's samples."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -26,23 +26,26 @@ class SampleWriter(SampleFields):
         self._base: dict[str, str] = {}  # prompt -> answer before training
 
     def prepare(self, datamodule: DataModule, max_positions: int | None) -> None:
-        """Encode the prompts. Raises UserError: the task cannot generate, or a prompt leaves no room for an answer.
+        """Encode the prompts.
 
         Args:
             max_positions: Maximum sequence length of the model, if limited.
+
+        Raises:
+            UserError: The task cannot generate, or a prompt with its answer is too long for the model.
         """
         if self.prompts is None:
             return
         self.prompt_ids = datamodule.encode_prompts(self.prompts)
-        room = self.generation.max_new_tokens
+        max_new_tokens = self.generation.max_new_tokens
         for prompt, ids in zip(self.prompts, self.prompt_ids, strict=True):
-            if max_positions is not None and len(ids) + room > max_positions:
-                raise UserError(f"samples.prompts: {_short(prompt, PROMPT_WIDTH)!r} has {len(ids)} tokens, which with "
-                                f"samples.max_new_tokens {room} are more than the {max_positions} positions of this "
-                                "model. Shorten it, or lower samples.max_new_tokens.")
+            if max_positions is not None and len(ids) + max_new_tokens > max_positions:
+                raise UserError(f"samples.prompts: {_shorten(prompt, PROMPT_WIDTH)!r} has {len(ids)} tokens, which "
+                                f"with samples.max_new_tokens {max_new_tokens} are more than this model's "
+                                f"{max_positions} positions. Shorten it, or lower samples.max_new_tokens.")
 
     def begin(self, folder: RunFolder, resumed_step: int | None) -> None:
-        """Set the run folder; drop rows after `resumed_step`, which the resumed run writes again."""
+        """Set the run folder; drop rows after `resumed_step`, which the resumed run rewrites."""
         self._path = folder.samples
         if self.prompts is not None:
             folder.files.claim(self._path.name)
@@ -52,11 +55,11 @@ class SampleWriter(SampleFields):
         rows = [row for row in repair_samples(self._path) if row["step"] <= resumed_step]
         if self._path.exists():
             self._rewrite(rows)
-        # The untrained model no longer exists, so its answers come from the file.
+        # The untrained model no longer exists, so read its answers from the file.
         self._base = {row["prompt"]: row["output"] for row in rows if row["step"] == 0}
         if self.prompts and self.compare_base and not self._base.keys() >= set(self.prompts):
-            warn(f"{self._path} does not hold what the model answered before training to every prompt; where it does "
-                 "not, base is null.")
+            warn(f"{self._path} does not contain the untrained model's answers to all prompts; the missing ones are "
+                 "null in base.")
 
     @property
     def wants_base(self) -> bool:
@@ -64,7 +67,7 @@ class SampleWriter(SampleFields):
         return self.prompts is not None and self.compare_base
 
     def is_due(self, step: int, ends: bool = False) -> bool:
-        """True if samples are due after optimiser step `step`; `ends`: last step of the run."""
+        """Return True if samples are due after optimiser step `step`; `ends`: last step of the run."""
         return self.prompts is not None and step != self.latest_step and (ends or step % self.every_n_steps == 0)
 
     def write(self, step: int, outputs: list[str], loggers: list[Any]) -> None:
@@ -74,10 +77,10 @@ class SampleWriter(SampleFields):
         base = self._base if self.compare_base else {}
         rows = [{"step": step, "prompt": prompt, "base": base.get(prompt), "output": output}
                 for prompt, output in zip(self.prompts, outputs, strict=True)]
-        # Replaced as a whole rather than appended, so that a repeated step does not come twice.
+        # Rewrite the whole file instead of appending, so that a repeated step is not written twice.
         self._rewrite([row for row in repair_samples(self._path) if row["step"] < step] + rows)
         for row in rows:
-            prompt, output = _short(row["prompt"], PROMPT_WIDTH), _short(row["output"], OUTPUT_WIDTH)
+            prompt, output = _shorten(row["prompt"], PROMPT_WIDTH), _shorten(row["output"], OUTPUT_WIDTH)
             say(f"sample at step {step}: {prompt} -> {output}")
         for logger in loggers:
             _log(logger, rows, step)
@@ -95,11 +98,11 @@ def _log(logger: Any, rows: list[dict[str, Any]], step: int) -> None:
 
 
 def _markdown(row: dict[str, Any]) -> str:
-    """Format a row with its texts as code blocks, so that no markup is interpreted."""
+    """Format a row with its texts as code blocks, so that markup is not interpreted."""
     return "\n\n".join(f"{name}:\n\n{indent(row[name])}" for name in ("prompt", "base", "output")
                        if row[name] is not None)
 
 
-def _short(text: str, width: int) -> str:
+def _shorten(text: str, width: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= width else f"{text[:width - 1]}…"

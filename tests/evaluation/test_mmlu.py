@@ -20,7 +20,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.text_metrics import choice_scores
 from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.sft import SFTData
-from lmmods.evaluation.mmlu import MMLUEvaluator, choice_tokens
+from lmmods.evaluation.mmlu import MMLUEvaluator, find_choice_tokens
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.callbacks import evaluation as torch_side
 from lmmods.torch_engine.nn.lm_head import LMHead, choice_logits
@@ -108,7 +108,7 @@ def metaspace(merges: list[tuple[str, str]], letters: str = "ABCD") -> PreTraine
 ])
 def test_a_letter_is_the_token_that_follows_the_prompt(prompt, expected):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "llama")
-    found = choice_tokens(tokenizer, TextEncoder(tokenizer), prompt, "ABCD")
+    found = find_choice_tokens(tokenizer, TextEncoder(tokenizer), prompt, "ABCD")
     assert tokenizer.convert_ids_to_tokens(found) == [expected.format(letter) for letter in "ABCD"]
     space = " " if "Ġ" in expected else ""
     for letter, token in zip("ABCD", found):
@@ -120,7 +120,7 @@ def test_a_letter_is_the_token_that_follows_the_prompt(prompt, expected):
 ], ids=["a space in the token", "a space alone", "a space in one token only"])
 def test_all_letters_are_taken_in_the_same_way(merges, expected):
     tokenizer = metaspace(merges)
-    found = choice_tokens(tokenizer, TextEncoder(tokenizer), "A:", "ABCD")
+    found = find_choice_tokens(tokenizer, TextEncoder(tokenizer), "A:", "ABCD")
     assert tokenizer.convert_ids_to_tokens(found) == [expected.format(letter) for letter in "ABCD"]
 
 
@@ -128,8 +128,8 @@ def test_all_letters_are_taken_in_the_same_way(merges, expected):
                          ids=["unknown letters", "a letter that grows into the prompt"])
 def test_letters_without_a_token_of_their_own_are_refused(letters, merges):
     tokenizer = metaspace(merges, letters)
-    with pytest.raises(UserError, match="does not make one token of each of the letters A, B, C, D"):
-        choice_tokens(tokenizer, TextEncoder(tokenizer), "A:", "ABCD")
+    with pytest.raises(UserError, match="does not encode each of the letters A, B, C, D as one token"):
+        find_choice_tokens(tokenizer, TextEncoder(tokenizer), "A:", "ABCD")
 
 
 # Questions -----------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ GOOD = {"input": "Q:", "output": "B"}
     ([GOOD, {**GOOD, "subject": 5}], ":2: subject is 5"),
     ([GOOD, {**GOOD, "subject": "loss"}], ":2: subject is 'loss'"),
     ([{"input": "Q:", "output": "A"}] * 2, "every answer is A"),
-    ([], "there is no row"),
+    ([], "there are no rows"),
 ])
 def test_rows_that_are_no_questions(tmp_path, data, rows, message):
     with pytest.raises(UserError, match="mmlu.source") as told:

@@ -106,9 +106,9 @@ def test_a_recipe_is_planned_on_gpus_that_are_not_here(capsys, tmp_path, monkeyp
     printed = capsys.readouterr().out
     found = {line.split("  ")[0]: line for line in printed.splitlines()}
     assert all("simulated" in found[kind] and "8 devices" in found[kind] for kind in ("all-reduce", "all-gather"))
-    assert "fits" in found["memory of each device"] and "compiler keeps products" in printed
+    assert "fits" in found["memory of each device"] and "compiler keeps 16-bit products" in printed
     assert "tokens per second, 4,096 a step" in printed and "300 steps" in printed
-    assert "of 11.18 GiB for a step" in printed and "XLA takes 50% of a GPU's memory" in printed
+    assert "of 11.18 GiB for a step" in printed and "XLA uses 50% of a GPU's memory" in printed
 
 
 @pytest.mark.slow
