@@ -1,10 +1,10 @@
-"""Eight CPU devices, and models of transformers, made once per session."""
+"""Eight CPU devices, and reference models of transformers, built once per session."""
 
 import os
 
 FLAG = "--xla_force_host_platform_device_count"
-if FLAG not in os.environ.get("XLA_FLAGS", ""):  # read when the first device is asked for, not at the import of jax
-    # Eight devices on a busy machine of two cores may wait for each other for longer than XLA's forty seconds.
+if FLAG not in os.environ.get("XLA_FLAGS", ""):  # read when the first device is requested, not when jax is imported
+    # On a busy machine with two cores, eight devices may wait for each other longer than XLA's forty seconds.
     patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=8 {patience}".strip()
 
@@ -20,13 +20,13 @@ def toy() -> Toy:
 
 @pytest.fixture(scope="session")
 def make_ref(tmp_path_factory):
-    """A function that makes, once per session, the reference for a family with a head."""
-    made = {}
+    """Return a function that builds, once per session, the reference for a family with a head."""
+    refs = {}
 
     def make(name: str, head: str = "causal", **changes) -> HFReference:
         key = (name, head, repr(changes))
-        if key not in made:
-            made[key] = HFReference(name, head, tmp_path_factory.mktemp(f"{name}-{head}"), **changes)
-        return made[key]
+        if key not in refs:
+            refs[key] = HFReference(name, head, tmp_path_factory.mktemp(f"{name}-{head}"), **changes)
+        return refs[key]
 
     return make

@@ -1,4 +1,4 @@
-"""Tiny models of transformers, every family with every head: random in every parameter, no two sizes equal."""
+"""Tiny models of transformers for every family and head, with random parameters and no two equal sizes."""
 
 from functools import cached_property
 
@@ -19,7 +19,7 @@ LLAMA = DECODER | {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layer
 GPT = DECODER | {"n_embd": 24, "n_layer": 3, "n_head": 3, "n_positions": 32}
 BERT = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3,
         "num_attention_heads": 3, "max_position_embeddings": 32, "type_vocab_size": 2, "layer_norm_eps": 1e-5}
-# A layer or two, which is what shows a pattern.
+# One or two layers, enough to show a pattern.
 NEW = LLAMA | {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 6}
 ROUTED = NEW | {"num_experts_per_tok": 2, "head_dim": 4}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -94,16 +94,16 @@ NUM_LABELS, NUM_CHOICES = 5, 2  # a batch of four rows is two questions
 
 
 def fields_of(name: str, head: str) -> dict:
-    """Fields of the configuration of a family with this head."""
+    """Return the configuration fields of a family with this head."""
     fields = FAMILIES[name]
     if head in ("sequence", "token"):
-        # Without a padding token transformers takes one row at a time.
+        # Without a padding token, transformers accepts only one row at a time.
         fields = {"pad_token_id": 0} | fields | {"num_labels": NUM_LABELS}
     return fields
 
 
 def labels_of(batch: dict[str, np.ndarray]) -> np.ndarray:
-    """A label at most of the real tokens [B, T]; -100 elsewhere."""
+    """Return labels [B, T] for most of the real tokens; -100 elsewhere."""
     random = np.random.default_rng(2)
     labels = random.integers(0, VOCAB, batch["input_ids"].shape)
     real = batch["attention_mask"] > 0
@@ -111,7 +111,7 @@ def labels_of(batch: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def our_loss(net: Network, params: dict, batch: dict, labels: np.ndarray, training: bool = False):
-    """A sum over labels, or over answer spans that end where they begin; and the logits."""
+    """Return a loss summed over labels, or over answer spans of one token, and the logits."""
     logits = net.scores(params, batch, training)
     if net.head == "choice":
         logits = logits.reshape(-1, NUM_CHOICES)
@@ -121,32 +121,34 @@ def our_loss(net: Network, params: dict, batch: dict, labels: np.ndarray, traini
     if net.head == "qa":
         real = batch["attention_mask"][..., None] > 0
         spans = -jax.nn.log_softmax(jnp.where(real, logits, -1e4), axis=1)[:, 4].sum()
-        return spans + jnp.where(real, jnp.tanh(logits), 0).sum(), logits  # the latter so that biases have gradients
-    scored, labels = logits, jnp.where(labels < 0, labels, labels % NUM_LABELS) if net.head == "token" else labels
+        return spans + jnp.where(real, jnp.tanh(logits), 0).sum(), logits  # the second term gives biases a gradient
+    target_logits = logits
+    if net.head == "token":
+        labels = jnp.where(labels < 0, labels, labels % NUM_LABELS)
     if net.head == "causal":
-        scored, labels = logits[:, :-1], labels[:, 1:]
-    picked = jnp.take_along_axis(jax.nn.log_softmax(scored), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+        target_logits, labels = logits[:, :-1], labels[:, 1:]
+    picked = jnp.take_along_axis(jax.nn.log_softmax(target_logits), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
     return -jnp.where(labels >= 0, picked, 0).sum(), logits
 
 
 def row_labels(num_rows: int, head: str) -> np.ndarray:
-    """A label of each row."""
+    """Return a label per row."""
     return np.arange(num_rows) * 3 % (NUM_CHOICES if head == "choice" else NUM_LABELS)
 
 
 def of_real(values, batch: dict[str, np.ndarray], head: str):
-    """Those of the logits that are compared: of the real tokens, or of all rows."""
+    """Return the logits to compare: of the real tokens, or of all rows."""
     return values if head in ("sequence", "choice") else values[batch["attention_mask"] > 0]
 
 
 def torch_inputs(batch: dict[str, np.ndarray], head: str) -> dict[str, torch.Tensor]:
-    """A batch as the torch model takes it."""
+    """Return a batch as inputs of the torch model."""
     shape = (-1, NUM_CHOICES) if head == "choice" else (-1,)
     return {name: torch.tensor(value).unflatten(0, shape) for name, value in batch.items()}
 
 
 class HFReference:
-    """A torch model, its folder, and the JAX network loaded from there."""
+    """A torch model, its folder, and the JAX network loaded from it."""
 
     def __init__(self, name: str, head: str, folder, **changes):
         config = transformers.CONFIG_MAPPING[name](**fields_of(name, head) | changes)
@@ -166,20 +168,20 @@ class HFReference:
 
     @cached_property
     def loss_and_gradients(self):
-        """The compiled `our_loss` with its logits, and the gradients of all parameters."""
+        """`our_loss` with its logits and the gradients of all parameters, compiled."""
         return jax.jit(jax.value_and_grad(lambda params, batch, labels: our_loss(self.net, params, batch, labels),
                                           has_aux=True))
 
     @cached_property
     def found(self) -> tuple[np.ndarray, float, dict]:
-        """Our logits, loss and gradients of all parameters on `batch`."""
+        """JAX's logits, loss and gradients of all parameters on `batch`."""
         (loss, logits), gradients = self.loss_and_gradients(self.params, self.batch(), labels_of(self.batch()))
         return np.asarray(logits), float(loss), gradients
 
     def batch(self) -> dict[str, np.ndarray]:
-        """Four rows of 9: full, padded on the right, padded on the left, and one with the padding token in its text.
+        """Return four rows of 9 tokens: full, right-padded, left-padded, and one with the padding token in its text.
 
-        Rows of heads for labels are padded on the right.
+        Rows for label heads are right-padded only.
         """
         random = np.random.default_rng(1)
         ids = random.integers(4, VOCAB, (4, 9))

@@ -1,4 +1,4 @@
-"""What a plan says that a step of a recipe takes on this processor, and what it then takes."""
+"""Planned and measured memory of a recipe's step on this CPU."""
 
 import json
 
@@ -15,8 +15,8 @@ from lmmods.recipe.reader import parse
 from tests.peak_memory import give_back, taken
 
 
-def measured(recipe: str) -> tuple[int, int]:
-    """Bytes that a recipe, whose arguments are JSON, is planned to take, and those that it takes."""
+def measure(recipe: str) -> tuple[int, int]:
+    """Return the planned and the measured bytes of a recipe, whose arguments are JSON."""
     from jax_engine.planning import outline_batch
 
     parsed = parse(["plan", *json.loads(recipe), "--engine", "jax", "--on", "cpu"], options_of("plan")[0])
@@ -45,7 +45,7 @@ def measured(recipe: str) -> tuple[int, int]:
 
 
 def compare(*recipes: str) -> None:
-    """Print for each recipe, whose arguments are JSON, the bytes that are planned and those that are taken."""
+    """Print the planned and the measured bytes of each recipe, whose arguments are JSON."""
     give_back()
     for recipe in recipes:
-        print("bytes", *measured(recipe))
+        print("bytes", *measure(recipe))

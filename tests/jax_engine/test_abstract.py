@@ -1,4 +1,4 @@
-"""Programs for devices that are not here: parameters as shapes alone, and steps lowered for a target."""
+"""Programs for absent devices: abstract parameters, and steps lowered for a target."""
 
 import math
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ LORA = LoRA(rank=4, alpha=8, dropout=0.0, targets="all-linear")
 
 
 class Tokenizer(SimpleNamespace):
-    """As many tokens as `size`."""
+    """Tokenizer with `size` tokens."""
 
     pad_token_id, bos_token_id, eos_token_id, unk_token_id = 0, 1, 2, 3
 
@@ -60,8 +60,8 @@ CASES = {
 }
 
 
-def described(tree) -> dict:
-    """Shape and dtype of every array, and how quantised ones are put together."""
+def describe(tree) -> dict:
+    """Return shape and dtype of every array, and the structure of quantised ones."""
     return {path: (jax.tree.structure(leaf), [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(leaf)])
             for path, leaf in flatten(tree).items()}
 
@@ -71,12 +71,12 @@ QUICK = ("full", "nf4", "tied-head-in-full", "copy")
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow)
                                   for case in CASES])
-def test_an_abstract_network_is_the_real_one_without_its_numbers(make_ref, case):
+def test_an_abstract_network_has_the_shapes_of_the_real_one(make_ref, case):
     name, head, task, fields, precision, size = CASES[case]
     built = [task(pretrained=str(make_ref(name, head).folder), **fields).build(precision, data_of(size), 0, abstract)
              for abstract in (False, True)]
     for real, abstract in zip(*built, strict=True):
-        assert described(real) == described(abstract)
+        assert describe(real) == describe(abstract)
     assert {type(leaf) for leaf in jax.tree.leaves(built[1])} == {jax.ShapeDtypeStruct}
 
 
@@ -88,7 +88,7 @@ def test_a_folder_in_four_bits_is_outlined_from_its_configuration(make_ref, doub
     type(ref.torch).from_pretrained(ref.folder, quantization_config=config).save_pretrained(tmp_path)
     real, abstract = (CLM(pretrained=str(tmp_path), lora=LORA).build("32-true", data_of(), 0, abstract)
                       for abstract in (False, True))
-    assert [described(part) for part in real] == [described(part) for part in abstract]
+    assert [describe(part) for part in real] == [describe(part) for part in abstract]
 
 
 WAYS = {"replicas": Replicas, "mesh": lambda devices, on=None: ShardedMesh(2, 2, 2, devices=devices, on=on)}
@@ -97,19 +97,19 @@ WAYS = {"replicas": Replicas, "mesh": lambda devices, on=None: ShardedMesh(2, 2,
 @pytest.mark.parametrize(("way", "name"), [
     pytest.param("replicas", "v5e-8", marks=pytest.mark.slow), ("mesh", "8xH100")])
 def test_steps_are_lowered_for_other_devices(toy, way, name):
-    """With all that the same step has here, and as a program of the target."""
+    """With the same memory as the step on present devices, and as a program of the target."""
     devices = jax.devices()[:8]
-    real = lowered(toy, WAYS[way](devices), "real")
-    away = lowered(toy, WAYS[way](devices, target_named(name)), "abstract")
-    assert away.as_text().count("num_partitions = 8") == 1
-    found = lowered(toy, WAYS[way](devices, target_named("8xcpu")), "abstract").compile().memory_analysis()
+    real = lower_step(toy, WAYS[way](devices), "real")
+    remote = lower_step(toy, WAYS[way](devices, target_named(name)), "abstract")
+    assert remote.as_text().count("num_partitions = 8") == 1
+    simulated = lower_step(toy, WAYS[way](devices, target_named("8xcpu")), "abstract").compile().memory_analysis()
     real = real.compile().memory_analysis()
-    assert (real.argument_size_in_bytes, real.temp_size_in_bytes) == (found.argument_size_in_bytes,
-                                                                      found.temp_size_in_bytes)
+    assert (real.argument_size_in_bytes, real.temp_size_in_bytes) == (simulated.argument_size_in_bytes,
+                                                                      simulated.temp_size_in_bytes)
 
 
-def of_toy(toy, parallel):
-    """Steps of a toy network, its parameters, and scalars of a step."""
+def toy_steps(toy, parallel):
+    """Return steps of a toy network, its parameters, and the scalars of a step."""
     def loss(params, rows, training, count_correct):
         return token_loss(toy.hidden(params, rows, training), shift_labels(rows["labels"]),
                           lambda x: toy.logits(params, x), toy.vocab_size, count_correct)
@@ -120,14 +120,14 @@ def of_toy(toy, parallel):
 
 
 def rows_of(parallel, length: int) -> dict[str, np.ndarray]:
-    """Two rows on each rank."""
+    """Return two rows per rank."""
     return {name: np.ones((parallel.data_parallel_size, 2, length), np.int32)
             for name in ("input_ids", "labels", "attention_mask", "token_seeds")}
 
 
-def lowered(toy, parallel, kind: str):
-    """The step of a toy network lowered without arrays, or with them."""
-    steps, params, scalars = of_toy(toy, parallel)
+def lower_step(toy, parallel, kind: str):
+    """Lower the step of a toy network, with or without arrays."""
+    steps, params, scalars = toy_steps(toy, parallel)
     batch = rows_of(parallel, 8)
     if kind == "real":
         state = steps.new_state(parallel.put_state(params))
@@ -137,42 +137,44 @@ def lowered(toy, parallel, kind: str):
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_run_and_a_plan_give_the_same_memory(toy, accumulates):
-    """Of the same step, with the state of a run on the devices and without; shorter rows are taken at full length."""
+    """For the same step, with a run's state on the devices and without; shorter rows count at full length."""
     parallel, length = WAYS["mesh"](jax.devices()[:8]), 8
-    steps, params, scalars = of_toy(toy, parallel)
+    steps, params, scalars = toy_steps(toy, parallel)
     short, full = rows_of(parallel, length // 2), rows_of(parallel, length)
     planned, _ = compile_step(steps.lower_shapes(params, {}, full, scalars, accumulates), {}, 1.0)
-    found = step_memory(steps, steps.new_state(parallel.put_state(params)), {}, parallel.put_batch(short),
-                        parallel.put_scalars(scalars), length, accumulates, target_named("8xcpu"))
-    assert found.parts["temporaries"] == planned.parts["temporaries"] > 0
+    measured = step_memory(steps, steps.new_state(parallel.put_state(params)), {}, parallel.put_batch(short),
+                           parallel.put_scalars(scalars), length, accumulates, target_named("8xcpu"))
+    assert measured.parts["temporaries"] == planned.parts["temporaries"] > 0
     outline = parallel.outline(full, "batch")
-    assert found.parts["rows"] == sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in outline.values())
-    assert ("summed gradients" in found.parts) is accumulates and found.method == planned.method == "compiled by XLA"
+    assert measured.parts["rows"] == sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in outline.values())
+    assert ("summed gradients" in measured.parts) is accumulates
+    assert measured.method == planned.method == "compiled by XLA"
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_the_start_of_a_run_leaves_a_gap_for_what_a_step_computes(make_ref, accumulates, monkeypatch):
-    """On a GPU: beside parameters, AdamW's moments in their dtype, and gradients that are added up in float32."""
+    """On a GPU, after parameters, AdamW's moments in their dtype, and gradients summed in float32."""
     monkeypatch.delenv(PREALLOCATE, raising=False)  # `inspect --parity` sets it for its process
     task = CLM(pretrained=str(make_ref("llama", "causal").folder), lora=LORA)
     trainable, frozen = task.build("bf16-true", data_of(), 0)
     data = SimpleNamespace(sequences_per_row=1, max_length=32, batch_size=4)
-    found, elsewhere = (task.step_memory(trainable, frozen, "bf16-true", data, target_named(name), 0, accumulates)
-                        for name in ("H100", "v5e-1"))
+    on_gpu, on_tpu = (task.step_memory(trainable, frozen, "bf16-true", data, target_named(name), 0, accumulates)
+                      for name in ("H100", "v5e-1"))
     trained = sum(leaf.nbytes for leaf in jax.tree.leaves(trainable))
     placed = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen))) + (4 if accumulates else 2) * trained
-    assert found.needed - found.block == pytest.approx(placed, abs=50) and found.parts["activations"] < found.block
+    assert on_gpu.needed - on_gpu.block == pytest.approx(placed, abs=50) and on_gpu.parts["activations"] < on_gpu.block
     padding = 256 * 6 * len(jax.tree.leaves((trainable, frozen)))  # of arrays
-    assert found.available - found.gap == pytest.approx(placed, abs=padding) and not found.is_tight
-    assert math.isinf(elsewhere.gap)
+    assert on_gpu.available - on_gpu.gap == pytest.approx(placed, abs=padding) and not on_gpu.is_tight
+    assert math.isinf(on_tpu.gap)
 
 
 @pytest.mark.parametrize(("on", "precision"), [
     ("cpu", "bf16-true"), ("cpu", "bf16-mixed"), ("cpu", "32-true"), ("H100", "bf16-true"), ("H100", "bf16-mixed")])
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
 @pytest.mark.parametrize("key_value_heads", [4, 1])
-def test_a_block_keeps_what_the_start_of_a_run_counts(make_ref, monkeypatch, on, key_value_heads, lora, precision):
-    """For the backward pass; besides, attention keeps a number for each head, and an adapter its inner features."""
+def test_kept_activations_are_counted_at_the_start_of_a_run(make_ref, monkeypatch, on, key_value_heads, lora,
+                                                            precision):
+    """For the backward pass. In addition, attention keeps a number per head, and an adapter its inner features."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     num_layers, heads, length = 3, 4, 34
     ref = make_ref("llama", "causal", num_hidden_layers=num_layers, head_dim=8, num_attention_heads=heads,
@@ -184,14 +186,14 @@ def test_a_block_keeps_what_the_start_of_a_run_counts(make_ref, monkeypatch, on,
     def backward(trainable, frozen):
         return jax.vjp(lambda tree: task.batch_loss(merge(tree, frozen), rows, True, False).total, trainable)[1]
 
-    kept = [x for x in jax.tree.leaves(jax.eval_shape(backward, trainable, frozen))
-            if x.shape[:1] == (num_layers,) and length in x.shape]
+    residuals = [x for x in jax.tree.leaves(jax.eval_shape(backward, trainable, frozen))
+                 if x.shape[:1] == (num_layers,) and length in x.shape]
     size = 4 if precision == "32-true" else 2
     step = Step(1, "adamw", False, size, 2 if precision == "bf16-true" else 4, "scanned", on != "cpu",
                 in_full=lora is None)
     others = 4 * heads + (7 * lora.rank * size if lora else 0)
-    of_token = step.kept_in_block(widths_of(task.network.config)) + others
-    assert sum(x.size * x.dtype.itemsize for x in kept) == num_layers * length * of_token
+    bytes_per_token = step.kept_in_block(widths_of(task.network.config)) + others
+    assert sum(x.size * x.dtype.itemsize for x in residuals) == num_layers * length * bytes_per_token
 
 
 SPANS = {name: ((8, 2), np.int32) for name in ("start_positions", "end_positions")}
@@ -209,21 +211,21 @@ LOWERED = {
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case == "clm" else pytest.mark.slow)
                                   for case in LOWERED])
 def test_steps_of_every_task_are_lowered_for_gpus_and_tpus(make_ref, monkeypatch, case):
-    """On a mesh, in 16 bits; with the fused kernel where a GPU has it."""
+    """On a mesh, in 16 bits, with the fused kernel where a GPU has it."""
     for name, answer in {"check_cudnn_version": 91000, "check_compute_capability": True}.items():  # of no device here
         monkeypatch.setattr(f"jax._src.cudnn.fused_attention_stablehlo.{name}", lambda *_, answer=answer: answer)
-    name, head, changes, kind, fields, on, is_fused = LOWERED[case]
+    name, head, changes, task_class, fields, on, is_fused = LOWERED[case]
     folder = make_ref(name, head, **changes).folder
     target = target_named(on)
-    task = kind(pretrained=str(folder), **fields)
+    task = task_class(pretrained=str(folder), **fields)
     trainable, frozen = task.build("bf16-mixed", data_of(), 0, abstract=True, on=target)
     steps = Steps(ShardedMesh(2, 4, devices=jax.devices()[:8], on=target), task.batch_loss,
                   build(task.optimizer, task.network.decays(trainable)), Clipping(1.0), None, task.metric_names,
                   task.survey, task.statistic_names)
-    answers = (2,) if kind is Preference else ()
+    answers = (2,) if task_class is Preference else ()
     rows = {name: jax.ShapeDtypeStruct((8, 2, *answers, 16), np.int32)
             for name in ("input_ids", "attention_mask", "labels", "token_seeds")}
-    if kind is QA:
+    if task_class is QA:
         rows |= {name: jax.ShapeDtypeStruct(*shape) for name, shape in SPANS.items()}
     programs = steps.lower_shapes(trainable, frozen, rows, step_scalars(task.optimizer, 0, 1))
     text = programs["full_step"].as_text()

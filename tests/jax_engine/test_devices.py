@@ -1,4 +1,4 @@
-"""What a run sets on the machine before XLA starts."""
+"""Settings that a run makes before XLA starts."""
 
 import os
 import subprocess
@@ -29,20 +29,20 @@ print(*faults)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
-@pytest.mark.parametrize("asked", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}], ids=["kept", "left alone"])
-def test_a_step_finds_its_memory_again(asked):
-    """A step needs 16 MiB, which are 4,096 pages. The first steps, and now and then one, find the heap too small."""
+@pytest.mark.parametrize("environment", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}], ids=["kept", "not set"])
+def test_a_step_reuses_freed_memory(environment):
+    """A step needs 16 MiB, that is 4,096 pages. The first steps, and a few later ones, must extend the heap."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "XLA_FLAGS"))}
     done = subprocess.run([sys.executable, "-c", STEPS], cwd=Path(__file__).parent.parent.parent, timeout=120,
-                          env={**plain, **asked}, capture_output=True, text=True, check=True)
-    a_step = median(after - before for before, after in pairwise(map(int, done.stdout.split())))
-    assert a_step > 3_000 if asked else a_step < 400, done.stdout
+                          env={**plain, **environment}, capture_output=True, text=True, check=True)
+    faults_per_step = median(after - before for before, after in pairwise(map(int, done.stdout.split())))
+    assert faults_per_step > 3_000 if environment else faults_per_step < 400, done.stdout
 
 
 @pytest.mark.parametrize(("precision", "platform", "chosen", "expected"), [
     ("32-true", "gpu", None, "highest"), ("32-true", "tpu", None, "highest"), ("32-true", "cpu", None, None),
     ("bf16-mixed", "gpu", None, None), ("32-true", "gpu", "tensorfloat32", "tensorfloat32")])
-def test_float32_is_multiplied_as_such(precision, platform, chosen, expected):
+def test_float32_products_are_computed_in_float32(precision, platform, chosen, expected):
     before = jax.config.jax_default_matmul_precision
     try:
         jax.config.update("jax_default_matmul_precision", chosen)

@@ -1,4 +1,4 @@
-"""XLA's memory pool on a GPU: who decides how large it is, and which block fits beside what is placed."""
+"""XLA's memory pool on a GPU: its size, and the largest block that fits after the arrays."""
 
 import math
 import os
@@ -19,7 +19,7 @@ def nothing_set(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_pool_is_larger_for_the_start_alone():
+def test_the_pool_is_larger_only_at_the_start():
     with larger_pool():
         assert os.environ[NEW] == str(USABLE) and Pool.from_environment().fraction == USABLE > 0.75
     assert NEW not in os.environ and Pool.from_environment() == Pool(USABLE)
@@ -36,7 +36,7 @@ def test_the_environment_decides(monkeypatch, name, value, pool):
         assert dict(os.environ) == before and Pool.from_environment() == pool
 
 
-def test_a_fraction_that_is_no_number_is_named(monkeypatch):
+def test_a_fraction_that_is_not_a_number_is_an_error(monkeypatch):
     monkeypatch.setenv(NEW, "most")
     with pytest.raises(UserError, match=f"{NEW} is 'most'"):
         Pool.from_environment()
@@ -49,7 +49,7 @@ MODEL = [0.08, 0.98, 0.98, 1, 0.25, 0.25, 1, 3.5, 3.5, 3.5, 0.16]
 @pytest.mark.parametrize(("grows", "fraction", "gap"), [
     (False, 0.75, 44.2), (False, 0.9, 56.1), (True, 0.75, 27.3), (True, 0.9, 39.2)])
 def test_the_largest_gap_of_a_card(grows, fraction, gap):
-    """Of an H100's 79.2 GiB. A pool that grows has regions of 32 GiB by then, the last one of 16 GiB."""
+    """On an H100 with 79.2 GiB. By then, a growing pool has regions of 32 GiB, the last one of 16 GiB."""
     sizes = [int(size * GIB) for size in MODEL]
     assert Pool(fraction, grows).largest_gap(fraction * 79.2 * GIB, sizes) / GIB == pytest.approx(gap, abs=0.1)
 
@@ -60,14 +60,14 @@ def test_regions_double_and_are_not_joined():
     assert pool.largest_gap(64 * mib, []) == 64 * mib
     assert pool.largest_gap(64 * mib, [mib]) == 62 * mib  # a region of 2 MiB
     assert pool.largest_gap(64 * mib, [mib, mib, 3 * mib]) == 58 * mib  # the first one is full; one of 4 MiB
-    assert pool.largest_gap(12 * mib, [mib, 3 * mib, 5 * mib]) == mib  # what is left, 6 MiB, holds the last
+    assert pool.largest_gap(12 * mib, [mib, 3 * mib, 5 * mib]) == mib  # the remaining 6 MiB hold the last one
     assert pool.largest_gap(8 * mib, [mib, 3 * mib, 5 * mib]) == 0
     assert Pool(0.9).largest_gap(8 * mib, [5 * mib, 5 * mib]) == 0
 
 
 def test_gaps_matter_on_gpus_with_regions(monkeypatch):
-    found = {name: largest_gap(target_named(name), 2**20, [2**19]) for name in ("cpu", "v5e-8", "H100")}
-    assert found == {"cpu": math.inf, "v5e-8": math.inf, "H100": 2**19}
+    gaps = {name: largest_gap(target_named(name), 2**20, [2**19]) for name in ("cpu", "v5e-8", "H100")}
+    assert gaps == {"cpu": math.inf, "v5e-8": math.inf, "H100": 2**19}
     monkeypatch.setenv(ALLOCATOR, "cuda_async")
     assert largest_gap(target_named("H100"), 2**20, [2**19]) == math.inf
 
@@ -75,11 +75,11 @@ def test_gaps_matter_on_gpus_with_regions(monkeypatch):
 @pytest.mark.parametrize(("grows", "fraction", "verdict"), [
     (False, 0.75, "tight"), (False, 0.9, "fits"), (True, 0.75, "does not fit"), (True, 0.9, "tight")])
 def test_lora_of_8b_is_judged_by_its_block_of_temporaries(grows, fraction, verdict):
-    """With three quarters of an H100 a run asked for 38.5 GiB of temporaries, where 37.6 were planned, and got none."""
-    room, sizes = fraction * 79.2 * GIB, [int(size * GIB) for size in MODEL]
+    """With three quarters of an H100, a run needed 38.5 GiB of temporaries (37.6 were planned) and failed."""
+    available, sizes = fraction * 79.2 * GIB, [int(size * GIB) for size in MODEL]
     for temporaries in (37.6 * GIB, 38.5 * GIB):
-        found = StepMemory({"parameters": sum(sizes), "temporaries": temporaries}, room, "compiled by XLA",
-                           block=temporaries, gap=Pool(fraction, grows).largest_gap(room, sizes))
-        assert found.needed < room
-        assert ("tight" if found.is_tight else "fits" if found.fits else "does not fit") == verdict
-        assert ("must be one block" in str(found)) is (verdict != "fits")
+        memory = StepMemory({"parameters": sum(sizes), "temporaries": temporaries}, available, "compiled by XLA",
+                            block=temporaries, gap=Pool(fraction, grows).largest_gap(available, sizes))
+        assert memory.needed < available
+        assert ("tight" if memory.is_tight else "fits" if memory.fits else "does not fit") == verdict
+        assert ("must be one block" in str(memory)) is (verdict != "fits")

@@ -1,4 +1,4 @@
-"""The reference of preference optimisation: adapters switched off, or what trained as it was."""
+"""The reference of preference optimisation: adapters switched off, or a copy of the initial parameters."""
 
 import jax
 import numpy as np
@@ -22,10 +22,10 @@ def test_a_base_is_the_network_before_it_had_an_adapter(make_ref, lora):
     trainable, _ = net.split(params)
     reference = Reference(net, "base")
     copies = reference.copies(trainable, {"head": ref.params["head"]} if lora.modules_to_save else {})
-    own = merge(params, copies)
-    found, wanted = logits(reference, own, ref.batch()), logits(ref.net, ref.params, ref.batch())
-    assert np.array_equal(found, wanted)
-    assert not np.allclose(logits(net, own, ref.batch()), wanted, atol=1e-2)
+    merged = merge(params, copies)
+    actual, expected = logits(reference, merged, ref.batch()), logits(ref.net, ref.params, ref.batch())
+    assert np.array_equal(actual, expected)
+    assert not np.allclose(logits(net, merged, ref.batch()), expected, atol=1e-2)
 
 
 def test_a_copy_stays_where_training_started_and_shares_the_rest(make_ref):

@@ -1,6 +1,6 @@
-"""Families held against other implementations, and in what: for `test_jax_families.py`, and the table of docs/jax.md.
+"""Families and features that are compared with other implementations, for `test_jax_families.py` and docs/jax.md.
 
-`python tests/jax_engine/tested.py` writes that table anew.
+`python tests/jax_engine/tested.py` rewrites the table of docs/jax.md.
 """
 
 import re
@@ -13,7 +13,7 @@ CAUSAL = ("gpt2", "openai-gpt", "ctrl", "llama", "mistral", "qwen2", "qwen3", "g
 ENCODERS = ("bert", "roberta", "albert", "distilbert", "xlm-roberta", "electra", "modernbert", "deberta-v2")
 FAMILIES = (*CAUSAL, *ENCODERS)
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "gemma4_text")
-# Families that differ most, in all parts; `make test` leaves the others out.
+# The most different families; `make test` skips the others.
 QUICK = ("gpt2", "llama", "gemma2", "qwen3_5_text", "gpt_oss", "bert")
 ANSWERING = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_neox", "mixtral", "qwen3_moe", *ENCODERS)
 
@@ -32,7 +32,7 @@ HEADS: dict[str, list[Pair]] = {
 }
 PAIRS = [pair for pairs in HEADS.values() for pair in pairs]
 LANGUAGE = [pair for pair in PAIRS if pair[1] in ("causal", "masked")]
-# In the words of recipes and docs. `test_jax_families.py` has the checks of each, and those that all of PAIRS pass.
+# Named as in recipes and docs. `test_jax_families.py` checks each, and in addition what all of PAIRS must pass.
 TESTED: dict[str, list[Pair]] = {
     "quantize": LANGUAGE,
     "lora": LANGUAGE,
@@ -43,7 +43,7 @@ TESTED: dict[str, list[Pair]] = {
 
 
 def table() -> str:
-    """Every family by every head, in Markdown; `features` says which families have the rest."""
+    """Return the table of families and heads in Markdown; `features` has the other features."""
     rows = [["`model_type`", *HEADS], ["---"] * (1 + len(HEADS))]
     for family in sorted({name for name, _ in PAIRS}):
         rows.append([f"`{family}`", *("yes" if any(name == family for name, _ in pairs) else ""
@@ -52,12 +52,12 @@ def table() -> str:
 
 
 def features() -> dict[str, set[str]]:
-    """Each feature of TESTED with its families."""
+    """Return the families of each feature of TESTED."""
     return {feature: {name for name, _ in pairs} for feature, pairs in TESTED.items()}
 
 
 def table_of_page(text: str) -> re.Match:
-    """Where the table stands in the page's text."""
+    """Find the table in the page's text."""
     return re.search(r"^\| `model_type` \|(?:.*\n\|)*.*\n", text, re.M)
 
 

@@ -1,4 +1,4 @@
-"""A toy network with the interface of `jax_engine.models`."""
+"""Toy network with the interface of `jax_engine.models`."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ from lmmods.core.lazy_array import lazy, stack
 
 
 class Toy:
-    """Embedding, layers that mix each token with the mean of those before it, a head tied to the embedding.
+    """Embedding, layers that mix each token with the mean of the previous ones, and a head tied to the embedding.
 
-    `hidden` and `logits` are functions of a nested dict; layers are stacked; dropout goes by `token_seeds`.
+    `hidden` and `logits` are functions of a nested dict; layers are stacked; dropout depends on `token_seeds`.
     """
 
     vocab_size, size, num_layers, rate = 64, 16, 3, 0.2
