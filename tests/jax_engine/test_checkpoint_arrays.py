@@ -1,4 +1,4 @@
-"""Checkpoints: bits there and back, on other devices, to and from the torch engine."""
+"""Checkpoints: exact round trips, on other devices, to and from the torch engine."""
 
 import jax
 import numpy as np
@@ -32,8 +32,8 @@ RULES = [Optimizer(name="adamw", lr=1e-2, weight_decay=0.1), Optimizer(name="ada
          Optimizer(name="lion", lr=1e-3, weight_decay=0.1), Optimizer(name="muon", lr=1e-2, weight_decay=0.1)]
 
 
-def stepped(toy, parallel, settings, num_steps=2):
-    """A state after some updates with gradients of one constant per leaf element."""
+def train_steps(toy, parallel, settings, num_steps=2):
+    """Return steps, and a state after some updates with random gradients."""
     params = toy.init(jax.random.key(0))
     steps = Steps(parallel, None, build(settings, toy.decays(params)))
     state = steps.new_state(parallel.put_state(params))
@@ -49,7 +49,7 @@ def gradients_of(params, step):
     return {"gradients": jax.tree.map(lambda p: random.normal(size=p.shape).astype(np.float32), params), "sums": sums}
 
 
-def equal(first, second):
+def is_equal(first, second):
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
@@ -62,54 +62,54 @@ def save(toy, parallel, state, settings, folder, step=2):
 @pytest.mark.parametrize("settings", RULES, ids=lambda s: f"{s.name}-{s.momentum}")
 def test_bits_return_on_other_devices(toy, tmp_path, settings):
     before, after = ShardedMesh(data=2, fsdp=4), Replicas(jax.devices()[:2])
-    _, state = stepped(toy, before, settings)
+    _, state = train_steps(toy, before, settings)
     save(toy, before, state, settings, tmp_path / "step=2")
-    _, fresh = stepped(toy, after, settings, 0)
+    _, fresh = train_steps(toy, after, settings, 0)
     content = open_checkpoint(tmp_path / "step=2")
     restored = unpack(content, after.shapes(fresh), settings, toy.to_torch, toy.from_torch)
-    assert equal(restored, before.fetch_state(state)) and content["global_step"] == 2
-    assert equal(after.fetch_state(after.put_state(restored)), restored)
-    _, fresh = stepped(toy, before, settings, 0)
+    assert is_equal(restored, before.fetch_state(state)) and content["global_step"] == 2
+    assert is_equal(after.fetch_state(after.put_state(restored)), restored)
+    _, fresh = train_steps(toy, before, settings, 0)
     placed = before.put_state(unpack(content, before.shapes(fresh), settings, toy.to_torch, toy.from_torch))
     assert jax.tree.map(lambda x: x.sharding, placed) == jax.tree.map(lambda x: x.sharding, state)
 
 
 def test_devices_read_their_own_parts_of_a_checkpoint(toy, tmp_path, monkeypatch):
-    """Written by three processes, each some rows of every array; read for eight shards, each value once."""
-    mesh, asked = ShardedMesh(fsdp=8), []
-    _, state = stepped(toy, mesh, RULES[0])
+    """Three processes write some rows of every array; eight shards read each value once."""
+    mesh, read_sizes = ShardedMesh(fsdp=8), []
+    _, state = train_steps(toy, mesh, RULES[0])
     whole, folder = mesh.fetch_state(state), tmp_path / "c"
 
-    def cut(rank):
+    def shards_of(rank):
         def rows(leaf):
             if not isinstance(leaf, np.ndarray) or not leaf.ndim:
                 return leaf
-            first, last = (len(leaf) * each // 3 for each in (rank, rank + 1))
+            first, last = (len(leaf) * index // 3 for index in (rank, rank + 1))
             return Shards(leaf.shape, (((first, *[0] * (leaf.ndim - 1)), leaf[first:last]),))
         return {**jax.tree.map(rows, pack(whole, RULES[0], 2, 9, toy.to_torch)), "global_step": 2}
 
     begin_folder(folder)
     for rank in (2, 1, 0):
-        write_shards(folder, cut(rank), WriterRank(rank, 3))
+        write_shards(folder, shards_of(rank), WriterRank(rank, 3))
 
-    def counting(file):
-        return {key: LazyArray(array.shape, array.dtype, lambda part, array=array: asked.append(array[part].size)
+    def count_reads(file):
+        return {key: LazyArray(array.shape, array.dtype, lambda part, array=array: read_sizes.append(array[part].size)
                                or array[part]) for key, array in lazy_file(file).items()}
 
-    monkeypatch.setattr(lazy_array, "lazy_file", counting)
+    monkeypatch.setattr(lazy_array, "lazy_file", count_reads)
     content = open_checkpoint(folder)
-    asked.clear()
+    read_sizes.clear()
     restored = mesh.put_state(unpack(content, mesh.shapes(state), RULES[0], toy.to_torch, toy.from_torch))
-    assert sum(asked) == sum(leaf.size for leaf in jax.tree.leaves(whole))
-    assert equal(mesh.fetch_state(restored), whole)
+    assert sum(read_sizes) == sum(leaf.size for leaf in jax.tree.leaves(whole))
+    assert is_equal(mesh.fetch_state(restored), whole)
 
 
 @pytest.mark.parametrize("settings", RULES, ids=lambda s: f"{s.name}-{s.momentum}")
-def test_torch_goes_on_where_jax_stopped_and_back(toy, tmp_path, settings):
+def test_torch_resumes_where_jax_stopped_and_back(toy, tmp_path, settings):
     """JAX takes two steps, torch the third; JAX reads torch's checkpoint and takes the same third and fourth."""
-    one = Replicas(jax.devices()[:1])
-    steps, state = stepped(toy, one, settings)
-    save(toy, one, state, settings, tmp_path / "jax")
+    single = Replicas(jax.devices()[:1])
+    steps, state = train_steps(toy, single, settings)
+    save(toy, single, state, settings, tmp_path / "jax")
     content = read_checkpoint(tmp_path / "jax", TORCH)
     named = [(name, torch.nn.Parameter(tensor.clone())) for name, tensor in content["state_dict"].items()]
     optimizer = build_optimizer(named, settings)
@@ -124,20 +124,20 @@ def test_torch_goes_on_where_jax_stopped_and_back(toy, tmp_path, settings):
     torch_step(2)
     write_checkpoint(tmp_path / "torch", {"state_dict": dict(named), "param_names": [name for name, _ in named],
                                           "optimizer_states": [optimizer.state_dict()]}, TORCH)
-    restored = unpack(read_checkpoint(tmp_path / "torch"), one.shapes(state), settings, toy.to_torch, toy.from_torch)
+    restored = unpack(read_checkpoint(tmp_path / "torch"), single.shapes(state), settings, toy.to_torch, toy.from_torch)
     assert all(np.array_equal(toy.to_torch(restored["trainable"])[name.removeprefix("model.")], p.detach())
                for name, p in named)
-    state = one.put_state(restored)
+    state = single.put_state(restored)
     accumulation = accumulation_of(steps, state, **gradients_of(toy.init(jax.random.key(0)), 3))
-    state, _ = steps.update(state, accumulation, one.put_scalars(step_scalars(settings, 3, 9)))
+    state, _ = steps.update(state, accumulation, single.put_scalars(step_scalars(settings, 3, 9)))
     torch_step(3)
-    for (name, p), ours in zip(named, toy.to_torch(one.fetch_state(state["trainable"])).values(), strict=True):
-        assert np.abs(ours - p.detach().numpy()).max() <= 1e-6 * p.abs().max().item(), name
+    for (name, p), on_jax in zip(named, toy.to_torch(single.fetch_state(state["trainable"])).values(), strict=True):
+        assert np.abs(on_jax - p.detach().numpy()).max() <= 1e-6 * p.abs().max().item(), name
 
 
 def test_groups_of_torch(toy):
-    one = Replicas(jax.devices()[:1])
-    content = pack(one.fetch_state(stepped(toy, one, RULES[0])[1]), RULES[0], 2, 9, toy.to_torch)
+    single = Replicas(jax.devices()[:1])
+    content = pack(single.fetch_state(train_steps(toy, single, RULES[0])[1]), RULES[0], 2, 9, toy.to_torch)
     (optimizer,) = content["optimizer_states"]
     matrices, others = optimizer["param_groups"]
     assert matrices["params"] == [0, 1, 2, 3] and matrices["weight_decay"] == 0.1
@@ -146,26 +146,28 @@ def test_groups_of_torch(toy):
 
 
 def test_before_the_first_step_there_is_no_optimizer_state(toy, tmp_path):
-    one = Replicas(jax.devices()[:1])
-    _, state = stepped(toy, one, RULES[0], 0)
-    save(toy, one, state, RULES[0], tmp_path / "c", step=0)
+    single = Replicas(jax.devices()[:1])
+    _, state = train_steps(toy, single, RULES[0], 0)
+    save(toy, single, state, RULES[0], tmp_path / "c", step=0)
     content = read_checkpoint(tmp_path / "c")
     assert content["optimizer_states"][0]["state"] == {}
-    assert equal(unpack(content, one.shapes(state), RULES[0], toy.to_torch, toy.from_torch), one.fetch_state(state))
+    restored = unpack(content, single.shapes(state), RULES[0], toy.to_torch, toy.from_torch)
+    assert is_equal(restored, single.fetch_state(state))
 
 
-def test_another_model_or_optimizer_is_refused(toy, tmp_path):
-    one = Replicas(jax.devices()[:1])
-    _, state = stepped(toy, one, RULES[0])
-    save(toy, one, state, RULES[0], tmp_path / "c")
+def test_another_model_or_optimizer_is_an_error(toy, tmp_path):
+    single = Replicas(jax.devices()[:1])
+    _, state = train_steps(toy, single, RULES[0])
+    save(toy, single, state, RULES[0], tmp_path / "c")
     content = read_checkpoint(tmp_path / "c")
     with pytest.raises(UserError, match="exp_avg_sq_(row|col) for embed.weight: it was saved with another optimiser"):
-        unpack(content, one.shapes(stepped(toy, one, RULES[1], 0)[1]), RULES[1], toy.to_torch, toy.from_torch)
+        like = single.shapes(train_steps(toy, single, RULES[1], 0)[1])
+        unpack(content, like, RULES[1], toy.to_torch, toy.from_torch)
     toy.num_layers = 4
-    _, deeper = stepped(toy, one, RULES[0], 0)
+    _, deeper = train_steps(toy, single, RULES[0], 0)
     with pytest.raises(UserError, match="another model: 3 parameters are missing in it, e.g. model.layers.3.norm"):
-        unpack(content, one.shapes(deeper), RULES[0], toy.to_torch, toy.from_torch)
+        unpack(content, single.shapes(deeper), RULES[0], toy.to_torch, toy.from_torch)
     toy.num_layers, toy.size = 3, 8
-    _, narrower = stepped(toy, one, RULES[0], 0)
+    _, narrower = train_steps(toy, single, RULES[0], 0)
     with pytest.raises(UserError, match="have another shape in it"):
-        unpack(content, one.shapes(narrower), RULES[0], toy.to_torch, toy.from_torch)
+        unpack(content, single.shapes(narrower), RULES[0], toy.to_torch, toy.from_torch)

@@ -13,15 +13,15 @@ from jax_engine.distributed.interface import DATA_AXES
 from jax_engine.distributed.loss import IGNORED
 from jax_engine.distributed.mesh import ShardedMesh
 from lmmods.core.settings import Divergence, TokenLoss
-from lmmods.torch_engine.nn import distillation as of_torch_engine
+from lmmods.torch_engine.nn import distillation as torch_distillation
 from tests.closeness import Float64, assert_as_close
 
 B, T, D, TAUGHT, V = 8, 9, 12, 20, 50
 FORMS = [(TokenLoss(), Divergence(0.0)), (TokenLoss(0.1, 0.01), Divergence(0.3, 1.5, 0.25)),
          (TokenLoss(), Divergence(1.0, 0.7, 1.0))]
-# With rows that the student has drawn.
+# With rows that the student has sampled.
 ON_POLICY = [(form, divergence._replace(on_policy=True)) for form, divergence in FORMS]
-DRAWN = np.array([1, 0, 1, 0, 0, 1, 1, 0], np.float32)
+IS_SAMPLED = np.array([1, 0, 1, 0, 0, 1, 1, 0], np.float32)
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(loss, "LEAST_CHUNK", 1)
 
 
-def draw(rows: int = V):
-    """Hidden states of student and teacher, targets, weights, and both heads; `rows` are the teacher's."""
+def make_inputs(rows: int = V):
+    """Return hidden states of student and teacher, targets, weights and both heads; the teacher's head has `rows`."""
     random = np.random.default_rng(0)
     targets = np.where(random.random((B, T)) < 0.4, random.integers(0, V, (B, T)), IGNORED)
     hidden, taught, head, teacher = (random.normal(size=shape).astype(np.float32)
@@ -39,108 +39,109 @@ def draw(rows: int = V):
     return hidden, taught, targets, random.choice([0.25, 1, 3], (B, T)).astype(np.float32), head, teacher
 
 
-def ours(form, divergence, plain=False, count=False):
-    def found(hidden, head, taught, targets, weights, teacher):
-        drawn = jnp.broadcast_to(DRAWN[:, None], (B, T)) if divergence.on_policy else None
+def jax_loss(form, divergence, plain=False, count=False):
+    def total(hidden, head, taught, targets, weights, teacher):
+        is_sampled = jnp.broadcast_to(IS_SAMPLED[:, None], (B, T)) if divergence.on_policy else None
+        states = TeacherStates(taught, lambda x: x @ teacher.T, is_sampled)
         sums = distillation_loss(hidden, targets, lambda x: x @ head.T, V, count, plain, weights, form=form,
-                                 divergence=divergence, teacher=TeacherStates(taught, lambda x: x @ teacher.T, drawn))
+                                 divergence=divergence, teacher=states)
         return sums.total, sums
 
-    return jax.jit(jax.value_and_grad(found, argnums=(0, 1), has_aux=True))
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
 
 
-def of_torch(form, divergence, hidden, taught, targets, weights, head, teacher):  # noqa: PLR0913
-    x, own, other, guide, by_position = (torch.tensor(each, dtype=torch.float32)
-                                         for each in (hidden, head, teacher, taught, weights))
-    x.requires_grad_(), own.requires_grad_()
-    drawn = torch.tensor(DRAWN, dtype=x.dtype)[:, None].expand(B, T) if divergence.on_policy else None
-    states = of_torch_engine.TeacherStates(guide, lambda h: h @ other.T, drawn)
-    sums = of_torch_engine.distillation_loss(x, torch.tensor(targets), lambda h: h @ own.T, [own], V,
-                                             weights=by_position, form=form, divergence=divergence, teacher=states)
-    return [sums.total, sums.metrics, *torch.autograd.grad(sums.total, [x, own])]
+def torch_states_loss(form, divergence, hidden, taught, targets, weights, head, teacher):  # noqa: PLR0913
+    x, own_head, teacher_head, teacher_hidden, by_position = (torch.tensor(array, dtype=torch.float32)
+                                                              for array in (hidden, head, teacher, taught, weights))
+    x.requires_grad_(), own_head.requires_grad_()
+    is_sampled = torch.tensor(IS_SAMPLED, dtype=x.dtype)[:, None].expand(B, T) if divergence.on_policy else None
+    states = torch_distillation.TeacherStates(teacher_hidden, lambda h: h @ teacher_head.T, is_sampled)
+    sums = torch_distillation.distillation_loss(x, torch.tensor(targets), lambda h: h @ own_head.T, [own_head], V,
+                                                weights=by_position, form=form, divergence=divergence, teacher=states)
+    return [sums.total, sums.metrics, *torch.autograd.grad(sums.total, [x, own_head])]
 
 
 @pytest.mark.parametrize(("form", "divergence"), FORMS + ON_POLICY, ids=str)
 @pytest.mark.parametrize(("plain", "rows"), [(False, V), (False, V + 6), (True, V + 6)])
-def test_a_loss_with_a_teacher_is_torchs(form, divergence, plain, rows, small_chunks):
-    hidden, taught, targets, weights, head, teacher = draw(rows)
-    (total, sums), gradients = ours(form, divergence, plain)(hidden, head, taught, targets, weights, teacher)
-    found = [total, np.stack([sums.metrics[name] for name in divergence.metric_names]), *gradients]
+def test_a_loss_with_a_teacher_is_that_of_torch(form, divergence, plain, rows, small_chunks):
+    hidden, taught, targets, weights, head, teacher = make_inputs(rows)
+    (total, sums), gradients = jax_loss(form, divergence, plain)(hidden, head, taught, targets, weights, teacher)
+    actual = [total, np.stack([sums.metrics[name] for name in divergence.metric_names]), *gradients]
     with Float64():
-        exact = of_torch(form, divergence, hidden, taught, targets, weights, head, teacher)
-    assert_as_close(found, of_torch(form, divergence, hidden, taught, targets, weights, head, teacher), exact)
+        exact = torch_states_loss(form, divergence, hidden, taught, targets, weights, head, teacher)
+    assert_as_close(actual, torch_states_loss(form, divergence, hidden, taught, targets, weights, head, teacher), exact)
 
 
 @pytest.mark.parametrize(("settings", "rows"), [(FORMS[1], V), (FORMS[1], V + 6), (ON_POLICY[1], V)], ids=str)
 def test_the_same_on_a_mesh(settings, rows, small_chunks):
-    hidden, taught, targets, weights, head, teacher = draw(rows)
-    wanted = ours(*settings, count=True)(hidden, head, taught, targets, weights, teacher)
+    hidden, taught, targets, weights, head, teacher = make_inputs(rows)
+    expected = jax_loss(*settings, count=True)(hidden, head, taught, targets, weights, teacher)
     mesh = ShardedMesh(data=2, fsdp=2, tensor=2).mesh
     by_rows, table = NamedSharding(mesh, PartitionSpec(DATA_AXES)), NamedSharding(mesh, PartitionSpec("fsdp"))
     put = [jax.device_put(x, where) for x, where in ((hidden, by_rows), (head, table), (taught, by_rows), (
         targets, by_rows), (weights, by_rows), (teacher, table))]
     with jax.set_mesh(mesh):
-        found = ours(*settings, count=True)(*put)
-    for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-        assert_as_close(mine, theirs, theirs, magnitude=1)
+        on_mesh = jax_loss(*settings, count=True)(*put)
+    for actual, reference in zip(*map(jax.tree.leaves, (on_mesh, expected)), strict=True):
+        assert_as_close(actual, reference, reference, magnitude=1)
 
 
-def of_likeliest(form, divergence, size, plain=False):
-    def found(hidden, head, targets, weights, ids, logps):
+def top_k_loss(form, divergence, size, plain=False):
+    def total(hidden, head, targets, weights, ids, logps):
         sums = distillation_loss(hidden, targets, lambda x: x @ head.T, V, False, plain, weights, form=form,
                                  divergence=divergence, teacher=TeacherTopK(ids, logps, size))
         return sums.total, sums
 
-    return jax.jit(jax.value_and_grad(found, argnums=(0, 1), has_aux=True))
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(("plain", "k"), [(False, 6), (False, V - 3), (True, 6)])
-def test_likeliest_tokens_of_a_teacher_are_torchs(beta, plain, k, small_chunks):
-    """The student's table has three rows beside the tokens."""
-    hidden, taught, targets, weights, head, teacher = draw()
+def test_a_teachers_top_k_gives_the_loss_of_torch(beta, plain, k, small_chunks):
+    """The student's table has three padding rows."""
+    hidden, taught, targets, weights, head, teacher = make_inputs()
     divergence = Divergence(beta)
     log_probs = torch.tensor(taught @ teacher[: V - 3].T).log_softmax(-1)
     ids = log_probs.topk(k).indices.numpy()
     others = log_probs.scatter(-1, torch.tensor(ids), -torch.inf).logsumexp(-1, keepdim=True)
     logps = torch.cat([log_probs.gather(-1, torch.tensor(ids)), others], -1).numpy()
-    function = of_likeliest(TokenLoss(), divergence, V - 3, plain)
+    function = top_k_loss(TokenLoss(), divergence, V - 3, plain)
     (total, sums), gradients = function(hidden, head, targets, weights, ids.astype(np.int32), logps)
 
-    def theirs():
-        x, own, by_position = (torch.tensor(each, dtype=torch.float32) for each in (hidden, head, weights))
-        x.requires_grad_(), own.requires_grad_()
-        top_k = of_torch_engine.TeacherTopK(torch.tensor(ids), torch.tensor(logps, dtype=torch.float32), V - 3)
-        sums = of_torch_engine.distillation_loss(x, torch.tensor(targets), lambda h: h @ own.T, [own], V,
-                                                 weights=by_position, divergence=divergence, teacher=top_k)
-        return [sums.total, sums.metrics, *torch.autograd.grad(sums.total, [x, own])]
+    def torch_loss():
+        x, own_head, by_position = (torch.tensor(array, dtype=torch.float32) for array in (hidden, head, weights))
+        x.requires_grad_(), own_head.requires_grad_()
+        top_k = torch_distillation.TeacherTopK(torch.tensor(ids), torch.tensor(logps, dtype=torch.float32), V - 3)
+        sums = torch_distillation.distillation_loss(x, torch.tensor(targets), lambda h: h @ own_head.T, [own_head], V,
+                                                    weights=by_position, divergence=divergence, teacher=top_k)
+        return [sums.total, sums.metrics, *torch.autograd.grad(sums.total, [x, own_head])]
 
     with Float64():
-        exact = theirs()
-    found = [total, np.stack([sums.metrics[name] for name in divergence.metric_names]), *gradients]
-    assert_as_close(found, theirs(), exact)
+        exact = torch_loss()
+    actual = [total, np.stack([sums.metrics[name] for name in divergence.metric_names]), *gradients]
+    assert_as_close(actual, torch_loss(), exact)
 
 
-def test_likeliest_tokens_on_a_mesh(small_chunks):
-    hidden, _, targets, weights, head, _ = draw()
+def test_a_teachers_top_k_on_a_mesh(small_chunks):
+    hidden, _, targets, weights, head, _ = make_inputs()
     random = np.random.default_rng(1)
     ids = np.argsort(random.random((B, T, V)))[..., :4].astype(np.int32)
     logps = np.log(random.dirichlet(np.ones(5), (B, T))).astype(np.float32)
-    function = of_likeliest(*FORMS[1], V)
-    wanted = function(hidden, head, targets, weights, ids, logps)
+    function = top_k_loss(*FORMS[1], V)
+    expected = function(hidden, head, targets, weights, ids, logps)
     mesh = ShardedMesh(data=2, fsdp=2, tensor=2).mesh
     by_rows, table = NamedSharding(mesh, PartitionSpec(DATA_AXES)), NamedSharding(mesh, PartitionSpec("fsdp"))
     put = [jax.device_put(x, where) for x, where in ((hidden, by_rows), (head, table), (targets, by_rows), (
         weights, by_rows), (ids, by_rows), (logps, by_rows))]
     with jax.set_mesh(mesh):
-        found = of_likeliest(*FORMS[1], V)(*put)
-    for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-        assert_as_close(mine, theirs, theirs, magnitude=1)
+        on_mesh = top_k_loss(*FORMS[1], V)(*put)
+    for actual, reference in zip(*map(jax.tree.leaves, (on_mesh, expected)), strict=True):
+        assert_as_close(actual, reference, reference, magnitude=1)
 
 
 @pytest.mark.parametrize("form", [Divergence(beta, 1.5, 1.0) for beta in (0.0, 0.5, 1.0)], ids=str)
 def test_a_network_that_is_its_own_teacher_learns_nothing(form, small_chunks):
-    hidden, _, targets, weights, head, _ = draw()
-    (total, _), gradients = ours(TokenLoss(), form)(hidden, head, hidden, targets, weights, head)
-    for found in (total, *gradients):
-        assert_as_close(found, np.zeros_like(found), np.zeros_like(found), magnitude=1)
+    hidden, _, targets, weights, head, _ = make_inputs()
+    (total, _), gradients = jax_loss(TokenLoss(), form)(hidden, head, hidden, targets, weights, head)
+    for value in (total, *gradients):
+        assert_as_close(value, np.zeros_like(value), np.zeros_like(value), magnitude=1)

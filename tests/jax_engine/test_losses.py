@@ -1,4 +1,4 @@
-"""Losses against those of the torch engine: values, gradients, memory, compiles."""
+"""Losses compared with the torch engine: values, gradients, memory, compilations."""
 
 from functools import partial
 
@@ -22,20 +22,20 @@ from tests.closeness import Float64, assert_as_close
 B, T, D, V = 8, 9, 12, 50
 
 
-def draw(labelled, seed=0):
+def make_inputs(labelled, seed=0):
     random = np.random.default_rng(seed)
     targets = np.where(random.random((B, T)) < labelled, random.integers(0, V, (B, T)), IGNORED)
     return (random.normal(size=(B, T, D)).astype(np.float32), targets,
             {"weight": random.normal(size=(V, D)).astype(np.float32), "bias": random.normal(size=V).astype(np.float32)})
 
 
-def ours(hidden, targets, params, count=True, vocab_size=V, plain=False, weights=None):
+def jax_loss(hidden, targets, params, count=True, vocab_size=V, plain=False, weights=None):
     sums = token_loss(hidden, targets, lambda h: h @ params["weight"].T + params["bias"], vocab_size, count, plain,
                       weights)
     return sums.total, sums
 
 
-def theirs(hidden, targets, params):
+def torch_token_loss(hidden, targets, params):
     hidden, weight, bias = (torch.tensor(x, dtype=torch.float32, requires_grad=True)
                             for x in (hidden, params["weight"], params["bias"]))
     sums = torch_loss.token_loss(hidden, torch.tensor(targets), lambda h: h @ weight.T + bias, [weight, bias], V, True)
@@ -43,9 +43,9 @@ def theirs(hidden, targets, params):
     return sums, (hidden.grad, {"weight": weight.grad, "bias": bias.grad})
 
 
-def as_close(found, wanted):
-    """Sums of the same numbers in another order, of which neither is nearer to the truth."""
-    for pair in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+def check_close(actual, expected):
+    """Compare sums of the same numbers in another order, neither of which is more exact."""
+    for pair in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         assert_as_close(*pair, pair[1], magnitude=1)
 
 
@@ -57,33 +57,33 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.parametrize("labelled", [0.0, 0.02, 0.3, 1.0])
 @pytest.mark.parametrize("form", ["chunks", "one chunk", "plain"])
-def test_token_loss_equals_torchs(labelled, form, monkeypatch):
+def test_token_loss_equals_that_of_torch(labelled, form, monkeypatch):
     if form == "chunks":
         monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 5)
         monkeypatch.setattr(loss, "LEAST_CHUNK", 1)
-    hidden, targets, params = draw(labelled)
-    wanted, wanted_gradients = theirs(hidden, targets, params)
+    hidden, targets, params = make_inputs(labelled)
+    expected, expected_gradients = torch_token_loss(hidden, targets, params)
     with Float64():
-        exact, exact_gradients = theirs(hidden, targets, params)
-    mine = partial(ours, plain=form == "plain")
-    differentiate = jax.jit(jax.value_and_grad(mine, argnums=(0, 2), has_aux=True))
+        exact, exact_gradients = torch_token_loss(hidden, targets, params)
+    compute = partial(jax_loss, plain=form == "plain")
+    differentiate = jax.jit(jax.value_and_grad(compute, argnums=(0, 2), has_aux=True))
     (total, sums), gradients = differentiate(hidden, targets, params)
-    assert_as_close(total, wanted.total, exact.total)
-    assert_as_close(gradients, wanted_gradients, exact_gradients)
-    assert (sums.weight, sums.correct) == (wanted.weight.item(), wanted.correct.item())
-    without_gradient = jax.jit(mine)(hidden, targets, params)[1]
-    assert_as_close(without_gradient.total, wanted.total, exact.total)
+    assert_as_close(total, expected.total, exact.total)
+    assert_as_close(gradients, expected_gradients, exact_gradients)
+    assert (sums.weight, sums.correct) == (expected.weight.item(), expected.correct.item())
+    without_gradient = jax.jit(compute)(hidden, targets, params)[1]
+    assert_as_close(without_gradient.total, expected.total, exact.total)
     assert without_gradient.correct == sums.correct
 
 
 @pytest.mark.parametrize("form", [TokenLoss(0.1), TokenLoss(0.0, 0.01), TokenLoss(0.2, 0.01), TokenLoss(dft=True),
                                   TokenLoss(z_loss=0.01, dft=True)], ids=str)
 @pytest.mark.parametrize("plain", [False, True])
-def test_smoothed_losses_are_torchs(form, plain, small_chunks):
-    hidden, targets, params = draw(0.4)
+def test_smoothed_losses_equal_those_of_torch(form, plain, small_chunks):
+    hidden, targets, params = make_inputs(0.4)
     weights = np.random.default_rng(1).choice([0.25, 1, 3], (B, T)).astype(np.float32)
 
-    def mine(hidden, params):
+    def compute(hidden, params):
         return token_loss(hidden, targets, lambda h: h @ params["weight"].T + params["bias"], V, plain=plain,
                           weights=weights, form=form).total
 
@@ -95,17 +95,17 @@ def test_smoothed_losses_are_torchs(form, plain, small_chunks):
                                       weights=torch.tensor(weights, dtype=torch.float32), form=form).total
         return total, torch.autograd.grad(total, leaves)
 
-    wanted = of_torch()
+    expected = of_torch()
     with Float64():
         exact = of_torch()
-    total, (by_hidden, by_params) = jax.jit(jax.value_and_grad(mine, argnums=(0, 1)))(hidden, params)
-    assert_as_close((total, (by_hidden, by_params["weight"], by_params["bias"])), wanted, exact)
-    assert_as_close(jax.jit(mine)(hidden, params), wanted[0], exact[0])
+    total, (by_hidden, by_params) = jax.jit(jax.value_and_grad(compute, argnums=(0, 1)))(hidden, params)
+    assert_as_close((total, (by_hidden, by_params["weight"], by_params["bias"])), expected, exact)
+    assert_as_close(jax.jit(compute)(hidden, params), expected[0], exact[0])
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_positions_count_by_their_weight(plain, small_chunks):
-    hidden, targets, params = draw(0.4)
+    hidden, targets, params = make_inputs(0.4)
     weights = np.random.default_rng(1).choice([0.25, 1, 3], (B, T)).astype(np.float32)
 
     def full(hidden, params):
@@ -113,23 +113,23 @@ def test_positions_count_by_their_weight(plain, small_chunks):
         picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
         return -jnp.where(targets == IGNORED, 0, picked * weights).sum()
 
-    mine = jax.value_and_grad(partial(ours, plain=plain, weights=weights), argnums=(0, 2), has_aux=True)
-    (total, sums), gradients = mine(hidden, targets, params)
-    wanted, wanted_gradients = jax.value_and_grad(full, argnums=(0, 1))(hidden, params)
+    differentiate = jax.value_and_grad(partial(jax_loss, plain=plain, weights=weights), argnums=(0, 2), has_aux=True)
+    (total, sums), gradients = differentiate(hidden, targets, params)
+    expected, expected_gradients = jax.value_and_grad(full, argnums=(0, 1))(hidden, params)
     hits = (hidden @ params["weight"].T + params["bias"]).argmax(-1) == targets
-    as_close((total, sums.weight, sums.correct), (wanted, weights[targets != IGNORED].sum(), weights[hits].sum()))
-    as_close(gradients, wanted_gradients)
+    check_close((total, sums.weight, sums.correct), (expected, weights[targets != IGNORED].sum(), weights[hits].sum()))
+    check_close(gradients, expected_gradients)
 
 
 def test_cotangent_scales_the_gradient(small_chunks):
-    hidden, targets, params = draw(0.4)
-    once = jax.grad(lambda h: ours(h, targets, params)[0])(hidden)
-    as_close(jax.grad(lambda h: -3 * ours(h, targets, params)[0])(hidden), -3 * once)
+    hidden, targets, params = make_inputs(0.4)
+    once = jax.grad(lambda h: jax_loss(h, targets, params)[0])(hidden)
+    check_close(jax.grad(lambda h: -3 * jax_loss(h, targets, params)[0])(hidden), -3 * once)
 
 
 def test_any_head_is_differentiated(small_chunks):
-    """A soft-cap, an adapter and a tied table used elsewhere: equal to the loss over full logits."""
-    hidden, targets, params = draw(0.5)
+    """With a soft-cap, an adapter and a tied table that is also used elsewhere, as from full logits."""
+    hidden, targets, params = make_inputs(0.5)
     params["lora"] = np.full((V, D), 0.1, np.float32)
 
     def head(params, h):
@@ -143,27 +143,27 @@ def test_any_head_is_differentiated(small_chunks):
         picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
         return -jnp.where(targets == IGNORED, 0, picked).sum()
 
-    as_close(*(jax.grad(f)(params) for f in (chunked, full)))
+    check_close(*(jax.grad(f)(params) for f in (chunked, full)))
 
 
 def test_one_compile_for_any_number_of_labels(small_chunks):
-    step = jax.jit(jax.grad(ours, has_aux=True))
+    step = jax.jit(jax.grad(jax_loss, has_aux=True))
     for labelled in (0.0, 0.1, 0.9, 1.0):
-        step(*draw(labelled))
+        step(*make_inputs(labelled))
     assert step._cache_size() == 1
 
 
 def test_bfloat16_hidden_states_give_a_float32_loss(small_chunks):
-    hidden, targets, params = draw(1.0)
-    total = ours(jnp.asarray(hidden, jnp.bfloat16), targets, params)[0]
-    exact = ours(np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float32), targets, params)[0]
+    hidden, targets, params = make_inputs(1.0)
+    total = jax_loss(jnp.asarray(hidden, jnp.bfloat16), targets, params)[0]
+    exact = jax_loss(np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float32), targets, params)[0]
     assert total.dtype == jnp.float32 and abs(total - exact) / (B * T) < 2e-3
 
 
 @pytest.mark.parametrize("trains_head", [True, False])
 @pytest.mark.parametrize("form", ["loss", "log-probs"])
 def test_memory_of_a_wide_vocabulary(trains_head, form):
-    """At V = 128k: a chunk of logits and its gradient; never [B, T, V]."""
+    """At V = 128k: a chunk of logits and its gradient, never [B, T, V]."""
     wide, rows, length, size = 128_000, 4, 512, 16
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in
               (((rows, length, size), jnp.float32), ((rows, length), jnp.int32), ((wide, size), jnp.float32))]
@@ -178,41 +178,42 @@ def test_memory_of_a_wide_vocabulary(trains_head, form):
     assert compiled.memory_analysis().temp_size_in_bytes < 2.1 * chunk < 4 * rows * length * wide / 7
 
 
-def test_a_frozen_head_costs_no_gradient():
-    hidden, targets, params = draw(0.5)
-    text = str(jax.make_jaxpr(jax.grad(lambda h: ours(h, targets, params, False)[0]))(hidden))
+def test_a_frozen_head_gets_no_gradient():
+    hidden, targets, params = make_inputs(0.5)
+    text = str(jax.make_jaxpr(jax.grad(lambda h: jax_loss(h, targets, params, False)[0]))(hidden))
     assert f"f32[1,{V},{D}]" not in text
-    text = str(jax.make_jaxpr(jax.grad(lambda p: ours(hidden, targets, p, False)[0]))(params))
+    text = str(jax.make_jaxpr(jax.grad(lambda p: jax_loss(hidden, targets, p, False)[0]))(params))
     assert f"f32[1,{V},{D}]" in text
 
 
 def test_same_on_a_mesh(small_chunks):
-    hidden, targets, params = draw(0.3)
+    hidden, targets, params = make_inputs(0.3)
     mesh = ShardedMesh(data=2, fsdp=2, tensor=2).mesh
-    wanted_total, wanted = jax.value_and_grad(lambda h, t, p: ours(h, t, p)[0], argnums=(0, 2))(hidden, targets, params)
+    differentiate = jax.value_and_grad(lambda h, t, p: jax_loss(h, t, p)[0], argnums=(0, 2))
+    expected_total, expected = differentiate(hidden, targets, params)
     rows = NamedSharding(mesh, PartitionSpec(DATA_AXES))
     args = (jax.device_put(hidden, rows), jax.device_put(targets, rows),
             {"weight": jax.device_put(params["weight"], NamedSharding(mesh, PartitionSpec("fsdp"))),
              "bias": jax.device_put(params["bias"], NamedSharding(mesh, PartitionSpec()))})
     with jax.set_mesh(mesh):
-        (total, sums), found = jax.jit(jax.value_and_grad(ours, argnums=(0, 2), has_aux=True))(*args)
-    as_close((total, found), (wanted_total, wanted))
+        (total, sums), gradients = jax.jit(jax.value_and_grad(jax_loss, argnums=(0, 2), has_aux=True))(*args)
+    check_close((total, gradients), (expected_total, expected))
     assert sums.weight == (targets != IGNORED).sum()
 
 
-def squashed(targets, plain=False, dense=False):
-    """A loss of rows whose factors on the gradient are known only from the sums of their log-probabilities."""
+def softplus_loss(targets, plain=False, dense=False):
+    """Return a loss whose cotangents depend on the summed log-probabilities of the rows."""
     def loss(hidden, params):
         def head(h):
             return 5 * jnp.tanh(h @ params["weight"].T / 5 + params["bias"])
 
         if dense:
             picked = jnp.take_along_axis(jax.nn.log_softmax(head(hidden)), jnp.maximum(targets, 0)[..., None], axis=-1)
-            found = jnp.where(targets == IGNORED, 0, picked[..., 0])
+            log_probs = jnp.where(targets == IGNORED, 0, picked[..., 0])
         else:
-            found = token_log_probs(hidden, targets, head, V, plain)
-        rows = found.sum(1)
-        return jax.nn.softplus(0.1 * (rows[1::2] - rows[::2])).sum(), found
+            log_probs = token_log_probs(hidden, targets, head, V, plain)
+        rows = log_probs.sum(1)
+        return jax.nn.softplus(0.1 * (rows[1::2] - rows[::2])).sum(), log_probs
 
     return loss
 
@@ -220,30 +221,31 @@ def squashed(targets, plain=False, dense=False):
 @pytest.mark.parametrize("labelled", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("plain", [False, True])
 def test_log_probs_of_tokens_equal_those_of_all_logits(labelled, plain, small_chunks):
-    hidden, targets, params = draw(labelled)
-    both = [jax.jit(jax.value_and_grad(squashed(targets, plain, dense), argnums=(0, 1), has_aux=True))(hidden, params)
-            for dense in (False, True)]
-    as_close(*both)
+    hidden, targets, params = make_inputs(labelled)
+    differentiate = [jax.jit(jax.value_and_grad(softplus_loss(targets, plain, dense), argnums=(0, 1), has_aux=True))
+                     for dense in (False, True)]
+    check_close(*(function(hidden, params) for function in differentiate))
 
 
 def test_log_probs_on_a_mesh(small_chunks):
-    hidden, targets, params = draw(0.3)
-    wanted = jax.value_and_grad(squashed(targets, dense=True), argnums=(0, 1), has_aux=True)(hidden, params)
+    hidden, targets, params = make_inputs(0.3)
+    expected = jax.value_and_grad(softplus_loss(targets, dense=True), argnums=(0, 1), has_aux=True)(hidden, params)
     mesh = ShardedMesh(fsdp=2, sequence=3, devices=jax.devices()[:6]).mesh
     rows = NamedSharding(mesh, PartitionSpec(DATA_AXES))
     placed = {"weight": jax.device_put(params["weight"], NamedSharding(mesh, PartitionSpec("fsdp"))),
               "bias": jax.device_put(params["bias"], NamedSharding(mesh, PartitionSpec()))}
     with jax.set_mesh(mesh):
-        found = jax.jit(jax.value_and_grad(squashed(jax.device_put(targets, rows)), argnums=(0, 1), has_aux=True))(
+        loss_on_mesh = softplus_loss(jax.device_put(targets, rows))
+        actual = jax.jit(jax.value_and_grad(loss_on_mesh, argnums=(0, 1), has_aux=True))(
             jax.device_put(hidden, rows), placed)
-    as_close(found, wanted)
+    check_close(actual, expected)
 
 
-def test_log_probs_under_a_frozen_head_cost_no_gradient_of_it():
-    hidden, targets, params = draw(0.5)
-    text = str(jax.make_jaxpr(jax.grad(lambda h: squashed(targets)(h, params)[0]))(hidden))
+def test_log_probs_with_a_frozen_head_compute_no_gradient_of_it():
+    hidden, targets, params = make_inputs(0.5)
+    text = str(jax.make_jaxpr(jax.grad(lambda h: softplus_loss(targets)(h, params)[0]))(hidden))
     assert f"f32[1,{V},{D}]" not in text
-    assert f"f32[1,{V},{D}]" in str(jax.make_jaxpr(jax.grad(lambda p: squashed(targets)(hidden, p)[0]))(params))
+    assert f"f32[1,{V},{D}]" in str(jax.make_jaxpr(jax.grad(lambda p: softplus_loss(targets)(hidden, p)[0]))(params))
 
 
 def test_shift_labels():
@@ -252,7 +254,7 @@ def test_shift_labels():
 
 
 @pytest.mark.parametrize("added", [0, 4])
-def test_span_loss_equals_torchs(added):
+def test_span_loss_equals_that_of_torch(added):
     random = np.random.default_rng(0)
     logits = random.normal(size=(5, 7, 2)).astype(np.float32)
     batch = {"start_positions": np.array([0, 3, IGNORED, 6, 2]), "end_positions": np.array([1, 3, IGNORED, 6, 5]),
@@ -265,7 +267,7 @@ def test_span_loss_equals_torchs(added):
         sums.total.backward()
         return sums, tensor.grad
 
-    wanted, wanted_gradient = of_torch()
+    expected, expected_gradient = of_torch()
     with Float64():
         exact, exact_gradient = of_torch()
     padded = np.pad(logits, ((0, 0), (0, added), (0, 0)), constant_values=9.0)
@@ -276,6 +278,6 @@ def test_span_loss_equals_torchs(added):
         return sums.total, sums.weight
 
     (value, weight), gradient = jax.value_and_grad(total, has_aux=True)(padded)
-    assert_as_close(value, wanted.total, exact.total)
-    assert_as_close(gradient[:, :7], wanted_gradient, exact_gradient)
-    assert weight == wanted.weight.item() == 4 and not gradient[:, 7:].any()
+    assert_as_close(value, expected.total, exact.total)
+    assert_as_close(gradient[:, :7], expected_gradient, exact_gradient)
+    assert weight == expected.weight.item() == 4 and not gradient[:, 7:].any()

@@ -1,4 +1,4 @@
-"""Windows, updates and what they report, against plain gradients and torch's optimiser."""
+"""Accumulation, updates and their metrics, compared with plain gradients and torch's optimiser."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def batch_of(parallel, rows):
 
 
 @pytest.fixture
-def one():
+def single():
     return Replicas(jax.devices()[:1])
 
 
@@ -58,7 +58,7 @@ def make(toy, parallel, settings=SETTINGS, clipping=Clipping(), **kwargs):
     return steps, steps.new_state(parallel.put_state(params)), params
 
 
-def close(first, second, tolerance):
+def is_close(first, second, tolerance):
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     return all(np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(np.abs(b).max(), 1e-3) for a, b in pairs)
 
@@ -71,17 +71,17 @@ CLIPPINGS = [Clipping(), Clipping(0.05), Clipping(1e6), Clipping(0.003, "value")
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS, ids=str)
-def test_update_is_one_division_torchs_clipping_and_torchs_step(toy, one, clipping):
+def test_an_update_divides_once_then_clips_and_steps_like_torch(toy, single, clipping):
     toy.rate = 0.0
-    steps, state, params = make(toy, one, clipping=clipping)
+    steps, state, params = make(toy, single, clipping=clipping)
     accumulation = steps.new_accumulation(state)
-    pieces = [rows(seed, length=length) for seed, length in ((0, 10), (1, 7), (2, 5))]
-    for piece in pieces:
-        accumulation = steps.accumulate(state, {}, accumulation, batch_of(one, piece))
-    state, figures = steps.update(state, accumulation, scalars(one))
+    micro_batches = [rows(seed, length=length) for seed, length in ((0, 10), (1, 7), (2, 5))]
+    for micro_batch in micro_batches:
+        accumulation = steps.accumulate(state, {}, accumulation, batch_of(single, micro_batch))
+    state, figures = steps.update(state, accumulation, scalars(single))
 
     def total(params):
-        sums = [loss_of(toy)(params, piece, None, False) for piece in pieces]
+        sums = [loss_of(toy)(params, micro_batch, None, False) for micro_batch in micro_batches]
         return sum(s.total for s in sums) / sum(s.weight for s in sums)
 
     value, gradient = jax.value_and_grad(total)(params)
@@ -97,156 +97,157 @@ def test_update_is_one_division_torchs_clipping_and_torchs_step(toy, one, clippi
     build_optimizer(named, SETTINGS).step()
 
     plain = fetch_step_metrics(figures)
-    assert_as_close(plain["loss"], value, value)  # the pieces of a sum in another order
+    assert_as_close(plain["loss"], value, value)  # a sum in another order
     assert plain["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    assert plain["num_tokens"] == sum(piece["attention_mask"].sum() for piece in pieces) and plain["num_rows"] == 12
-    moved = toy.to_torch(one.fetch_state(state["trainable"]))
-    moments = toy.to_torch(one.fetch_state(state["optimizer"]["exp_avg"]))
+    assert plain["num_tokens"] == sum(micro_batch["attention_mask"].sum() for micro_batch in micro_batches)
+    assert plain["num_rows"] == 12
+    moved = toy.to_torch(single.fetch_state(state["trainable"]))
+    moments = toy.to_torch(single.fetch_state(state["optimizer"]["exp_avg"]))
     for name, p in named:
         assert np.abs(moved[name] - p.detach().numpy()).max() <= 2e-5
-        # Clipped by value, a gradient keeps the rounding error that it had before.
+        # Clipping by value keeps a gradient's rounding error.
         scale = toy.to_torch(gradient)[name] if clipping.algorithm == "value" else p.grad.numpy()
         assert_as_close(moments[name] / (1 - SETTINGS.betas[0]), p.grad, p.grad, magnitude=np.abs(scale).max())
 
 
 @pytest.mark.slow
-def test_any_cut_of_the_rows_gives_the_same_step(toy, one):
-    """8 rows at once = 2 x 4 = 4 x 2, dropout on, lengths of their own, padding rows in between."""
+def test_any_batch_split_gives_the_same_step(toy, single):
+    """8 rows at once = 2 x 4 = 4 x 2, with dropout and micro-batches of different lengths."""
     settings = Optimizer(name="sgd", lr=0.1)
-    everything, results = rows(5, 8), []
+    all_rows, results = rows(5, 8), []
     for size in (8, 4, 2):
-        steps, state, _ = make(toy, one, settings)
+        steps, state, _ = make(toy, single, settings)
         accumulation = steps.new_accumulation(state)
-        for number in range(8 // size):
-            piece = {name: x[number * size : (number + 1) * size] for name, x in everything.items()}
-            longest = piece["attention_mask"].sum(1).max()
-            piece = {name: x[:, :longest] for name, x in piece.items()}
-            accumulation = steps.accumulate(state, {}, accumulation, batch_of(one, piece))
-        state, figures = steps.update(state, accumulation, scalars(one, settings=settings))
-        results.append((one.fetch_state(state["trainable"]), fetch_step_metrics(figures)))
-    steps, state, _ = make(toy, one, settings)
-    state, figures = steps.full_step(state, {}, batch_of(one, everything), scalars(one, settings=settings))
-    results.append((one.fetch_state(state["trainable"]), fetch_step_metrics(figures)))
+        for index in range(8 // size):
+            micro_batch = {name: x[index * size : (index + 1) * size] for name, x in all_rows.items()}
+            length = micro_batch["attention_mask"].sum(1).max()
+            micro_batch = {name: x[:, :length] for name, x in micro_batch.items()}
+            accumulation = steps.accumulate(state, {}, accumulation, batch_of(single, micro_batch))
+        state, figures = steps.update(state, accumulation, scalars(single, settings=settings))
+        results.append((single.fetch_state(state["trainable"]), fetch_step_metrics(figures)))
+    steps, state, _ = make(toy, single, settings)
+    state, figures = steps.full_step(state, {}, batch_of(single, all_rows), scalars(single, settings=settings))
+    results.append((single.fetch_state(state["trainable"]), fetch_step_metrics(figures)))
     for params, figures in results[1:]:
         assert_as_close(params, results[0][0], results[0][0])
         assert figures == pytest.approx(results[0][1], rel=1e-5)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2 * T, 3 * T, 100 * T], ids=str)
-def test_chunks_of_a_micro_batch_give_the_same_step(toy, one, chunk_tokens):
-    """5 rows at once, one by one, in 2 + 2 + 1 and in 3 + 2, with dropout; accumulated, too."""
-    settings, everything = Optimizer(name="sgd", lr=0.1), rows(6, 5)
+def test_chunks_of_a_micro_batch_give_the_same_step(toy, single, chunk_tokens):
+    """5 rows at once, one by one, in 2 + 2 + 1 and in 3 + 2, with dropout, also accumulated."""
+    settings, all_rows = Optimizer(name="sgd", lr=0.1), rows(6, 5)
     results = []
     for size in (0, chunk_tokens):
         for accumulates in (False, True):
-            steps, state, _ = make(toy, one, settings, chunk_tokens=size)
-            batch, of_step = batch_of(one, everything), scalars(one, settings=settings)
+            steps, state, _ = make(toy, single, settings, chunk_tokens=size)
+            batch, step_values = batch_of(single, all_rows), scalars(single, settings=settings)
             if accumulates:
                 accumulation = steps.accumulate(state, {}, steps.new_accumulation(state), batch)
-                state, figures = steps.update(state, accumulation, of_step)
+                state, figures = steps.update(state, accumulation, step_values)
             else:
-                state, figures = steps.full_step(state, {}, batch, of_step)
-            results.append((one.fetch_state(state["trainable"]), fetch_step_metrics(figures)))
+                state, figures = steps.full_step(state, {}, batch, step_values)
+            results.append((single.fetch_state(state["trainable"]), fetch_step_metrics(figures)))
     for params, figures in results[1:]:
         assert_as_close(params, results[0][0], results[0][0])
         assert figures == pytest.approx(results[0][1], rel=1e-5)
 
 
-def test_a_micro_batch_without_labels_changes_nothing(toy, one):
-    steps, state, params = make(toy, one, Optimizer(name="sgd", lr=0.1))
+def test_a_micro_batch_without_labels_changes_nothing(toy, single):
+    steps, state, params = make(toy, single, Optimizer(name="sgd", lr=0.1))
     empty = rows(0)
     empty["labels"][:] = IGNORED
-    accumulation = steps.accumulate(state, {}, steps.new_accumulation(state), batch_of(one, empty))
-    state, figures = steps.update(state, accumulation, scalars(one, settings=Optimizer(name="sgd")))
+    accumulation = steps.accumulate(state, {}, steps.new_accumulation(state), batch_of(single, empty))
+    state, figures = steps.update(state, accumulation, scalars(single, settings=Optimizer(name="sgd")))
     assert set(fetch_step_metrics(figures).values()) == {0}
-    assert close(one.fetch_state(state["trainable"]), params, 0.0)
+    assert is_close(single.fetch_state(state["trainable"]), params, 0.0)
 
 
-def test_frozen_parameters_stay_and_have_no_state(toy, one):
+def test_frozen_parameters_stay_and_have_no_state(toy, single):
     params = toy.init(jax.random.key(0))
     leaves = flatten(params)
     trained = ("layers", "mlp", "up", "weight")
     trainable, frozen = unflatten({trained: leaves.pop(trained)}), unflatten(leaves)
     assert jax.tree.structure(merge(trainable, frozen)) == jax.tree.structure(params)
-    steps = Steps(one, loss_of(toy), build(SETTINGS, toy.decays(trainable)))
-    state, base = steps.new_state(one.put_state(trainable)), one.put_state(frozen)
-    state, _ = steps.full_step(state, base, batch_of(one, rows(0)), scalars(one))
+    steps = Steps(single, loss_of(toy), build(SETTINGS, toy.decays(trainable)))
+    state, base = steps.new_state(single.put_state(trainable)), single.put_state(frozen)
+    state, _ = steps.full_step(state, base, batch_of(single, rows(0)), scalars(single))
     assert len(flatten(state["optimizer"])) == 2 and len(flatten(state["trainable"])) == 1
-    assert close(one.fetch_state(base), frozen, 0.0)
-    assert not close(one.fetch_state(state["trainable"]), trainable, 1e-4)
+    assert is_close(single.fetch_state(base), frozen, 0.0)
+    assert not is_close(single.fetch_state(state["trainable"]), trainable, 1e-4)
 
 
-def test_dropout_depends_on_the_seeds_of_tokens_alone(toy, one):
-    steps, state, _ = make(toy, one)
+def test_dropout_depends_on_the_seeds_of_tokens_alone(toy, single):
+    steps, state, _ = make(toy, single)
 
     def total(**changed):
-        accumulation = steps.accumulate(state, {}, steps.new_accumulation(state), batch_of(one, rows(0) | changed))
-        return one.fetch_state(accumulation)["sums"]["total"].item()
+        accumulation = steps.accumulate(state, {}, steps.new_accumulation(state), batch_of(single, rows(0) | changed))
+        return single.fetch_state(accumulation)["sums"]["total"].item()
 
     other = rows(0)["token_seeds"] + np.int32(1)
     assert total() == total() != total(token_seeds=other)
     without = rows(0)
     del without["token_seeds"]
     with pytest.raises(UserError, match="token_seeds"):
-        steps.accumulate(state, {}, steps.new_accumulation(state), batch_of(one, without))
+        steps.accumulate(state, {}, steps.new_accumulation(state), batch_of(single, without))
 
 
-def test_evaluation_and_prediction_keep_the_state(toy, one):
+def test_evaluation_and_prediction_keep_the_state(toy, single):
     def predict(params, batch):
         return {"best": toy.logits(params, toy.hidden(params, batch)).argmax(-1)}
 
-    steps, state, params = make(toy, one, predict=predict)
-    batch = batch_of(one, rows(0))
+    steps, state, params = make(toy, single, predict=predict)
+    batch = batch_of(single, rows(0))
     first = jax.device_get(steps.eval_step(state["trainable"], {}, batch))
-    again = jax.device_get(steps.eval_step(state["trainable"], {}, batch))
-    assert first == again and set(first) == {"total", "weight", "correct"}
-    wanted = loss_of(toy)(params, rows(0), None, True)
-    assert first["total"] == pytest.approx(wanted.total.item(), rel=1e-6) and first["correct"] == wanted.correct
-    best = one.fetch_rows(steps.predict_step(state["trainable"], {}, batch))["best"]
+    second = jax.device_get(steps.eval_step(state["trainable"], {}, batch))
+    assert first == second and set(first) == {"total", "weight", "correct"}
+    expected = loss_of(toy)(params, rows(0), None, True)
+    assert first["total"] == pytest.approx(expected.total.item(), rel=1e-6) and first["correct"] == expected.correct
+    best = single.fetch_rows(steps.predict_step(state["trainable"], {}, batch))["best"]
     assert np.array_equal(best, predict(params, rows(0))["best"][None])
 
 
-def test_each_shape_is_compiled_once_and_nothing_waits(toy, one):
-    steps, state, _ = make(toy, one)
+def test_each_shape_is_compiled_once_and_nothing_waits(toy, single):
+    steps, state, _ = make(toy, single)
     accumulation = steps.new_accumulation(state)
-    batches = [batch_of(one, rows(number, length=length)) for number, length in enumerate((10, 6, 10, 6))]
-    numbers = [scalars(one, step) for step in range(3)]
+    batches = [batch_of(single, rows(seed, length=length)) for seed, length in enumerate((10, 6, 10, 6))]
+    step_values = [scalars(single, step) for step in range(3)]
     after_first = None
     with jax.transfer_guard("disallow"):
         for step in range(3):
             accumulation = steps.new_accumulation(state)
             for batch in batches:
                 accumulation = steps.accumulate(state, {}, accumulation, batch)
-            state, _ = steps.update(state, accumulation, numbers[step])
+            state, _ = steps.update(state, accumulation, step_values[step])
             after_first = after_first or toy.num_traces
     assert toy.num_traces == after_first <= 4  # scan bodies are traced up to twice for a shape
 
 
-def test_state_and_window_are_donated(toy, one):
-    steps, state, _ = make(toy, one)
+def test_state_and_accumulation_are_donated(toy, single):
+    steps, state, _ = make(toy, single)
     accumulation = steps.new_accumulation(state)
-    new = steps.accumulate(state, {}, accumulation, batch_of(one, rows(0)))
+    new = steps.accumulate(state, {}, accumulation, batch_of(single, rows(0)))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(accumulation["gradients"]))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    steps.update(state, new, scalars(one))
+    steps.update(state, new, scalars(single))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-def test_bfloat16_gradients_are_summed_in_float32(toy, one):
-    steps, state, params = make(toy, one)
-    small = one.put_state(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
+def test_bfloat16_gradients_are_summed_in_float32(toy, single):
+    steps, state, params = make(toy, single)
+    small = single.put_state(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
     state = steps.new_state(small)
     accumulation = steps.new_accumulation(state)
     assert {leaf.dtype for leaf in jax.tree.leaves(accumulation["gradients"])} == {jnp.dtype("float32")}
-    state, _ = steps.update(state, accumulation, scalars(one))
+    state, _ = steps.update(state, accumulation, scalars(single))
     assert {leaf.dtype for leaf in jax.tree.leaves(state["trainable"])} == {jnp.dtype("bfloat16")}
 
 
-def test_a_value_that_is_not_finite_is_reported(toy, one):
-    steps, state, params = make(toy, one)
+def test_a_value_that_is_not_finite_is_reported(toy, single):
+    steps, state, params = make(toy, single)
     params["head"]["bias"] = params["head"]["bias"].at[0].set(jnp.nan)
-    state = steps.new_state(one.put_state(params))
-    _, figures = steps.full_step(state, {}, batch_of(one, rows(0)), scalars(one))
+    state = steps.new_state(single.put_state(params))
+    _, figures = steps.full_step(state, {}, batch_of(single, rows(0)), scalars(single))
     with pytest.raises(UserError, match="Step 4 .epoch 2.: loss is nan"):
         check_finite(fetch_step_metrics(figures), 4, 2)
     check_finite({"loss": 1.0, "grad_norm": 2.0}, 4, 2)
