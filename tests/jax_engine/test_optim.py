@@ -1,4 +1,4 @@
-"""Update rules against torch.optim, transformers and bitsandbytes, a stack of layers against layers one by one."""
+"""Update rules compared with torch.optim, transformers and bitsandbytes; stacks of layers with single layers."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from jax_engine.models import hub
 from jax_engine.optim import build, orthogonalize, step_scalars
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
-from lmmods.torch_engine.nn import optim as on_torch
+from lmmods.torch_engine.nn import optim as torch_optim
 from lmmods.torch_engine.nn.optim import build_optimizer, build_schedule
 from tests.closeness import Float64, assert_as_close
 
@@ -33,12 +33,12 @@ RULES = {
 
 
 def layers(name, array):
-    """The parameters that torch has for ours."""
+    """Return torch's parameters for a parameter on JAX."""
     return list(array) if name.startswith("stack") or name == "layers" else [array]
 
 
 def run_torch(settings, params, gradients):
-    """Parameters after all steps, and the learning rate of each."""
+    """Return the parameters after all steps, and the learning rate of each step."""
     named = [(f"layers.{i}.weight" if name == "layers" else f"{name}_{i}",
               torch.nn.Parameter(torch.tensor(part, dtype=torch.float32)))
              for name, p in params.items() for i, part in enumerate(layers(name, p))]
@@ -57,10 +57,10 @@ def run_torch(settings, params, gradients):
     return moved, rates
 
 
-def draw():
+def make_params_and_gradients():
     random = np.random.default_rng(0)
     params = {name: random.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
-    # layers of very different gradients, so that statistics shared between them would show
+    # Layers have very different gradients, so that shared statistics would show.
     scale = {name: 10.0 ** np.arange(-1, 2).reshape(3, *[1] * (len(s) - 1)) if name.startswith("stack") else 1.0
              for name, s in SHAPES.items()}
     gradients = [{name: (scale[name] * random.normal(size=shape)).astype(np.float32) for name, shape in SHAPES.items()}
@@ -70,39 +70,39 @@ def draw():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_fifty_steps_are_those_of_the_torch_engine(rule):
-    _compare(RULES[rule], *draw(), DECAYS)
+    check_steps(RULES[rule], *make_params_and_gradients(), DECAYS)
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": False, "adjust_lr": "original", "ns_steps": 3}], ids=str)
 @pytest.mark.parametrize("shape", [(3, 6, 4), (2, 4, 9)], ids=str)
 def test_fifty_steps_of_muon_are_those_of_the_torch_engine(shape, options):
-    """Well conditioned: the iterations scale up the rounding of small singular values by up to 3.4 each."""
+    """With well-conditioned matrices: each iteration scales rounding of small singular values by up to 3.4."""
     settings = Optimizer(name="muon", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=5, **options)
     random = np.random.default_rng(0)
     draws = [{"layers": random.normal(size=shape).astype(np.float32), "embed": random.normal(size=(5, 6)).astype(
         np.float32), "bias": random.normal(size=7).astype(np.float32)} for _ in range(NUM_STEPS + 1)]
-    _compare(settings, draws[0], draws[1:], {"layers": True, "embed": True, "bias": False})
+    check_steps(settings, draws[0], draws[1:], {"layers": True, "embed": True, "bias": False})
 
 
-def _compare(settings, params, gradients, marks):
-    wanted, rates = run_torch(settings, params, gradients)
+def check_steps(settings, params, gradients, decays):
+    expected, rates = run_torch(settings, params, gradients)
     with Float64():
         exact, _ = run_torch(settings, params, gradients)
-    optimizer = build(settings, marks)
+    optimizer = build(settings, decays)
 
     @jax.jit
     def step(params, state, gradients, scalars):
         updates, state = optimizer.update(gradients, state, params, **scalars)
         return optax.apply_updates(params, updates), state
 
-    ours, state = jax.tree.map(jnp.asarray, params), optimizer.init(params)
-    for number in range(NUM_STEPS):
-        scalars = step_scalars(settings, number, NUM_STEPS)
-        assert scalars["lr"] == np.float32(rates[number])
-        ours, state = step(ours, state, gradients[number], scalars)
+    params_on_jax, state = jax.tree.map(jnp.asarray, params), optimizer.init(params)
+    for index in range(NUM_STEPS):
+        scalars = step_scalars(settings, index, NUM_STEPS)
+        assert scalars["lr"] == np.float32(rates[index])
+        params_on_jax, state = step(params_on_jax, state, gradients[index], scalars)
     assert step._cache_size() == 1
-    assert_as_close(ours, wanted, exact)
-    assert all(np.abs(wanted[name] - params[name]).max() > 1e-3 for name in params)
+    assert_as_close(params_on_jax, expected, exact)
+    assert all(np.abs(expected[name] - params[name]).max() > 1e-3 for name in params)
 
 
 def test_only_matrices_decay():
@@ -125,48 +125,48 @@ def test_plain_sgd_keeps_nothing():
     assert build(Optimizer(name="sgd"), DECAYS).init({name: jnp.ones(s) for name, s in SHAPES.items()}) == {}
 
 
-def test_bfloat16_parameters_move_like_torchs():
+def test_bfloat16_parameters_move_like_those_of_torch():
     settings = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1)
     random = np.random.default_rng(0)
     start, gradients = random.normal(size=(8, 8)), random.normal(size=(5, 8, 8))
     param = torch.nn.Parameter(torch.tensor(start, dtype=torch.bfloat16))
-    theirs, optimizer = build_optimizer([("p", param)], settings), build(settings, {"p": True})
-    ours = {"p": jnp.asarray(start, jnp.bfloat16)}
-    state = optimizer.init(ours)
-    for number, gradient in enumerate(gradients):
+    torch_optimizer, optimizer = build_optimizer([("p", param)], settings), build(settings, {"p": True})
+    params = {"p": jnp.asarray(start, jnp.bfloat16)}
+    state = optimizer.init(params)
+    for index, gradient in enumerate(gradients):
         param.grad = torch.tensor(gradient, dtype=torch.bfloat16)
-        theirs.step()
-        updates, state = optimizer.update({"p": jnp.asarray(gradient, jnp.bfloat16)}, state, ours,
-                                          **step_scalars(settings, number, 5))
-        ours = optax.apply_updates(ours, updates)
-    assert ours["p"].dtype == state["exp_avg"]["p"].dtype == jnp.bfloat16
-    assert np.abs(np.float32(ours["p"]) - param.detach().float().numpy()).max() <= 2**-8 * np.abs(start).max()
+        torch_optimizer.step()
+        updates, state = optimizer.update({"p": jnp.asarray(gradient, jnp.bfloat16)}, state, params,
+                                          **step_scalars(settings, index, 5))
+        params = optax.apply_updates(params, updates)
+    assert params["p"].dtype == state["exp_avg"]["p"].dtype == jnp.bfloat16
+    assert np.abs(np.float32(params["p"]) - param.detach().float().numpy()).max() <= 2**-8 * np.abs(start).max()
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_32bit", "lion_8bit"])
-def test_bitsandbytes_names_are_refused(name):
+def test_bitsandbytes_names_are_errors(name):
     with pytest.raises(UserError, match=f"{name}, which the JAX engine does not support. Use one of adamw.*torch"):
         build(Optimizer(name=name), DECAYS)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
-def test_matrices_b_move_at_a_rate_of_their_own(name):
-    """As in the torch engine, and as a run of B alone at that rate."""
+def test_b_matrices_have_their_own_learning_rate(name):
+    """As in the torch engine, and as a run of B alone with that rate."""
     settings = Optimizer(name=name, lr=1e-2, b_lr_ratio=8.0, weight_decay=0.1, schedule="cosine", warmup=5)
     random = np.random.default_rng(0)
     draws = [{"layers": {"q": {side: random.normal(size=(2, 4, 6)).astype(np.float32) for side in ("lora_A", "lora_B")}
                          }} for _ in range(NUM_STEPS + 1)]
-    marks = {"layers": {"q": {"lora_A": True, "lora_B": True}}}
+    decays = {"layers": {"q": {"lora_A": True, "lora_B": True}}}
 
-    def moved(settings):
-        optimizer, params = build(settings, marks), draws[0]
+    def run_jax(settings):
+        optimizer, params = build(settings, decays), draws[0]
         state = optimizer.init(params)
-        for number, gradients in enumerate(draws[1:]):
-            updates, state = optimizer.update(gradients, state, params, **step_scalars(settings, number, NUM_STEPS))
+        for index, gradients in enumerate(draws[1:]):
+            updates, state = optimizer.update(gradients, state, params, **step_scalars(settings, index, NUM_STEPS))
             params = optax.apply_updates(params, updates)
         return params["layers"]["q"]
 
-    def of_torch():
+    def run_torch_adapter():
         named = {f"layers.{i}.q.{side}.default.weight": torch.nn.Parameter(torch.tensor(part, dtype=torch.float32))
                  for side, leaf in draws[0]["layers"]["q"].items() for i, part in enumerate(leaf)}
         optimizer = build_optimizer(named.items(), settings)
@@ -180,60 +180,60 @@ def test_matrices_b_move_at_a_rate_of_their_own(name):
         return {side: torch.stack([named[f"layers.{i}.q.{side}.default.weight"].detach() for i in range(2)])
                 for side in ("lora_A", "lora_B")}
 
-    ours, theirs = moved(settings), of_torch()
+    actual, expected = run_jax(settings), run_torch_adapter()
     with Float64():
-        exact = of_torch()
-    assert_as_close(ours, theirs, exact)
+        exact = run_torch_adapter()
+    assert_as_close(actual, expected, exact)
     for side, ratio in (("lora_A", 1), ("lora_B", 8)):
-        same = moved(Optimizer(name=name, lr=1e-2 * ratio, weight_decay=0.1, schedule="cosine", warmup=5))
-        assert_as_close(ours[side], same[side], same[side])
+        same = run_jax(Optimizer(name=name, lr=1e-2 * ratio, weight_decay=0.1, schedule="cosine", warmup=5))
+        assert_as_close(actual[side], same[side], same[side])
 
 
 # Muon ----------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
 def test_muon_is_that_of_optax(adjust_lr):
-    """Which looks ahead in another way; the norm of a matrix hides that its average is divided by 1 - 0.95^step."""
+    """Without Nesterov, where both differ. Normalising hides that optax divides the average by 1 - 0.95^step."""
     settings = Optimizer(name="muon", lr=1e-2, weight_decay=0.1, nesterov=False, adjust_lr=adjust_lr)
     random = np.random.default_rng(0)
     params, *gradients = ({"layers": {"weight": jnp.asarray(random.normal(size=(9, 6)), jnp.float32)}}
                           for _ in range(6))
-    # Its matrices are [in, out].
+    # Matrices of optax are [in, out].
     outputs = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
-    theirs = optax.contrib.muon(1e-2, weight_decay=0.1, nesterov=False, eps=1e-12, consistent_rms=0.2 if adjust_lr !=
-                                "original" else None, muon_weight_dimension_numbers={"layers": {"weight": outputs}})
-    # Of the rule alone: a leaf of one layer.
-    ours = build(settings, {"layers": {"weight": True}})
-    found = wanted = params
-    state, their_state = ours.init(params), theirs.init(params)
-    for number, gradient in enumerate(gradients):
-        updates, state = ours.update(gradient, state, found, **step_scalars(settings, number, 9))
-        found = optax.apply_updates(found, updates)
-        updates, their_state = theirs.update(gradient, their_state, wanted)
-        wanted = optax.apply_updates(wanted, updates)
-    assert_as_close(found, wanted, wanted)
-    assert np.abs(found["layers"]["weight"] - params["layers"]["weight"]).max() > 1e-2
+    optax_optimizer = optax.contrib.muon(1e-2, weight_decay=0.1, nesterov=False, eps=1e-12,
+                                         consistent_rms=None if adjust_lr == "original" else 0.2,
+                                         muon_weight_dimension_numbers={"layers": {"weight": outputs}})
+    # The rule alone: a leaf of one layer.
+    optimizer = build(settings, {"layers": {"weight": True}})
+    actual = expected = params
+    state, optax_state = optimizer.init(params), optax_optimizer.init(params)
+    for index, gradient in enumerate(gradients):
+        updates, state = optimizer.update(gradient, state, actual, **step_scalars(settings, index, 9))
+        actual = optax.apply_updates(actual, updates)
+        updates, optax_state = optax_optimizer.update(gradient, optax_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    assert_as_close(actual, expected, expected)
+    assert np.abs(actual["layers"]["weight"] - params["layers"]["weight"]).max() > 1e-2
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (3, 16, 12)], ids=str)
-def test_iterations_in_bfloat16_round_where_torchs_do(shape):
-    """Sums in another order may round to the other side, by a unit of the last of 8 bits, which each iteration grows.
-    """
+def test_iterations_in_bfloat16_round_like_those_of_torch(shape):
+    """Sums in another order may round differently, by a unit of the last of 8 bits, which grows in each iteration."""
     matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    ours = np.float32(orthogonalize(jnp.asarray(matrix), 5, jnp.bfloat16))
-    theirs = on_torch.orthogonalize(torch.tensor(matrix), 5, torch.bfloat16).float().numpy()
+    actual = np.float32(orthogonalize(jnp.asarray(matrix), 5, jnp.bfloat16))
+    expected = torch_optim.orthogonalize(torch.tensor(matrix), 5, torch.bfloat16).float().numpy()
     with Float64():
-        exact = on_torch.orthogonalize(torch.tensor(matrix, dtype=torch.float64), 5, torch.float32).numpy()
-    rounding = np.abs(theirs - exact).max()
-    assert np.abs(ours - theirs).max() <= rounding / 2 and np.abs(ours - exact).max() <= 1.5 * rounding
+        exact = torch_optim.orthogonalize(torch.tensor(matrix, dtype=torch.float64), 5, torch.float32).numpy()
+    rounding = np.abs(expected - exact).max()
+    assert np.abs(actual - expected).max() <= rounding / 2 and np.abs(actual - exact).max() <= 1.5 * rounding
 
 
 def test_muon_keeps_one_moment_of_the_matrices_of_layers():
     params = {"embed": {"weight": jnp.ones((5, 6))}, "layers": {
         "up": {"weight": jnp.ones((3, 6, 4)), "bias": jnp.ones((3, 6)), "lora_A": jnp.ones((3, 2, 4))},
         "experts": {"gate_up_proj": jnp.ones((3, 2, 6, 4)), "lora_A": jnp.ones((3, 2, 4))}}}
-    marks = jax.tree.map(lambda leaf: leaf.shape != (3, 6), params)
-    state = build(Optimizer(name="muon"), marks).init(params)
+    decays = jax.tree.map(lambda leaf: leaf.shape != (3, 6), params)
+    state = build(Optimizer(name="muon"), decays).init(params)
     others = {"embed.weight", "layers.up.bias", "layers.experts.lora_A"}
     assert {name: {".".join(path) for path in flatten(tree)} for name, tree in state.items()} == {
         "momentum_buffer": {"layers.up.weight", "layers.up.lora_A", "layers.experts.gate_up_proj"},
@@ -242,8 +242,8 @@ def test_muon_keeps_one_moment_of_the_matrices_of_layers():
 
 @pytest.mark.parametrize("rule", ["adamw", "adafactor", "sgd_momentum", "muon"])
 @pytest.mark.parametrize("chosen", [None, {"model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"}])
-def test_rates_of_layers_and_averages_are_torchs(rule, chosen):
-    """Of stacks of all layers or some, of embeddings and of the norm on top."""
+def test_layer_rates_and_averages_are_those_of_torch(rule, chosen):
+    """For stacks of all layers or some, embeddings and the final norm."""
     config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=3, num_attention_heads=2)
     network = hub.network(config, "causal")
     if chosen:
@@ -254,7 +254,7 @@ def test_rates_of_layers_and_averages_are_torchs(rule, chosen):
     random, layers = np.random.default_rng(0), network.num_named_layers
     gradients = [jax.tree.map(lambda p: random.normal(size=p.shape).astype(np.float32), start) for _ in range(4)]
 
-    def of_torch():
+    def run_torch_network():
         values = network.to_torch(start)
         named = {name: torch.nn.Parameter(torch.tensor(values.get(name, np.zeros(network.shape(path))),
                                                        dtype=torch.float32), requires_grad=name in values)
@@ -274,8 +274,8 @@ def test_rates_of_layers_and_averages_are_torchs(rule, chosen):
     for step, gradient in enumerate(gradients):
         updates, state = update(gradient, state, params, **step_scalars(settings, step, 4, layers))
         params = optax.apply_updates(params, updates)
-    moved, theirs = [network.to_torch(params), network.to_torch(state["ema"])], of_torch()
+    actual, expected = [network.to_torch(params), network.to_torch(state["ema"])], run_torch_network()
     with Float64():
-        exact = of_torch()
-    assert set(moved[0]) == set(moved[1]) == (chosen or {name for name, *_ in network.names()})
-    assert_as_close(moved, theirs, exact)
+        exact = run_torch_network()
+    assert set(actual[0]) == set(actual[1]) == (chosen or {name for name, *_ in network.names()})
+    assert_as_close(actual, expected, exact)

@@ -1,4 +1,4 @@
-"""Replicas and meshes of eight CPU devices against one device; layouts, compiles, what is refused."""
+"""Replicas and meshes of eight CPU devices compared with one device; layouts, compilations, errors."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from tests.forks import together
 FLAG = "--xla_force_host_platform_device_count"
 B, NUM_STEPS = 2, 8
 SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=3)
-WAYS = {
+LAYOUTS = {
     "replicas": lambda: Replicas(),
     "fsdp": lambda: ShardedMesh(),
     "data_fsdp": lambda: ShardedMesh(data=2, fsdp=4),
@@ -40,10 +40,10 @@ WAYS = {
 
 
 def batches(num_batches):
-    """Micro-batches as a torch loader yields them; lengths differ, and the last one is short of rows."""
+    """Yield micro-batches like a torch loader, of different lengths; the last one has too few rows."""
     random = np.random.default_rng(0)
-    for number in range(num_batches):
-        length, size = [6, 8][number % 8 // 4], B if number + 1 < num_batches else 1
+    for index in range(num_batches):
+        length, size = [6, 8][index % 8 // 4], B if index + 1 < num_batches else 1
         ids = random.integers(1, 64, (size, length))
         mask = np.arange(length) < random.integers(3, length + 1, (size, 1))
         columns = {"input_ids": ids, "attention_mask": mask.astype(int), "labels": np.where(mask, ids, IGNORED),
@@ -52,7 +52,7 @@ def batches(num_batches):
 
 
 def train(toy, parallel, accumulate, num_steps=NUM_STEPS, per_step=8):
-    """Losses of all steps and the parameters after them; `per_step` micro-batches a device step, all in all."""
+    """Return the losses of all steps and the final state; a device step has `per_step` micro-batches in total."""
     def loss(params, batch, training, count_correct):
         return token_loss(toy.hidden(params, batch, training), shift_labels(batch["labels"]),
                           lambda h: toy.logits(params, h), toy.vocab_size, count_correct)
@@ -62,13 +62,13 @@ def train(toy, parallel, accumulate, num_steps=NUM_STEPS, per_step=8):
     state, accumulation, losses = steps.new_state(parallel.put_state(params)), None, []
     groups = per_step // parallel.data_parallel_size * accumulate
     prefetcher = Prefetcher(list(batches(num_steps * per_step * accumulate)), parallel, B, pad_id=0)
-    for number, group in enumerate(prefetcher, start=1):
+    for count, group in enumerate(prefetcher, start=1):
         scalars = parallel.put_scalars(step_scalars(SETTINGS, len(losses), num_steps))
         if groups == 1:
             state, figures = steps.full_step(state, {}, group.arrays, scalars)
         else:
             accumulation = steps.accumulate(state, {}, accumulation or steps.new_accumulation(state), group.arrays)
-            if number % groups:
+            if count % groups:
                 continue
             (state, figures), accumulation = steps.update(state, accumulation, scalars), None
         losses.append(fetch_step_metrics(figures))
@@ -80,50 +80,51 @@ def test_muon_sees_whole_matrices_on_a_mesh():
     random, params = np.random.default_rng(0), toy.init(jax.random.key(0))
     gradients = jax.tree.map(lambda p: random.normal(size=p.shape).astype(np.float32), params)
     sums = {"total": np.float32(1), "weight": np.float32(1), "num_tokens": np.int32(4), "num_rows": np.int32(2)}
-    found = {}
+    states = {}
     for name in ("one_device_mesh", "data_fsdp", "all_three"):
-        parallel = WAYS[name]()
+        parallel = LAYOUTS[name]()
         steps = Steps(parallel, None, build(settings, toy.decays(params)))
         state = steps.new_state(parallel.put_state(params))
         state, _ = steps.update(state, accumulation_of(steps, state, gradients, sums),
                                 parallel.put_scalars(step_scalars(settings, 0, 9)))
-        found[name] = parallel.fetch_state(state)
+        states[name] = parallel.fetch_state(state)
     for other in ("data_fsdp", "all_three"):
-        assert_as_close(found[other], found["one_device_mesh"], found["one_device_mesh"])
+        assert_as_close(states[other], states["one_device_mesh"], states["one_device_mesh"])
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """Runs on one device, by the number of micro-batches per step."""
+    """Return runs on one device, by the number of micro-batches per step."""
     return {count: train(Toy(), Replicas(jax.devices()[:1]), count // 8) for count in (8, 32)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "accumulate"), [*((way, 4) for way in WAYS), ("replicas", 1), ("all_three", 1)])
-def test_eight_devices_take_the_steps_of_one(toy, alone, way, accumulate):
-    parallel = WAYS[way]()
-    wanted_losses, wanted = alone[8 * accumulate]
+@pytest.mark.parametrize(("layout", "accumulate"), [*((layout, 4) for layout in LAYOUTS), ("replicas", 1),
+                                                    ("all_three", 1)])
+def test_eight_devices_take_the_steps_of_one(toy, alone, layout, accumulate):
+    parallel = LAYOUTS[layout]()
+    expected_losses, expected = alone[8 * accumulate]
     losses, state = train(toy, parallel, accumulate)
     assert len(losses) == NUM_STEPS
-    for ours, theirs in zip(losses, wanted_losses, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
-        assert [ours[name] for name in ("weight", "num_tokens", "num_rows")] == [
-            theirs[name] for name in ("weight", "num_tokens", "num_rows")]
-    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
-        assert np.abs(ours - theirs).max() <= 1e-4 * max(np.abs(theirs).max(), 1)
+    for actual, reference in zip(losses, expected_losses, strict=True):
+        assert actual == pytest.approx(reference, rel=1e-4)
+        assert [actual[name] for name in ("weight", "num_tokens", "num_rows")] == [
+            reference[name] for name in ("weight", "num_tokens", "num_rows")]
+    for actual, reference in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert np.abs(actual - reference).max() <= 1e-4 * max(np.abs(reference).max(), 1)
 
 
-@pytest.mark.parametrize("way", ["replicas", "data_fsdp"])
-def test_one_compile_for_each_length(toy, way):
+@pytest.mark.parametrize("layout", ["replicas", "data_fsdp"])
+def test_one_compile_for_each_length(toy, layout):
     traces = []
     for num_steps in (2, 6):
         toy.num_traces = 0
-        train(toy, WAYS[way](), 4, num_steps)
+        train(toy, LAYOUTS[layout](), 4, num_steps)
         traces.append(toy.num_traces)
     assert traces[0] == traces[1]
 
 
-def test_state_is_born_and_stays_sharded(toy):
+def test_state_is_created_and_stays_sharded(toy):
     parallel = ShardedMesh(data=2, fsdp=4)
     (params,) = parallel.compile(lambda key: (toy.init(key),), ("scalar",), ("state",))(jax.random.key(0))
     steps = Steps(parallel, None, build(SETTINGS, toy.decays(params)))
@@ -139,9 +140,9 @@ def test_state_is_born_and_stays_sharded(toy):
         state, _ = steps.update(state, accumulation, parallel.put_scalars(step_scalars(SETTINGS, 0, 1)))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_host_arrays_come_back_bit_for_bit(toy, way):
-    parallel = WAYS[way]()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_host_arrays_come_back_bit_for_bit(toy, layout):
+    parallel = LAYOUTS[layout]()
     params = jax.tree.map(np.asarray, toy.init(jax.random.key(1)))
     placed = parallel.put_state(params)
     assert jax.tree.map(lambda s: (s.shape, s.dtype), parallel.shapes(placed)) == jax.tree.map(
@@ -152,29 +153,29 @@ def test_host_arrays_come_back_bit_for_bit(toy, way):
     assert np.array_equal(parallel.fetch_rows(parallel.put_batch({"x": rows}))["x"], rows)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_pieces_make_the_whole_and_none_is_there_twice(way, monkeypatch):
-    """What a process saves of a state, cut among copies too; names of the layers of what is stacked."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_of_a_checkpoint_cover_each_array_once(layout, monkeypatch):
+    """The shards of a state that a process saves, also divided among copies, and layers of a stack."""
     monkeypatch.setattr(checkpoint, "SMALL", 1)
     state = {"layers": {"a": {"weight": np.arange(96.0).reshape(3, 8, 4)}, "norm": {"weight": np.ones((3, 5))}},
              "count": np.array(3)}
-    placed = WAYS[way]().put_state(state)
-    pieces = WAYS[way]().shards(placed)
+    placed = LAYOUTS[layout]().put_state(state)
+    shards = LAYOUTS[layout]().shards(placed)
 
-    def whole(pieces: checkpoint.Shards) -> np.ndarray:
-        array, times = np.zeros(pieces.shape), np.zeros(pieces.shape)
-        for begin, part in pieces.parts:
-            place = tuple(slice(at, at + size) for at, size in zip(begin, part.shape))
-            array[place], times[place] = part, times[place] + 1
+    def assemble(shards: checkpoint.Shards) -> np.ndarray:
+        array, times = np.zeros(shards.shape), np.zeros(shards.shape)
+        for begin, part in shards.parts:
+            index = tuple(slice(start, start + size) for start, size in zip(begin, part.shape))
+            array[index], times[index] = part, times[index] + 1
         assert (times == 1).all()
         return array
 
-    assert jax.tree.all(jax.tree.map(lambda piece, array: np.array_equal(whole(piece), array), pieces, state))
-    assert np.array_equal(whole(pieces["layers"]["a"]["weight"][1]), state["layers"]["a"]["weight"][1])
-    assert pieces["layers"]["a"]["weight"].nbytes == state["layers"]["a"]["weight"].nbytes / 2  # float32 here
+    assert jax.tree.all(jax.tree.map(lambda shard, array: np.array_equal(assemble(shard), array), shards, state))
+    assert np.array_equal(assemble(shards["layers"]["a"]["weight"][1]), state["layers"]["a"]["weight"][1])
+    assert shards["layers"]["a"]["weight"].nbytes == state["layers"]["a"]["weight"].nbytes / 2  # float32 here
 
 
-def test_what_is_fetched_outlives_the_donated_state():
+def test_a_fetched_state_outlives_the_donated_one():
     parallel = ShardedMesh()
     state = parallel.put_state({"weight": np.arange(16.0, dtype=np.float32).reshape(8, 2)})
     step = parallel.compile(lambda s: (jax.tree.map(lambda x: x * 0 - 1, s),), ("state",), ("state",), donate=(0,))
@@ -183,14 +184,14 @@ def test_what_is_fetched_outlives_the_donated_state():
     assert np.array_equal(before["weight"], np.arange(16.0).reshape(8, 2))
 
 
-def test_indivisible_dimensions_stay_whole_and_are_reported_once(capsys):
+def test_indivisible_dimensions_are_not_sharded_and_reported_once(capsys):
     parallel = ShardedMesh()
     state = parallel.put_state({"a": {"weight": np.ones((5, 7))}, "b": {"weight": np.ones((3, 16))}, "c": np.ones(3),
                                 "d": {"weight": np.ones((5, 9))}})
     assert state["a"]["weight"].sharding.is_fully_replicated
     assert state["b"]["weight"].addressable_shards[0].data.shape == (3, 2)
-    told = capsys.readouterr().out
-    assert told.count("\n") == 1 and "a.weight [5, 7]" in told
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1 and "a.weight [5, 7]" in printed
 
 
 @pytest.mark.parametrize("sizes", [{"data": 3}, {"data": 2, "fsdp": 2}, {"data": 16}, {"data": -1}, {"tensor": 0},
@@ -208,10 +209,9 @@ def train_two_meshes() -> None:
 
 @pytest.mark.slow
 def test_no_array_is_rebuilt_in_full():
-    """XLA says 'Involuntary full rematerialization' where a layout forces it to; read from a process of its own.
+    """XLA logs 'Involuntary full rematerialization' if a layout forces it, while it compiles.
 
-    It says so while it compiles, so the process takes no compiled program from the cache; and not to a library that
-    was loaded with its log turned down, so the process is an interpreter of its own.
+    So the process must not use cached programs, and is a separate interpreter, as the log level is set at import.
     """
     script = f"import sys; sys.path[:0] = {sys.path!r}; import test_parallel; test_parallel.train_two_meshes()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env={
@@ -220,30 +220,30 @@ def test_no_array_is_rebuilt_in_full():
     assert "rematerialization" not in done.stderr
 
 
-def train_in_two() -> None:
+def train_in_two_processes() -> None:
     jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", 2, int(os.environ["RANK"]))
-    for way in (Replicas(), ShardedMesh(data=2, fsdp=2), ShardedMesh(tensor=4)):
-        losses, state = train(Toy(), way, 1, num_steps=2, per_step=4)
+    for parallel in (Replicas(), ShardedMesh(data=2, fsdp=2), ShardedMesh(tensor=4)):
+        losses, state = train(Toy(), parallel, 1, num_steps=2, per_step=4)
         table = state["trainable"]["embed"]["tokens"]["weight"]
-        print(json.dumps([way.local_ranks, losses, table[:8].tolist()]))
+        print(json.dumps([parallel.local_ranks, losses, table[:8].tolist()]))
 
 
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(toy):
-    """Two processes of two devices each against four devices here; one micro-batch may belong to both processes."""
-    said = together([], 2, program=train_in_two, devices=2)
-    wanted_losses, wanted = train(toy, Replicas(jax.devices()[:4]), 1, num_steps=2, per_step=4)
+    """Two processes with two devices each compared with four devices here; they may share a micro-batch."""
+    outputs = together([], 2, program=train_in_two_processes, devices=2)
+    expected_losses, expected = train(toy, Replicas(jax.devices()[:4]), 1, num_steps=2, per_step=4)
     ranks = [[[0, 1], [0, 1], [0]], [[2, 3], [2, 3], [0]]]
-    for text, own in zip(said, ranks, strict=True):
+    for text, local_ranks in zip(outputs, ranks, strict=True):
         lines = [json.loads(line) for line in text.splitlines() if line.startswith("[[")]
-        assert [line[0] for line in lines] == own, text
+        assert [line[0] for line in lines] == local_ranks, text
         for _, losses, table in lines:
-            assert losses == [pytest.approx(figures, rel=1e-5) for figures in wanted_losses]
-            assert np.abs(np.array(table) - wanted["trainable"]["embed"]["tokens"]["weight"][:8]).max() <= 1e-4
+            assert losses == [pytest.approx(figures, rel=1e-5) for figures in expected_losses]
+            assert np.abs(np.array(table) - expected["trainable"]["embed"]["tokens"]["weight"][:8]).max() <= 1e-4
 
 
 def test_a_step_leaves_no_values_behind_on_the_host(toy):
-    """Nothing implicit travels between host and devices."""
+    """There are no implicit transfers between host and devices."""
     parallel = Replicas()
     step = parallel.compile(lambda s, b, x: (jax.tree.map(lambda w: w + parallel.sum(b["x"].sum()) * x["lr"], s),),
                             ("state", "batch", "scalar"), ("state",))
@@ -256,12 +256,12 @@ def test_a_step_leaves_no_values_behind_on_the_host(toy):
 
 
 def test_a_mesh_follows_the_links_of_a_slice():
-    """A v5p slice of 4 x 4 x 4 chips, which JAX lists host by host, 2 x 2 chips each."""
+    """On a v5p slice of 4 x 4 x 4 chips, which JAX lists host by host, 2 x 2 chips each."""
     slice_ = [SimpleNamespace(platform="tpu", device_kind="TPU v5", coords=[2 * x + i, 2 * y + j, z], core_on_chip=0)
               for z, y, x, j, i in product(range(4), range(2), range(2), range(2), range(2))]
     grid = arrange_devices(slice_, (1, 64, 1, 1, 1))
-    places = np.array([chip.coords for chip in grid.flat])
-    assert grid.shape == (1, 64, 1, 1, 1) and len({tuple(place) for place in places}) == 64
-    assert (np.abs(np.diff(places.reshape(16, 4, 3), axis=1)).sum(-1) == 1).all()  # each four of them lie in a line
-    some = slice_[:3]  # no box
+    coordinates = np.array([chip.coords for chip in grid.flat])
+    assert grid.shape == (1, 64, 1, 1, 1) and len({tuple(chip_coordinates) for chip_coordinates in coordinates}) == 64
+    assert (np.abs(np.diff(coordinates.reshape(16, 4, 3), axis=1)).sum(-1) == 1).all()  # fours in a line
+    some = slice_[:3]  # not a box
     assert list(arrange_devices(some, (1, 3)).flat) == some

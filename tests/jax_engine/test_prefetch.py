@@ -1,4 +1,4 @@
-"""Micro-batches of a loader, stacked for the devices: shapes, padding, positions, and the thread that does it."""
+"""Prefetching: shapes, padding and positions of stacked micro-batches, and the thread that stacks them."""
 
 import threading
 from itertools import combinations
@@ -25,22 +25,22 @@ class Rows:
     def __len__(self):
         return len(LENGTHS)
 
-    def __getitem__(self, number):
-        if number < 0:
+    def __getitem__(self, index):
+        if index < 0:
             return None
-        number %= len(LENGTHS)
-        ids = np.arange(LENGTHS[number]) + 5 * number
+        index %= len(LENGTHS)
+        ids = np.arange(LENGTHS[index]) + 5 * index
         return {"input_ids": ids, "labels": ids, "segment_ids": np.ones_like(ids), "position_ids": np.arange(len(ids)),
-                "index": number, "start_positions": 0, "end_positions": len(ids) - 1}
+                "index": index, "start_positions": 0, "end_positions": len(ids) - 1}
 
 
 class RecordingRows(Rows):
     def __init__(self):
         self.read = []
 
-    def __getitem__(self, number):
-        self.read.append(number)
-        return super().__getitem__(number)
+    def __getitem__(self, index):
+        self.read.append(index)
+        return super().__getitem__(index)
 
 
 KEYS = ("input_ids", "labels", "segment_ids", "position_ids")
@@ -69,12 +69,12 @@ def plain(loader):
                                       lambda: Replicas(jax.devices()[:1])])
 def test_every_rank_gets_the_next_micro_batch(parallel):
     parallel = parallel()
-    wanted, groups = plain(training_loader()), list(Prefetcher(training_loader(), parallel, B, PAD))
+    expected, groups = plain(training_loader()), list(Prefetcher(training_loader(), parallel, B, PAD))
     count = parallel.data_parallel_size
     assert [group.num_batches for group in groups] == [min(count, 6 - start) for start in range(0, 6, count)]
-    for number, group in enumerate(groups):
+    for index, group in enumerate(groups):
         length = group.host["input_ids"].shape[2]
-        members = wanted[number * count : (number + 1) * count]
+        members = expected[index * count : (index + 1) * count]
         assert length == max(batch["input_ids"].shape[1] for batch in members)
         for rank, batch in enumerate(members):
             rows, width = batch["input_ids"].shape
@@ -84,11 +84,11 @@ def test_every_rank_gets_the_next_micro_batch(parallel):
             assert x.dtype == np.int32 and np.array_equal(parallel.fetch_rows(x), group.host[name]), name
 
 
-@pytest.mark.parametrize("own", [(0, 1), (2, 3), (3,), (1, 2)])
+@pytest.mark.parametrize("local_ranks", [(0, 1), (2, 3), (3,), (1, 2)])
 @pytest.mark.parametrize("skipped", [0, 1])
-def test_a_process_reads_the_rows_of_its_own_ranks_alone(own, skipped):
-    """The groups of one that reads all; the last has two micro-batches, or one where a pass begins behind the first."""
-    parallel = SimpleNamespace(data_parallel_size=4, local_ranks=own, context_parallel_size=1,
+def test_a_process_reads_only_the_rows_of_its_ranks(local_ranks, skipped):
+    """Compared with a process that reads all rows; the last group has two micro-batches, or one after a skip."""
+    parallel = SimpleNamespace(data_parallel_size=4, local_ranks=local_ranks, context_parallel_size=1,
                                put_batch=lambda batch: batch)
     rows = RecordingRows()
 
@@ -100,17 +100,18 @@ def test_a_process_reads_the_rows_of_its_own_ranks_alone(own, skipped):
         loader.load_state_dict({"epoch": 2, "rows": skipped * B, "batch_size": B, "num_rows": len(LENGTHS)})
         return list(Prefetcher(loader, parallel, B, PAD, max_length=64))
 
-    wanted, found = groups(Shard(), Rows()), groups(Shard(fed=(own, 4)), rows)
-    for one, other in zip(wanted, found, strict=True):
-        assert one.num_batches == other.num_batches and one.position == other.position
-        assert one.host.keys() == other.host.keys()
-        assert all(np.array_equal(one.host[name], x) for name, x in other.host.items())
-    fed = [batch for number, batch in enumerate(range(skipped, 6)) if number % 4 in own]
-    pattern = min(own) >= (6 - skipped) % 4  # of the last group, where none of its micro-batches is for this process
-    assert len(rows.read) <= B * (len(fed) + pattern) and len(rows.read) < len(LENGTHS) - 2
+    expected, actual = groups(Shard(), Rows()), groups(Shard(fed=(local_ranks, 4)), rows)
+    for group, other in zip(expected, actual, strict=True):
+        assert group.num_batches == other.num_batches and group.position == other.position
+        assert group.host.keys() == other.host.keys()
+        assert all(np.array_equal(group.host[name], x) for name, x in other.host.items())
+    fed = [batch for index, batch in enumerate(range(skipped, 6)) if index % 4 in local_ranks]
+    # Of the last group, if none of its micro-batches is for this process.
+    reads_example = min(local_ranks) >= (6 - skipped) % 4
+    assert len(rows.read) <= B * (len(fed) + reads_example) and len(rows.read) < len(LENGTHS) - 2
 
 
-def test_lengths_that_are_not_those_of_the_rows_are_an_error():
+def test_wrong_lengths_of_rows_are_an_error():
     loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), collate(), Shard(fed=((0,), 2)),
                               Widths(LENGTHS - 2, collate().padded))
     with pytest.raises(RuntimeError, match="padded to .* tokens, but its lengths give"):
@@ -140,7 +141,7 @@ def test_answer_spans():
         assert (group.host["end_positions"][padding] == -100).all()
 
 
-def test_a_resumed_pass_goes_on_with_the_same_groups():
+def test_a_resumed_pass_continues_with_the_same_groups():
     groups = list(Prefetcher(training_loader(), four(), B, PAD))
     resumed = training_loader()
     resumed.load_state_dict(groups[0].position)
@@ -148,7 +149,7 @@ def test_a_resumed_pass_goes_on_with_the_same_groups():
     assert all(np.array_equal(group.host[name], x) for name, x in groups[1].host.items())
 
 
-def test_position_is_that_of_the_group_not_of_what_was_read_ahead():
+def test_the_position_is_that_of_the_group_and_not_of_rows_read_ahead():
     loader, read_ahead = training_loader(), threading.Event()
     position = loader.state_dict
 
@@ -166,7 +167,7 @@ def test_position_is_that_of_the_group_not_of_what_was_read_ahead():
         assert first.position["rows"] == B and next(iterator).position["rows"] == 2 * B
 
 
-def test_a_mistake_in_the_loader_reaches_the_consumer():
+def test_an_error_in_the_loader_reaches_the_consumer():
     def broken():
         yield {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
         raise ValueError("row 17")
@@ -178,15 +179,15 @@ def test_a_mistake_in_the_loader_reaches_the_consumer():
     assert len(received) == 1 and not prefetchers_alive()
 
 
-@pytest.mark.parametrize("taken", [0, 1, 3])
-def test_closing_ends_the_thread(taken):
+@pytest.mark.parametrize("num_read", [0, 1, 3])
+def test_closing_ends_the_thread(num_read):
     def endless():
         while True:
             yield {"input_ids": torch.ones(1, 3, dtype=torch.long)}
 
     with Prefetcher(endless(), Replicas(jax.devices()[:1]), B, PAD) as prefetcher:
         iterator = iter(prefetcher)
-        for _ in range(taken):
+        for _ in range(num_read):
             next(iterator)
     assert not prefetchers_alive()
 
@@ -209,24 +210,24 @@ def test_few_lengths_are_compiled(max_length, length):
     assert all(round_up(n) <= 1.25 * n for n in range(128, 4097))
 
 
-@pytest.mark.parametrize(("fine", "cost"), [(True, 0), (False, 0), (True, 150)])
-def test_the_lengths_chosen_cost_least(fine, cost):
-    """Padding and programs, against every other choice; the longest batch always fits."""
+@pytest.mark.parametrize(("is_fine", "cost"), [(True, 0), (False, 0), (True, 150)])
+def test_the_chosen_lengths_minimise_the_cost(is_fine, cost):
+    """Compared with every other choice of padded lengths; the longest batch always fits."""
     random = np.random.default_rng(0)
     for _ in range(100):
-        found, most = random.integers(1, 400, random.integers(1, 12)).tolist(), int(random.integers(1, 5))
-        sizes = sorted({min(-(-n // 16) * 16 if fine else round_up(n), 384) if n <= 384 else n for n in found})
+        lengths, max_lengths = random.integers(1, 400, random.integers(1, 12)).tolist(), int(random.integers(1, 5))
+        sizes = sorted({min(-(-n // 16) * 16 if is_fine else round_up(n), 384) if n <= 384 else n for n in lengths})
 
-        def total(chosen, found=found):
-            return sum(min(size for size in chosen if size >= n) for n in found) + cost * len(chosen)
+        def total(chosen, lengths=lengths):
+            return sum(min(size for size in chosen if size >= n) for n in lengths) + cost * len(chosen)
 
-        chosen = choose_padded_lengths(found, 384, fine, cost, most)
-        others = [(*rest, sizes[-1]) for count in range(most) for rest in combinations(sizes[:-1], count)]
-        assert len(chosen) <= most and set(chosen) <= set(sizes) and total(chosen) == min(map(total, others))
+        chosen = choose_padded_lengths(lengths, 384, is_fine, cost, max_lengths)
+        others = [(*shorter, sizes[-1]) for count in range(max_lengths) for shorter in combinations(sizes[:-1], count)]
+        assert len(chosen) <= max_lengths and set(chosen) <= set(sizes) and total(chosen) == min(map(total, others))
 
 
 @pytest.mark.parametrize(("lengths", "padded"), [((11, 20), 11), ((1,), 32)], ids=["next", "longer than any seen"])
-def test_batches_take_the_next_of_the_lengths_chosen(lengths, padded):
+def test_batches_are_padded_to_the_next_chosen_length(lengths, padded):
     groups = Prefetcher(training_loader(), four(), B, PAD, max_length=512, lengths=lengths)
     assert {group.host["input_ids"].shape[2] for group in groups} == {padded}
 
