@@ -1,4 +1,4 @@
-"""What a step over a mesh gathers, read from the compiled program, and its numbers, which are those without a mesh."""
+"""Arrays that a step on a mesh gathers, from the compiled program, and its results, as without a mesh."""
 
 import math
 import re
@@ -28,7 +28,7 @@ LLAMA = {"model_type": "llama", "vocab_size": V, "hidden_size": WIDTH, "intermed
 
 
 def collectives(compiled, kind: str) -> list[tuple[str, int]]:
-    """Type and size of the results of one kind of collective in a compiled program, loops counted once."""
+    """Return type and size of the results of one kind of collective in a compiled program; loops count once."""
     lines = re.findall(rf"= (.*?) {kind}\(", compiled.as_text())
     return [(dtype, math.prod(map(int, filter(None, shape.split(",")))))
             for line in lines for dtype, shape in re.findall(r"\b([a-z]+\d+)\[([\d,]*)\]", line)]
@@ -36,7 +36,7 @@ def collectives(compiled, kind: str) -> list[tuple[str, int]]:
 
 @cache
 def quantised_llama(kind: str, double: bool):
-    """Network, what trains and the quantised rest; the adapters no longer start at zero."""
+    """Return network, trainable parameters and the quantised rest; adapters do not start at zero."""
     bare, lora = (hub.network(load_config(LLAMA), "causal", lora=lora) for lora in (None, LoRA(rank=2)))
     params = flatten(adapters.add_adapter(lora, bare.init(0), 0))
     random = np.random.default_rng(0)
@@ -58,7 +58,7 @@ def batch():
 
 
 def gradient(network):
-    """Loss and its gradient by what trains: (trainable, frozen, rows)."""
+    """Return a compiled function of (trainable, frozen, rows) that returns the loss and its gradient."""
     def loss(trainable, frozen, rows):
         params = merge(trainable, frozen)
         return token_loss(network.hidden(params, rows), shift_labels(rows["labels"]),
@@ -67,8 +67,8 @@ def gradient(network):
     return jax.jit(jax.value_and_grad(loss))
 
 
-def over_mesh(mesh: ShardedMesh, step, trainable, frozen):
-    """The compiled step and what it gives."""
+def run_on_mesh(mesh: ShardedMesh, step, trainable, frozen):
+    """Return the compiled step and its results."""
     rows = {name: jax.device_put(x, jax.NamedSharding(mesh.mesh, jax.P(DATA_AXES))) for name, x in batch().items()}
     args = (mesh.put_state(trainable), mesh.put_state(frozen), rows)
     with jax.set_mesh(mesh.mesh):
@@ -76,8 +76,8 @@ def over_mesh(mesh: ShardedMesh, step, trainable, frozen):
         return compiled, compiled(*args)
 
 
-def of_transformers(model):
-    """Loss and gradients, by the names of torch."""
+def transformers_loss(model):
+    """Return loss and gradients, by torch's names."""
     rows = {name: torch.tensor(x).long() for name, x in batch().items()}
     labels = rows.pop("labels")
     loss = F.cross_entropy(model(**rows).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
@@ -90,19 +90,19 @@ def of_transformers(model):
 def test_quantised_weights_are_gathered_as_codes(kind, double, sizes):
     network, trainable, frozen = quantised_llama(kind, double)
     step = gradient(network)
-    wanted = step(trainable, frozen, batch())
+    expected = step(trainable, frozen, batch())
     mesh = ShardedMesh(**sizes)
-    compiled, found = over_mesh(mesh, step, trainable, frozen)
-    for ours, theirs in zip(found, wanted, strict=True):
-        ours, theirs = jax.tree.leaves(ours), jax.tree.leaves(theirs)
-        assert_as_close(ours, theirs, theirs, terms=4096)
+    compiled, on_mesh = run_on_mesh(mesh, step, trainable, frozen)
+    for actual, reference in zip(on_mesh, expected, strict=True):
+        actual, reference = jax.tree.leaves(actual), jax.tree.leaves(reference)
+        assert_as_close(actual, reference, reference, terms=4096)
     gathers, tensor = collectives(compiled, "all-gather"), mesh.mesh.shape["tensor"]
     matrices = [leaf for leaf in flatten(frozen["layers"]).values() if isinstance(leaf, Quantized)]
     codes = sum(leaf.size for matrix in matrices for leaf in jax.tree.leaves(matrix) if leaf.itemsize == 1) // LAYERS
     assert sum(size for dtype, size in gathers if dtype in ("u8", "s8")) == 2 * codes // tensor  # forwards, backwards
     whole = {matrix.size // LAYERS // tensor for matrix in matrices}  # of no other array
     assert not [size for dtype, size in gathers if dtype in ("f32", "bf16") and size in whole]
-    # What adapters give comes in the layout of the layer's output: no activations are brought from one into another.
+    # Adapters' outputs have the layout of the layer's output: no activations are resharded.
     largest = max(leaf.size for leaf in jax.tree.leaves(trainable["layers"])) // LAYERS
     assert all(size <= largest for _, size in collectives(compiled, "collective-permute"))
 
@@ -111,17 +111,17 @@ def test_quantised_weights_are_gathered_as_codes(kind, double, sizes):
     ({"data": 2, "fsdp": 4}, {"tie_word_embeddings": True}),
     pytest.param({"fsdp": 4, "tensor": 2}, {}, marks=pytest.mark.slow),
     pytest.param({"fsdp": 2, "sequence": 2, "tensor": 2}, {}, marks=pytest.mark.slow)])
-def test_no_device_holds_a_whole_table(sizes, changes):
-    """Neither the embedding nor the head, nor a gradient of one; numbers are those of transformers."""
+def test_no_device_stores_a_whole_table(sizes, changes):
+    """Neither the embedding nor the head, nor their gradients; results are those of transformers."""
     wide = 2048
     config = load_config(LLAMA | {"vocab_size": wide, "num_hidden_layers": 1} | changes)
     network = hub.network(config, "causal")
     params = jax.tree.map(lambda leaf: 4 * leaf, network.init(0))
-    compiled, (loss, grads) = over_mesh(ShardedMesh(**sizes), gradient(network), params, {})
+    compiled, (loss, grads) = run_on_mesh(ShardedMesh(**sizes), gradient(network), params, {})
     model = LlamaForCausalLM(LlamaConfig(**config.to_dict()))
     model.load_state_dict({name: torch.tensor(x) for name, x in network.to_torch(params).items()}, strict=False)
-    theirs, exact = in_both(of_transformers, model)
-    for found in zip((loss, network.to_torch(grads)), theirs, exact, strict=True):
-        assert_as_close(*found, terms=1024)
+    expected, exact = in_both(transformers_loss, model)
+    for triple in zip((loss, network.to_torch(grads)), expected, exact, strict=True):
+        assert_as_close(*triple, terms=1024)
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())}
     assert max(map(math.prod, shapes)) < wide * WIDTH

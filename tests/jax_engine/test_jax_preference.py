@@ -1,4 +1,4 @@
-"""Preference optimisation on JAX: every loss by hand, under every cut, on devices, with its reference."""
+"""Preference optimisation on JAX: every loss with any batch split, on several devices, with its reference."""
 
 import copy
 import math
@@ -34,13 +34,13 @@ from lmmods.torch_engine.nn.reference import Reference as TorchReference
 from lmmods.torch_engine.tasks.preference import Preference as TorchPreference
 from tests.closeness import EPS
 
-SGD = Optimizer(name="sgd", lr=100.0)  # moves parameters by more than they are rounded
+SGD = Optimizer(name="sgd", lr=100.0)  # moves parameters by more than their rounding
 B, T, V = 8, 9, 40
 SMOOTHED = {"exo_pair": {"label_smoothing": 0.01}, "robust": {"label_smoothing": 0.1}}
 
 
 def rows(paired=True, seed=0):
-    """Pairs, or answers beside those to other prompts: rows of unequal lengths, prompts without labels, weights."""
+    """Return pairs, or answers and those to other prompts, of different lengths and weights; prompts have no labels."""
     random = np.random.default_rng(seed)
     ids = random.integers(4, 37, (B, 2, T))
     lengths, prompts = random.integers(5, T + 1, (B, 2, 1)), random.integers(1, 4, (B, 1, 1))
@@ -54,14 +54,14 @@ def rows(paired=True, seed=0):
 
 
 def padded(batch, size):
-    """More rows, of padding."""
+    """Add padding rows."""
     fill = {"labels": IGNORED}
     return {name: np.concatenate([x, np.full((size - len(x), *x.shape[1:]), fill.get(name, 0), x.dtype)])
             for name, x in batch.items()}
 
 
 class Bigram:
-    """A causal LM of two matrices, which compiles fast: the next token by the features of the one before."""
+    """Causal LM with two matrices, which compiles fast: it predicts a token from the previous token alone."""
 
     head, config = "causal", SimpleNamespace(vocab_size=V)
 
@@ -99,35 +99,36 @@ SINGLE = [name for name in METHODS if name not in PAIRED]
 
 
 class AnyOfPairs(Preference):
-    """Every loss of pairs in one program: rows say by `picked` [N, 1, losses] which of them counts."""
+    """All losses of pairs in one program: the column `picked` [N, 1, losses] selects one."""
 
     def _facts(self, rows):
         return {**super()._facts(rows), "picked": rows["picked"][:, 0]}
 
     def _measure(self, ops, facts, logps, reference, baseline):
-        found = [LOSSES[name].of_pairs(ops, logps, facts["lengths"], reference if METHODS[name].has_reference else None)
-                 for name in PAIRED]
-        return (jnp.stack([losses for losses, _ in found], axis=1) * facts["picked"]).sum(1), found[0][1]
+        results = [LOSSES[name].of_pairs(ops, logps, facts["lengths"],
+                                         reference if METHODS[name].has_reference else None) for name in PAIRED]
+        return (jnp.stack([losses for losses, _ in results], axis=1) * facts["picked"]).sum(1), results[0][1]
 
 
 class AnyOfAnswers(AnyOfPairs):
-    """The same of single answers."""
+    """All losses of single answers in one program."""
 
     def _measure(self, ops, facts, logps, reference, baseline):
-        found = [LOSSES[name].of_answers(ops, logps[:, 0], facts["desirable"], reference[:, 0],
-                                         baseline if METHODS[name].has_baseline else 0.0) for name in SINGLE]
-        metrics = found[SINGLE.index("kto")][1]
-        return (jnp.stack([losses for losses, _ in found], axis=1) * facts["picked"]).sum(1), metrics
+        results = [LOSSES[name].of_answers(ops, logps[:, 0], facts["desirable"], reference[:, 0],
+                                           baseline if METHODS[name].has_baseline else 0.0) for name in SINGLE]
+        metrics = results[SINGLE.index("kto")][1]
+        return (jnp.stack([losses for losses, _ in results], axis=1) * facts["picked"]).sum(1), metrics
 
 
-def moved_bigram(kind, loss):
-    """A task with a copy as its reference, away from which it has moved, and its steps on one device."""
-    network, one = Bigram(), Replicas(jax.devices()[:1])
-    task = kind(pretrained="x", loss=loss, reference="copy", fast_kernels=False)  # all logits at once compiles faster
+def moved_bigram(task_class, loss):
+    """Return a task that has moved away from its reference, a copy, and its steps on one device."""
+    network, single = Bigram(), Replicas(jax.devices()[:1])
+    # All logits at once compile faster.
+    task = task_class(pretrained="x", loss=loss, reference="copy", fast_kernels=False)
     trainable, frozen = task.take(network, network.params, {})
     random = np.random.default_rng(2)
     frozen = jax.tree.map(lambda p: p + random.normal(size=p.shape).astype(np.float32) / 4, frozen)
-    return task, trainable, frozen, one, steps_of(task, trainable, one)
+    return task, trainable, frozen, single, steps_of(task, trainable, single)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,7 @@ def any_of_answers():
 
 @pytest.fixture(scope="module")
 def trained(make_ref):
-    """PEFT's tiny llama with adapters that have moved away from their base, and the network on JAX with the same."""
+    """Return PEFT's tiny llama with random adapters, and the same network on JAX."""
     return wrapped(make_ref("llama", "causal"), LoRA(rank=4))
 
 
@@ -157,8 +158,8 @@ def steps_of(task, trainable, parallel):
                  metric_names=task.metric_names, survey=task.survey, statistic_names=task.statistic_names)
 
 
-def stepped(task, trainable, frozen, parallel, groups, steps):
-    """Figures of one step over micro-batches, arrays [ranks, B, ...] each, and by how much it moves the parameters."""
+def take_step(task, trainable, frozen, parallel, groups, steps):
+    """Take a step over micro-batches [ranks, B, ...]; return its metrics and the change of the parameters."""
     state, frozen = steps.new_state(parallel.put_state(trainable)), parallel.put_state(frozen)
     scalars = parallel.put_scalars(step_scalars(SGD, 0, 9))
     batches = [parallel.put_batch(group) for group in groups]
@@ -176,7 +177,7 @@ def stepped(task, trainable, frozen, parallel, groups, steps):
 
 
 def alike(figures):
-    """Figures of the same sums in another order: KL and rewards are differences of log-probabilities, and round so."""
+    """Return tolerances for sums in another order: KL and rewards have the rounding of log-probabilities."""
     rounding = 4 * EPS * max(abs(value) for name, value in figures.items() if name.startswith("logps/"))
 
     def allowed(name):
@@ -185,23 +186,23 @@ def alike(figures):
     return {name: pytest.approx(value, rel=1e-5, abs=allowed(name)) for name, value in figures.items()}
 
 
-def assert_same(found, wanted):
-    (figures, moved), (expected, wanted_moved) = found, wanted
-    assert figures == alike(expected)
-    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted_moved))
-    for ours, theirs in zip(jax.tree.leaves(moved), jax.tree.leaves(wanted_moved), strict=True):
-        assert np.abs(ours - theirs).max() <= 1e-5 * largest
+def assert_same(actual, expected):
+    (metrics, moved), (expected_metrics, expected_moved) = actual, expected
+    assert metrics == alike(expected_metrics)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected_moved))
+    for change, reference in zip(jax.tree.leaves(moved), jax.tree.leaves(expected_moved), strict=True):
+        assert np.abs(change - reference).max() <= 1e-5 * largest
 
 
-def check_cuts(task, trainable, frozen, one, steps, everything):
-    """8 x 1 = 4 x 2 = 1 x 8 among rows of padding."""
-    whole = stepped(task, trainable, frozen, one, [{name: x[None] for name, x in everything.items()}], steps)
+def check_batch_splits(task, trainable, frozen, device, steps, all_rows):
+    """Check 8 x 1 = 4 x 2 = 1 x 8 with padding rows."""
+    whole = take_step(task, trainable, frozen, device, [{name: x[None] for name, x in all_rows.items()}], steps)
     assert whole[0]["num_rows"] == B and whole[0]["grad_norm"] > 0 and {*task.metric_names} <= whole[0].keys()
-    pieces = [{name: x[start : start + 4][None] for name, x in everything.items()} for start in (0, 4)]
-    assert_same(stepped(task, trainable, frozen, one, pieces, steps), whole)
-    single = [{name: x[None] for name, x in padded({name: x[n : n + 1] for name, x in everything.items()}, 4).items()}
+    halves = [{name: x[start : start + 4][None] for name, x in all_rows.items()} for start in (0, 4)]
+    assert_same(take_step(task, trainable, frozen, device, halves, steps), whole)
+    single = [{name: x[None] for name, x in padded({name: x[n : n + 1] for name, x in all_rows.items()}, 4).items()}
               for n in range(B)]
-    assert_same(stepped(task, trainable, frozen, one, single, steps), whole)
+    assert_same(take_step(task, trainable, frozen, device, single, steps), whole)
     return whole
 
 
@@ -211,20 +212,20 @@ def picked(loss, losses):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", PAIRED)
-def test_any_cut_of_the_pairs_is_the_same_step(any_of_pairs, loss):
-    check_cuts(*any_of_pairs, rows() | picked(loss, PAIRED))
+def test_any_batch_split_of_pairs_is_the_same_step(any_of_pairs, loss):
+    check_batch_splits(*any_of_pairs, rows() | picked(loss, PAIRED))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", SINGLE)
-def test_any_cut_of_the_answers_is_the_same_step(any_of_answers, loss):
-    everything = rows(paired=False) | picked(loss, SINGLE)
-    found, _ = check_cuts(*any_of_answers, everything)
-    assert found["kl"] > 0  # through which an answer's loss depends on the others
-    *most, steps = any_of_answers
-    pieces = [{name: x[start : start + 4][None] for name, x in everything.items()} for start in (0, 4)]
-    halves = [stepped(*most, [piece, {name: x * 0 + (IGNORED if name == "labels" else 0) for name, x in piece.items()}],
-                      steps)[0]["kl"] for piece in pieces]
+def test_any_batch_split_of_answers_is_the_same_step(any_of_answers, loss):
+    all_rows = rows(paired=False) | picked(loss, SINGLE)
+    metrics, _ = check_batch_splits(*any_of_answers, all_rows)
+    assert metrics["kl"] > 0  # makes an answer's loss depend on the others
+    *arguments, steps = any_of_answers
+    groups = [{name: x[start : start + 4][None] for name, x in all_rows.items()} for start in (0, 4)]
+    empty = [{name: x * 0 + (IGNORED if name == "labels" else 0) for name, x in group.items()} for group in groups]
+    halves = [take_step(*arguments, [*pair], steps)[0]["kl"] for pair in zip(groups, empty, strict=True)]
     assert abs(halves[0] - halves[1]) > 1e-3
 
 
@@ -233,7 +234,7 @@ def test_any_cut_of_the_answers_is_the_same_step(any_of_answers, loss):
                                         lambda: ShardedMesh(data=2, tensor=2, devices=jax.devices()[:4])],
                 ids=["replicas", "fsdp", "mesh"])
 def spread(request, any_of_pairs, any_of_answers):
-    """Devices with two shares of a batch, and the steps on them of all losses of pairs, and of answers."""
+    """Return devices that split a batch in two, and the steps of all losses of pairs and of answers on them."""
     devices = request.param()
     return devices, *(steps_of(task, trainable, devices) for task, trainable, *_ in (any_of_pairs, any_of_answers))
 
@@ -242,14 +243,14 @@ def spread(request, any_of_pairs, any_of_answers):
 @pytest.mark.parametrize("loss", METHODS)
 def test_several_devices_take_the_step_of_one(any_of_pairs, any_of_answers, spread, loss):
     is_paired = METHODS[loss].is_paired
-    task, trainable, frozen, one, steps = any_of_pairs if is_paired else any_of_answers
-    everything, (devices, *both) = rows(is_paired) | picked(loss, PAIRED if is_paired else SINGLE), spread
-    whole = stepped(task, trainable, frozen, one, [{name: x[None] for name, x in everything.items()}], steps)
-    halves = {name: np.stack([x[:4], x[4:]]) for name, x in everything.items()}
+    task, trainable, frozen, single, steps = any_of_pairs if is_paired else any_of_answers
+    all_rows, (devices, *both) = rows(is_paired) | picked(loss, PAIRED if is_paired else SINGLE), spread
+    whole = take_step(task, trainable, frozen, single, [{name: x[None] for name, x in all_rows.items()}], steps)
+    halves = {name: np.stack([x[:4], x[4:]]) for name, x in all_rows.items()}
     quarters = [{name: x[:, part] for name, x in halves.items()} for part in (slice(0, 2), slice(2, 4))]
     steps = both[0] if is_paired else both[1]
-    assert_same(stepped(task, trainable, frozen, devices, [halves], steps), whole)
-    assert_same(stepped(task, trainable, frozen, devices, quarters, steps), whole)
+    assert_same(take_step(task, trainable, frozen, devices, [halves], steps), whole)
+    assert_same(take_step(task, trainable, frozen, devices, quarters, steps), whole)
 
 
 # Twenty steps on torch ------------------------------------------------------------------------------------------------
@@ -257,25 +258,25 @@ def test_several_devices_take_the_step_of_one(any_of_pairs, any_of_answers, spre
 GENTLE = Optimizer(name="sgd", lr=0.05)
 
 
-def full_tuning(kind, loss, net, params):
-    """A task that trains a whole Llama beside a copy of it, and its steps."""
-    task, one = kind(pretrained="x", loss=loss, reference="copy"), Replicas(jax.devices()[:1])
+def full_finetuning(task_class, loss, net, params):
+    """Return a task that trains a whole Llama with a copy as its reference, and its steps."""
+    task, single = task_class(pretrained="x", loss=loss, reference="copy"), Replicas(jax.devices()[:1])
     trainable, frozen = task.take(net, params, {})
-    steps = Steps(one, task.batch_loss, build(GENTLE, net.decays(trainable)), Clipping(1.0),
+    steps = Steps(single, task.batch_loss, build(GENTLE, net.decays(trainable)), Clipping(1.0),
                   metric_names=task.metric_names, survey=task.survey, statistic_names=task.statistic_names)
-    return one, steps, trainable, one.put_state(frozen)
+    return single, steps, trainable, single.put_state(frozen)
 
 
 @pytest.fixture(scope="module")
 def on_jax(make_ref):
-    """By whether a loss is of pairs: what trains it, in one program for all of them."""
+    """Return what trains the losses of pairs (True) and of answers (False), each in one program."""
     ref = make_ref("llama", "causal", num_hidden_layers=1)
-    return {is_paired: full_tuning(kind, loss, ref.net, ref.params)
-            for is_paired, kind, loss in ((True, AnyOfPairs, "sigmoid"), (False, AnyOfAnswers, "kto"))}
+    return {is_paired: full_finetuning(task_class, loss, ref.net, ref.params)
+            for is_paired, task_class, loss in ((True, AnyOfPairs, "sigmoid"), (False, AnyOfAnswers, "kto"))}
 
 
 def losses_of_torch(model, loss, batches):
-    """Those of a bare loop of SGD with a clipped gradient around the other engine's task."""
+    """Return the losses of a bare SGD loop with gradient clipping around the torch engine's task."""
     task = TorchPreference(pretrained="x", loss=loss, **SMOOTHED.get(loss, {}))
     task.model = copy.deepcopy(model)
     task.head, task._dropout = LMHead.from_model(task.model), SimpleNamespace(begin=lambda batch: None)
@@ -284,7 +285,7 @@ def losses_of_torch(model, loss, batches):
     task._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(forward_context=nullcontext), strategy=(
         SimpleNamespace(batch_to_device=lambda batch: batch, reduce=lambda sums, reduce_op: sums)))
     optimizer = torch.optim.SGD(task.trainable().values(), lr=GENTLE.lr)
-    found = []
+    losses = []
     for batch in batches:
         batch = {name: torch.tensor(x if x.dtype == np.float32 else x.astype(np.int64)) for name, x in batch.items()}
         if loss == "apo_zero_unpaired":
@@ -295,42 +296,43 @@ def losses_of_torch(model, loss, batches):
         (sums.total / sums.weight).backward()
         torch.nn.utils.clip_grad_norm_(task.trainable().values(), 1.0)
         optimizer.step()
-        found.append((sums.total / sums.weight).item())
-    return found
+        losses.append((sums.total / sums.weight).item())
+    return losses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", METHODS)
 def test_twenty_steps_have_the_losses_of_torch(on_jax, make_ref, loss):
     is_paired = METHODS[loss].is_paired
-    batches = [rows(is_paired, seed=number % 4) for number in range(20)]
-    one, steps, trainable, frozen = on_jax[is_paired]
-    state, found = steps.new_state(one.put_state(trainable)), []
-    for number, batch in enumerate(batches):
+    batches = [rows(is_paired, seed=index % 4) for index in range(20)]
+    single, steps, trainable, frozen = on_jax[is_paired]
+    state, losses = steps.new_state(single.put_state(trainable)), []
+    for index, batch in enumerate(batches):
         batch = batch | picked(loss, PAIRED if is_paired else SINGLE)
-        state, figures = steps.full_step(state, frozen, one.put_batch({name: x[None] for name, x in batch.items()}),
-                                         one.put_scalars(step_scalars(GENTLE, number, 20)))
-        found.append(fetch_step_metrics(figures)["loss"])
+        state, figures = steps.full_step(state, frozen, single.put_batch({name: x[None] for name, x in batch.items()}),
+                                         single.put_scalars(step_scalars(GENTLE, index, 20)))
+        losses.append(fetch_step_metrics(figures)["loss"])
     assert loss != "kto" or fetch_step_metrics(figures)["kl"] > 0
-    wanted = losses_of_torch(make_ref("llama", "causal", num_hidden_layers=1).torch, loss, batches)
-    assert found == pytest.approx(wanted, rel=1e-4)
-    assert np.mean(found[:4]) > np.mean(found[-4:])  # they learn
+    expected = losses_of_torch(make_ref("llama", "causal", num_hidden_layers=1).torch, loss, batches)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert np.mean(losses[:4]) > np.mean(losses[-4:])  # they learn
 
 
-def evaluated(task, trainable, frozen, batches):
-    one = Replicas(jax.devices()[:1])
-    steps, weights = steps_of(task, trainable, one), Weights(one, one.put_state(trainable), one.put_state(frozen))
+def evaluate(task, trainable, frozen, batches):
+    single = Replicas(jax.devices()[:1])
+    steps = steps_of(task, trainable, single)
+    weights = Weights(single, single.put_state(trainable), single.put_state(frozen))
     for batch in batches:
         host = {name: x[None] for name, x in batch.items()}
-        task.evaluate(steps, weights, GlobalBatch(one.put_batch(host), host, 1, None))
+        task.evaluate(steps, weights, GlobalBatch(single.put_batch(host), host, 1, None))
     return task.eval_results("val", None)[0]
 
 
-def test_log_probs_are_pefts_with_the_adapter_on_and_off(trained):
+def test_log_probs_are_those_of_peft_with_the_adapter_on_and_off(trained):
     task, trainable, frozen = task_of(trained)
     assert COPIES not in frozen
     batch = rows()
-    found = jax.jit(task.predict)(merge(trainable, frozen), batch)
+    actual = jax.jit(task.predict)(merge(trainable, frozen), batch)
     ids, mask, labels = (torch.tensor(batch[name].reshape(-1, T)).long() for name in (
         "input_ids", "attention_mask", "labels"))
 
@@ -340,38 +342,38 @@ def test_log_probs_are_pefts_with_the_adapter_on_and_off(trained):
         picked = by_token.gather(2, labels[:, 1:, None].clamp(min=0))[..., 0]
         return (picked * (labels[:, 1:] != IGNORED)).sum(1).reshape(B, 2).numpy()
 
-    assert found["logps"] == pytest.approx(log_probs(), rel=1e-5)
+    assert actual["logps"] == pytest.approx(log_probs(), rel=1e-5)
     with trained[0].disable_adapter():
-        assert found["reference"] == pytest.approx(log_probs(), rel=1e-5)
-    assert np.abs(found["logps"] - found["reference"]).mean() > 0.1
+        assert actual["reference"] == pytest.approx(log_probs(), rel=1e-5)
+    assert np.abs(actual["logps"] - actual["reference"]).mean() > 0.1
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
 def test_an_evaluation_does_not_depend_on_its_batches(loss):
     task, trainable, frozen, _, _ = moved_bigram(Preference, loss)
-    everything = rows(METHODS[loss].is_paired)
-    whole = evaluated(task, trainable, frozen, [everything])
-    cut = [padded({name: x[part] for name, x in everything.items()}, 5) for part in (slice(0, 5), slice(5, 8))]
-    assert evaluated(task, trainable, frozen, cut) == alike(whole)
+    all_rows = rows(METHODS[loss].is_paired)
+    whole = evaluate(task, trainable, frozen, [all_rows])
+    parts = [padded({name: x[part] for name, x in all_rows.items()}, 5) for part in (slice(0, 5), slice(5, 8))]
+    assert evaluate(task, trainable, frozen, parts) == alike(whole)
     assert whole.keys() == {"loss", *task.metric_names}
-    one = {name: jnp.asarray(x) for name, x in everything.items()}
+    batch = {name: jnp.asarray(x) for name, x in all_rows.items()}
     params = merge(trainable, frozen)
-    sums = jax.jit(lambda params: task.batch_loss(params, one, False, True, *(
-        [task.survey(params, one)] if task.survey else [])))(params)
-    wanted = {"loss": sums.total / sums.weight, **{name: total / weight for name, (total, weight) in
-                                                   sums.metrics.items()}}
-    assert whole == alike({name: value.item() for name, value in wanted.items()})
+    sums = jax.jit(lambda params: task.batch_loss(params, batch, False, True, *(
+        [task.survey(params, batch)] if task.survey else [])))(params)
+    expected = {"loss": sums.total / sums.weight, **{name: total / weight for name, (total, weight) in
+                                                     sums.metrics.items()}}
+    assert whole == alike({name: value.item() for name, value in expected.items()})
 
 
-def test_where_nothing_has_moved_a_loss_has_its_closed_form():
-    for loss, wanted in (("sigmoid", math.log(2)), ("ipo", 25.0), ("kto", 0.5), ("apo_zero_unpaired", 0.5)):
+def test_initial_losses_have_their_closed_form():
+    for loss, expected in (("sigmoid", math.log(2)), ("ipo", 25.0), ("kto", 0.5), ("apo_zero_unpaired", 0.5)):
         task = Preference(pretrained="x", loss=loss, reference="copy", fast_kernels=False)
         trainable, frozen = task.take(network := Bigram(), network.params, {})
-        found = evaluated(task, trainable, frozen, [rows(METHODS[loss].is_paired)])
-        assert found["loss"] == pytest.approx(wanted, rel=1e-6) and found["rewards/chosen"] == 0
+        metrics = evaluate(task, trainable, frozen, [rows(METHODS[loss].is_paired)])
+        assert metrics["loss"] == pytest.approx(expected, rel=1e-6) and metrics["rewards/chosen"] == 0
 
 
-def test_given_log_probs_of_the_reference_stand_for_it():
+def test_cached_log_probs_replace_the_reference():
     task, trainable, frozen, _, _ = moved_bigram(Preference, "sigmoid")
     params, batch = merge(trainable, frozen), rows()
     reference = np.asarray(jax.jit(task.predict)(params, batch)["reference"])
@@ -381,8 +383,8 @@ def test_given_log_probs_of_the_reference_stand_for_it():
     assert np.allclose(cached.metrics["rewards/margin"], live.metrics["rewards/margin"], rtol=1e-5)
 
 
-def test_nothing_drops_but_what_the_recipe_names(llama_folder, tmp_path):
-    """Neither the tiny Llama's own dropout of attention nor that of an adapter that goes on."""
+def test_only_the_recipe_turns_dropout_on(llama_folder, tmp_path):
+    """The tiny Llama's attention dropout and the dropout of a continued adapter are off."""
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     get_peft_model(model, LoraConfig(r=2, lora_dropout=0.3, target_modules=["q_proj"], task_type="CAUSAL_LM")
                    ).save_pretrained(tmp_path)
@@ -397,17 +399,17 @@ def test_nothing_drops_but_what_the_recipe_names(llama_folder, tmp_path):
 
 @pytest.mark.parametrize("loss", ["sigmoid", "orpo", "kto", "apo_zero_unpaired"])
 def test_passes_are_those_that_a_step_makes(trained, monkeypatch, loss):
-    """By the tokens that go through the networks: of training, and of the reference and the baseline."""
+    """Counted in tokens through the networks: in training, and for the reference and the baseline."""
     task, trainable, frozen = task_of(trained, loss)
-    params, seen, hidden = merge(trainable, frozen), {True: 0, False: 0}, Network.hidden
+    params, num_tokens, hidden = merge(trainable, frozen), {True: 0, False: 0}, Network.hidden
     num_answers = 1 if task.answers == "single" else 2
     batch = {name: x[:, :num_answers] if x.ndim > 1 else x for name, x in rows(loss in PAIRED).items()}
 
     def counting(network, params, batch, training=False):
-        seen[training] += batch["input_ids"].size
+        num_tokens[training] += batch["input_ids"].size
         return hidden(network, params, batch, training)
 
     monkeypatch.setattr(Network, "hidden", counting)
-    known = [task.survey(params, batch)] if task.survey else []
-    task.batch_loss(params, batch, True, False, *known)
-    assert task.passes() == (seen[True] / batch["input_ids"].size, seen[False] / batch["input_ids"].size)
+    statistics = [task.survey(params, batch)] if task.survey else []
+    task.batch_loss(params, batch, True, False, *statistics)
+    assert task.passes() == (num_tokens[True] / batch["input_ids"].size, num_tokens[False] / batch["input_ids"].size)

@@ -1,4 +1,4 @@
-"""Question answering on JAX: the same scores whoever computed which windows."""
+"""Question answering on JAX: the same scores, whichever process computed a window."""
 
 import csv
 import json
@@ -21,22 +21,22 @@ BERT = {"model_type": "bert", "hidden_size": 24, "intermediate_size": 32, "num_h
         "num_attention_heads": 2, "max_position_embeddings": 64}
 
 
-def measuring(*arguments: str) -> None:
-    """A run that prints what this process has measured in each validation."""
+def train_and_print_metrics(*arguments: str) -> None:
+    """Train, and print this process's metrics of each validation."""
     evaluate = Evaluation.evaluate
 
-    def told(self, *args, **kwargs):
-        found = evaluate(self, *args, **kwargs)
-        print("measured " + json.dumps(found, sort_keys=True), flush=True)
-        return found
+    def evaluate_and_print(self, *args, **kwargs):
+        metrics = evaluate(self, *args, **kwargs)
+        print("measured " + json.dumps(metrics, sort_keys=True), flush=True)
+        return metrics
 
-    Evaluation.evaluate = told
+    Evaluation.evaluate = evaluate_and_print
     train(*arguments)
 
 
 @pytest.fixture
 def qa(recipe, bert_folder, tmp_path):  # noqa: F811
-    """A function that writes a recipe of 51 windows, 17 micro-batches, into a run folder of its own."""
+    """Return a function that writes a recipe with 51 windows in 17 micro-batches and its own run folder."""
     def write(folder: str, **changes) -> tuple[RunFolder, list[str]]:
         source = squad(tmp_path)
         run = RunFolder(tmp_path / folder)
@@ -54,19 +54,20 @@ def qa(recipe, bert_folder, tmp_path):  # noqa: F811
 def test_two_processes_score_all_windows_and_agree(qa):
     stopping = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 1,
                                                               "min_delta": 100.0}}]
-    one, arguments = qa("one", trainer__accumulate_grad_batches=2, trainer__val_check_interval=1,
-                        trainer__callbacks=stopping)
+    single, arguments = qa("one", trainer__accumulate_grad_batches=2, trainer__val_check_interval=1,
+                           trainer__callbacks=stopping)
     assert main(["fit", *arguments]) == 0
     two, arguments = qa("two", trainer__val_check_interval=1, trainer__callbacks=stopping)
-    said = together(["fit", *arguments], 2, program=measuring)
-    seen = [[json.loads(line[9:]) for line in text.splitlines() if line.startswith("measured ")] for text in said]
-    assert len(seen[0]) == 2 and seen[0] == seen[1]
-    metrics = [json.loads(run.metrics_json.read_text()) for run in (one, two)]
+    outputs = together(["fit", *arguments], 2, program=train_and_print_metrics)
+    measured = [[json.loads(line[9:]) for line in output.splitlines() if line.startswith("measured ")]
+                for output in outputs]
+    assert len(measured[0]) == 2 and measured[0] == measured[1]
+    metrics = [json.loads(run.metrics_json.read_text()) for run in (single, two)]
     for name in ("val/loss", "val/exact_match", "val/f1"):
         assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-5)
-        assert metrics[1][name] == seen[0][-1][name]
-    chosen = [json.loads((run.root / "predictions.json").read_text()) for run in (one, two)]
-    assert chosen[0] == chosen[1] and len(chosen[0]) == 4
+        assert metrics[1][name] == measured[0][-1][name]
+    predictions = [json.loads((run.root / "predictions.json").read_text()) for run in (single, two)]
+    assert predictions[0] == predictions[1] and len(predictions[0]) == 4
 
 
 NO_TYPES = {
@@ -111,7 +112,7 @@ def test_what_a_configuration_says_of_token_types(fields, tells):
 
 
 def test_arithmetic_counts_no_output_layer(make_ref):
-    """The head for spans looks at no table of tokens, tied or not."""
+    """The head for spans uses no token table, tied or not."""
     ref = make_ref("bert", "qa")
     task = QA(pretrained=str(ref.folder))
     task.network = ref.net

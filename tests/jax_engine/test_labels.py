@@ -1,4 +1,4 @@
-"""Tasks with heads for labels: losses against torch's functions, pooling, padding rows, the same steps on any mesh."""
+"""Tasks with label heads: losses compared with torch, pooling, padding rows, the same steps on any mesh."""
 
 from functools import cache, partial
 from types import SimpleNamespace
@@ -36,8 +36,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Ten
 
 
 def binary(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    found = F.binary_cross_entropy_with_logits(logits[:-1], labels[:-1], weights, reduction="sum")
-    return found / (K if weights is None else weights.sum())
+    loss = F.binary_cross_entropy_with_logits(logits[:-1], labels[:-1], weights, reduction="sum")
+    return loss / (K if weights is None else weights.sum())
 
 
 def squares(logits: torch.Tensor, labels: torch.Tensor, weights: None) -> torch.Tensor:
@@ -57,19 +57,19 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_losses_of_labels_are_torchs(kind):
-    labels, weights, theirs, weight = LOSSES[kind]
+def test_losses_of_labels_are_those_of_torch(kind):
+    labels, weights, torch_loss, weight = LOSSES[kind]
     logits = np.random.default_rng(1).normal(size=(*labels.shape[:2 - (kind != "tags")], K)).astype(np.float32) * 3
     value, gradient = jax.value_and_grad(lambda x: label_loss(x, labels, weights).total)(logits)
     tensor = torch.tensor(logits, requires_grad=True)
-    expected = theirs(tensor, torch.tensor(labels), None if weights is None else torch.tensor(weights))
+    expected = torch_loss(tensor, torch.tensor(labels), None if weights is None else torch.tensor(weights))
     expected.backward()
     assert float(value) == pytest.approx(expected.item(), rel=1e-5)
     assert float(label_loss(logits, labels, weights).weight) == pytest.approx(weight, rel=1e-6)
     assert np.abs(gradient - tensor.grad.numpy()).max() <= 1e-5 * np.abs(gradient).max()
 
 
-def test_losses_of_pairs_are_those_of_their_formula():
+def test_losses_of_pairs_equal_their_formula():
     scores = np.random.default_rng(2).normal(size=(B, 2)).astype(np.float32) * 2
     margins = np.array([0, 0.5, 2, 0, 1, NAN], np.float32)
     value, gradient = jax.value_and_grad(lambda x: pair_loss(x, margins, 0.01).total)(scores)
@@ -80,19 +80,19 @@ def test_losses_of_pairs_are_those_of_their_formula():
     assert np.isfinite(gradient).all() and not gradient[-1].any()
 
 
-def test_pooling_takes_the_mask(make_ref):
-    """Also where the padding token ends the text, at which transformers would take an earlier one."""
+def test_pooling_uses_the_mask(make_ref):
+    """Also if the text ends with the padding token, where transformers would use an earlier token."""
     ref = make_ref("llama", "sequence")
     batch = ref.batch()
     batch["input_ids"][0, -1] = batch["input_ids"][1, 5] = ref.pad  # the last token of rows of 9 and of 6
-    ours = np.asarray(jax.jit(ref.net.scores)(ref.params, batch))
+    actual = np.asarray(jax.jit(ref.net.scores)(ref.params, batch))
     with torch.no_grad():
         hidden = ref.torch.model(**{name: torch.tensor(value) for name, value in batch.items()}).last_hidden_state
         last = torch.tensor(batch["attention_mask"]).sum(1) - 1
         expected = ref.torch.score(hidden[torch.arange(4), last])
         by_padding = ref.torch(**{name: torch.tensor(value) for name, value in batch.items()}).logits
-    assert np.abs(ours - expected.numpy()).max() <= 1e-4 * np.abs(ours).max()
-    differs = np.abs(ours - by_padding.numpy()).max(1) > 1e-2 * np.abs(ours).max()
+    assert np.abs(actual - expected.numpy()).max() <= 1e-4 * np.abs(actual).max()
+    differs = np.abs(actual - by_padding.numpy()).max(1) > 1e-2 * np.abs(actual).max()
     assert differs.tolist() == [True, True, False, False]
 
 
@@ -120,7 +120,7 @@ def test_modernbert_may_take_the_mean(tmp_path, head):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tasks: batches as the data modules make them.
+# Tasks, with batches as from the data modules.
 
 TASKS = {"single": (SequenceClassification, "sequence", {}), "several": (SequenceClassification, "sequence", {}),
          "value": (SequenceClassification, "sequence", {}), "tags": (TokenClassification, "token", {}),
@@ -128,12 +128,12 @@ TASKS = {"single": (SequenceClassification, "sequence", {}), "several": (Sequenc
 
 
 def quick(*kinds: str) -> list:
-    """Parameters of a test of all tasks; others than these differ in their losses alone, or in the network's head."""
+    """Return parameters for a test of all tasks, of which these are fast; the others differ in loss or head only."""
     return [pytest.param(kind, marks=[] if kind in kinds else pytest.mark.slow) for kind in TASKS]
 
 
 def rows(kind: str, num: int = 8, length: int = 7) -> dict[str, np.ndarray]:
-    """Rows of a task, of which the last is padding."""
+    """Return rows of a task; the last one is padding."""
     random = np.random.default_rng(4)
     shape = {"choices": (num, 3, length), "pairs": (num, 2, length)}.get(kind, (num, length))
     mask = (np.arange(length) < random.integers(2, length + 1, (*shape[:-1], 1))).astype(np.int64)
@@ -156,7 +156,7 @@ def rows(kind: str, num: int = 8, length: int = 7) -> dict[str, np.ndarray]:
 
 
 def task_of(make_ref, kind: str):
-    """A task on a tiny network, with dropout."""
+    """Return a task with a tiny network, with dropout."""
     task_class, head, fields = TASKS[kind]
     ref = make_ref("bert", head, **({"num_labels": 1} if kind in ("value", "pairs") else {}))
     task = task_class(pretrained=str(ref.folder), **fields)
@@ -172,13 +172,13 @@ def chunks(batch: dict[str, np.ndarray], size: int) -> list[dict[str, torch.Tens
 
 
 def run(kind: str, task, ref, parallel, size: int, chunk_tokens: int = 0):
-    """A step of plain SGD on all rows, and an evaluation before it: metrics, gradient, and what the data are given."""
+    """Evaluate, then take a step of plain SGD on all rows; return metrics, gradient and the data module's inputs."""
     settings = Optimizer(name="sgd", lr=1.0, weight_decay=0.0)
     steps = Steps(parallel, task.batch_loss, build(settings, ref.net.decays(ref.params)), Clipping(), task.predict,
                   chunk_tokens=chunk_tokens)
     state = steps.new_state(parallel.put_state(jax.tree.map(np.copy, ref.params)))
-    given, accumulation = {}, steps.new_accumulation(state)
-    data = SimpleNamespace(answer=lambda role, outputs: given.update(outputs) or SimpleNamespace(
+    outputs_by_index, accumulation = {}, steps.new_accumulation(state)
+    data = SimpleNamespace(answer=lambda role, outputs: outputs_by_index.update(outputs) or SimpleNamespace(
         scores={"rows": len(outputs)}, files={}))
     weights = SimpleNamespace(trainable=state["trainable"], frozen={})
     with Prefetcher(chunks(rows(kind), size), parallel, size, pad_id=0) as prefetcher:
@@ -188,24 +188,24 @@ def run(kind: str, task, ref, parallel, size: int, chunk_tokens: int = 0):
     results, files = task.eval_results("val", data)
     state, figures = steps.update(state, accumulation, parallel.put_scalars(step_scalars(settings, 0, 1)))
     after = parallel.fetch_state(state["trainable"])
-    return results, fetch_step_metrics(figures), jax.tree.map(np.subtract, after, ref.params), given
+    return results, fetch_step_metrics(figures), jax.tree.map(np.subtract, after, ref.params), outputs_by_index
 
 
-def assert_near(found, wanted) -> None:
-    """The same changes of parameters, which are rounded as the parameters are."""
-    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert np.abs(one - other).max() <= 1e-4 * max(np.abs(other).max(), 0.1 * largest)
+def assert_near(actual, expected) -> None:
+    """Compare changes of parameters, which are rounded like the parameters."""
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    for change, reference in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.abs(change - reference).max() <= 1e-4 * max(np.abs(reference).max(), 0.1 * largest)
 
 
 @pytest.fixture(scope="module")
 def alone(make_ref):
-    """A function: the run of a task on one device."""
+    """Return a function that runs a task on one device."""
     return cache(lambda kind: run(kind, *task_of(make_ref, kind), Replicas(jax.devices()[:1]), 8))
 
 
 @pytest.mark.parametrize("kind", quick("several", "choices"))
-def test_a_step_is_the_gradient_of_the_loss_of_all_rows_and_each_is_given_its_output(make_ref, alone, kind):
+def test_a_step_has_the_gradient_of_all_rows_and_every_row_gets_its_output(make_ref, alone, kind):
     task, ref = task_of(make_ref, kind)
     batch = rows(kind)
     results, figures, moved, outputs = alone(kind)
@@ -220,43 +220,43 @@ def test_a_step_is_the_gradient_of_the_loss_of_all_rows_and_each_is_given_its_ou
     (total, weight), gradients = jax.value_and_grad(loss, has_aux=True)(ref.params, True)
     assert figures["loss"] == pytest.approx(float(total / weight), rel=1e-4)
     assert_near(moved, jax.tree.map(lambda g: -np.asarray(g) / float(weight), gradients))
-    # Without dropout: the loss of an evaluation is that of its rows.
+    # The loss of an evaluation is without dropout.
     total, weight = loss(ref.params, False)
     assert results["loss"] == pytest.approx(float(total / weight), rel=1e-4)
     shapes = {"single": (K,), "several": (K,), "value": (1,), "pairs": (2,)}
     for index, output in outputs.items():
-        wanted = {"tags": lambda i: (batch["attention_mask"][i].sum(), K),
-                  "choices": lambda i: (batch["choices"][i],)}.get(kind, lambda i: shapes[kind])(index)
-        assert output.shape == tuple(wanted) and output.dtype == np.float32
+        shape = {"tags": lambda i: (batch["attention_mask"][i].sum(), K),
+                 "choices": lambda i: (batch["choices"][i],)}.get(kind, lambda i: shapes[kind])(index)
+        assert output.shape == tuple(shape) and output.dtype == np.float32
 
 
 # Devices, rows of a micro-batch, and tokens of a chunk.
-WAYS = {"chunks": (lambda: Replicas(jax.devices()[:1]), 8, 7),
-        "eight ranks": (lambda: Replicas(jax.devices()[:8]), 1, 0),
-        "fsdp and tensor": (lambda: ShardedMesh(fsdp=2, tensor=2, devices=jax.devices()[:4]), 2, 0),
-        "data and sequence": (lambda: ShardedMesh(data=2, sequence=2, devices=jax.devices()[:4]), 4, 0)}
+LAYOUTS = {"chunks": (lambda: Replicas(jax.devices()[:1]), 8, 7),
+           "eight ranks": (lambda: Replicas(jax.devices()[:8]), 1, 0),
+           "fsdp and tensor": (lambda: ShardedMesh(fsdp=2, tensor=2, devices=jax.devices()[:4]), 2, 0),
+           "data and sequence": (lambda: ShardedMesh(data=2, sequence=2, devices=jax.devices()[:4]), 4, 0)}
 
 
-@pytest.mark.parametrize(("kind", "way"), [
-    pytest.param(kind, way, marks=[] if (kind, way) in (("several", "fsdp and tensor"), ("choices", "chunks"))
-                 else pytest.mark.slow) for kind in TASKS for way in WAYS])
-def test_many_devices_take_the_step_of_one_and_give_its_outputs(make_ref, alone, kind, way):
+@pytest.mark.parametrize(("kind", "layout"), [
+    pytest.param(kind, layout, marks=[] if (kind, layout) in (("several", "fsdp and tensor"), ("choices", "chunks"))
+                 else pytest.mark.slow) for kind in TASKS for layout in LAYOUTS])
+def test_many_devices_take_the_step_of_one_and_give_its_outputs(make_ref, alone, kind, layout):
     results, figures, moved, outputs = alone(kind)
-    make, size, chunk_tokens = WAYS[way]
-    found = run(kind, *task_of(make_ref, kind), make(), size, chunk_tokens)
-    assert found[0] == pytest.approx(results, rel=1e-4) and found[1] == pytest.approx(figures, rel=1e-4)
-    assert_near(found[2], moved)
-    assert outputs.keys() == found[3].keys()
+    make, size, chunk_tokens = LAYOUTS[layout]
+    actual = run(kind, *task_of(make_ref, kind), make(), size, chunk_tokens)
+    assert actual[0] == pytest.approx(results, rel=1e-4) and actual[1] == pytest.approx(figures, rel=1e-4)
+    assert_near(actual[2], moved)
+    assert outputs.keys() == actual[3].keys()
     for index, output in outputs.items():
-        assert np.abs(found[3][index] - output).max() <= 1e-4 * max(np.abs(output).max(), 1)
+        assert np.abs(actual[3][index] - output).max() <= 1e-4 * max(np.abs(output).max(), 1)
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_padding_rows_are_known_and_chunks_add_such(kind):
+def test_padding_rows_are_recognised_and_chunks_add_some(kind):
     batch = {name: jnp.asarray(x) for name, x in rows(kind).items()}
     assert scored_rows(batch).tolist() == [True] * 7 + [False]
     per_row = batch["input_ids"].size // 8
-    parts = split_rows(batch, 3 * per_row)  # 3 + 3 + 2 rows, and one that is missing
+    parts = split_rows(batch, 3 * per_row)  # 3 + 3 + 2 rows, and an added one
     joined = {name: x.reshape(-1, *x.shape[2:]) for name, x in parts.items()}
     assert scored_rows(joined).tolist() == [True] * 7 + [False] * 2
 
@@ -264,23 +264,23 @@ def test_padding_rows_are_known_and_chunks_add_such(kind):
 def test_several_labels_of_a_row_have_no_token_axis():
     batch = {name: torch.tensor(x) for name, x in rows("several", num=2, length=K).items()}
     with Prefetcher([batch], Replicas(jax.devices()[:2]), 3, pad_id=0, max_length=32) as prefetcher:
-        (found,) = prefetcher
-    assert found.host["labels"].shape == (2, 3, K) and found.host["input_ids"].shape == (2, 3, 32)
-    assert np.isnan(found.host["labels"][0, 2]).all() and np.isnan(found.host["labels"][1]).all()
+        (prefetched,) = prefetcher
+    assert prefetched.host["labels"].shape == (2, 3, K) and prefetched.host["input_ids"].shape == (2, 3, 32)
+    assert np.isnan(prefetched.host["labels"][0, 2]).all() and np.isnan(prefetched.host["labels"][1]).all()
 
 
 def test_predict_of_rewards_scores_answers_without_pairs(make_ref):
     task, ref = task_of(make_ref, "pairs")
     batch = {name: jnp.asarray(x) for name, x in rows("pairs").items()}
     single = {name: x[:, :1] if x.ndim == 3 else x for name, x in batch.items()}
-    found, pairs = task.predict(ref.params, single), task.predict(ref.params, batch)
-    assert found.keys() == {"scores"} and found["scores"].shape == (8, 1)
-    assert np.allclose(found["scores"], pairs["scores"][:, :1], atol=1e-5)
+    outputs, pairs = task.predict(ref.params, single), task.predict(ref.params, batch)
+    assert outputs.keys() == {"scores"} and outputs["scores"].shape == (8, 1)
+    assert np.allclose(outputs["scores"], pairs["scores"][:, :1], atol=1e-5)
     assert isinstance(task.loss(pairs["scores"], batch), LossSums)
 
 
-def test_class_weights_are_asked_of_the_data_when_the_network_is_built(make_ref):
-    ref, asked = make_ref("bert", "sequence"), []
+def test_the_data_module_provides_class_weights_when_the_network_is_built(make_ref):
+    ref, requests = make_ref("bert", "sequence"), []
 
     class Tokenizer(SimpleNamespace):
         def __len__(self):
@@ -289,8 +289,8 @@ def test_class_weights_are_asked_of_the_data_when_the_network_is_built(make_ref)
     data = SimpleNamespace(
         tokenizer=Tokenizer(bos_token_id=None, eos_token_id=None, pad_token_id=0, unk_token_id=None),
         network_fields={"id2label": dict(enumerate("abcde")), "label2id": {name: i for i, name in enumerate("abcde")}},
-        class_weights=lambda setting: asked.append(setting) or WEIGHTS)
+        class_weights=lambda setting: requests.append(setting) or WEIGHTS)
     task = SequenceClassification(pretrained=str(ref.folder), class_weights="balanced")
     task.build("32-true", data, 0)
-    assert asked == ["balanced"] and np.array_equal(task.weights, WEIGHTS)
+    assert requests == ["balanced"] and np.array_equal(task.weights, WEIGHTS)
     assert task.network.config.id2label == dict(enumerate("abcde")) and task.network.config.num_labels == 5

@@ -1,4 +1,4 @@
-"""The JAX trainer from the command line: exact resume, any number of devices and processes, files, mistakes."""
+"""The JAX trainer from the command line: exact resume, any number of devices and processes, files, errors."""
 
 import json
 import signal
@@ -20,30 +20,30 @@ from tests.interruptions import stop_jax_at
 
 ROOT = Path(__file__).parent.parent.parent
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
-# Batches of two lengths, 96 and 192: for each, JAX compiles all programs of a step.
-OURS = {"engine": "jax", "trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val": 0.5,
-        "data__init_args__pad_to_multiple_of": 48}
+# Batches of two lengths, 96 and 192: JAX compiles all programs of a step for each.
+COMMON = {"engine": "jax", "trainer__accumulate_grad_batches": 3, "trainer__gradient_clip_val": 0.5,
+          "data__init_args__pad_to_multiple_of": 48}
 
 
 @pytest.fixture
 def jax_recipe(recipe, tmp_path):
-    """A function that writes a recipe for this engine into a run folder of its own: QLoRA with dropout on a Llama."""
+    """Return a function that writes a JAX recipe with its own run folder: QLoRA with dropout on a Llama."""
     def write(folder: str, **changes) -> tuple[RunFolder, list[str]]:
         run = RunFolder(tmp_path / folder)
-        return run, recipe(f"{folder}.yaml", **{**OURS, "trainer__default_root_dir": str(run.root), **changes})
+        return run, recipe(f"{folder}.yaml", **{**COMMON, "trainer__default_root_dir": str(run.root), **changes})
 
     return write
 
 
 @pytest.fixture
 def stop_at(monkeypatch):
-    """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""
+    """Interrupt a process in its n-th micro-batch, like Ctrl+C; 0 lets it run to the end."""
     return stop_jax_at(monkeypatch)
 
 
-def go_on(arguments: list[str], stop_at, batches: int) -> None:
-    """Interrupt a run in so many micro-batches, and resume it."""
-    stop_at(batches)
+def interrupt_and_resume(arguments: list[str], stop_at, num_batches: int) -> None:
+    """Interrupt a run in a micro-batch, and resume it."""
+    stop_at(num_batches)
     assert main(["fit", *arguments]) == 130
     stop_at(0)
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
@@ -72,7 +72,7 @@ def test_interrupted_and_resumed(jax_recipe, stop_at, changes, stops):
 
 @pytest.mark.slow
 def test_interrupted_inside_a_step_whose_loss_depends_on_all_its_rows(jax_recipe, stop_at, tmp_path):
-    """Answers with labels: the baseline of a step is that of all its rows, also after it has been resumed."""
+    """Judged answers: a step's baseline depends on all its rows, also after a resume."""
     source = tmp_path / "labelled.jsonl"
     source.write_text("".join(json.dumps({
         "prompt": f"Count from {n}.", "completion": f"{n} and " * (n % 3 + 1), "label": n % 2 == 0}) + "\n"
@@ -84,13 +84,13 @@ def test_interrupted_inside_a_step_whose_loss_depends_on_all_its_rows(jax_recipe
     assert main(["fit", *arguments]) == 0
     assert any(row["train/kl"] for row in rows(straight))
     broken, arguments = jax_recipe("broken", **changes)
-    go_on(arguments, stop_at, 5)
+    interrupt_and_resume(arguments, stop_at, 5)
     assert_same_run(straight, broken)
 
 
 @pytest.mark.slow
 def test_interrupted_inside_a_step_of_a_rollout(jax_recipe, stop_at, tmp_path):
-    """Rollouts of two steps, each of two micro-batches and taken twice: what is resumed reads the answers drawn."""
+    """Rollouts of two steps with two micro-batches each, taken twice: a resumed run reads the sampled answers."""
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"instruction": f"Count from {n}.", "input": "", "output": f"{n}"}) + "\n"
                               for n in range(10)))
@@ -106,7 +106,7 @@ def test_interrupted_inside_a_step_of_a_rollout(jax_recipe, stop_at, tmp_path):
     assert [path.name for path in sorted(straight.rollouts.glob("*.jsonl"))] == ["step=0.jsonl", "step=4.jsonl"]
     for batch in (4, 7):
         broken, arguments = jax_recipe(f"broken{batch}", **changes)
-        go_on(arguments, stop_at, batch)
+        interrupt_and_resume(arguments, stop_at, batch)
         for path in straight.rollouts.iterdir():
             assert path.read_bytes() == (broken.rollouts / path.name).read_bytes()
         assert rows(broken, timed) == rows(straight, timed)
@@ -114,7 +114,7 @@ def test_interrupted_inside_a_step_of_a_rollout(jax_recipe, stop_at, tmp_path):
 
 
 @pytest.mark.slow
-def test_interrupted_inside_a_step_whose_answers_are_drawn_and_on_two_processes(jax_recipe, stop_at, llama_of):
+def test_interrupted_inside_a_step_with_sampled_answers_and_on_two_processes(jax_recipe, stop_at, llama_of):
     changes = {"model__init_args__config_overrides": {"attention_dropout": 0.0},
                "model__init_args__teacher": {"pretrained": str(llama_of(2)), "on_policy": 0.5, "max_new_tokens": 7},
                "data__init_args__batch_size": 2, "trainer__accumulate_grad_batches": 2,
@@ -122,7 +122,7 @@ def test_interrupted_inside_a_step_whose_answers_are_drawn_and_on_two_processes(
     straight, arguments = jax_recipe("straight", **changes)
     assert main(["fit", *arguments]) == 0
     broken, arguments = jax_recipe("broken", **changes)
-    go_on(arguments, stop_at, 5)
+    interrupt_and_resume(arguments, stop_at, 5)
     assert_same_run(straight, broken)
     two, arguments = jax_recipe("two", trainer__strategy="ddp", **changes | {"trainer__accumulate_grad_batches": 1})
     together(["fit", *arguments], 2)
@@ -136,26 +136,26 @@ MESH = "jax_engine.distributed.devices.MeshSharding"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "strategy", "shares", "changes"), [
+@pytest.mark.parametrize(("devices", "strategy", "num_ranks", "changes"), [
     (4, "ddp", 4, FULL), (8, {"class_path": MESH, "init_args": {"data": 2, "fsdp": 2, "tensor": 2}}, 4, {}),
 ], ids=["ddp4-full", "mesh2x2x2-qlora"])
-def test_any_number_of_devices_takes_the_same_steps(jax_recipe, finished, devices, strategy, shares, changes):
-    """A window of 4 micro-batches on one device, or spread; dropout on; the epoch ends in a partial round."""
+def test_any_number_of_devices_takes_the_same_steps(jax_recipe, finished, devices, strategy, num_ranks, changes):
+    """A step of 4 micro-batches, on one or several devices, with dropout; the epoch ends with an incomplete step."""
     common = {**changes, "data__init_args__batch_size": 3, "trainer__max_steps": 6}
-    one = finished(**{**OURS, **common, "trainer__accumulate_grad_batches": 4, "trainer__val_check_interval": 6})
+    single = finished(**{**COMMON, **common, "trainer__accumulate_grad_batches": 4, "trainer__val_check_interval": 6})
     many, arguments = jax_recipe("many", **common, trainer__devices=devices, trainer__strategy=strategy,
-                                 trainer__accumulate_grad_batches=4 // shares, trainer__val_check_interval=6)
+                                 trainer__accumulate_grad_batches=4 // num_ranks, trainer__val_check_interval=6)
     assert main(["fit", *arguments]) == 0
-    for row, wanted in zip(rows(many, TIMED | {"train/epoch"}), rows(one, TIMED | {"train/epoch"}), strict=True):
-        assert row == pytest.approx(wanted, rel=1e-4)
+    for row, expected in zip(rows(many, TIMED | {"train/epoch"}), rows(single, TIMED | {"train/epoch"}), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
     for name, weight in load_file(many.resolve("last") / "model.safetensors").items():
-        wanted = load_file(one.resolve("last") / "model.safetensors")[name]
-        torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(wanted), rtol=1e-3, atol=2e-5)
+        expected = load_file(single.resolve("last") / "model.safetensors")[name]
+        torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(expected), rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
 def test_references_that_several_devices_compute_are_those_of_one(jax_recipe, tmp_path):
-    """Seven rows, on two devices with micro-batches of three; KTO needs those of answers to other prompts as well."""
+    """Seven rows, on two devices with micro-batches of three; KTO also needs references for other prompts' answers."""
     source = tmp_path / "pairs.jsonl"
     source.write_text("".join(json.dumps({
         "prompt": f"Count from {n}.", "chosen": f"{n} and " * (n % 3 + 1), "rejected": "none " * (n % 4 + 1)}) + "\n"
@@ -166,7 +166,7 @@ def test_references_that_several_devices_compute_are_those_of_one(jax_recipe, tm
               "data__init_args__pad_to_multiple_of": 192, "data__init_args__batch_size": 3,
               "data__init_args__eval_batch_size": 3, "data__init_args__val_size": 0, "trainer__max_steps": 3}
     mesh = {"class_path": MESH, "init_args": {"data": 1, "fsdp": 2, "tensor": 2}}
-    found = []
+    results = []
     for name, (batches, devices, strategy) in {"one": (2, 1, "ddp"), "replicas": (1, 2, "ddp"),
                                                "mesh": (1, 4, mesh)}.items():
         devices = {"trainer__accumulate_grad_batches": batches, "trainer__devices": devices,
@@ -174,64 +174,64 @@ def test_references_that_several_devices_compute_are_those_of_one(jax_recipe, tm
         run, arguments = jax_recipe(name, **common, **devices, data__init_args__cache_dir=str(tmp_path / f"c-{name}"))
         assert main(["fit", *arguments]) == 0
         logps, = (tmp_path / f"c-{name}").glob("reference-*/logps.npy")
-        found.append((rows(run, TIMED | {"train/epoch"}), np.load(logps)))
-    (one, wanted), *others = found
-    assert wanted.min() < 0
+        results.append((rows(run, TIMED | {"train/epoch"}), np.load(logps)))
+    (single, expected), *others = results
+    assert expected.min() < 0
     for many, logps in others:
-        assert logps == pytest.approx(wanted, rel=1e-5)
-        for row, other in zip(many, one, strict=True):
-            assert row == pytest.approx(other, rel=1e-5, abs=1e-5)
+        assert logps == pytest.approx(expected, rel=1e-5)
+        for row, single_row in zip(many, single, strict=True):
+            assert row == pytest.approx(single_row, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_take_the_steps_of_one_and_pass_the_run_on(jax_recipe, finished, strategy):
+def test_two_processes_take_the_steps_of_one_and_the_run_changes_between_them(jax_recipe, finished, strategy):
     common = {"data__init_args__batch_size": 3, "data__init_args__pad_to_multiple_of": 192, "trainer__max_steps": 6,
               "checkpoint": {"every_n_steps": 3, "keep_last": 9}}
-    one = finished(**{**OURS, **common, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 6})
+    single = finished(**{**COMMON, **common, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 6})
     two, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy=strategy,
                               trainer__val_check_interval=6, trainer__devices=1)
-    said = together(["fit", *for_two], 2)
-    assert sum("Parameters:" in text for text in said) == 1
+    outputs = together(["fit", *for_two], 2)
+    assert sum("Parameters:" in text for text in outputs) == 1
     assert len(list(two.resolve("last").glob("*-of-00002.safetensors"))) == 4  # both wrote weights and moments
     untimed = TIMED | {"train/epoch"}
-    for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
-        assert row == pytest.approx(wanted, rel=1e-4)
+    for row, expected in zip(rows(two, untimed), rows(single, untimed), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
     _, for_one = jax_recipe("two", **common, trainer__accumulate_grad_batches=2, trainer__val_check_interval=6)
     assert main(["fit", *for_one, "--ckpt_path", "3", "--overwrite", "true"]) == 0
-    for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
-        assert row == pytest.approx(wanted, rel=1e-4)
+    for row, expected in zip(rows(two, untimed), rows(single, untimed), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
     _, for_two = jax_recipe("two", **common, trainer__accumulate_grad_batches=1, trainer__strategy=strategy,
                             trainer__val_check_interval=6, trainer__devices=1)
     together(["fit", *for_two, "--ckpt_path", "3", "--overwrite", "true"], 2)
-    for row, wanted in zip(rows(two, untimed), rows(one, untimed), strict=True):
-        assert row == pytest.approx(wanted, rel=1e-4)
+    for row, expected in zip(rows(two, untimed), rows(single, untimed), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_devices_take_up_a_step_that_one_has_begun(jax_recipe, stop_at):
-    """Behind four of its eight rows, in the second epoch; and one device takes the run back inside the next step."""
+def test_several_devices_resume_inside_a_step(jax_recipe, stop_at):
+    """After four of its eight rows, in the second epoch; one device then resumes inside the next step."""
     common = {**FULL, "data__init_args__pad_to_multiple_of": 192, "trainer__max_steps": 8,
               "model__init_args__optimizer": {"name": "sgd", "lr": 0.1}, "data__init_args__eval_batch_size": 4}
     straight, arguments = jax_recipe("straight", **common, data__init_args__batch_size=8,
                                      trainer__accumulate_grad_batches=1)
     assert main(["fit", *arguments]) == 0
-    one = {"data__init_args__batch_size": 2, "trainer__accumulate_grad_batches": 4}
-    run, arguments = jax_recipe("run", **common, **one)
+    single = {"data__init_args__batch_size": 2, "trainer__accumulate_grad_batches": 4}
+    run, arguments = jax_recipe("run", **common, **single)
     stop_at(18)
     assert main(["fit", *arguments]) == 130 and run.find("last").name == "step=4"
     _, arguments = jax_recipe("run", **common, data__init_args__batch_size=1, trainer__accumulate_grad_batches=2,
                               trainer__devices=4, trainer__strategy="ddp")
     stop_at(4)
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 130 and run.find("last").name == "step=5"
-    _, arguments = jax_recipe("run", **common, **one)
+    _, arguments = jax_recipe("run", **common, **single)
     stop_at(0)
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
-    for row, wanted in zip(rows(run, TIMED | {"train/epoch"}), rows(straight, TIMED | {"train/epoch"}), strict=True):
-        assert row == pytest.approx(wanted, rel=1e-5)
+    for row, expected in zip(rows(run, TIMED | {"train/epoch"}), rows(straight, TIMED | {"train/epoch"}), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_run_folder_as_of_the_other_engine(jax_recipe):
+def test_the_run_folder_is_that_of_the_torch_engine(jax_recipe):
     run, arguments = jax_recipe("run", **FULL, trainer__max_steps=4)
     assert main(["fit", *arguments]) == 0
     assert {"config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints", "model", "loss.png",
@@ -247,7 +247,7 @@ def test_a_run_folder_as_of_the_other_engine(jax_recipe):
 
 
 def test_a_start_builds_the_network_once(jax_recipe, monkeypatch):
-    """A new and a resumed run, with an adapter and rows for a new token, which change the network in place."""
+    """In a new and a resumed run, with an adapter and rows for a new token, which change the network in place."""
     built, build = [], Network.__init__
     monkeypatch.setattr(Network, "__init__", lambda self, *args, **kwargs: built.append(1) or build(self, *args,
                                                                                                     **kwargs))
@@ -267,7 +267,7 @@ def test_early_stopping(jax_recipe):
 
 @pytest.mark.slow
 def test_fractions_of_epochs(jax_recipe):
-    """32 rows in batches of 4, windows of 2: 4 steps an epoch, and the schedule ends where the run does."""
+    """32 rows in batches of 4, 2 per step: 4 steps per epoch, and the schedule ends with the run."""
     run, arguments = jax_recipe("run", trainer__max_epochs=1.5, trainer__max_steps=-1,
                                 trainer__accumulate_grad_batches=2, model__init_args__optimizer={
                                     "lr": 0.01, "schedule": "linear"})
@@ -288,31 +288,31 @@ def test_fractions_of_epochs(jax_recipe):
     ({"model__init_args__generation": {"penalty_alpha": 0.6}, "command": "predict"}, "generation.penalty_alpha is 0.6"),
     ({"trainer__val_check_interval": 1.5}, "val_check_interval is 1.5"),
 ])
-def test_mistakes_are_one_message(jax_recipe, capfd, changes, message):
+def test_errors_are_one_message(jax_recipe, capfd, changes, message):
     command = changes.pop("command", "fit")
     run, arguments = jax_recipe("run", **changes)
     assert main([command, *arguments]) == 2
-    said = capfd.readouterr().err
-    assert message in said and "Traceback" not in said
+    errors = capfd.readouterr().err
+    assert message in errors and "Traceback" not in errors
     assert not run.root.exists()
 
 
 @pytest.mark.slow
-def test_signals_save_and_leave_with_130(jax_recipe):
+def test_signals_save_and_exit_with_130(jax_recipe):
     run, arguments = jax_recipe("run", trainer__max_steps=100000, trainer__limit_val_batches=0)
     process = Fork(train, "fit", *arguments)
     while not run.metrics_csv.exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "--ckpt_path last" in said and "Traceback" not in said
+    output = process.communicate(timeout=60)
+    assert process.returncode == 130 and "--ckpt_path last" in output and "Traceback" not in output
     assert run.find("last") is not None
 
 
 @pytest.mark.slow
 def test_no_step_waits_for_the_device(jax_recipe, monkeypatch):
-    """Between two logged steps nothing is fetched from the devices."""
+    """Nothing is fetched from the devices between two logged steps."""
     import jax
 
     fetched, get = [], jax.device_get
