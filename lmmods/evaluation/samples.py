@@ -58,8 +58,8 @@ class SampleWriter(SampleFields):
         # The untrained model no longer exists, so read its answers from the file.
         self._base = {row["prompt"]: row["output"] for row in rows if row["step"] == 0}
         if self.prompts and self.compare_base and not self._base.keys() >= set(self.prompts):
-            warn(f"{self._path} does not contain the untrained model's answers to all prompts; the missing ones are "
-                 "null in base.")
+            warn(f"{self._path} does not contain the untrained model's answers to all prompts. Where one is missing, "
+                 "base is null.")
 
     @property
     def wants_base(self) -> bool:

@@ -1,4 +1,4 @@
-"""EarlyStopping from the recipe: it stops, the run is complete, its count survives a resume and a change of engine."""
+"""EarlyStopping from the recipe: stopped runs are complete; its count survives a resume and a change of engine."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping as Lightnings
+from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
@@ -16,7 +16,7 @@ from lmmods.runs.folder import RunFolder
 
 @pytest.fixture
 def flat(recipe):
-    """Arguments of a run that learns nothing: the first of its validations, every two steps, stays the best."""
+    """Return arguments of a run that learns nothing: its first validation stays the best one."""
     stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 2, "min_delta": 0.001}}
     return recipe(trainer__max_steps=20, trainer__val_check_interval=2, trainer__callbacks=[stopping],
                   model__init_args__optimizer={"lr": 0.0})
@@ -24,8 +24,8 @@ def flat(recipe):
 
 def state(folder: RunFolder) -> dict:
     callbacks = json.loads((folder.resolve("last") / "state.json").read_text())["callbacks"]
-    [found] = [value for name, value in callbacks.items() if name.startswith("EarlyStopping")]
-    return found
+    [saved] = [value for name, value in callbacks.items() if name.startswith("EarlyStopping")]
+    return saved
 
 
 def assert_stopped_at_step_6(folder: RunFolder) -> None:
@@ -45,7 +45,7 @@ def test_a_run_that_no_longer_improves_ends_complete(flat, tmp_path, capsys):
     assert_stopped_at_step_6(folder)
 
 
-def test_more_patience_goes_on(flat, tmp_path):
+def test_a_run_resumes_with_more_patience(flat, tmp_path):
     folder = RunFolder(tmp_path / "run")
     assert main(["fit", *flat]) == 0
     assert main(["fit", *flat, "--ckpt_path", "last", "--trainer.callbacks.patience", "4"]) == 0
@@ -83,34 +83,34 @@ def test_a_metric_that_is_not_logged_is_an_error(recipe, capsys):
 
 
 class Values:
-    """What Lightning's callback asks of a trainer, over a list of values."""
+    """Trainer for Lightning's callback that provides a list of values."""
 
     fast_dev_run, current_epoch, should_stop = False, 0, False
     strategy = type("Strategy", (), {"reduce_boolean_decision": staticmethod(lambda decision, all: decision)})
 
     def __init__(self, values):
-        self.values, self.looked = values, 0
+        self.values, self.num_checked = values, 0
 
-    def lightnings(self, callback) -> tuple[int, dict]:
-        """How many values it looks at before it stops, and its state."""
+    def check_lightnings(self, callback) -> tuple[int, dict]:
+        """Return the number of values checked until the callback stops, and its state."""
         for value in self.values:
-            self.looked += 1
+            self.num_checked += 1
             self.callback_metrics = {"val/loss": torch.tensor(value, dtype=torch.float64)}
             callback._run_early_stopping_check(self)
             if self.should_stop:
                 break
-        return self.looked, callback.state_dict()
+        return self.num_checked, callback.state_dict()
 
-    def ours(self, rule) -> tuple[int, dict]:
+    def check_rule(self, rule) -> tuple[int, dict]:
         for value in self.values:
-            self.looked += 1
+            self.num_checked += 1
             if rule.check({"val/loss": value}):
                 break
-        return self.looked, rule.state_dict()
+        return self.num_checked, rule.state_dict()
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_the_rule_is_lightnings(mode, capsys):
+def test_the_rule_is_that_of_lightning(mode, capsys):
     dice = random.Random(0)
     stopped = set()
     for _ in range(400):
@@ -119,26 +119,26 @@ def test_the_rule_is_lightnings(mode, capsys):
                   "divergence_threshold": dice.choice([None, 0.0, 1.0])}
         values = [dice.choice([dice.randint(-1, 9) / 8, dice.random(), math.nan, math.inf, -math.inf])
                   for _ in range(dice.randint(1, 12))]
-        theirs, ours = Lightnings("val/loss", **fields), EarlyStoppingRule("val/loss", **fields)
-        number, state = Values(values).lightnings(theirs)
-        found, kept = Values(values).ours(ours)
-        assert (found, kept["wait_count"], kept["stopping_reason"]) == (
-            number, state["wait_count"], state["stopping_reason"]), (fields, values)
-        assert kept["best_score"] == state["best_score"].item(), (fields, values)
-        assert ours.state_key == theirs.state_key
-        stopped.add(kept["stopping_reason"])
+        lightnings, rule = LightningEarlyStopping("val/loss", **fields), EarlyStoppingRule("val/loss", **fields)
+        expected_checks, expected = Values(values).check_lightnings(lightnings)
+        num_checks, actual = Values(values).check_rule(rule)
+        assert (num_checks, actual["wait_count"], actual["stopping_reason"]) == (
+            expected_checks, expected["wait_count"], expected["stopping_reason"]), (fields, values)
+        assert actual["best_score"] == expected["best_score"].item(), (fields, values)
+        assert rule.state_key == lightnings.state_key
+        stopped.add(actual["stopping_reason"])
     assert stopped == {0, 1, 2, 3, 4}
 
 
 def old_states() -> dict[str, dict]:
-    """What this project's checkpoints held before, of a run whose best was 2.5 two validations ago."""
+    """Return states of older checkpoints, with a best score of 2.5 two validations ago."""
     torchs = {"wait_count": 2, "stopped_epoch": 0, "best_score": torch.tensor(2.5), "patience": 5,
               "stopping_reason": 0, "stopping_reason_message": None}
     return {"torch": torchs, "jax": {"wait_count": 2, "best": 2.5}}
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_older_checkpoints_of_both_engines_go_on(engine):
+def test_older_checkpoints_of_both_engines_resume(engine):
     rule = EarlyStoppingRule("val/loss", patience=4)
     rule.load_state_dict(old_states()[engine])
     assert not rule.begin(validates=True)
@@ -147,7 +147,7 @@ def test_older_checkpoints_of_both_engines_go_on(engine):
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_an_older_run_that_had_stopped_stays_so_until_patience_is_raised(engine):
+def test_an_older_stopped_run_resumes_only_with_more_patience(engine):
     state = {**old_states()[engine], **({"stopping_reason": 3} if engine == "torch" else {})}
     for patience, stays in ((2, True), (3, False)):
         rule = EarlyStoppingRule("val/loss", patience=patience)
@@ -156,18 +156,18 @@ def test_an_older_run_that_had_stopped_stays_so_until_patience_is_raised(engine)
 
 
 def test_when_it_checks():
-    for wanted, validates, moments in ((None, True, {"validated"}), (None, False, {"epoch", "both"}),
-                                       (True, True, {"epoch", "both"}), (False, True, {"validated", "both"})):
-        rule = EarlyStoppingRule("val/loss", check_on_train_epoch_end=wanted)
+    for setting, validates, moments in ((None, True, {"validated"}), (None, False, {"epoch", "both"}),
+                                        (True, True, {"epoch", "both"}), (False, True, {"validated", "both"})):
+        rule = EarlyStoppingRule("val/loss", check_on_train_epoch_end=setting)
         rule.begin(validates)
         due = {name for name, moment in {"validated": (True, False), "epoch": (False, True), "both": (True, True)
                                          }.items() if rule.is_due(*moment)}
-        assert due == moments | ({"both"} if wanted is None else set())
+        assert due == moments | ({"both"} if setting is None else set())
 
 
-def test_a_metric_may_come_later_where_that_is_said():
+def test_a_missing_metric_is_an_error_unless_strict_is_false():
     assert not EarlyStoppingRule("val/late", strict=False).check({"val/loss": 1.0})
-    with pytest.raises(UserError, match="which this run does not log .val/loss."):
+    with pytest.raises(UserError, match="which this run does not log. Set it to one of val/loss."):
         EarlyStoppingRule("val/late").check({"val/loss": 1.0})
 
 
@@ -175,8 +175,8 @@ def test_a_metric_may_come_later_where_that_is_said():
 
 
 def saved_state(folder: RunFolder) -> dict:
-    found = state(folder)
-    return {**found, "best_score": round(found["best_score"], 4), "stopping_reason_message": ""}
+    saved = state(folder)
+    return {**saved, "best_score": round(saved["best_score"], 4), "stopping_reason_message": ""}
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_run_that_changes_engine_keeps_count(flat, tmp_path, stop_at, first, c
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_a_run_without_validation_is_checked_each_epoch(recipe, tmp_path, engine):
-    """An epoch is 9 steps; the loss of a rate of 0 without dropout and shuffling is that of the rows alone."""
+    """An epoch has 9 steps; with a rate of 0 and no dropout or shuffling, the loss depends on the rows only."""
     stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "train/loss", "patience": 1,
                                                              "min_delta": 100.0}}
     folder = RunFolder(tmp_path / "run")

@@ -1,6 +1,6 @@
-"""MMLU while training: the letters' tokens, the answers against a bare loop, that training does not feel it.
+"""MMLU during training: the letters' tokens, answers compared with a bare loop, no effect on training.
 
-Everything is tiny and offline; the marked tests start several processes or compile much.
+Everything is tiny and offline; slow tests start several processes or compile many programs.
 """
 
 import csv
@@ -43,13 +43,13 @@ def write(path: Path, rows: list[dict]) -> str:
 
 @pytest.fixture
 def rows() -> list[dict]:
-    """23 questions of unequal length and with several ends, in three subjects of unequal size, with five letters."""
-    drawn = random.Random(3)
-    return [{"subject": subject, "input": f"Count {'one ' * drawn.randint(1, 30)}or {place}.\n"
-             + "".join(f"{letter}. {drawn.randint(1, 99)}\n" for letter in "ABCDE")
-             + drawn.choice(["Answer:", "I say", "So?", "It is (", "\n", "Response:\n0"]),
-             "output": drawn.choice("ABCDE")}
-            for subject, count in zip(("adding", "counting", "naming"), UNEVEN) for place in range(count)]
+    """Return 23 questions with different lengths and ends, in three subjects of different sizes, with five letters."""
+    dice = random.Random(3)
+    return [{"subject": subject, "input": f"Count {'one ' * dice.randint(1, 30)}or {index}.\n"
+             + "".join(f"{letter}. {dice.randint(1, 99)}\n" for letter in "ABCDE")
+             + dice.choice(["Answer:", "I say", "So?", "It is (", "\n", "Response:\n0"]),
+             "output": dice.choice("ABCDE")}
+            for subject, count in zip(("adding", "counting", "naming"), UNEVEN) for index in range(count)]
 
 
 @pytest.fixture
@@ -63,17 +63,17 @@ def folder(tmp_path) -> RunFolder:
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[dict[int, np.ndarray]]:
-    """Logits of each letter at each round of questions, by the row's number."""
-    found: list[dict[int, np.ndarray]] = []
+def rounds(monkeypatch) -> list[dict[int, np.ndarray]]:
+    """Record the letters' logits of each round of questions, by row index."""
+    rounds: list[dict[int, np.ndarray]] = []
     score = MMLUEvaluator.score
 
-    def noted(self, step, logits):
-        found.append({row: logits[row][self._columns[row]] for row in sorted(logits)})
+    def score_and_record(self, step, logits):
+        rounds.append({row: logits[row][self._columns[row]] for row in sorted(logits)})
         return score(self, step, logits)
 
-    monkeypatch.setattr(MMLUEvaluator, "score", noted)
-    return found
+    monkeypatch.setattr(MMLUEvaluator, "score", score_and_record)
+    return rounds
 
 
 def logged(folder: RunFolder) -> list[dict[str, float]]:
@@ -83,11 +83,11 @@ def logged(folder: RunFolder) -> list[dict[str, float]]:
 
 
 def final(folder: RunFolder) -> dict[str, float]:
-    found = json.loads(folder.metrics_json.read_text())
-    return {name: value for name, value in found.items() if name.startswith("mmlu/")}
+    metrics = json.loads(folder.metrics_json.read_text())
+    return {name: value for name, value in metrics.items() if name.startswith("mmlu/")}
 
 
-def asked_at(folder: RunFolder) -> list[int]:
+def question_steps(folder: RunFolder) -> list[int]:
     return [row["step"] for row in logged(folder) if "mmlu/eval/accuracy" in row]
 
 
@@ -95,9 +95,9 @@ def asked_at(folder: RunFolder) -> list[int]:
 
 
 def metaspace(merges: list[tuple[str, str]], letters: str = "ABCD") -> PreTrainedTokenizerFast:
-    """A tokenizer that puts ▁ before each text, as Llama's does."""
-    pieces = ["<unk>", "<s>", "</s>", "▁", ":", *letters, *("".join(pair) for pair in merges)]
-    tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>"))
+    """Return a tokenizer that prepends ▁ to each text, like Llama's."""
+    vocabulary = ["<unk>", "<s>", "</s>", "▁", ":", *letters, *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE({token: n for n, token in enumerate(vocabulary)}, merges, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
     tokenizer.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
@@ -108,25 +108,25 @@ def metaspace(merges: list[tuple[str, str]], letters: str = "ABCD") -> PreTraine
 ])
 def test_a_letter_is_the_token_that_follows_the_prompt(prompt, expected):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "llama")
-    found = find_choice_tokens(tokenizer, TextEncoder(tokenizer), prompt, "ABCD")
-    assert tokenizer.convert_ids_to_tokens(found) == [expected.format(letter) for letter in "ABCD"]
+    tokens = find_choice_tokens(tokenizer, TextEncoder(tokenizer), prompt, "ABCD")
+    assert tokenizer.convert_ids_to_tokens(tokens) == [expected.format(letter) for letter in "ABCD"]
     space = " " if "Ġ" in expected else ""
-    for letter, token in zip("ABCD", found):
+    for letter, token in zip("ABCD", tokens):
         assert tokenizer.encode(prompt + space + letter, add_special_tokens=False)[-1] == token
 
 
 @pytest.mark.parametrize(("merges", "expected"), [
     ([("▁", letter) for letter in "ABCD"], "▁{}"), ([], "{}"), ([("▁", "A")], "{}"),
 ], ids=["a space in the token", "a space alone", "a space in one token only"])
-def test_all_letters_are_taken_in_the_same_way(merges, expected):
+def test_all_letters_have_the_same_form(merges, expected):
     tokenizer = metaspace(merges)
-    found = find_choice_tokens(tokenizer, TextEncoder(tokenizer), "A:", "ABCD")
-    assert tokenizer.convert_ids_to_tokens(found) == [expected.format(letter) for letter in "ABCD"]
+    tokens = find_choice_tokens(tokenizer, TextEncoder(tokenizer), "A:", "ABCD")
+    assert tokenizer.convert_ids_to_tokens(tokens) == [expected.format(letter) for letter in "ABCD"]
 
 
 @pytest.mark.parametrize(("letters", "merges"), [("AB", []), ("ABCD", [(":", "A"), ("▁", "A")])],
                          ids=["unknown letters", "a letter that grows into the prompt"])
-def test_letters_without_a_token_of_their_own_are_refused(letters, merges):
+def test_letters_without_their_own_token_are_an_error(letters, merges):
     tokenizer = metaspace(merges, letters)
     with pytest.raises(UserError, match="does not encode each of the letters A, B, C, D as one token"):
         find_choice_tokens(tokenizer, TextEncoder(tokenizer), "A:", "ABCD")
@@ -136,7 +136,7 @@ def test_letters_without_a_token_of_their_own_are_refused(letters, merges):
 
 
 class Model:
-    """What the evaluator asks of a task."""
+    """Task as the evaluator sees it."""
 
     auto_class = "AutoModelForCausalLM"
 
@@ -154,55 +154,57 @@ def data(llama_folder, instructions) -> SFTData:
     return module
 
 
-def prepared(data, source: str, room: int | None = None, **settings) -> MMLUEvaluator:
-    found = MMLUEvaluator(source, **settings)
-    found.prepare(data, Model(room))
-    return found
+def prepare(data, source: str, room: int | None = None, **settings) -> MMLUEvaluator:
+    evaluator = MMLUEvaluator(source, **settings)
+    evaluator.prepare(data, Model(room))
+    return evaluator
 
 
-def test_a_prompt_is_the_row_as_it_stands(data, rows, questions):
-    found = prepared(data, questions)
-    assert [ids.tolist() for ids in found.prompt_ids] == [data.tokenizer.encode(row["input"]) for row in rows]
-    assert ["ABCDE"[answer] for answer in found._answers] == [row["output"] for row in rows]
-    batches = list(found.batches(data, 0, 1))
+def test_a_prompt_is_the_unchanged_row(data, rows, questions):
+    evaluator = prepare(data, questions)
+    assert [ids.tolist() for ids in evaluator.prompt_ids] == [data.tokenizer.encode(row["input"]) for row in rows]
+    assert ["ABCDE"[answer] for answer in evaluator._answers] == [row["output"] for row in rows]
+    batches = list(evaluator.batches(data, 0, 1))
     assert sorted(index for batch in batches for index in batch["index"].tolist()) == list(range(len(rows)))
-    shares = [list(found.batches(data, rank, 4)) for rank in range(4)]
-    assert {len(share) for share in shares} == {2}  # each process as often: sharded forwards wait for each other
-    dealt = [index for share in shares for batch in share for index in batch["index"].tolist() if index >= 0]
-    assert sorted(dealt) == list(range(len(rows)))
+    by_rank = [list(evaluator.batches(data, rank, 4)) for rank in range(4)]
+    # The same number on each process: sharded forward passes wait for each other.
+    assert {len(batches) for batches in by_rank} == {2}
+    indices = [index for batches in by_rank for batch in batches for index in batch["index"].tolist() if index >= 0]
+    assert sorted(indices) == list(range(len(rows)))
 
 
 def test_a_space_at_the_end_belongs_to_the_answer(tmp_path, data, rows):
-    plain_rows, spaced = prepared(data, write(tmp_path / "plain.jsonl", rows)), prepared(
+    plain_rows, spaced = prepare(data, write(tmp_path / "plain.jsonl", rows)), prepare(
         data, write(tmp_path / "spaced.jsonl", [{**row, "input": row["input"] + " "} for row in rows]))
     assert [ids.tolist() for ids in plain_rows.prompt_ids] == [ids.tolist() for ids in spaced.prompt_ids]
 
 
-def test_prompts_that_end_differently_have_letters_of_their_own(tmp_path, data):
+def test_prompts_that_end_differently_have_their_own_letters(tmp_path, data):
     data._tokenizer.loaded.tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "llama")
     rows = [{"input": f"Choose.{end}", "output": letter} for end in ("\nAnswer:", "\n") for letter in "ABC"]
-    found = prepared(data, write(tmp_path / "rows.jsonl", rows))
-    names = data.tokenizer.convert_ids_to_tokens(found.choice_ids.tolist())
-    assert [[names[column] for column in row] for row in found._columns] == [["ĠA", "ĠB", "ĠC"]] * 3 + [list("ABC")] * 3
+    evaluator = prepare(data, write(tmp_path / "rows.jsonl", rows))
+    names = data.tokenizer.convert_ids_to_tokens(evaluator.choice_ids.tolist())
+    letters = [[names[column] for column in row] for row in evaluator._columns]
+    assert letters == [["ĠA", "ĠB", "ĠC"]] * 3 + [list("ABC")] * 3
 
 
-def test_a_long_prompt_loses_its_beginning_and_that_is_said(data, rows, questions, capsys):
+def test_a_long_prompt_is_truncated_on_the_left_and_reported(data, rows, questions, capsys):
     whole = [data.tokenizer.encode(row["input"]) for row in rows]
     room = sorted(len(ids) for ids in whole)[10]
     for settings in ({"max_length": room}, {"room": room}):
-        found = prepared(data, questions, **settings)
-        assert [ids.tolist() for ids in found.prompt_ids] == [
+        evaluator = prepare(data, questions, **settings)
+        assert [ids.tolist() for ids in evaluator.prompt_ids] == [
             ids if len(ids) <= room else [1, *ids[1 - room:]] for ids in whole]
         cut = sum(len(ids) > room for ids in whole)
         assert capsys.readouterr().out.count(f"{cut} of 23 prompts have more than {room} tokens") == 1
 
 
 def test_a_limit_takes_rows_from_the_whole_file(data, rows, questions):
-    found = prepared(data, questions, limit=5)
-    assert [ids.tolist() for ids in found.prompt_ids] == [
-        data.tokenizer.encode(rows[place]["input"]) for place in (0, 4, 9, 13, 18)]
-    assert len(found._columns[0]) == 5  # the letters are those of all rows
-    assert len(prepared(data, questions, limit=99).prompt_ids) == 23
+    evaluator = prepare(data, questions, limit=5)
+    assert [ids.tolist() for ids in evaluator.prompt_ids] == [
+        data.tokenizer.encode(rows[index]["input"]) for index in (0, 4, 9, 13, 18)]
+    assert len(evaluator._columns[0]) == 5  # the letters are those of all rows
+    assert len(prepare(data, questions, limit=99).prompt_ids) == 23
 
 
 def test_several_files_and_mapped_columns(tmp_path, data, rows):
@@ -210,24 +212,24 @@ def test_several_files_and_mapped_columns(tmp_path, data, rows):
 
     first = write(tmp_path / "first.jsonl", rows[:3])
     second = write(tmp_path / "second.jsonl", [{"question": row["input"], "right": row["output"]} for row in rows[3:]])
-    found = prepared(data, [first, Source(second, columns={"question": "input", "right": "output"}, limit=4)])
-    assert len(found.prompt_ids) == 7 and found._subjects == ["adding"] * 2 + ["counting"] + ["all"] * 4
+    evaluator = prepare(data, [first, Source(second, columns={"question": "input", "right": "output"}, limit=4)])
+    assert len(evaluator.prompt_ids) == 7 and evaluator._subjects == ["adding"] * 2 + ["counting"] + ["all"] * 4
 
 
 def test_without_subjects_there_is_one_accuracy(tmp_path, data):
-    found = prepared(data, write(tmp_path / "rows.jsonl", [{"input": "Q:", "output": letter} for letter in "AJ"]))
-    scores = found.score(3, {row: np.arange(10.0) for row in range(2)})
+    evaluator = prepare(data, write(tmp_path / "rows.jsonl", [{"input": "Q:", "output": letter} for letter in "AJ"]))
+    scores = evaluator.score(3, {row: np.arange(10.0) for row in range(2)})
     expected = np.log(np.exp(np.arange(10)).sum()) - 4.5
     assert scores == pytest.approx({"mmlu/eval/accuracy": 0.5, "mmlu/eval/mean_subject_accuracy": 0.5,
                                     "mmlu/eval/loss": expected})
-    assert found.latest_step == 3
+    assert evaluator.latest_step == 3
 
 
 def test_scores_by_hand():
     logits = np.log([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.2, 0.3, 0.5], [0.4, 0.5, 0.1]])
-    found = choice_scores(logits, np.array([0, 2, 2, 1]), ["x", "y", "y", "y"])
-    assert found == pytest.approx({"accuracy": 3 / 4, "mean_subject_accuracy": (1 + 2 / 3) / 2, "x": 1.0, "y": 2 / 3,
-                                   "loss": -np.log([0.7, 0.3, 0.5, 0.5]).mean()})
+    scores = choice_scores(logits, np.array([0, 2, 2, 1]), ["x", "y", "y", "y"])
+    assert scores == pytest.approx({"accuracy": 3 / 4, "mean_subject_accuracy": (1 + 2 / 3) / 2, "x": 1.0, "y": 2 / 3,
+                                    "loss": -np.log([0.7, 0.3, 0.5, 0.5]).mean()})
 
 
 GOOD = {"input": "Q:", "output": "B"}
@@ -245,26 +247,26 @@ GOOD = {"input": "Q:", "output": "B"}
     ([{"input": "Q:", "output": "A"}] * 2, "every answer is A"),
     ([], "there are no rows"),
 ])
-def test_rows_that_are_no_questions(tmp_path, data, rows, message):
-    with pytest.raises(UserError, match="mmlu.source") as told:
-        prepared(data, write(tmp_path / "rows.jsonl", rows))
-    assert message in str(told.value)
+def test_rows_that_are_not_questions(tmp_path, data, rows, message):
+    with pytest.raises(UserError, match="mmlu.source") as error:
+        prepare(data, write(tmp_path / "rows.jsonl", rows))
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"every_n_steps": 0}, "mmlu.every_n_steps is 0"), ({"limit": 0}, "mmlu.limit is 0"),
     ({"max_length": 1}, "mmlu.max_length is 1"), ({"source": []}, "mmlu.source"), ({"name": "a/b"}, "mmlu.name"),
 ])
-def test_settings_that_make_no_sense(settings, message):
+def test_invalid_settings(settings, message):
     with pytest.raises(UserError, match=message):
         MMLUEvaluator(**settings)
 
 
-# Against a bare loop -------------------------------------------------------------------------------------------------
+# Compared with a bare loop -------------------------------------------------------------------------------------------
 
 
-def by_hand(model, tokenizer, rows: list[dict]) -> tuple[np.ndarray, float]:
-    """(picked letters, mean loss), one prompt at a time; behind these prompts, letters are tokens alone."""
+def answer_with_bare_loop(model, tokenizer, rows: list[dict]) -> tuple[np.ndarray, float]:
+    """Return (picked letters, mean loss), one prompt at a time; after these prompts, letters are single tokens."""
     letters = tokenizer.convert_tokens_to_ids(list("ABCDE"))
     picked, losses = [], []
     for row in rows:
@@ -276,35 +278,35 @@ def by_hand(model, tokenizer, rows: list[dict]) -> tuple[np.ndarray, float]:
 
 
 @SLOW_ON_JAX
-def test_they_are_the_answers_of_the_model_that_is_saved(recipe, folder, plain, questions, rows, asked,  # noqa: F811
-                                                         engine):
+def test_answers_are_those_of_the_saved_model(recipe, folder, plain, questions, rows, rounds,  # noqa: F811
+                                              engine):
     changes = {**LORA, "model__init_args__pretrained": plain, "engine": engine, "mmlu": {"source": questions},
                "data__init_args__eval_batch_size": 12}
     assert main(["fit", *recipe(**changes)]) == 0
-    assert asked_at(folder) == [4, 6]
+    assert question_steps(folder) == [4, 6]
     tokenizer = AutoTokenizer.from_pretrained(folder.model)
     model = AutoModelForCausalLM.from_pretrained(plain).eval()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    _, untrained = by_hand(model, tokenizer, rows)
-    picked, loss = by_hand(PeftModel.from_pretrained(model, folder.model).eval(), tokenizer, rows)
-    assert [asked[-1][row].argmax() for row in range(23)] == picked.tolist() and len(set(picked)) > 2
+    _, untrained = answer_with_bare_loop(model, tokenizer, rows)
+    picked, loss = answer_with_bare_loop(PeftModel.from_pretrained(model, folder.model).eval(), tokenizer, rows)
+    assert [rounds[-1][row].argmax() for row in range(23)] == picked.tolist() and len(set(picked)) > 2
     hits = picked == ["ABCDE".index(row["output"]) for row in rows]
     parts = np.split(hits, np.cumsum(UNEVEN)[:-1])
-    found = final(folder)
-    assert found.pop("mmlu/eval/loss") == pytest.approx(loss, abs=1e-5) and abs(loss - untrained) > 1e-3
-    assert found == pytest.approx({
+    metrics = final(folder)
+    assert metrics.pop("mmlu/eval/loss") == pytest.approx(loss, abs=1e-5) and abs(loss - untrained) > 1e-3
+    assert metrics == pytest.approx({
         "mmlu/eval/accuracy": hits.mean(), "mmlu/eval/mean_subject_accuracy": np.mean([p.mean() for p in parts]),
         **{f"mmlu/eval/{name}": p.mean() for name, p in zip(("adding", "counting", "naming"), parts)}})
     last, = (row for row in logged(folder) if row["step"] == 6)
     assert {name: value for name, value in last.items() if name.startswith("mmlu/")} == final(folder)
 
 
-def test_a_model_that_is_not_taken_apart_gives_the_same_logits(plain, data, questions):  # noqa: F811
+def test_a_model_without_a_separate_head_gives_the_same_logits(plain, data, questions):  # noqa: F811
     model = AutoModelForCausalLM.from_pretrained(plain).eval()
     model.resize_token_embeddings(len(data.tokenizer), mean_resizing=False)  # one to pad with
-    found = prepared(data, questions)
-    batch = next(found.batches(data, 0, 1))
-    choices = torch.from_numpy(found.choice_ids)
+    evaluator = prepare(data, questions)
+    batch = next(evaluator.batches(data, 0, 1))
+    choices = torch.from_numpy(evaluator.choice_ids)
     with torch.no_grad():
         whole, part = (choice_logits(model, head, batch, choices) for head in (None, LMHead.from_model(model)))
     assert whole.shape == (4, 5)
@@ -312,19 +314,19 @@ def test_a_model_that_is_not_taken_apart_gives_the_same_logits(plain, data, ques
 
 
 @SLOW_ON_JAX
-def test_the_batch_size_changes_nothing(recipe, folder, questions, asked, engine):
+def test_the_batch_size_changes_nothing(recipe, folder, questions, rounds, engine):
     for size in (1, 5, 40):
         arguments = recipe(**LORA, engine=engine, mmlu={"source": questions}, data__init_args__eval_batch_size=size)
         assert main(["validate", *arguments]) == 0
-    for other in asked[1:]:
-        assert all(other[row].argmax() == asked[0][row].argmax() for row in range(23))
-        assert np.stack(list(other.values())) == pytest.approx(np.stack(list(asked[0].values())), abs=2e-5)
+    for other in rounds[1:]:
+        assert all(other[row].argmax() == rounds[0][row].argmax() for row in range(23))
+        assert np.stack(list(other.values())) == pytest.approx(np.stack(list(rounds[0].values())), abs=2e-5)
 
 
 @pytest.mark.slow
-def test_both_engines_say_the_same(recipe, tmp_path, questions, plain):  # noqa: F811
-    """From the same weights, after the same six steps of LoRA; samples, too."""
-    found, sampled = [], []
+def test_both_engines_give_the_same_answers(recipe, tmp_path, questions, plain):  # noqa: F811
+    """From the same weights, after the same six LoRA steps; and the same samples."""
+    by_engine, sampled = [], []
     for engine in ("torch", "jax"):
         run = RunFolder(tmp_path / engine)
         assert main(["fit", *recipe(
@@ -332,21 +334,21 @@ def test_both_engines_say_the_same(recipe, tmp_path, questions, plain):  # noqa:
             model__init_args__pretrained=plain, trainer__default_root_dir=str(run.root),
             data__init_args__eval_batch_size=12)]) == 0
         sampled.append(samples(run))
-        found.append([{name: value for name, value in row.items() if name.startswith("mmlu/")} for row in logged(run)]
-                     + [final(run)])
-    assert [len(row) for row in found[0]] == [0, 0, 0, 6, 0, 6, 6]
-    for row, wanted in zip(*found, strict=True):
-        losses = [part.pop("mmlu/eval/loss", 0.0) for part in (row, wanted)]
-        assert losses[0] == pytest.approx(losses[1], abs=1e-4) and row == wanted
+        by_engine.append([{name: value for name, value in row.items() if name.startswith("mmlu/")}
+                          for row in logged(run)] + [final(run)])
+    assert [len(row) for row in by_engine[0]] == [0, 0, 0, 6, 0, 6, 6]
+    for row, expected in zip(*by_engine, strict=True):
+        losses = [part.pop("mmlu/eval/loss", 0.0) for part in (row, expected)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-4) and row == expected
     assert sampled[0] == sampled[1] and len({row["output"] for row in sampled[0]}) > 2
 
 
-# Training does not feel it -------------------------------------------------------------------------------------------
+# No effect on training -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def noisy_questions(monkeypatch):
-    """Questions that draw from every random state there is."""
+    """Make questions use every random state."""
     quiet = torch_side.choice_logits
 
     def noisy(*args):
@@ -374,7 +376,7 @@ def test_a_run_with_questions_equals_one_without(recipe, tmp_path, questions, no
     assert str(states[0]) == str(states[1])
     rows = logged(asking)
     # An epoch of 8 micro-batches has steps of 3, 3 and 2; validation is after every fourth step and at the end.
-    assert asked_at(asking) == ([1, 2, 3, 4, 5, 6] if every else [4, 6])
+    assert question_steps(asking) == ([1, 2, 3, 4, 5, 6] if every else [4, 6])
     assert [{name: value for name, value in row.items() if not name.startswith("mmlu/")} for row in rows
             ] == logged(without)
     assert_same_checkpoint(asking, without)
@@ -397,7 +399,7 @@ def test_the_speed_is_of_training_alone(recipe, folder, questions, engine, monke
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("batch", [4, 6, 12])
 def test_interrupted_and_resumed(recipe, finished, tmp_path, rows, shared, stop_at, batch, every):
-    """Inside a window, in the step that is asked at, and when that step is validated too."""
+    """In the middle of a step, in a step with questions, and in one with questions and validation."""
     questions = shared("questions", lambda folder: write(folder / "questions.jsonl", rows)) / "questions.jsonl"
     changes = {"mmlu": {"source": str(questions), "every_n_steps": every}, "trainer__accumulate_grad_batches": 3}
     straight, broken = finished(**changes), RunFolder(tmp_path / "broken")
@@ -421,21 +423,21 @@ def test_at_validations_or_by_steps_and_at_the_end(recipe, folder, questions, en
         changes["data__init_args__val_size"] = 0
         changes["checkpoint"] = {"keep_best": 0}
     assert main(["fit", *recipe(**LORA, **changes, engine=engine)]) == 0
-    assert asked_at(folder) == steps
+    assert question_steps(folder) == steps
     assert len(final(folder)) == 6
 
 
 @SLOW_ON_JAX
-def test_a_run_stopped_early_is_asked_at_its_end(recipe, folder, questions, engine):
+def test_a_run_stopped_early_is_evaluated_at_its_end(recipe, folder, questions, engine):
     stopping = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 1,
                                                               "divergence_threshold": 0.0}}]
     assert main(["fit", *recipe(**LORA, mmlu={"source": questions, "every_n_steps": 50}, engine=engine,
                                 trainer__callbacks=stopping)]) == 0
-    assert asked_at(folder) == [4] and len(final(folder)) == 6 and folder.completed.exists()
+    assert question_steps(folder) == [4] and len(final(folder)) == 6 and folder.completed.exists()
 
 
 @SLOW_ON_JAX
-def test_checkpoints_and_early_stopping_go_by_the_answers(recipe, folder, questions, engine):
+def test_checkpoints_and_early_stopping_can_use_the_answers(recipe, folder, questions, engine):
     stopping = [{"class_path": "EarlyStopping", "init_args": {"monitor": "mmlu/eval/loss", "patience": 1}}]
     assert main(["fit", *recipe(
         **LORA, mmlu={"source": questions}, engine=engine, trainer__callbacks=stopping, trainer__max_steps=12,
@@ -449,7 +451,7 @@ def test_checkpoints_and_early_stopping_go_by_the_answers(recipe, folder, questi
 
 @pytest.mark.slow
 @SLOW_ON_JAX
-def test_validate_and_test_ask_too(recipe, folder, questions, instructions, engine):
+def test_validate_and_test_evaluate_too(recipe, folder, questions, instructions, engine):
     changes = {**LORA, "engine": engine, "mmlu": {"source": questions, "every_n_steps": 3, "name": "test"},
                "data__init_args__test_source": {"path": str(instructions), "limit": 4}}
     assert main(["fit", *recipe(**changes)]) == 0
@@ -468,23 +470,24 @@ def test_validate_and_test_ask_too(recipe, folder, questions, instructions, engi
 ], ids=["ddp-qlora", "fsdp-full", "jax-fsdp-full", "jax-processes"])
 def test_two_devices_answer_and_sample_as_one(on_one_and_two, plain, questions, strategy, engine, changes,  # noqa: F811
                                    processes):
-    """Lightning starts its second process itself; JAX has two devices in a process, or two processes with one each."""
-    one, two, said = on_one_and_two(strategy, processes, **changes, mmlu={"source": questions}, **block(),
-                                    engine=engine, model__init_args__pretrained=plain)
-    assert asked_at(one)[-1] == asked_at(two)[-1] == 6 and said.count("23 questions") == len(asked_at(two))
-    assert final(two) == pytest.approx(final(one), abs=1e-4)
-    assert samples(two) == samples(one) and said.count("sample at step 6") == 2
+    """Lightning starts its second process itself; JAX has one process with two devices, or two with one each."""
+    single, two, output = on_one_and_two(strategy, processes, **changes, mmlu={"source": questions}, **block(),
+                                         engine=engine, model__init_args__pretrained=plain)
+    assert question_steps(single)[-1] == question_steps(two)[-1] == 6
+    assert output.count("23 questions") == len(question_steps(two))
+    assert final(two) == pytest.approx(final(single), abs=1e-4)
+    assert samples(two) == samples(single) and output.count("sample at step 6") == 2
 
 
-# Mistakes ------------------------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------------------------
 
 
 @ENGINES
 def test_a_bad_row_stops_the_run_before_anything_is_written(recipe, tmp_path, folder, engine, capsys):
     source = write(tmp_path / "bad.jsonl", [GOOD, {"input": "Q:", "output": "yes"}])
     assert main(["fit", *recipe(**LORA, mmlu={"source": source}, engine=engine)]) == 2
-    said = capsys.readouterr().err
-    assert f"{source}:2: output is 'yes'" in said and not folder.root.exists()
+    errors = capsys.readouterr().err
+    assert f"{source}:2: output is 'yes'" in errors and not folder.root.exists()
 
 
 @ENGINES
@@ -496,11 +499,11 @@ def test_tasks_that_predict_no_next_token(recipe, folder, tmp_path, bert_folder,
     assert main(["fit", *recipe(mmlu={"source": questions}, engine=engine,
                                 model={"class_path": "QA", "init_args": {"config": config}},
                                 data={"class_path": "QAData", "init_args": data})]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: mmlu.source: QA") and "null" in said and not folder.root.exists()
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: mmlu.source: QA") and "null" in errors and not folder.root.exists()
 
 
-def test_a_misspelt_key_is_refused(recipe, capsys):
+def test_a_misspelt_key_is_an_error(recipe, capsys):
     assert main(["fit", *recipe(mmlu__every_n_step=3)]) == 2
     assert "Did you mean mmlu.every_n_steps?" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Samples while training: what is generated, that training does not feel it, resume, both engines, many processes."""
+"""Samples during training: the generated text, no effect on training, resume, both engines."""
 
 import csv
 import json
@@ -69,10 +69,10 @@ def clm(tmp_path) -> dict:
                                                    "max_length": 48, "batch_size": 4}}
 
 
-# What is generated ---------------------------------------------------------------------------------------------------
+# Generated text -----------------------------------------------------------------------------------------------------
 
 
-def by_hand(model, tokenizer, prompts: list[str], steps: int = 5) -> list[str]:
+def greedy_search(model, tokenizer, prompts: list[str], steps: int = 5) -> list[str]:
     """Greedy search without a cache, one prompt at a time."""
     answers = []
     for prompt in prompts:
@@ -86,7 +86,7 @@ def by_hand(model, tokenizer, prompts: list[str], steps: int = 5) -> list[str]:
 
 
 @SLOW_ON_JAX
-def test_they_are_the_answers_of_the_base_and_of_the_trained_model(recipe, folder, plain, engine):
+def test_samples_are_the_answers_of_the_base_and_of_the_trained_model(recipe, folder, plain, engine):
     changes = {**LORA, "model__init_args__pretrained": plain, "engine": engine}
     assert main(["fit", *recipe(**changes, **block())]) == 0
     rows = samples(folder)
@@ -98,9 +98,9 @@ def test_they_are_the_answers_of_the_base_and_of_the_trained_model(recipe, folde
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for layer in (model.model.embed_tokens, model.lm_head):
         layer.weight.data[320:] = layer.weight.data[:320].mean(0)
-    base = by_hand(model, tokenizer, rendered)
+    base = greedy_search(model, tokenizer, rendered)
     assert [row["output"] for row in rows[:2]] == base and [row["base"] for row in rows] == base * 4
-    tuned = by_hand(PeftModel.from_pretrained(model, folder.model).eval(), tokenizer, rendered)
+    tuned = greedy_search(PeftModel.from_pretrained(model, folder.model).eval(), tokenizer, rendered)
     assert [row["output"] for row in rows[-2:]] == tuned != base
 
 
@@ -113,17 +113,17 @@ def test_prompts_are_encoded_as_rows_to_predict(tmp_path, llama_folder, instruct
         data.setup()
         rows = [json.loads(line) for line in instructions.read_text().splitlines()]
         batches = {batch["index"].item(): batch["input_ids"][0].tolist() for batch in data.predict_dataloader()}
-        asked = [number for number, row in enumerate(rows) if not row["input"].strip()]
-        assert data.encode_prompts([rows[n]["instruction"] for n in asked]) == [batches[n] for n in asked]
+        chosen = [index for index, row in enumerate(rows) if not row["input"].strip()]
+        assert data.encode_prompts([rows[n]["instruction"] for n in chosen]) == [batches[n] for n in chosen]
 
 
-def test_prompts_of_language_modelling_begin_a_document(tmp_path, llama_folder, clm, monkeypatch):
+def test_prompts_of_language_modelling_start_a_document(tmp_path, llama_folder, clm, monkeypatch):
     monkeypatch.setenv("LMMODS_CACHE", str(tmp_path / "cache"))
     data = CLMData(**{**clm["init_args"], "val_size": 0.0})
     data.connect(pretrained=str(llama_folder), seed=7, max_positions=256)
     data.setup("fit")
-    begun, = data.encode_prompts(["the quick brown"])
-    assert data.tokenizer.decode(begun) == "<s>the quick brown"
+    prompt_ids, = data.encode_prompts(["the quick brown"])
+    assert data.tokenizer.decode(prompt_ids) == "<s>the quick brown"
 
 
 def test_prompts_of_plain_texts_get_no_template(tmp_path, llama_folder, monkeypatch):
@@ -132,16 +132,16 @@ def test_prompts_of_plain_texts_get_no_template(tmp_path, llama_folder, monkeypa
     data = SFTData(str(tmp_path / "rows.jsonl"), template="alpaca")
     data.connect(pretrained=str(llama_folder), seed=7, max_positions=256)
     data.setup("fit")
-    begun, = data.encode_prompts(["the quick"])
-    assert data.tokenizer.decode(begun) == "<s>the quick"
+    prompt_ids, = data.encode_prompts(["the quick"])
+    assert data.tokenizer.decode(prompt_ids) == "<s>the quick"
 
 
-# Training does not feel it -------------------------------------------------------------------------------------------
+# No effect on training -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def noisy_generation(monkeypatch):
-    """Generation that draws from every random state there is."""
+    """Make generation use every random state."""
     quiet = decoding.generate
 
     def generate(*args, **kwargs):
@@ -193,23 +193,23 @@ def test_the_speed_is_of_training_alone(recipe, folder, engine, monkeypatch, clo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch", "seen"), [(4, {0}), (6, {0, 2}), (12, {0, 2, 4})])
-def test_interrupted_and_resumed(recipe, finished, tmp_path, stop_at, batch, seen):
-    """Inside a window, in the step that is sampled, and when that step is validated too."""
+@pytest.mark.parametrize(("batch", "sampled_steps"), [(4, {0}), (6, {0, 2}), (12, {0, 2, 4})])
+def test_interrupted_and_resumed(recipe, finished, tmp_path, stop_at, batch, sampled_steps):
+    """In the middle of a step, in a sampled step, and in a sampled step with validation."""
     changes = {**block(), "trainer__accumulate_grad_batches": 3}
     straight, broken = finished(**changes), RunFolder(tmp_path / "broken")
     stop_at(batch)
     arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
     assert main(["fit", *arguments]) == 130
-    assert {row["step"] for row in samples(broken)} == seen
+    assert {row["step"] for row in samples(broken)} == sampled_steps
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
     assert broken.samples.read_bytes() == straight.samples.read_bytes()
 
 
 @pytest.mark.slow
 @ENGINES
-def test_later_rows_come_again(recipe, folder, engine):
-    """As after a kill: the file is ahead of the checkpoint."""
+def test_later_rows_are_written_again(recipe, folder, engine):
+    """As after a kill, when the file is ahead of the checkpoint."""
     changes = {**LORA, **block(), "engine": engine, "checkpoint": {"every_n_steps": 1, "keep_last": 9}}
     arguments = recipe(**changes)
     assert main(["fit", *arguments]) == 0
@@ -220,7 +220,7 @@ def test_later_rows_come_again(recipe, folder, engine):
 
 @pytest.mark.slow
 @ENGINES
-def test_a_lost_file_is_reported_and_the_base_is_not_asked_again(recipe, folder, engine, capsys):
+def test_a_lost_file_is_reported_and_the_base_is_not_sampled_again(recipe, folder, engine, capsys):
     changes = {**LORA, **block(), "engine": engine, "trainer__limit_val_batches": 0,
                "model__init_args__optimizer": {"lr": 0.01}}
     assert main(["fit", *recipe(**changes, trainer__max_steps=4)]) == 0
@@ -243,7 +243,7 @@ def test_a_run_stopped_early_is_sampled_at_its_end(recipe, folder, engine):
 
 
 class Log:
-    """A logger that takes tables."""
+    """Logger that accepts tables."""
 
     def __init__(self):
         self.tables = []
@@ -260,8 +260,8 @@ def test_rows_of_a_file(tmp_path, capsys):
     writer.write(100, ["é\n1", "z" * 200], [log])
     assert log.tables == [("samples", ["step", "prompt", "base", "output"],
                            [[100, "a  b", "x", "é\n1"], [100, "c", "y", "z" * 200]], 100)]
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2] == "sample at step 100: a b -> é 1" and len(said[-1]) < 120
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2] == "sample at step 100: a b -> é 1" and len(printed[-1]) < 120
     again = SampleWriter(["a  b", "new"])
     again.begin(folder, 100)
     assert "base is null" in capsys.readouterr().out
@@ -271,7 +271,7 @@ def test_rows_of_a_file(tmp_path, capsys):
         {"step": 0, "prompt": "c", "base": "y", "output": "y"},
         {"step": 100, "prompt": "a  b", "base": "x", "output": "1"},
         {"step": 100, "prompt": "new", "base": None, "output": "2"}]
-    SampleWriter().begin(folder, 50)  # prompts taken out of the recipe: what was after the checkpoint goes all the same
+    SampleWriter().begin(folder, 50)  # without prompts, rows after the checkpoint are dropped as well
     assert [row["step"] for row in samples(folder)] == [0, 0]
 
 
@@ -300,52 +300,52 @@ def test_wandb_gets_tables_and_tensorboard_texts(recipe, folder, engine, tmp_pat
 
 
 def test_a_sample_on_tensorboard_is_text(tmp_path):
-    """No line of a prompt leaves its block, by TensorBoard's own reader; the file keeps what was asked."""
+    """No line of a prompt leaves its block, by TensorBoard's own renderer; the file keeps the prompt."""
     render = pytest.importorskip("tensorboard.plugin_util").markdown_to_safe_html
     prompt = "<b>a</b>\n```\r# mine\r\r<b>b</b>\r[x](javascript:y) [z](http://z)\u2028\r\n`c`\x0c<i>d</i>\n\n* e"
-    writer, kept = SampleWriter([prompt], compare_base=False), []
+    writer, texts = SampleWriter([prompt], compare_base=False), []
     writer.begin(RunFolder(tmp_path / "run"), None)
-    logger = SimpleNamespace(experiment=SimpleNamespace(add_text=lambda _, text, __: kept.append(text)))
+    logger = SimpleNamespace(experiment=SimpleNamespace(add_text=lambda _, text, __: texts.append(text)))
     writer.write(1, [prompt], [logger])
-    page = render(kept[0])
+    page = render(texts[0])
     assert re.sub(r"<pre><code>.*?</code></pre>", "", page, flags=re.DOTALL).split() == [
         "<p>prompt:</p>", "<p>output:</p>"]
     assert set(re.findall(r"<(\w+)", page)) == {"p", "pre", "code"}
     assert samples(RunFolder(tmp_path / "run"))[0]["prompt"] == prompt
 
 
-# Both engines; conversations and several devices are tried with questions, in test_mmlu.py ----------------------------
+# Both engines; test_mmlu.py tests conversations and several devices ---------------------------------------------------
 
 
 @pytest.mark.slow
-def test_both_engines_go_on_from_the_same_texts(recipe, tmp_path, plain, clm):
-    found = []
+def test_both_engines_continue_the_same_texts(recipe, tmp_path, plain, clm):
+    by_engine = []
     for engine in ("torch", "jax"):
         run = RunFolder(tmp_path / engine)
         assert main(["fit", *recipe(
             **LORA, data=clm, **block(prompts=["the quick brown", "the"], max_new_tokens=12), engine=engine,
             model__class_path="CLM", model__init_args__pretrained=plain, trainer__default_root_dir=str(run.root))]) == 0
-        found.append(samples(run))
-    assert found[0] == found[1] and len({row["output"] for row in found[0]}) > 2
+        by_engine.append(samples(run))
+    assert by_engine[0] == by_engine[1] and len({row["output"] for row in by_engine[0]}) > 2
 
 
-# Mistakes ------------------------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"prompts": []}, "samples.prompts"), ({"prompts": ["a", " "]}, "samples.prompts"),
     ({"every_n_steps": 0}, "samples.every_n_steps is 0"), ({"max_new_tokens": 0}, "samples.max_new_tokens is 0"),
 ])
-def test_settings_that_make_no_sense(settings, message):
+def test_invalid_settings(settings, message):
     with pytest.raises(UserError, match=message):
         SampleWriter(**settings)
 
 
 @ENGINES
-def test_a_prompt_without_room_is_refused_before_anything_is_written(recipe, folder, engine, capsys):
+def test_a_prompt_that_is_too_long_is_an_error_before_anything_is_written(recipe, folder, engine, capsys):
     assert main(["fit", *recipe(**LORA, **block(prompts=["Add.", "one " * 300]), engine=engine)]) == 2
-    said = capsys.readouterr().err
-    assert "samples.prompts: 'one one" in said and "256 positions" in said
+    errors = capsys.readouterr().err
+    assert "samples.prompts: 'one one" in errors and "256 positions" in errors
     assert not folder.root.exists()
 
 
@@ -359,11 +359,11 @@ def test_tasks_that_generate_nothing(recipe, folder, tmp_path, bert_folder, engi
                    "question_max_length": 16}}[task]
     assert main(["fit", *recipe(**block(), engine=engine, model={"class_path": task, "init_args": {"config": config}},
                                 data={"class_path": f"{task}Data", "init_args": data})]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: samples.prompts") and "null" in said
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: samples.prompts") and "null" in errors
     assert not folder.root.exists()
 
 
-def test_a_misspelt_key_is_refused(recipe, capsys):
+def test_a_misspelt_key_is_an_error(recipe, capsys):
     assert main(["fit", *recipe(**block(), samples__every_n_step=3)]) == 2
     assert "Did you mean samples.every_n_steps?" in capsys.readouterr().err
