@@ -21,16 +21,16 @@ def refs(tmp_path_factory):
 
 
 def torch_answers(ref, prompts, settings, eos):
-    """By the torch engine, each prompt by itself: there, penalties count padding as text."""
+    """Return the torch engine's answers, one prompt at a time, since its penalties count padding as text."""
     unused = ("temperature", "top_p", "typical_p", "top_k")
     options = {name: value for name, value in asdict(settings).items() if name not in unused}
     config = GenerationConfig(**options, pad_token_id=0, eos_token_id=eos)
-    found = []
+    answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         tokens = torch_generate(ref.torch, ids, torch.ones_like(ids), config)[0, len(prompt):].tolist()
-        found.append(tokens[:next((place for place, token in enumerate(tokens) if token in eos), len(tokens))])
-    return found
+        answers.append(tokens[:next((index for index, token in enumerate(tokens) if token in eos), len(tokens))])
+    return answers
 
 
 GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7}
@@ -49,12 +49,12 @@ GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7}
 def test_tokens_are_those_of_the_torch_engine(refs, name, options, eos):
     settings = Generation(max_new_tokens=9, **options)
     ref = refs[name]
-    found = generate(ref.net, ref.params, PROMPTS, settings, eos, pad=0)
-    assert found == torch_answers(ref, PROMPTS, settings, eos)
-    assert len({tuple(answer) for answer in found}) > 1
+    answers = generate(ref.net, ref.params, PROMPTS, settings, eos, pad=0)
+    assert answers == torch_answers(ref, PROMPTS, settings, eos)
+    assert len({tuple(answer) for answer in answers}) > 1
 
 
-def test_a_row_is_found_the_same_beside_any_others(refs):
+def test_a_row_has_the_same_answer_in_any_batch(refs):
     ref, settings = refs["llama"], Generation(max_new_tokens=9, **GROUPS)
     together = generate(ref.net, ref.params, PROMPTS, settings, [2, 11, 7, 30], pad=0)
     assert [generate(ref.net, ref.params, [prompt], settings, [2, 11, 7, 30], pad=0)[0]
@@ -72,8 +72,8 @@ def test_without_a_cache_the_tokens_are_the_same(refs, name, options):
 
 
 @pytest.mark.slow
-def test_sampled_beams_are_draws_without_replacement(refs):
-    """Of one token: four candidates are drawn in turn; the likelier of the first two is the answer."""
+def test_sampled_beams_are_sampled_without_replacement(refs):
+    """For one token: four candidates are sampled in turn; the more likely of the first two is the answer."""
     ref, rows = refs["gpt2"], 3000
     settings = Generation(max_new_tokens=1, num_beams=2, do_sample=True, top_k=5, temperature=2.0)
     draws = generate(ref.net, ref.params, [PROMPTS[0]] * rows, settings, [], pad=0, seed=3)

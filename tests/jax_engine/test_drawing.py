@@ -1,6 +1,7 @@
-"""Drawing answers with the log-probability and entropy of each token: what `generate` draws, as transformers scores it.
+"""Sampling answers with the log-probability and entropy of each token: tokens as from `generate`, scores as from
+transformers.
 
-Answers of rollouts are drawn and measured in one pass; here each is measured again, in a pass over the whole text.
+Answers of rollouts are sampled and scored in one pass; here each one is scored again, in a pass over the whole text.
 """
 
 from dataclasses import astuple
@@ -26,12 +27,12 @@ def ref(make_ref):
 
 
 @pytest.fixture(scope="module")
-def drawn(ref):
+def sampled(ref):
     return ours.sample_answers(ref.net, ref.params, PROMPTS, draws(1, ROWS, NEW), COLD, NEW, EOS, pad=0)
 
 
 def scores(model, prompt, tokens, temperature):
-    """Log-probability and entropy of each token after a prompt, by transformers and numpy's rules."""
+    """Return log-probability and entropy of each token after a prompt, from transformers' logits."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens.tolist()]])).logits[0, len(prompt) - 1:-1] / temperature
     logs = logits - logits.logsumexp(-1, keepdim=True)
@@ -40,38 +41,38 @@ def scores(model, prompt, tokens, temperature):
 
 def check_scores(ref, prompts, answers, temperature):
     for prompt, answer in zip(prompts, answers, strict=True):
-        mine = (answer.logps, answer.entropies)
-        assert all(part.dtype == np.float32 and len(part) == len(answer.tokens) for part in mine)
-        theirs, exact = in_both(lambda model, p=prompt, a=answer: scores(model, p, a.tokens, temperature), ref.torch)
-        assert_as_close(mine, theirs, exact, magnitude=float(np.log(37)))
+        actual = (answer.logps, answer.entropies)
+        assert all(part.dtype == np.float32 and len(part) == len(answer.tokens) for part in actual)
+        expected, exact = in_both(lambda model, p=prompt, a=answer: scores(model, p, a.tokens, temperature), ref.torch)
+        assert_as_close(actual, expected, exact, magnitude=float(np.log(37)))
 
 
 def until_end(answer):
     return [token for token in answer.tokens.tolist() if token not in EOS]
 
 
-def test_tokens_are_those_of_generate(ref, drawn):
+def test_tokens_are_those_of_generate(ref, sampled):
     settings = Generation(max_new_tokens=NEW, do_sample=True, top_k=0, temperature=COLD)
-    wanted = ours.generate(ref.net, ref.params, PROMPTS, settings, EOS, pad=0, seed=1, rows=ROWS)
-    assert [until_end(answer) for answer in drawn] == wanted
-    assert len({len(answer.tokens) for answer in drawn}) > 3  # they end at different times
-    assert {answer.ended for answer in drawn} == {True, False}
-    for answer, tokens in zip(drawn, wanted, strict=True):
+    expected = ours.generate(ref.net, ref.params, PROMPTS, settings, EOS, pad=0, seed=1, rows=ROWS)
+    assert [until_end(answer) for answer in sampled] == expected
+    assert len({len(answer.tokens) for answer in sampled}) > 3  # they end at different times
+    assert {answer.ended for answer in sampled} == {True, False}
+    for answer, tokens in zip(sampled, expected, strict=True):
         assert answer.tokens.dtype == np.int32 and len(answer.tokens) == len(tokens) + answer.ended
         assert answer.ended == (answer.tokens[-1] in EOS) and (answer.ended or len(tokens) == NEW)
 
 
-def test_scores_are_those_of_a_pass_over_the_text(ref, drawn):
-    check_scores(ref, PROMPTS, drawn, COLD)
+def test_scores_are_those_of_a_pass_over_the_text(ref, sampled):
+    check_scores(ref, PROMPTS, sampled, COLD)
     hot = ours.sample_answers(ref.net, ref.params, PROMPTS[:2], draws(1, ROWS[:2], NEW), 1.5, NEW, EOS, pad=0)
     check_scores(ref, PROMPTS[:2], hot, 1.5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, COLD])
-def test_greedy_answers_are_measured_at_a_temperature(ref, temperature):
+def test_greedy_answers_are_scored_at_a_temperature(ref, temperature):
     answers = ours.sample_answers(ref.net, ref.params, PROMPTS, None, temperature, 10, EOS, pad=0)
-    wanted = ours.generate(ref.net, ref.params, PROMPTS, Generation(max_new_tokens=10), EOS, pad=0)
-    assert [until_end(answer) for answer in answers] == wanted
+    expected = ours.generate(ref.net, ref.params, PROMPTS, Generation(max_new_tokens=10), EOS, pad=0)
+    assert [until_end(answer) for answer in answers] == expected
     check_scores(ref, PROMPTS, answers, temperature)
 
 
@@ -90,10 +91,10 @@ def test_rows_that_leave_keep_their_scores(ref):
 
 def test_another_number_of_prompts_compiles_nothing_new(ref):
     before = ours._compiled.cache_info().misses
-    numbers = draws(2, range(8), 3)
-    whole = ours.sample_answers(ref.net, ref.params, PROMPTS, numbers[:7], 1.0, 3, EOS, pad=0)
+    uniforms = draws(2, range(8), 3)
+    whole = ours.sample_answers(ref.net, ref.params, PROMPTS, uniforms[:7], 1.0, 3, EOS, pad=0)
     for count in (6, 5):
-        part = ours.sample_answers(ref.net, ref.params, PROMPTS[:count], numbers[:count], 1.0, 3, EOS, pad=0)
+        part = ours.sample_answers(ref.net, ref.params, PROMPTS[:count], uniforms[:count], 1.0, 3, EOS, pad=0)
         assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(part, whole))
     assert ours._compiled.cache_info().misses == before + 1
     settings = Generation(max_new_tokens=3, do_sample=True, top_k=0)
@@ -101,7 +102,7 @@ def test_another_number_of_prompts_compiles_nothing_new(ref):
     assert begin._cache_size() == proceed._cache_size() == 1
 
 
-def test_no_prompts_have_no_answers_and_mistakes_are_named(ref, make_ref):
+def test_no_prompts_have_no_answers_and_invalid_ones_are_errors(ref, make_ref):
     assert ours.sample_answers(ref.net, ref.params, [], np.zeros((0, 5), np.float32), 1.0, 5, EOS, pad=0) == []
     with pytest.raises(UserError, match="empty prompt"):
         ours.sample_answers(ref.net, ref.params, [[5], []], None, 1.0, 5, EOS, pad=0)

@@ -1,4 +1,4 @@
-"""From the same recipe and seed both engines start with the same parameters, in the distributions of transformers."""
+"""With the same recipe and seed, both engines start with the same parameters, distributed as in transformers."""
 
 import copy
 import math
@@ -33,26 +33,26 @@ def configuration(name: str, head: str = "causal", **changes):
 
 
 def scratch(name: str, head: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
-    """A model of the torch engine from random weights."""
+    """Return a model of the torch engine with random weights."""
     auto, config = getattr(transformers, AUTO[head]), configuration(name, head, **changes)
     return from_config(lambda: auto.from_config(config, dtype=dtype), seed)
 
 
 def same(tree_of_names: dict[str, np.ndarray], model: torch.nn.Module) -> None:
-    theirs = {key: p for key, p in model.named_parameters() if key in tree_of_names}
-    assert list(theirs) == list(tree_of_names)
+    params = {key: p for key, p in model.named_parameters() if key in tree_of_names}
+    assert list(params) == list(tree_of_names)
     for key, value in tree_of_names.items():
-        assert str(value.dtype) == str(theirs[key].dtype).removeprefix("torch."), key
-        assert np.array_equal(value.astype(np.float32), theirs[key].detach().float().numpy()), key
+        assert str(value.dtype) == str(params[key].dtype).removeprefix("torch."), key
+        assert np.array_equal(value.astype(np.float32), params[key].detach().float().numpy()), key
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_process_draws_what_its_devices_keep(dtype, monkeypatch):
-    net, asked = hub.network(configuration("llama"), "causal"), []
+def test_a_process_initialises_only_its_devices_shards(dtype, monkeypatch):
+    net, shapes = hub.network(configuration("llama"), "causal"), []
     mesh = ShardedMesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
 
     def drawn(seed, name, distribution, shape, part):
-        asked.append([len(range(length)[cut]) for length, cut in zip(shape, part, strict=True)])
+        shapes.append([len(range(length)[dimension]) for length, dimension in zip(shape, part, strict=True)])
         return draw(seed, name, distribution, shape)[part]
 
     monkeypatch.setattr(linear, "draw_part", drawn)
@@ -63,11 +63,11 @@ def test_a_process_draws_what_its_devices_keep(dtype, monkeypatch):
     for path, leaf in flatten(net.first_values(3, dtype)).items():
         assert (leaf.shape, leaf.size, leaf.nbytes) == (whole[path].shape, whole[path].size, whole[path].nbytes)
     matrices = sum(value.size for value in whole.values() if value.std())
-    assert sum(math.prod(part) for part in asked) == matrices  # each value once, for one of four devices
+    assert sum(math.prod(part) for part in shapes) == matrices  # each value once, on one of four devices
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_in_bfloat16_and_untied_too(name):
+def test_first_parameters_in_bfloat16_and_untied(name):
     head, untied = ("causal", {"tie_word_embeddings": False}) if name == "llama" else ("masked", {})
     net = hub.network(configuration(name, **untied), head)
     same(net.to_torch(net.init(1, "bfloat16")), scratch(name, head, 1, torch.bfloat16, **untied))
@@ -104,7 +104,7 @@ def test_a_missing_head_is_the_same_on_both_engines_and_that_of_a_model_from_scr
     ("BertModel", "bert", "choice", "bert.pooler.dense.bias", "pooler.dense.bias"),
     ("AlbertModel", "albert", "sequence", "albert.pooler.weight", "pooler.weight")])
 def test_a_new_head_keeps_what_another_head_has_of_it(base, name, head, kept, saved, tmp_path):
-    """Poolers, and the layers of ModernBERT's heads before the logits; those alone are new."""
+    """Poolers and the layers of ModernBERT's heads are kept; only the logits layers are new."""
     getattr(transformers, base)(configuration(name, head)).save_pretrained(tmp_path)
     model = load_pretrained(getattr(transformers, AUTO[head]), str(tmp_path), seed=5)
     net = hub.network(load_config(str(tmp_path)), head)
@@ -115,7 +115,7 @@ def test_a_new_head_keeps_what_another_head_has_of_it(base, name, head, kept, sa
 
 @pytest.mark.parametrize(("base", "name", "output"), [
     ("MistralForCausalLM", "mistral", "qa_outputs"), ("ModernBertForMaskedLM", "modernbert", "classifier")])
-def test_a_head_beside_a_quantised_base_is_the_same_too(tmp_path, base, name, output):
+def test_a_head_on_a_quantised_base_is_the_same(tmp_path, base, name, output):
     config = configuration(name, hidden_size=64, num_attention_heads=4)
     getattr(transformers, base)(config).save_pretrained(tmp_path)
     model = load_pretrained(transformers.AutoModelForQuestionAnswering, str(tmp_path), seed=5, quantize="nf4",
@@ -149,6 +149,6 @@ def test_a_new_adapter_is_the_same_on_both_engines(make_ref, name, head, setting
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     for key, value in load_file(tmp_path / "adapter_model.safetensors").items():
         if "lora_A" in key:
-            expected = draw(5, key, lora_a(value.shape[1]), tuple(value.shape))  # under its name in PEFT's folder
+            expected = draw(5, key, lora_a(value.shape[1]), tuple(value.shape))  # by its name in PEFT's folder
             assert np.array_equal(value.numpy(), expected), key
         assert "lora_B" not in key or not value.any()

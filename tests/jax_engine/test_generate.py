@@ -1,4 +1,4 @@
-"""Generation: the same tokens as transformers where it is greedy, the same filters where it draws."""
+"""Generation: the tokens of transformers in greedy search, the same filters in sampling."""
 
 from dataclasses import asdict, astuple
 
@@ -32,7 +32,7 @@ def torch_answer(ref, prompt, settings):
     ids = torch.tensor([prompt])
     tokens = ref.torch.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt):]
     tokens = tokens.tolist()
-    return tokens[:next((place for place, token in enumerate(tokens) if token in EOS), len(tokens))]
+    return tokens[:next((index for index, token in enumerate(tokens) if token in EOS), len(tokens))]
 
 
 @pytest.mark.parametrize("settings", [
@@ -65,11 +65,11 @@ def test_the_kth_largest_value_is_that_of_a_sorted_row(size):
     random = np.random.default_rng(size)
     for values in (random.normal(size=(3, size)), random.integers(0, 5, (3, size))):  # the second with equal values
         for k in {1, 2, 5, 50, size - 1, size} & set(range(1, size + 1)):
-            found = filters.kth_largest(jnp.asarray(values, jnp.float32), k)
-            assert np.array_equal(found, np.sort(values.astype(np.float32), 1)[:, -k])
+            values_at_k = filters.kth_largest(jnp.asarray(values, jnp.float32), k)
+            assert np.array_equal(values_at_k, np.sort(values.astype(np.float32), 1)[:, -k])
 
 
-@pytest.mark.parametrize(("mine", "reference"), [
+@pytest.mark.parametrize(("filter_logits", "reference"), [
     (lambda x: filters.keep_top_k(x, 5), theirs.TopKLogitsWarper(5)),
     (lambda x: filters.keep_top_k(x, 500), theirs.TopKLogitsWarper(500)),
     (lambda x: filters.keep_top_p(x, 0.7), theirs.TopPLogitsWarper(0.7)),
@@ -78,9 +78,9 @@ def test_the_kth_largest_value_is_that_of_a_sorted_row(size):
     (lambda x: filters.keep_typical(filters.keep_top_k(x, 9), 0.9),
      lambda ids, x: theirs.TypicalLogitsWarper(0.9)(ids, theirs.TopKLogitsWarper(9)(ids, x))),
 ], ids=["top_k", "top_k_all", "top_p", "top_p_one", "typical", "typical_after_top_k"])
-def test_filters_are_transformers(mine, reference):
+def test_filters_are_transformers(filter_logits, reference):
     logits = np.random.default_rng(0).normal(size=(20, 31)).astype(np.float32) * 3
-    assert np.array_equal(np.asarray(mine(jnp.asarray(logits))), reference(None, torch.tensor(logits)).numpy())
+    assert np.array_equal(np.asarray(filter_logits(jnp.asarray(logits))), reference(None, torch.tensor(logits)).numpy())
 
 
 def test_sampling_draws_from_the_filtered_distribution(make_ref):
@@ -97,7 +97,7 @@ def test_sampling_draws_from_the_filtered_distribution(make_ref):
     assert (np.abs(counts - 4000 * expected) <= 4.5 * spread + 1).all()
 
 
-def test_a_row_draws_the_same_beside_any_others_and_anew_with_another_seed(make_ref):
+def test_a_row_has_the_same_answer_in_any_batch_and_another_with_another_seed(make_ref):
     ref = make_ref("llama")
     settings = Generation(max_new_tokens=10, do_sample=True, top_k=0)
     prompts = prompts_of(ref)
@@ -116,7 +116,7 @@ def test_shared_prompts_and_leaving_rows_change_no_answer(make_ref, name, use_ca
     settings = Generation(max_new_tokens=90, do_sample=True, top_k=0, use_cache=use_cache)
     answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0, seed=1)
     _, proceed, _ = ours._compiled(ref.net, 32, astuple(settings), tuple(EOS))
-    assert proceed._cache_size() == 2  # for 20 rows, and for the few that went on
+    assert proceed._cache_size() == 2  # for 20 rows, and for the few that continue
     assert answers == [ours.generate(ref.net, ref.params, [prompt], settings, EOS, pad=0, seed=1, rows=[row])[0]
                        for prompt, row in zip(prompts, rows, strict=True)]
     lengths = sorted(map(len, answers))
@@ -124,7 +124,7 @@ def test_shared_prompts_and_leaving_rows_change_no_answer(make_ref, name, use_ca
 
 
 def test_few_equal_prompts_among_others_have_their_own_answers(make_ref):
-    """So few that the distinct ones, rounded up, are as many as there are rows."""
+    """So few that the number of distinct prompts, rounded up, is the number of rows."""
     ref, settings = make_ref("llama"), Generation(max_new_tokens=8)
     first, *others = prompts_of(ref)
     prompts = [first, first, *others]
@@ -138,58 +138,58 @@ def test_few_equal_prompts_among_others_have_their_own_answers(make_ref):
     Generation(max_new_tokens=30, do_sample=True, top_k=12, top_p=0.8, repetition_penalty=1.2, use_cache=False),
     Generation(max_new_tokens=30, do_sample=True, typical_p=0.7, min_new_tokens=20, no_repeat_ngram_size=2),
 ], ids=["plain", "narrowed", "constrained"])
-def test_torch_draws_the_same_tokens_in_any_batch(make_ref, settings):
+def test_torch_samples_the_same_tokens_in_any_batch(make_ref, settings):
     ref, rows = make_ref("llama"), [4, 70_000, 11]
     prompts = prompts_of(ref)
     answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0, seed=2**32 - 1, rows=rows)
     config = GenerationConfig(**{name: value for name, value in asdict(settings).items() if value is not None},
                               pad_token_id=0, eos_token_id=EOS)
-    numbers = torch.from_numpy(draws(2**32 - 1, rows, 30))
+    uniforms = torch.from_numpy(draws(2**32 - 1, rows, 30))
     for picked in ([0, 1, 2], [2], [1, 0]):
         width = max(len(prompts[row]) for row in picked)
         ids = torch.tensor([[0] * (width - len(prompts[row])) + prompts[row] for row in picked])
-        found = decoding.generate(ref.torch, ids, (ids != 0).long(), config, draws=numbers[picked])[:, width:].tolist()
+        found = decoding.generate(ref.torch, ids, (ids != 0).long(), config, draws=uniforms[picked])[:, width:].tolist()
         for row, tokens in zip(picked, found, strict=True):
             assert ours._until(tokens, EOS) == answers[row]
     assert max(map(len, answers)) > 5
 
 
-def test_a_token_is_drawn_where_the_probabilities_exceed_its_number():
+def test_a_token_is_sampled_where_the_cumulative_probability_exceeds_the_uniform():
     logits = np.log(np.array([0.2, 0.0, 0.5, 0.3, 0.0], np.float32), where=[1, 0, 1, 1, 0],
                     out=np.full(5, -np.inf, np.float32))
-    numbers = np.array([0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-24], np.float32)
-    for found in (ours.sample_tokens(jnp.tile(logits, (6, 1)), jnp.asarray(numbers)),
-                  decoding.sample_tokens(torch.from_numpy(logits).expand(6, 5), torch.from_numpy(numbers))):
-        assert found.tolist() == [0, 0, 2, 2, 3, 3]
+    uniforms = np.array([0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-24], np.float32)
+    for tokens in (ours.sample_tokens(jnp.tile(logits, (6, 1)), jnp.asarray(uniforms)),
+                   decoding.sample_tokens(torch.from_numpy(logits).expand(6, 5), torch.from_numpy(uniforms))):
+        assert tokens.tolist() == [0, 0, 2, 2, 3, 3]
 
 
-def test_a_token_of_probability_zero_is_never_drawn():
-    """By numbers at the values of a running sum in float32, which moves behind such tokens where it is parallel."""
+def test_a_token_of_probability_zero_is_never_sampled():
+    """With uniforms at the values of a cumulative sum in float32, which a parallel sum may shift past such tokens."""
     logits = np.random.default_rng(0).normal(size=50_000).astype(np.float32) * 3
     logits[logits < np.sort(logits)[-2000]] = -np.inf
     sums = np.asarray(jnp.cumsum(jax.nn.softmax(jnp.asarray(logits))))
-    numbers = np.append(np.random.default_rng(1).choice(np.clip(sums, 0, 1 - 2**-24), 300), np.float32(1 - 2**-24))
-    for found in (jax.jit(jax.vmap(lambda number: ours.sample_tokens(jnp.asarray(logits)[None],
-                                                                     number[None])[0]))(numbers),
-                  decoding.sample_tokens(torch.from_numpy(logits).expand(301, -1), torch.from_numpy(numbers))):
-        assert np.isfinite(logits[np.asarray(found)]).all()
+    uniforms = np.append(np.random.default_rng(1).choice(np.clip(sums, 0, 1 - 2**-24), 300), np.float32(1 - 2**-24))
+    for tokens in (jax.jit(jax.vmap(lambda uniform: ours.sample_tokens(jnp.asarray(logits)[None],
+                                                                       uniform[None])[0]))(uniforms),
+                   decoding.sample_tokens(torch.from_numpy(logits).expand(301, -1), torch.from_numpy(uniforms))):
+        assert np.isfinite(logits[np.asarray(tokens)]).all()
 
 
-def test_the_numbers_of_a_row_are_uniform_and_its_own():
-    numbers = draws(5, range(-1, 999), 1000)
-    assert np.array_equal(draws(5, [7, 3], 10), numbers[[8, 4], :10])
-    assert not np.array_equal(draws(6, [7], 10), numbers[[8], :10])
+def test_random_numbers_of_a_row_are_uniform_and_independent():
+    uniforms = draws(5, range(-1, 999), 1000)
+    assert np.array_equal(draws(5, [7, 3], 10), uniforms[[8, 4], :10])
+    assert not np.array_equal(draws(6, [7], 10), uniforms[[8], :10])
     several = draws(5, [7, 3], 10, answers=4)  # the first answers are those of a row with one
-    assert np.array_equal(several[::4], numbers[[8, 4], :10]) and np.array_equal(several[:2], draws(5, [7], 10, 2))
+    assert np.array_equal(several[::4], uniforms[[8, 4], :10]) and np.array_equal(several[:2], draws(5, [7], 10, 2))
     assert len(np.unique(draws(5, range(50), 100, answers=4))) > 0.99 * 50 * 100 * 4
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert 0 <= uniforms.min() and uniforms.max() < 1
     for axis in (0, 1):  # rows and columns: means of a thousand numbers of variance 1/12
-        assert np.abs(numbers.mean(axis) - 0.5).max() < 5 / np.sqrt(12 * 1000)
-    cells = np.bincount((numbers.reshape(-1) * 256).astype(int), minlength=256)
+        assert np.abs(uniforms.mean(axis) - 0.5).max() < 5 / np.sqrt(12 * 1000)
+    cells = np.bincount((uniforms.reshape(-1) * 256).astype(int), minlength=256)
     assert ((cells - 1e6 / 256) ** 2).sum() / (1e6 / 256) < 255 + 5 * np.sqrt(2 * 255)
-    beside = [np.corrcoef(numbers[:-1].ravel(), numbers[1:].ravel())[0, 1],
-              np.corrcoef(numbers[:, :-1].ravel(), numbers[:, 1:].ravel())[0, 1]]
-    assert np.abs(beside).max() < 5e-3
+    neighbour_correlations = [np.corrcoef(uniforms[:-1].ravel(), uniforms[1:].ravel())[0, 1],
+                              np.corrcoef(uniforms[:, :-1].ravel(), uniforms[:, 1:].ravel())[0, 1]]
+    assert np.abs(neighbour_correlations).max() < 5e-3
 
 
 def test_one_compile_per_bucket(make_ref):
@@ -212,7 +212,7 @@ def test_one_compile_per_bucket(make_ref):
     (Generation(num_beams=4, num_beam_groups=2, diversity_penalty=1.0, do_sample=True), "do_sample"),
     (Generation(max_new_tokens=31), "max_new_tokens is 31.*prompt of 2 tokens.*32 positions"),
 ])
-def test_what_the_engine_cannot_do_is_refused_by_name(make_ref, settings, message):
+def test_unsupported_settings_are_errors(make_ref, settings, message):
     ref = make_ref("gpt2")
     with pytest.raises(UserError, match=message):
         ours.generate(ref.net, ref.params, [[5, 6]], settings, EOS, pad=0)

@@ -1,6 +1,6 @@
-"""Every family with every head, built once and held against transformers, PEFT and bitsandbytes in all that runs use.
+"""Every family with every head, built once and compared with transformers, PEFT and bitsandbytes in all that runs use.
 
-What one family is enough to show is in the other files.
+The other files test what one family is enough to show.
 """
 
 import copy
@@ -45,7 +45,7 @@ RATES |= {"starcoder2": {"embedding_dropout": 0.1, "attention_dropout": 0.2, "re
 RATES["deberta-v2"] |= {"pooler_dropout": 0.4, "cls_dropout": 0.25}
 RATES["electra"] |= {"classifier_dropout": 0.25, "summary_last_dropout": 0.4}
 NOISE = 9.0
-# No task packs rows of an encoder; its positions and windows are apart all the same.
+# No task packs rows of an encoder, but its positions and windows support it.
 CHECKED = TESTED | {"all": PAIRS, "packing": [*TESTED["packing"], ("bert", "masked"), ("roberta", "masked"),
                                               ("modernbert", "masked")]}
 
@@ -54,7 +54,7 @@ CHECKED = TESTED | {"all": PAIRS, "packing": [*TESTED["packing"], ("bert", "mask
     pytest.param(name, head, id=f"{name}-{head}", marks=[] if name in QUICK else pytest.mark.slow)
     for name, head in PAIRS])
 def test_a_family_with_a_head_is_the_model_of_transformers(name, head, tmp_path):
-    """Every check runs, also after one that fails; the message names all that failed."""
+    """All checks run, also after a failure; the message names all failed ones."""
     ref = HFReference(name, head, tmp_path / "base", **rates_of(name))
     failures, failed = [], []
     for feature, checks in CHECKS.items():
@@ -76,7 +76,7 @@ def rates_of(name: str) -> dict[str, float]:
 
 
 def torch_loss(model, head, batch, labels):
-    """Logits, and the loss of `our_loss`."""
+    """Return the logits, and the loss of `our_loss`."""
     inputs = torch_inputs(batch, head)
     output = model(**inputs)
     if head in ("sequence", "choice"):
@@ -108,17 +108,17 @@ def check_logits_loss_and_all_gradients(ref: HFReference, _: Path) -> None:
     named = ref.net.to_torch(grads)
     assert logits.dtype == np.float32 and list(named) == list(exact[2])
     for compared in zip((of_real(logits, batch, ref.head), value, named), theirs, exact, strict=True):
-        assert_as_close(*compared, terms=1024)  # up to three layers, forth and back
+        assert_as_close(*compared, terms=1024)  # up to three layers, forward and backward
 
 
 def check_names_of_parameters(ref: HFReference, _: Path) -> None:
-    """All that patterns may match are names of torch, of tied parameters all, and they tell the layer."""
-    theirs: dict[torch.nn.Parameter, set[str]] = {}
+    """Patterns can match torch's names, including all names of tied parameters; names determine the layer."""
+    torch_names: dict[torch.nn.Parameter, set[str]] = {}
     for name, param in ref.torch.named_parameters(remove_duplicate=False):
-        theirs.setdefault(param, set()).add(name)
+        torch_names.setdefault(param, set()).add(name)
     net, per_group = ref.net, ref.net.arch.layers_per_group or 1
-    assert [set(names) for names in net.all_names().values()] == list(theirs.values())
-    # A name says of embeddings, layers and heads what the tree of the JAX network says by its structure.
+    assert [set(names) for names in net.all_names().values()] == list(torch_names.values())
+    # Names and the JAX network's tree agree on embeddings, layers and heads.
     layers = num_layers(name for name, *_ in net.names())
     assert layers == net.num_named_layers == net.arch.num_stored_layers // per_group
     for name, path, index in net.names():
@@ -135,7 +135,7 @@ def check_weight_decay_is_on_matrices(ref: HFReference, _: Path) -> None:
 
 
 def check_muon_moves_linear_layers_and_experts_between_embeddings_and_head(ref: HFReference, _: Path) -> None:
-    """By torch's names and by paths alike, which order the state of a checkpoint."""
+    """By torch's names and by paths, both of which order the state of a checkpoint."""
     decays, params = flatten(ref.net.decays(ref.params)), dict(ref.torch.named_parameters())
     ends = {*map(id, (ref.torch.get_input_embeddings(), ref.torch.get_output_embeddings()))}
     linear = {f"{name}.weight" for name, module in ref.torch.named_modules()
@@ -161,36 +161,36 @@ def check_a_saved_folder_is_the_same_model_for_transformers(ref: HFReference, fo
     assert saved | {"_name_or_path": ""} == original | {"_name_or_path": ""}
     inputs = torch_inputs(ref.batch(), ref.head)
     with torch.no_grad():
-        ours, theirs = again(**inputs), ref.torch(**inputs)
+        actual, expected = again(**inputs), ref.torch(**inputs)
     key = "start_logits" if ref.head == "qa" else "logits"
-    assert torch.equal(ours[key], theirs[key])
+    assert torch.equal(actual[key], expected[key])
 
 
 def check_first_values_are_the_same_on_both_engines_and_distributed_as_in_transformers(
         ref: HFReference, _: Path) -> None:
-    """Mean and variance of every parameter, to five standard deviations of what chance makes of both."""
+    """Mean and variance of every parameter, within five standard deviations of their random fluctuation."""
     config = configuration(ref.name, ref.head)
     model, net = scratch(ref.name, ref.head), hub.network(config, ref.head)
-    ours = net.to_torch(net.init(0))
-    assert ours.keys() == dict(model.named_parameters()).keys()
-    same(ours, model)
+    on_jax = net.to_torch(net.init(0))
+    assert on_jax.keys() == dict(model.named_parameters()).keys()
+    same(on_jax, model)
     torch.manual_seed(0)
-    theirs = dict(getattr(transformers, AUTO[ref.head]).from_config(config).named_parameters())
+    in_transformers = dict(getattr(transformers, AUTO[ref.head]).from_config(config).named_parameters())
     for name, param in model.named_parameters():
-        value, size = theirs[name].detach(), theirs[name].numel()
+        value, size = in_transformers[name].detach(), in_transformers[name].numel()
         assert param.shape == value.shape and param.requires_grad, name
         if size == 1 or value.std() == 0:
             assert torch.equal(param, value), name
             continue
-        if name.endswith("A_log"):  # too few for moments, and spread much wider than matrices
+        if name.endswith("A_log"):  # too few values for moments, and a much wider range than matrices
             assert (0.01 <= param.exp()).all() and (param.exp() <= 16).all() and len(set(param.tolist())) == size
             continue
         zeros = (value == 0).all(-1)
         assert torch.equal((param == 0).all(-1), zeros) and not torch.equal(param, value), name
-        kept, other = param[~zeros].double(), value[~zeros].double()
-        spread = value.std() if size > 9 else SIZES["initializer_range"]  # of a few numbers it says little
-        assert abs(kept.mean() - other.mean()) < 5 * spread * math.sqrt(2 / size), name
-        assert abs(kept.var() / other.var() - 1) < 5 * math.sqrt(4 / size) + 25 / size, name
+        nonzero, other = param[~zeros].double(), value[~zeros].double()
+        spread = value.std() if size > 9 else SIZES["initializer_range"]  # few numbers do not determine it
+        assert abs(nonzero.mean() - other.mean()) < 5 * spread * math.sqrt(2 / size), name
+        assert abs(nonzero.var() / other.var() - 1) < 5 * math.sqrt(4 / size) + 25 / size, name
 
 
 def check_rows_of_new_tokens_are_the_same_on_both_engines(ref: HFReference, _: Path) -> None:
@@ -202,10 +202,10 @@ def check_rows_of_new_tokens_are_the_same_on_both_engines(ref: HFReference, _: P
 
 
 def check_dropout_and_noise_on_embeddings(ref: HFReference, _: Path) -> None:
-    """Features of the same tokens, sites and layers are dropped, also where layers share weights.
+    """The same features of tokens, sites and layers are dropped, also where layers share weights.
 
-    With a head for tokens there is noise on embeddings as well, after the scale of transformers' table, in a row of its
-    own length.
+    With a language-modelling head, embeddings get noise as well, scaled by the row's length and added after the scale
+    of transformers' table.
     """
     has_noise = ref.head in ("causal", "masked")
     batch, seeds = ref.batch(), token_seeds(5, 0, np.arange(4)[:, None], np.arange(9))
@@ -238,9 +238,10 @@ def check_dropout_and_noise_on_embeddings(ref: HFReference, _: Path) -> None:
 def check_the_same_layers_are_quantised(ref: HFReference, _: Path) -> None:
     model = quantised_torch(ref.folder, ref.head, "nf4")
     leaves = flatten(loading.load(ref.net, str(ref.folder), quantize="nf4"))
-    theirs = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear4bit)}
-    theirs |= set(stacked_experts(model))
-    assert {name for name, path, _ in ref.net.names(plain=True) if isinstance(leaves[path], quant.Quantized)} == theirs
+    expected = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    expected |= set(stacked_experts(model))
+    actual = {name for name, path, _ in ref.net.names(plain=True) if isinstance(leaves[path], quant.Quantized)}
+    assert actual == expected
 
 
 def check_logits_of_quantised_layers(ref: HFReference, _: Path) -> None:
@@ -252,7 +253,7 @@ def check_an_adapter_is_pefts(ref: HFReference, folder: Path) -> None:
 
 
 def check_packed_documents_are_as_apart(ref: HFReference, _: Path) -> None:
-    """The documents by themselves are computed by the program that the gradients are of."""
+    """The program of `loss_and_gradients` computes the separate documents."""
     first, second = np.split(np.random.default_rng(3).integers(4, 37, 9), [5])
     ids = np.stack([np.concatenate([document, second, [ref.pad] * 2]) for document in (first, first[::-1])])
     packed = {"input_ids": ids, "attention_mask": np.ones_like(ids),
@@ -264,8 +265,8 @@ def check_packed_documents_are_as_apart(ref: HFReference, _: Path) -> None:
     alone["input_ids"][::2, :5], alone["input_ids"][1::2, :4] = first, second
     together, changed = np.asarray(jax.jit(lambda batch: ref.net.scores(ref.params, batch))(packed))
     (_, apart), _ = ref.loss_and_gradients(ref.params, alone, labels_of(alone))
-    for found, expected in ((together[:5], apart[0, :5]), (together[5:9], apart[1, :4])):
-        assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    for actual, expected in ((together[:5], apart[0, :5]), (together[5:9], apart[1, :4])):
+        assert np.abs(actual - expected).max() <= 1e-5 * np.abs(expected).max()
     assert np.array_equal(changed[5:9], together[5:9])
 
 
@@ -277,7 +278,7 @@ def check_greedy_tokens_are_transformers(ref: HFReference, _: Path) -> None:
 
 
 def check_shards_and_parts_of_rows_have_the_gradients_of_one_device(ref: HFReference, _: Path) -> None:
-    """Six devices share matrices in two and rows in three."""
+    """Six devices split matrices in two and rows in three."""
     labels = labels_of(ref.batch())
     batch = {name: value[None].astype(np.int32) for name, value in ref.batch().items()}  # of one rank
 
@@ -289,15 +290,15 @@ def check_shards_and_parts_of_rows_have_the_gradients_of_one_device(ref: HFRefer
     placed = mesh.put_state(ref.params)
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed["layers"]))
     step = mesh.compile(gradients_of, ("state", "batch"), ("state",))
-    ours = flatten(mesh.fetch_state(step(placed, mesh.put_batch(batch))[0]))
+    actual = flatten(mesh.fetch_state(step(placed, mesh.put_batch(batch))[0]))
     expected = flatten(ref.found[2])
     largest = max(np.abs(leaf).max() for leaf in expected.values())
     for path, leaf in expected.items():
         scale = max(np.abs(leaf).max(), 1e-3 * largest)
-        assert np.abs(ours[path] - leaf).max() <= 1e-4 * scale, path
+        assert np.abs(actual[path] - leaf).max() <= 1e-4 * scale, path
 
 
-# Each feature with its checks, which take the reference and an empty folder.
+# The checks of each feature, which take the reference and an empty folder.
 CHECKS: dict[str, list[Callable[[HFReference, Path], None]]] = {
     "all": [check_logits_loss_and_all_gradients, check_names_of_parameters, check_weight_decay_is_on_matrices,
             check_muon_moves_linear_layers_and_experts_between_embeddings_and_head,

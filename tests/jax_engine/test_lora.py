@@ -1,4 +1,4 @@
-"""Adapters against PEFT: logits, gradients, names, folders both ways; and what is refused."""
+"""Adapters compared with PEFT: logits, gradients, names, folders in both directions; and errors."""
 
 import copy
 import json
@@ -38,10 +38,10 @@ BESIDE_EXPERTS = ["gate_proj", "up_proj", "down_proj", "per_layer_input_gate", "
 
 
 def wrapped(ref, lora):
-    """PEFT's model with random adapters and the JAX network with the same ones."""
+    """Return PEFT's model with random adapters, and the JAX network with the same ones."""
     targets = lora.targets
     if ref.config.model_type in WITH_EXPERTS and targets == "all-linear":
-        # PEFT's own counts experts and routers in, which have no adapters here.
+        # PEFT's own "all-linear" includes experts and routers, which have no adapters here.
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
         targets += BESIDE_EXPERTS if ref.config.model_type == "gemma4_text" else []
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
@@ -67,7 +67,7 @@ def wrapped(ref, lora):
 
 
 def logits_of(model, batch, head="causal"):
-    # PEFT's own wrapper for question answering forgets token_type_ids; what it wraps does not.
+    # PEFT's wrapper for question answering drops token_type_ids; the wrapped model does not.
     network = model.base_model if isinstance(model, PeftModel) else model
     output = network(**torch_inputs(batch, head))
     return output.logits if "logits" in output else torch.stack([output.start_logits, output.end_logits], -1)
@@ -130,10 +130,10 @@ def check_adapter(ref, lora, folder):
     theirs, exact = in_both(of_peft, model)
     named = net.to_torch(grads)
     assert list(named) == [key for key, parameter in model.named_parameters() if parameter.requires_grad]
-    for found in zip((np.asarray(logits), named), theirs, exact, strict=True):
-        assert_as_close(*found, terms=1024)  # up to three layers, forth and back
+    for triple in zip((np.asarray(logits), named), theirs, exact, strict=True):
+        assert_as_close(*triple, terms=1024)  # up to three layers, forward and backward
     frozen_names = {key for key, p in model.named_parameters() if not p.requires_grad and "original_module" not in key}
-    # A copy that trains beside a tied weight leaves the weight itself under the other name.
+    # A trained copy of a tied weight leaves the weight itself under the other name.
     assert frozen_names <= set(net.to_torch(frozen)) | {"base_model.model.transformer.wte.weight"}
 
     adapters.save_adapter(net, params, folder / "ours", base=str(ref.folder))
@@ -153,7 +153,7 @@ def check_adapter(ref, lora, folder):
 @pytest.mark.parametrize(("name", "head", "lora"), EXPERT_CASES + [
     pytest.param(*case, id=f"{case[0]}-{case[1]}-{number}") for number, case in enumerate(CASES)])
 def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora, tmp_path):
-    """Of adapters on all linear layers, `test_jax_families.py` shows it in every family."""
+    """`test_jax_families.py` shows it for adapters on all linear layers in every family."""
     check_adapter(make_ref(name, head), lora, tmp_path)
 
 
@@ -184,8 +184,8 @@ def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(make_ref):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
-def test_dropout_is_on_the_adapters_input_alone(make_ref, dora):
-    """Averaged over many masks the adapter's part is what it is without dropout, and the base never moves."""
+def test_only_the_adapters_input_has_dropout(make_ref, dora):
+    """Averaged over many masks, the adapter's output is that without dropout; the base's output never changes."""
     ref = make_ref("llama", "causal")
     plain = LoRA(rank=4, alpha=16, targets=["q_proj"], dora=dora)
     _, net, params = wrapped(ref, plain)
@@ -254,12 +254,12 @@ def test_only_the_adapters_train(make_ref):
     (LoRA(modules_to_save=["o_proj"]), "o_proj is also among lora.targets"),
     (LoRA(target_parameters=EXPERTS), "this model has no stacked experts"),
 ])
-def test_targets_that_do_not_fit_are_refused_by_name(make_ref, lora, message):
+def test_targets_that_do_not_match_are_errors(make_ref, lora, message):
     with pytest.raises(UserError, match=message):
         hub.network(make_ref("llama", "causal").net.config, "causal", lora=lora)
 
 
-def test_adapters_on_experts_that_do_not_fit_are_refused_on_both_engines(make_ref):
+def test_unsupported_adapters_on_experts_are_errors_on_both_engines(make_ref):
     ref = make_ref("mixtral", "causal")
     for fields, message in (({"target_parameters": ["w1"]}, "'w1' matches no parameter .*: down_proj, gate_up_proj"),
                             ({"target_parameters": EXPERTS, "modules_to_save": ["experts"]}, "trains fully"),
@@ -274,7 +274,7 @@ def test_adapters_on_experts_that_do_not_fit_are_refused_on_both_engines(make_re
 
 
 def test_experts_with_adapters_on_a_quantised_base_train_alike_on_both_engines(make_ref, tmp_path):
-    """First values, loss with the balance of experts, gradients; PEFT merges the adapter."""
+    """Initial values, loss with expert balance, gradients; PEFT merges the adapter."""
     ref, lora = make_ref("mixtral", "causal"), LoRA(rank=2, target_parameters=EXPERTS)
     folder, batch = str(ref.folder), ref.batch()
     batch["labels"] = labels_of(batch)
@@ -311,12 +311,12 @@ def test_experts_with_adapters_on_a_quantised_base_train_alike_on_both_engines(m
     assert torch.allclose(logits_of(plain.merge_and_unload(safe_merge=True), ref.batch()), expected, atol=1e-5)
 
 
-def test_a_tied_masked_head_cannot_train_apart(make_ref):
+def test_a_tied_masked_head_cannot_train_separately(make_ref):
     with pytest.raises(UserError, match="one matrix"):
         hub.network(make_ref("bert", "masked").net.config, "masked", lora=LoRA(modules_to_save=["word_embeddings"]))
 
 
-def test_adapters_that_do_not_fit_are_refused(make_ref, tmp_path):
+def test_adapters_that_do_not_fit_are_errors(make_ref, tmp_path):
     ref = make_ref("llama", "causal")
     lora = LoRA(rank=4, targets=["q_proj"])
     net = hub.network(ref.net.config, "causal", lora=lora)

@@ -1,4 +1,4 @@
-"""Rows of new tokens that train beside an adapter: as PEFT has them, and as the torch engine trains them."""
+"""Embeddings of new tokens that train in addition to an adapter, as in PEFT and in the torch engine."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ from lmmods.torch_engine.nn.loading import resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
 from tests.finished_runs import TIMED, assert_same_run, rows
 
-TOKENS = [36, 5, 30]  # in no order, and in the batch
+TOKENS = [36, 5, 30]  # unordered, and in the batch
 
 
 def adapted(ref, lora: LoRA):
@@ -59,7 +59,7 @@ def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora
     names = {key: p for key, p in model.named_parameters() if p.requires_grad}
     trained, frozen = net.split(fresh)
     started = net.to_torch(trained)
-    assert list(started) == list(names)  # in the order in which checkpoints number them
+    assert list(started) == list(names)  # in the order of checkpoints
     assert all(np.array_equal(started[key], p.detach().numpy()) for key, p in names.items() if "qa_outputs" not in key)
     torch.manual_seed(3)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_an_adapter_whose_rows_do_not_fit_is_refused(make_ref, indices, message,
 
 
 def test_rows_of_other_tables_and_of_one_alone_are_taken_up(make_ref, tmp_path):
-    """As PEFT reads them: names by their end, and two tied tables as one."""
+    """As PEFT reads them: names by their suffix, and two tied tables as one."""
     for name, indices, expected in (
         ("llama", {"lm_head": [7], "embed_tokens": [5, 6]}, {"lm_head": [7], "model.embed_tokens": [5, 6]}),
         ("llama", [5], {"model.embed_tokens": [5]}),
@@ -158,7 +158,7 @@ LOGGED = TIMED | {"train/epoch"}
 
 @pytest.fixture
 def changes(shared, tokenizer_folder):
-    """A function that gives the changes of a recipe by name: `tied`, not quantised; `untied`, in nf4 and packed."""
+    """Return a function that returns changes of a recipe: `tied`, not quantised; `untied`, in nf4 and packed."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
 
     def llama(tied: bool) -> str:
@@ -178,22 +178,22 @@ def changes(shared, tokenizer_folder):
 
 @pytest.fixture(params=["tied", "untied"])
 def both(request, finished, changes):
-    """The finished runs of one recipe on torch and on JAX."""
+    """Return the finished runs of a recipe on torch and on JAX."""
     return tuple(finished(engine=engine, **changes(request.param)) for engine in ("torch", "jax"))
 
 
 @pytest.mark.slow
 def test_both_engines_train_the_same_rows(both):
     on_torch, on_jax = both
-    for row, wanted in zip(rows(on_jax), rows(on_torch), strict=True):
-        assert row["train/loss"] == pytest.approx(wanted["train/loss"], abs=1e-5)
-        assert row == pytest.approx(wanted, rel=1e-4)
+    for row, expected in zip(rows(on_jax), rows(on_torch), strict=True):
+        assert row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
+        assert row == pytest.approx(expected, rel=1e-4)
     contents = [read_checkpoint(run.resolve("last")) for run in both]
     assert contents[0]["param_names"] == contents[1]["param_names"]
-    weights, wanted = (load_file(run.model / "adapter_model.safetensors") for run in (on_jax, on_torch))
-    assert weights.keys() == wanted.keys()
+    weights, expected = (load_file(run.model / "adapter_model.safetensors") for run in (on_jax, on_torch))
+    assert weights.keys() == expected.keys()
     for key, weight in weights.items():
-        torch.testing.assert_close(weight, wanted[key], rtol=1e-3, atol=2e-5)
+        torch.testing.assert_close(weight, expected[key], rtol=1e-3, atol=2e-5)
     settings = [json.loads((run.model / "adapter_config.json").read_text())["trainable_token_indices"] for run in both]
     tied = "base_model.model.lm_head.token_adapter.trainable_tokens_delta" not in weights
     assert settings == [NEW if tied else {"model.embed_tokens": NEW, "lm_head": NEW}] * 2
@@ -218,7 +218,7 @@ def test_peft_and_merge_read_what_jax_leaves(both, changes, tmp_path):
 
 @pytest.mark.slow
 def test_each_engine_starts_from_the_adapter_of_the_other(both, changes, recipe, tmp_path):
-    """The tokens come with its folder. Metrics are those of the run that left it, and answers the same on both."""
+    """With the tokens from its folder. Metrics are those of the run that wrote it; answers are the same on both."""
     answers = []
     for engine, run in zip(("jax", "torch"), both, strict=True):
         base = json.loads((run.model / "adapter_config.json").read_text())["base_model_name_or_path"]
@@ -230,14 +230,14 @@ def test_each_engine_starts_from_the_adapter_of_the_other(both, changes, recipe,
                            trainer__default_root_dir=str(folder.root))
         assert main(["validate", *arguments]) == 0
         assert main(["predict", *arguments]) == 0
-        found, wanted = (json.loads(each.metrics_json.read_text())["val/loss"] for each in (folder, run))
-        assert found == pytest.approx(wanted, rel=1e-4)
+        actual, expected = (json.loads(run_folder.metrics_json.read_text())["val/loss"] for run_folder in (folder, run))
+        assert actual == pytest.approx(expected, rel=1e-4)
         answers.append(folder.predictions.read_text())
     assert answers[0] == answers[1]
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_exactly(finished, changes):
+def test_a_run_resumes_exactly(finished, changes):
     straight, again = (finished(copy=copy, engine="jax", **changes("untied")) for copy in (None, "again"))
     assert main(["fit", "--config", str(again.config), "--ckpt_path", "5", "--overwrite", "true"]) == 0
     assert_same_run(straight, again)
@@ -249,19 +249,19 @@ def test_a_run_may_change_engine(finished, changes, first, then):
     straight = finished(engine=then, **changes("untied"))
     run = finished(copy="changed", engine=first, **changes("untied"))
     assert main(["fit", "--config", str(run.config), "--engine", then, "--ckpt_path", "5", "--overwrite", "true"]) == 0
-    for row, wanted in zip(rows(run), rows(straight), strict=True):
-        assert row == pytest.approx(wanted, rel=1e-4)
+    for row, expected in zip(rows(run), rows(straight), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [("tied", "ddp"), ("untied", "fsdp")])
 def test_two_devices_take_the_steps_of_one(finished, changes, recipe, tmp_path, name, strategy):
-    one, two = finished(engine="jax", **changes(name)), RunFolder(tmp_path / "two")
+    single, two = finished(engine="jax", **changes(name)), RunFolder(tmp_path / "two")
     assert main(["fit", *recipe("two.yaml", **changes(name) | {
         "engine": "jax", "trainer__devices": 2, "trainer__strategy": strategy, "trainer__accumulate_grad_batches": 1,
         "trainer__val_check_interval": 10, "trainer__default_root_dir": str(two.root)})]) == 0
-    for row, wanted in zip(rows(two, LOGGED), rows(one, LOGGED), strict=True):
-        assert row == pytest.approx(wanted, rel=1e-4)
-    found, wanted = (load_file(run.model / "adapter_model.safetensors") for run in (two, one))
-    for key, weight in found.items():
-        torch.testing.assert_close(weight, wanted[key], rtol=1e-3, atol=2e-5)
+    for row, expected in zip(rows(two, LOGGED), rows(single, LOGGED), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
+    actual, expected = (load_file(run.model / "adapter_model.safetensors") for run in (two, single))
+    for key, weight in actual.items():
+        torch.testing.assert_close(weight, expected[key], rtol=1e-3, atol=2e-5)

@@ -1,4 +1,4 @@
-"""Stacks of layers of which some train: split, joined, named, on a mesh, and beside a reference."""
+"""Stacks in which only some layers train: splitting, merging, names, on a mesh, and with a reference."""
 
 import jax
 import numpy as np
@@ -28,10 +28,10 @@ def ref(make_ref):
     ref.net._trained = None
 
 
-def assert_same(found, wanted):
-    assert flatten(found).keys() == flatten(wanted).keys()
-    for path, leaf in flatten(found).items():
-        assert np.array_equal(leaf, flatten(wanted)[path]), path
+def assert_same(actual, expected):
+    assert flatten(actual).keys() == flatten(expected).keys()
+    for path, leaf in flatten(actual).items():
+        assert np.array_equal(leaf, flatten(expected)[path]), path
 
 
 @pytest.mark.parametrize("kind", ["arrays", "lazy", "shapes"])
@@ -57,7 +57,7 @@ def test_steps_on_a_mesh_are_those_of_one_device(ref):
     sums = {"total": np.float32(1), "weight": np.float32(1), "num_tokens": np.int32(4), "num_rows": np.int32(2)}
     random = np.random.default_rng(0)
     gradients = jax.tree.map(lambda p: random.normal(size=p.shape).astype(np.float32), trainable)
-    found = []
+    results = []
     for sizes in ((1, 1), (2, 2)):
         parallel = ShardedMesh(*sizes, devices=jax.devices()[:sizes[0] * sizes[1]])
         optimizer = build(SETTINGS, ref.net.decays(trainable), ref.net.depths(trainable))
@@ -66,23 +66,23 @@ def test_steps_on_a_mesh_are_those_of_one_device(ref):
         state, _ = steps.update(state, accumulation_of(steps, state, gradients, sums),
                                 parallel.put_scalars(step_scalars(SETTINGS, 0, 9, ref.net.num_named_layers)))
         joined = parallel.compile(lambda first, second: (merge(first, second),), ("state", "state"), ("state",))
-        found.append(parallel.fetch_state(joined(state["trainable"], parallel.put_state(frozen))[0]))
-    assert_as_close(found[1], found[0], found[0])
-    assert np.array_equal(flatten(found[1])[UP][1], flatten(ref.params)[UP][1])
+        results.append(parallel.fetch_state(joined(state["trainable"], parallel.put_state(frozen))[0]))
+    assert_as_close(results[1], results[0], results[0])
+    assert np.array_equal(flatten(results[1])[UP][1], flatten(ref.params)[UP][1])
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_full_tuning(ref):
+def test_gradients_are_those_of_full_finetuning(ref):
     trainable, frozen = ref.net.split(jax.tree.map(np.asarray, ref.params))
     batch = ref.batch()
 
     def total(params):
         return (ref.net.scores(params, batch) ** 2).sum()
 
-    ours = jax.jit(jax.grad(lambda part: total(merge(part, frozen))))(trainable)
+    actual = jax.jit(jax.grad(lambda part: total(merge(part, frozen))))(trainable)
     full = jax.jit(jax.grad(total))(ref.params)
-    wanted, _ = ref.net.split(jax.tree.map(np.asarray, full))
-    assert_as_close(ours, wanted, wanted)
+    expected, _ = ref.net.split(jax.tree.map(np.asarray, full))
+    assert_as_close(actual, expected, expected)
 
 
 def test_a_reference_keeps_whole_stacks(ref):
@@ -90,6 +90,6 @@ def test_a_reference_keeps_whole_stacks(ref):
     trainable, frozen = ref.net.split(params)
     reference = Reference(ref.net, "copy")
     whole = unflatten({path: leaf for path, leaf in flatten(params).items() if ref.net.trains(path)})
-    own = merge(merge(jax.tree.map(lambda leaf: leaf + 1, trainable), frozen), reference.copies(whole, {}))
-    hidden = reference.hidden(own, ref.batch())
+    moved = merge(merge(jax.tree.map(lambda leaf: leaf + 1, trainable), frozen), reference.copies(whole, {}))
+    hidden = reference.hidden(moved, ref.batch())
     assert np.array_equal(hidden, ref.net.hidden(params, ref.batch()))

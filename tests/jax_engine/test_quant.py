@@ -1,4 +1,4 @@
-"""Quantised weights beside bitsandbytes: bits, values, networks, folders it saved, adapters on top."""
+"""Quantised weights compared with bitsandbytes: bits, values, networks, saved folders, adapters."""
 
 import json
 import threading
@@ -26,9 +26,9 @@ from lmmods.core.lazy_array import LazyArray, lazy_file
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.bitsandbytes import patch_cpu_kernels
 
-# Rows of whole blocks; rows that begin inside a block; a last block of a few; an odd number of elements.
+# Rows of whole blocks; rows that start inside a block; a short last block; an odd number of elements.
 SHAPES = [(96, 128), (24, 96), (33, 20), (7, 13), (520, 64)]
-STACKS = [(3, 40, 64), (5, 7, 13)]  # of experts, which bitsandbytes takes for one long row
+STACKS = [(3, 40, 64), (5, 7, 13)]  # of experts, which bitsandbytes treats as one long row
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,9 +37,9 @@ def exact_kernels():
 
 
 def weight(shape, dtype=torch.float32) -> torch.Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-    drawn[0] = 0
-    return drawn
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    values[0] = 0
+    return values
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -71,9 +71,9 @@ def test_four_bits_are_those_of_bitsandbytes(kind, double, shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_eight_bits_are_those_of_bitsandbytes(shape):
     codes, absmax, _ = F.int8_vectorwise_quant(weight(shape)[1:].half())
-    ours = quantized(weight(shape)[1:].numpy(), "int8")
-    assert np.array_equal(ours.codes, codes.numpy()) and np.array_equal(ours.row_absmax, absmax.numpy())
-    assert np.allclose(ours.astype(jnp.float32), F.int8_vectorwise_dequant(codes, absmax).numpy(), rtol=1e-6)
+    actual = quantized(weight(shape)[1:].numpy(), "int8")
+    assert np.array_equal(actual.codes, codes.numpy()) and np.array_equal(actual.row_absmax, absmax.numpy())
+    assert np.allclose(actual.astype(jnp.float32), F.int8_vectorwise_dequant(codes, absmax).numpy(), rtol=1e-6)
     zero = quantized(np.zeros((2, 8), np.float32), "int8")
     assert not np.any(zero.astype(jnp.float32))
 
@@ -132,7 +132,7 @@ def test_the_dynamic_type_is_that_of_bitsandbytes():
 # Networks ------------------------------------------------------------------------------------------------------------
 
 
-# Children of the models, and the poolers, that are heads for labels: they train in full.
+# Modules that are heads for labels, and poolers: they are fully trained.
 HEAD_MODULES = ["classifier", "score", "pooler", "bert.pooler", "roberta.pooler", "pre_classifier", "sequence_summary",
                 "head"]
 
@@ -160,7 +160,7 @@ def stacked_experts(model) -> dict[str, torch.nn.Parameter]:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """A function that writes a small random model, wide enough for whole blocks and with rows that are not."""
+    """Return a function that writes a small random model, with rows of whole blocks and others."""
     def write(name, head):
         config = transformers.CONFIG_MAPPING[name](**FAMILIES[name])
         torch.manual_seed(0)
@@ -207,7 +207,7 @@ def assert_logits_are_torchs(folder, head, kind, double):
     ("llama", "causal", "fp4", False), ("gpt2", "causal", "int8", True), ("gemma", "causal", "nf4", False),
     ("llama", "causal", "int8", True), ("bert", "masked", "fp4", True)])
 def test_logits_are_those_of_torch(folder_of, name, head, kind, double):
-    """Of nf4 with codes of scales, `test_jax_families.py` shows it in every family."""
+    """`test_jax_families.py` shows it for double-quantised nf4 in every family."""
     assert_logits_are_torchs(folder_of(name, head), head, kind, double)
 
 
@@ -224,32 +224,32 @@ def test_folders_that_bitsandbytes_saved(folder_of, name, kind, tmp_path):
         assert saved.keys() == fresh.keys()
         for path, leaf in fresh.items():
             assert jax.tree.structure(leaf) == jax.tree.structure(saved[path])
-            for ours, theirs in zip(jax.tree.leaves(leaf), jax.tree.leaves(saved[path]), strict=True):
-                assert np.allclose(ours, theirs, rtol=1e-6, atol=1e-7), path
+            for actual, expected in zip(jax.tree.leaves(leaf), jax.tree.leaves(saved[path]), strict=True):
+                assert np.allclose(actual, expected, rtol=1e-6, atol=1e-7), path
 
 
 @pytest.mark.parametrize("kind", ["nf4", None])
 def test_a_mesh_reads_each_value_of_a_folder_once(tmp_path, kind, monkeypatch):
-    folder, asked = str(tmp_path), []
+    folder, read_sizes = str(tmp_path), []
     transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=48, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         tie_word_embeddings=False)).save_pretrained(folder)
 
     def counting(file):
         def counted(array):
-            return LazyArray(array.shape, array.dtype, lambda part: asked.append(array[part].size) or array[part])
+            return LazyArray(array.shape, array.dtype, lambda part: read_sizes.append(array[part].size) or array[part])
         return {key: counted(array) for key, array in lazy_file(file).items()}
 
     network, whole = network_and_params(folder, "causal", quantize=kind)
     monkeypatch.setattr(lazy_array, "lazy_file", counting)
     lazy = loading.open_weights(network, folder, quantize=kind)
-    assert not asked
+    assert not read_sizes
     placed = ShardedMesh(data=2, fsdp=2, tensor=2).put_state(lazy)
-    assert sum(asked) == sum(array.size for array in lazy_file(tmp_path / "model.safetensors").values())
+    assert sum(read_sizes) == sum(array.size for array in lazy_file(tmp_path / "model.safetensors").values())
     assert jax.tree.structure(placed) == jax.tree.structure(whole)
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed["layers"]))
-    for ours, expected in zip(jax.tree.leaves(placed), jax.tree.leaves(whole), strict=True):
-        assert ours.dtype == expected.dtype and np.array_equal(ours, expected)
+    for actual, expected in zip(jax.tree.leaves(placed), jax.tree.leaves(whole), strict=True):
+        assert actual.dtype == expected.dtype and np.array_equal(actual, expected)
 
 
 @pytest.mark.slow
@@ -276,18 +276,18 @@ def test_gradients_of_adapters_are_those_of_peft(folder_of, settings):
         return jax.nn.logsumexp(network.logits(params, network.hidden(params, batch)), axis=-1).sum()
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(trainable)
-    found = model(**{key: torch.from_numpy(part) for key, part in batch.items()}).logits.logsumexp(-1).sum()
-    found.backward()
-    assert abs(value - found.item()) <= 1e-5 * abs(value)
-    ours = network.to_torch(gradients)
-    assert ours.keys() == trained.keys()
+    expected = model(**{key: torch.from_numpy(part) for key, part in batch.items()}).logits.logsumexp(-1).sum()
+    expected.backward()
+    assert abs(value - expected.item()) <= 1e-5 * abs(value)
+    actual = network.to_torch(gradients)
+    assert actual.keys() == trained.keys()
     for name, parameter in trained.items():
         gradient = parameter.grad.numpy()
-        assert np.abs(ours[name] - gradient).max() <= 1e-4 * max(np.abs(gradient).max(), 1e-3), name
+        assert np.abs(actual[name] - gradient).max() <= 1e-4 * max(np.abs(gradient).max(), 1e-3), name
 
 
 def test_the_backward_pass_keeps_no_matrix(folder_of):
-    """What autodiff stores between the passes: activations, never a dequantised weight of all layers."""
+    """Autodiff stores activations between the passes, never a dequantised weight of all layers."""
     folder = folder_of("llama", "causal")
     network = hub.network(load_config(folder), "causal", lora=LoRA(rank=2))
     bare = hub.network(load_config(folder), "causal")
@@ -295,15 +295,15 @@ def test_the_backward_pass_keeps_no_matrix(folder_of):
     trainable, frozen = network.split(params)
     batch = batch_of(network.config.vocab_size)
     _, pullback = jax.vjp(lambda t: network.hidden(merge(t, frozen), batch), trainable)
-    kept = [leaf.shape for leaf in jax.tree.leaves(pullback) if hasattr(leaf, "shape")]
+    residual_shapes = [leaf.shape for leaf in jax.tree.leaves(pullback) if hasattr(leaf, "shape")]
     layers, matrices = network.arch.num_layers, {leaf.shape for leaf in flatten(frozen).values()
                                                  if isinstance(leaf, quant.Quantized)}
-    assert kept and not {(layers, *shape[1:]) for shape in matrices} & set(kept)
+    assert residual_shapes and not {(layers, *shape[1:]) for shape in matrices} & set(residual_shapes)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_codes_are_sharded_like_their_matrices(kind):
-    """Each device holds its part of codes and scales; small scales are everywhere."""
+    """Each device has its part of codes and scales; small scales are on all of them."""
     layers = [quantized(np.random.default_rng(n).standard_normal((64, 512), np.float32), kind) for n in range(2)]
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *layers)
     parallel = ShardedMesh(data=1, fsdp=4, tensor=2)
@@ -317,13 +317,13 @@ def test_codes_are_sharded_like_their_matrices(kind):
 
 def test_a_damaged_folder_is_an_error():
     state = np.frombuffer(json.dumps({"quant_type": "nf4", "blocksize": 128, "shape": [2, 64]}).encode(), np.uint8)
-    pieces = {"weight": np.zeros((64, 1), np.uint8), "weight.absmax": np.ones(2, np.float32)}
+    arrays = {"weight": np.zeros((64, 1), np.uint8), "weight.absmax": np.ones(2, np.float32)}
     with pytest.raises(UserError, match="saved without weight.quant_state"):
-        quant.from_bitsandbytes(pieces)
-    pieces |= {"weight.quant_state.bitsandbytes__nf4": state}
+        quant.from_bitsandbytes(arrays)
+    arrays |= {"weight.quant_state.bitsandbytes__nf4": state}
     with pytest.raises(UserError, match="blocks of 128"):
-        quant.from_bitsandbytes(pieces)
+        quant.from_bitsandbytes(arrays)
     with pytest.raises(UserError, match="saved without weight.absmax"):
-        quant.from_bitsandbytes({name: piece for name, piece in pieces.items() if name != "weight.absmax"})
+        quant.from_bitsandbytes({name: array for name, array in arrays.items() if name != "weight.absmax"})
     with pytest.raises(UserError, match="saved without weight"):
         quant.from_bitsandbytes({"SCB": np.ones(2, np.float32)})
