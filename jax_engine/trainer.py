@@ -465,7 +465,7 @@ class Exporter:
             return say(f"The upload to {publish.repo} is still running; step {step} is not uploaded.")
         with run.stopwatch.paused():
             # In the foreground, because the next step reuses the buffers. Only the upload runs during training.
-            params = run.task.exported(run.eval_weights, run.parallel)
+            params = run.task.fetch_export_params(run.eval_weights, run.parallel)
             if run.is_first:
                 folder = run.folder.room_for_upload()
                 self._write(params, folder)
@@ -475,7 +475,7 @@ class Exporter:
         """Write model/ and loss.png and mark the run completed."""
         run, folder, step = self._run, self._run.folder, self._run.progress.step
         # On all processes, although only the first one writes: a collective call.
-        params = run.task.exported(run.eval_weights, run.parallel)
+        params = run.task.fetch_export_params(run.eval_weights, run.parallel)
         if run.is_first:
             folder.merge_metrics(run.metrics.final(step))
             exported = folder.room_for_model()

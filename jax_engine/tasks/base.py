@@ -202,7 +202,7 @@ class Task(TaskFields, ABC):
 
     # Export ----------------------------------------------------------------------------------------------------------
 
-    def exported(self, weights: Weights, parallel: Parallel) -> Tree:
+    def fetch_export_params(self, weights: Weights, parallel: Parallel) -> Tree:
         """Return the parameters that `export` writes, on the host. A collective call."""
         trainable = parallel.fetch_state(weights.trainable)
         if self.trains_adapter:
@@ -215,7 +215,7 @@ class Task(TaskFields, ABC):
         """Write the model, or its adapter, as a folder that from_pretrained / PeftModel reads.
 
         Args:
-            params: From `exported`.
+            params: From `fetch_export_params`.
         """
         if not self.trains_adapter:
             return hub.save(self.network, params, folder, self.save_dtype)

@@ -183,6 +183,6 @@ class JaxPolicy(JaxSampler):
     def export(self, folder: Path) -> None:
         run = self._run
         # On all processes, although only the first one writes: a collective call.
-        params = run.task.exported(run.weights, run.parallel)
+        params = run.task.fetch_export_params(run.weights, run.parallel)
         if run.is_first:
             run.task.export(params, folder)

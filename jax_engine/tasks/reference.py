@@ -81,10 +81,10 @@ class ReferencedTask(CausalTask):
     def build(self, precision: str, datamodule: DataModule, seed: int, abstract: bool = False, on: Target | None = None
               ) -> tuple[Tree, Tree]:
         self.built_for = on
-        return self.take(*build_network(self, self.head, datamodule, precision=precision, seed=seed,
-                                        abstract=abstract, on=on))
+        return self.adopt_network(*build_network(self, self.head, datamodule, precision=precision, seed=seed,
+                                                 abstract=abstract, on=on))
 
-    def take(self, network: Network, params: Tree, base: Tree) -> tuple[Tree, Tree]:
+    def adopt_network(self, network: Network, params: Tree, base: Tree) -> tuple[Tree, Tree]:
         """Adopt a network and create its reference. Arguments as from `build_network`, result as from `build`."""
         self.network = network
         trainable, frozen = network.split(params)

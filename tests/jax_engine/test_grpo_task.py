@@ -45,7 +45,7 @@ def task_of(network, params, base=None, **fields):
     """Return a task with its trainable and frozen parameters."""
     fields = {"pretrained": "x", "rewards": [{"name": "exact_match"}], "temperature": WARM, **fields}
     task = GRPO(**fields)
-    return task, *task.take(network, params, base or {})
+    return task, *task.adopt_network(network, params, base or {})
 
 
 def rows(seed=0):

@@ -125,7 +125,7 @@ def moved_bigram(task_class, loss):
     network, single = Bigram(), Replicas(jax.devices()[:1])
     # All logits at once compile faster.
     task = task_class(pretrained="x", loss=loss, reference="copy", fast_kernels=False)
-    trainable, frozen = task.take(network, network.params, {})
+    trainable, frozen = task.adopt_network(network, network.params, {})
     random = np.random.default_rng(2)
     frozen = jax.tree.map(lambda p: p + random.normal(size=p.shape).astype(np.float32) / 4, frozen)
     return task, trainable, frozen, single, steps_of(task, trainable, single)
@@ -150,7 +150,7 @@ def trained(make_ref):
 def task_of(trained, loss="sigmoid", **options):
     _, net, params = trained
     task = Preference(pretrained="x", loss=loss, lora=LoRA(rank=4), **options)
-    return task, *task.take(net, params, {})
+    return task, *task.adopt_network(net, params, {})
 
 
 def steps_of(task, trainable, parallel):
@@ -261,7 +261,7 @@ GENTLE = Optimizer(name="sgd", lr=0.05)
 def full_finetuning(task_class, loss, net, params):
     """Return a task that trains a whole Llama with a copy as its reference, and its steps."""
     task, single = task_class(pretrained="x", loss=loss, reference="copy"), Replicas(jax.devices()[:1])
-    trainable, frozen = task.take(net, params, {})
+    trainable, frozen = task.adopt_network(net, params, {})
     steps = Steps(single, task.batch_loss, build(GENTLE, net.decays(trainable)), Clipping(1.0),
                   metric_names=task.metric_names, survey=task.survey, statistic_names=task.statistic_names)
     return single, steps, trainable, single.put_state(frozen)
@@ -368,7 +368,7 @@ def test_an_evaluation_does_not_depend_on_its_batches(loss):
 def test_initial_losses_have_their_closed_form():
     for loss, expected in (("sigmoid", math.log(2)), ("ipo", 25.0), ("kto", 0.5), ("apo_zero_unpaired", 0.5)):
         task = Preference(pretrained="x", loss=loss, reference="copy", fast_kernels=False)
-        trainable, frozen = task.take(network := Bigram(), network.params, {})
+        trainable, frozen = task.adopt_network(network := Bigram(), network.params, {})
         metrics = evaluate(task, trainable, frozen, [rows(METHODS[loss].is_paired)])
         assert metrics["loss"] == pytest.approx(expected, rel=1e-6) and metrics["rewards/chosen"] == 0
 
