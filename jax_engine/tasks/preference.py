@@ -51,12 +51,12 @@ def cache_references(run: Run) -> None:
         if logps is None:
             if run.is_first:
                 say(COMPUTING.format(rows=store.shape[0], role=role))
-            logps = _compute_logps(run, role, store.shape)
+            logps = _compute(run, role, store.shape)
             call_on_first(lambda store=store, logps=logps: store.write(logps))
         adopt_references(data, role, logps)
 
 
-def _compute_logps(run: Run, role: str, shape: tuple[int, int]) -> np.ndarray:
+def _compute(run: Run, role: str, shape: tuple[int, int]) -> np.ndarray:
     """Compute the log-probabilities [rows, answers] of a split."""
     data, steps, weights = run.data, run.steps, run.weights
     results = [(batch.host["index"], steps.predict_step(weights.trainable, weights.frozen, batch.arrays)["logps"])
