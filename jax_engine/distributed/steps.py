@@ -273,10 +273,10 @@ def split_rows(rows: Batch, num_tokens: int) -> Batch | None:
         if num_missing:
             # A row without labels does not count (see `scored_rows`), nor does one with weights of 0.
             if name in LABELS:
-                empty_row = jnp.full_like(x[:1], no_label(x.dtype))
+                spare = jnp.full_like(x[:1], no_label(x.dtype))
             else:
-                empty_row = jnp.zeros_like(x[:1]) if jnp.issubdtype(x.dtype, jnp.floating) else x[:1]
-            x = jnp.concatenate([x, *[empty_row] * num_missing])
+                spare = jnp.zeros_like(x[:1]) if jnp.issubdtype(x.dtype, jnp.floating) else x[:1]
+            x = jnp.concatenate([x, *[spare] * num_missing])
         return x.reshape(num_chunks, per_chunk, *x.shape[1:])
 
     return {name: split_column(name, x) for name, x in rows.items()}
