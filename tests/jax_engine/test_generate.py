@@ -144,11 +144,11 @@ def test_torch_samples_the_same_tokens_in_any_batch(make_ref, settings):
     answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0, seed=2**32 - 1, rows=rows)
     config = GenerationConfig(**{name: value for name, value in asdict(settings).items() if value is not None},
                               pad_token_id=0, eos_token_id=EOS)
-    uniforms = torch.from_numpy(draws(2**32 - 1, rows, 30))
+    numbers = torch.from_numpy(draws(2**32 - 1, rows, 30))
     for picked in ([0, 1, 2], [2], [1, 0]):
         width = max(len(prompts[row]) for row in picked)
         ids = torch.tensor([[0] * (width - len(prompts[row])) + prompts[row] for row in picked])
-        found = decoding.generate(ref.torch, ids, (ids != 0).long(), config, draws=uniforms[picked])[:, width:].tolist()
+        found = decoding.generate(ref.torch, ids, (ids != 0).long(), config, draws=numbers[picked])[:, width:].tolist()
         for row, tokens in zip(picked, found, strict=True):
             assert ours._until(tokens, EOS) == answers[row]
     assert max(map(len, answers)) > 5
