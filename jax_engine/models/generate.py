@@ -17,23 +17,23 @@ from lmmods.core.settings import Generation, check_beam_groups
 from lmmods.rollouts.policy import SampledAnswer
 
 BUCKET = 32  # prompt lengths are rounded up to a multiple of this, so that few shapes are compiled
-# Ended rows leave a batch once only this share of it goes on, and a batch of fewer rows never shrinks: each size that a
-# batch shrinks to is compiled.
-GOING_ON, LEAST_ROWS = 1 / 4, 16
+# Drop finished sequences when at most this fraction of the batch is still generating, and never from a batch of fewer
+# than MIN_ROWS: every new batch size compiles a program.
+ACTIVE_FRACTION, MIN_ROWS = 1 / 4, 16
 
 
 def check_supported(settings: Generation) -> None:
     """Raise UserError for a decoding method that this engine does not support, or an invalid combination."""
     if settings.penalty_alpha:
-        raise UserError(f"generation.penalty_alpha is {settings.penalty_alpha}: the JAX engine has no contrastive "
-                        "search. Take it out, or use engine: torch.")
+        raise UserError(f"generation.penalty_alpha is {settings.penalty_alpha}, but the JAX engine does not support "
+                        "contrastive search. Remove it, or use engine: torch.")
     check_beam_groups(settings.num_beams, settings.num_beam_groups, settings.diversity_penalty, settings.do_sample)
 
 
-def check_room(network: Network, length: int, settings: Generation) -> None:
+def check_length(network: Network, length: int, settings: Generation) -> None:
     """Raise UserError if the prompt is empty, or prompt and answer exceed the network's learned positions."""
     if not length:
-        raise UserError("An empty prompt cannot be continued: give it at least a beginning-of-text token.")
+        raise UserError("An empty prompt cannot be continued. Add at least a beginning-of-text token.")
     if network.arch.positions != "rope":
         settings.check_positions(length, network.arch.max_positions)
 
@@ -42,45 +42,46 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
              pad: int, seed: int = 0, rows: Sequence[int] | None = None, num_answers: int = 1) -> list[list[int]]:
     """Return the new tokens after each prompt, up to but excluding the first end token.
 
-    A row's answer does not depend on the other rows of the batch. Without beams, a prompt given several times is
-    computed once, and rows that have ended leave the batch.
+    A row's answer does not depend on the other rows of the batch. Without beams, repeated prompts are computed once,
+    and finished sequences leave the batch.
 
     Args:
         prompts: Token ids, at least one per prompt; left-padded with `pad`.
-        seed: Seed of the sampling.
-        rows: Row numbers, which determine each row's random draws; None counts from 0.
-        num_answers: Sampled answers to each prompt, which follow each other; 1 with beams.
+        seed: Sampling seed.
+        rows: Row indices, which seed each row's sampling. Default: 0, 1, 2, ...
+        num_answers: Number of sampled answers per prompt, consecutive in the result; 1 with beams.
 
     Raises:
         UserError: The engine does not support the decoding method, or there are more tokens than positions.
     """
     check_supported(settings)
-    longest = max(len(prompt) for prompt in prompts)
-    check_room(network, min(len(prompt) for prompt in prompts), settings)
-    check_room(network, longest, settings)
-    width = -(-longest // BUCKET) * BUCKET
+    max_length = max(len(prompt) for prompt in prompts)
+    check_length(network, min(len(prompt) for prompt in prompts), settings)
+    check_length(network, max_length, settings)
+    width = -(-max_length // BUCKET) * BUCKET
     rows = range(len(prompts)) if rows is None else rows
     # Hashable arguments: the compiled programs are cached by them.
     programs = _compiled(network, width, astuple(settings), tuple(sorted(eos)))
-    if settings.num_beams > 1:  # a beam search draws several tokens per step without replacement, which takes a key
+    if settings.num_beams > 1:  # beam search samples several tokens per step without replacement, which needs a key
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), np.array(rows, np.int32))
         tokens = np.asarray(programs(params, *_pad(prompts, width, pad), keys))
     else:
         prompts = [prompt for prompt in prompts for _ in range(num_answers)]
-        numbers = draws(seed, rows, settings.max_new_tokens, num_answers)
-        tokens = _single(programs, params, prompts, width, pad, numbers)["tokens"]
-    return [_until(row.tolist(), eos) for row in tokens]
+        uniforms = draws(seed, rows, settings.max_new_tokens, num_answers)
+        tokens = _run_single_search(programs, params, prompts, width, pad, uniforms)["tokens"]
+    return [_truncate(row.tolist(), eos) for row in tokens]
 
 
-def sample_answers(network: Network, params: Tree, prompts: Sequence[Sequence[int]], numbers: np.ndarray | None,
+def sample_answers(network: Network, params: Tree, prompts: Sequence[Sequence[int]], uniforms: np.ndarray | None,
                    temperature: float, max_new_tokens: int, ends: Sequence[int], pad: int) -> list[SampledAnswer]:
-    """Answer prompts, and measure the log-probability and the entropy of each token in the same pass.
+    """Answer prompts, and compute the log-probability and entropy of each token in the same pass.
 
-    Sampling is from the whole vocabulary. Widths and numbers of rows are rounded up to powers of two, so that few
-    shapes are compiled. Arguments as for `Policy.draw`.
+    Samples from the whole vocabulary. Widths and batch sizes are rounded up to powers of two, so that few shapes are
+    compiled. Arguments as for `Policy.draw`.
 
     Args:
-        temperature: Also of the log-probabilities and entropies of greedy search.
+        uniforms: The `numbers` of `Policy.draw`.
+        temperature: Also applies to the log-probabilities and entropies of greedy search.
         pad: Token that prompts are left-padded with.
 
     Raises:
@@ -89,21 +90,21 @@ def sample_answers(network: Network, params: Tree, prompts: Sequence[Sequence[in
     if not len(prompts):
         return []
     settings = Generation(max_new_tokens=max_new_tokens, top_k=0)
-    if numbers is None:
-        numbers = np.zeros((len(prompts), max_new_tokens), np.float32)
+    if uniforms is None:
+        uniforms = np.zeros((len(prompts), max_new_tokens), np.float32)
     else:
         settings = replace(settings, do_sample=True, temperature=temperature)
     lengths = [len(prompt) for prompt in prompts]
-    check_room(network, min(lengths), settings)
-    check_room(network, max(lengths), settings)
-    width = power_of_two(max(lengths), BUCKET)
+    check_length(network, min(lengths), settings)
+    check_length(network, max(lengths), settings)
+    width = round_up(max(lengths), BUCKET)
     programs = _compiled(network, width, astuple(settings), tuple(sorted(ends)), temperature)
-    found = _single(programs, params, prompts, width, pad, numbers, power_of_two(len(prompts)))
-    is_end = np.isin(found["tokens"], list(ends))
-    ended = is_end.any(1)
-    lengths = np.where(ended, is_end.argmax(1) + 1, max_new_tokens)
+    outputs = _run_single_search(programs, params, prompts, width, pad, uniforms, round_up(len(prompts)))
+    is_end = np.isin(outputs["tokens"], list(ends))
+    has_ended = is_end.any(1)
+    lengths = np.where(has_ended, is_end.argmax(1) + 1, max_new_tokens)
     # Copies, so that an answer does not keep all of them in memory.
-    return [SampledAnswer(*(found[name][row, :length].copy() for name in ("tokens", *SCORES)), bool(ended[row]))
+    return [SampledAnswer(*(outputs[name][row, :length].copy() for name in ("tokens", *SCORES)), bool(has_ended[row]))
             for row, length in enumerate(lengths)]
 
 
@@ -117,69 +118,69 @@ def _pad(prompts: Sequence[Sequence[int]], width: int, pad: int) -> tuple[np.nda
     return ids, mask
 
 
-def _single(programs: tuple[Callable, ...], params: Tree, prompts: Sequence[Sequence[int]], width: int, pad: int,
-            numbers: np.ndarray, size: int | None = None) -> dict[str, np.ndarray]:
+def _run_single_search(programs: tuple[Callable, ...], params: Tree, prompts: Sequence[Sequence[int]], width: int,
+                       pad: int, uniforms: np.ndarray, size: int | None = None) -> dict[str, np.ndarray]:
     """Run the programs of `single_search`.
 
     Args:
-        size: Rows to compute, at least as many as prompts; None is their number.
+        size: Batch size, at least the number of prompts. Default: the number of prompts.
 
     Returns:
         New `tokens` [B, max_new_tokens], arbitrary after an end token, and `SCORES` likewise if the programs have them.
     """
-    begin, proceed, pick = programs
+    start, proceed, select = programs
     num, size = len(prompts), size or len(prompts)
-    places: dict[tuple[int, ...], int] = {}
+    indices: dict[tuple[int, ...], int] = {}
     copies = np.zeros(size, np.int32)
-    copies[:num] = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
-    distinct = list(places)
-    is_distinct = len(distinct) == num
-    # Copies are made of a number of prompts that is rounded up, so that few shapes are compiled.
-    distinct += distinct[:1] * ((size if is_distinct else min(power_of_two(len(distinct)), size)) - len(distinct))
-    state = begin(params, *_pad(distinct, width, pad), None if is_distinct else copies, None if size == num else num)
-    numbers, rows = np.pad(numbers, ((0, size - num), (0, 0))), np.arange(size)
-    found = {name: np.zeros(numbers.shape, state[name].dtype) for name in ("tokens", *SCORES) if name in state}
+    copies[:num] = [indices.setdefault(tuple(prompt), len(indices)) for prompt in prompts]
+    distinct = list(indices)
+    are_distinct = len(distinct) == num
+    # Round up the number of distinct prompts, so that few shapes are compiled.
+    distinct += distinct[:1] * ((size if are_distinct else min(round_up(len(distinct)), size)) - len(distinct))
+    state = start(params, *_pad(distinct, width, pad), None if are_distinct else copies, None if size == num else num)
+    uniforms, rows = np.pad(uniforms, ((0, size - num), (0, 0))), np.arange(size)
+    outputs = {name: np.zeros(uniforms.shape, state[name].dtype) for name in ("tokens", *SCORES) if name in state}
     while True:
-        state = proceed(params, state, numbers[rows])
-        for name, values in found.items():
+        state = proceed(params, state, uniforms[rows])
+        for name, values in outputs.items():
             values[rows] = np.asarray(state[name])[:, -values.shape[1]:]
-        ended = np.asarray(state["ended"])
-        if ended.all() or int(state["place"]) == width + numbers.shape[1]:
-            return {name: values[:num] for name, values in found.items()}
-        # Those that go on first, then as many of the ended ones as make a size that depends on that of the batch alone.
-        chosen = np.argsort(ended, kind="stable")[:power_of_two(int(GOING_ON * len(ended)))]
-        state, rows = pick(state, chosen), rows[chosen]
+        has_ended = np.asarray(state["ended"])
+        if has_ended.all() or int(state["index"]) == width + uniforms.shape[1]:
+            return {name: values[:num] for name, values in outputs.items()}
+        # Unfinished rows first, then as many finished ones as fill a size that depends only on the batch size.
+        kept = np.argsort(has_ended, kind="stable")[:round_up(int(ACTIVE_FRACTION * len(has_ended)))]
+        state, rows = select(state, kept), rows[kept]
 
 
-def sample_tokens(logits: Array, numbers: Array) -> Array:
-    """Sample tokens [B] by inversion: the first at which the cumulative probability exceeds the row's number.
+def sample_tokens(logits: Array, uniforms: Array) -> Array:
+    """Sample tokens [B] by inversion: the first at which the cumulative probability exceeds the row's uniform number.
 
     Args:
         logits: [B, V].
-        numbers: [B] uniform random numbers in [0, 1).
+        uniforms: [B] uniform random numbers in [0, 1).
     """
-    # Integer arithmetic makes the cumulative sum exact, so that it does not depend on the order of summation.
-    shares = jnp.round(jax.nn.softmax(logits, -1) / UNIT).astype(jnp.int32)
-    num, size = shares.shape
-    # Summed in two steps, over blocks and within one of them: a running sum of whole rows is slow in XLA on CPUs.
+    # Integer arithmetic makes the cumulative sum exact, so it does not depend on the order of summation.
+    units = jnp.round(jax.nn.softmax(logits, -1) / UNIT).astype(jnp.int32)
+    num, size = units.shape
+    # Sum in two steps, over blocks and within one of them: a cumulative sum of whole rows is slow in XLA on CPUs.
     block = int(size**0.5)
-    blocks = jnp.pad(shares, ((0, 0), (0, -size % block))).reshape(num, -1, block)
+    blocks = jnp.pad(units, ((0, 0), (0, -size % block))).reshape(num, -1, block)
     ends = jnp.cumsum(blocks.sum(-1), -1)
     # Scale to the actual total, which rounding moves away from 1, and stay below it.
-    wanted = jnp.minimum((numbers * ends[:, -1]).astype(jnp.int32), ends[:, -1] - 1)[:, None]
-    # The number of sums up to `wanted` is the index of the first one above it.
-    own = (ends <= wanted).sum(-1, keepdims=True)
-    inside = jnp.take_along_axis(blocks, own[..., None], axis=1)[:, 0]
-    before = jnp.take_along_axis(ends, own, axis=1) - inside.sum(-1, keepdims=True)
-    return own[:, 0] * block + (before + jnp.cumsum(inside, -1) <= wanted).sum(-1)
+    threshold = jnp.minimum((uniforms * ends[:, -1]).astype(jnp.int32), ends[:, -1] - 1)[:, None]
+    # The number of sums up to the threshold is the index of the first sum above it.
+    block_index = (ends <= threshold).sum(-1, keepdims=True)
+    block_units = jnp.take_along_axis(blocks, block_index[..., None], axis=1)[:, 0]
+    sum_before = jnp.take_along_axis(ends, block_index, axis=1) - block_units.sum(-1, keepdims=True)
+    return block_index[:, 0] * block + (sum_before + jnp.cumsum(block_units, -1) <= threshold).sum(-1)
 
 
-SCORES = ("logps", "entropies")  # of new tokens, in the state of a search that measures them
+SCORES = ("logps", "entropies")  # of new tokens, in the state of a search that computes them
 
 
 def log_probs_and_entropies(logits: Array, tokens: Array) -> dict[str, Array]:
-    """Return `SCORES` of tokens [B] drawn from logits [B, V], each [B] float32."""
-    # The maximum and the exponentials are those of `drawn`, which the compiler computes once.
+    """Return `SCORES` of tokens [B] sampled from logits [B, V], each [B] float32."""
+    # `sample_tokens` needs the same maximum and exponentials; the compiler computes them once.
     shifted = logits - logits.max(-1, keepdims=True)
     weights = jnp.exp(shifted)
     total = weights.sum(-1)
@@ -187,115 +188,117 @@ def log_probs_and_entropies(logits: Array, tokens: Array) -> dict[str, Array]:
     return {"logps": logps, "entropies": jnp.log(total) - (weights * shifted).sum(-1) / total}
 
 
-def _until(tokens: list[int], ends: list[int]) -> list[int]:
-    return tokens[:next((place for place, token in enumerate(tokens) if token in ends), len(tokens))]
+def _truncate(tokens: list[int], ends: list[int]) -> list[int]:
+    return tokens[:next((index for index, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
 @lru_cache(maxsize=64)
-def _compiled(network: Network, width: int, fields: tuple, eos: tuple[int, ...], scored_at: float | None = None
+def _compiled(network: Network, width: int, fields: tuple, eos: tuple[int, ...], temperature: float | None = None
               ) -> Callable | tuple[Callable, ...]:
     """Return the jitted program of `beam_search`, or those of `single_search`."""
     settings, ends = Generation(*fields), jnp.array(eos, jnp.int32)
     if settings.num_beams > 1:
         return jax.jit(beam_search(network, width, settings, ends))
-    begin, proceed, pick = single_search(network, width, settings, ends, scored_at)
-    return jax.jit(begin), jax.jit(proceed, donate_argnums=1), jax.jit(pick)
+    start, proceed, select = single_search(network, width, settings, ends, temperature)
+    return jax.jit(start), jax.jit(proceed, donate_argnums=1), jax.jit(select)
 
 
-def single_search(network: Network, width: int, settings: Generation, ends: Array, scored_at: float | None = None
+def single_search(network: Network, width: int, settings: Generation, ends: Array, temperature: float | None = None
                   ) -> tuple[Callable, ...]:
     """Return the programs of greedy search or sampling: one text per row.
 
     Args:
-        scored_at: See `token_steps`.
+        temperature: See `token_steps`.
 
     Returns:
-        begin: (params, ids [U, width], mask [U, width], copies [B] or None, count or None) -> state of B rows, each
-            that of its distinct prompt; without copies row by row. Rows from `count` on have ended.
-        proceed: (params, state, numbers [B, max_new_tokens]) -> state in which all rows have ended, or have their
-            `max_new_tokens`, or so few go on that the others should leave.
-        pick: (state, rows [N]) -> state of these rows.
+        start: (params, ids [U, width], mask [U, width], copies [B] or None, count or None) -> state of B rows. `copies`
+            is the index of each row's prompt among U distinct ones; None: B = U. Rows from `count` on have ended.
+        proceed: (params, state, uniforms [B, max_new_tokens]) -> state in which all rows have ended or have
+            `max_new_tokens` tokens, or so few are unfinished that the others should leave.
+        select: (state, rows [N]) -> state of these rows.
     """
     total = width + settings.max_new_tokens
-    start, step = token_steps(network, width, total, settings, ends, scored_at)
+    prefill, step = token_steps(network, width, total, settings, ends, temperature)
     forward = Forward(network, settings.use_cache)
 
-    def pick(state: Tree, rows: Array) -> Tree:
-        by_row = {name: x[rows] for name, x in state.items() if name not in ("place", "kept")}
-        return {**state, **by_row, "kept": forward.pick(state["kept"], rows)}
+    def select(state: Tree, rows: Array) -> Tree:
+        by_row = {name: x[rows] for name, x in state.items() if name not in ("index", "carry")}
+        return {**state, **by_row, "carry": forward.select(state["carry"], rows)}
 
-    def begin(params: Tree, ids: Array, mask: Array, copies: Array | None = None, count: Array | None = None) -> Tree:
-        state = start(params, ids, mask)
-        state = state if copies is None else pick(state, copies)
+    def start(params: Tree, ids: Array, mask: Array, copies: Array | None = None, count: Array | None = None) -> Tree:
+        state = prefill(params, ids, mask)
+        state = state if copies is None else select(state, copies)
         return state if count is None else {**state, "ended": jnp.arange(len(state["ended"])) >= count}
 
-    def proceed(params: Tree, state: Tree, numbers: Array) -> Tree:
-        size = len(numbers)
-        fewest = int(GOING_ON * size) if size >= LEAST_ROWS else 0
+    def proceed(params: Tree, state: Tree, uniforms: Array) -> Tree:
+        size = len(uniforms)
+        min_active = int(ACTIVE_FRACTION * size) if size >= MIN_ROWS else 0
 
-        def goes_on(state: Tree) -> Array:
-            return (state["place"] < total) & ((~state["ended"]).sum() > fewest)
+        def may_continue(state: Tree) -> Array:
+            return (state["index"] < total) & ((~state["ended"]).sum() > min_active)
 
-        def go_on(state: Tree) -> Tree:
-            return step(params, state, jax.lax.dynamic_index_in_dim(numbers, state["place"] - width, 1, False))
+        def add_token(state: Tree) -> Tree:
+            return step(params, state, jax.lax.dynamic_index_in_dim(uniforms, state["index"] - width, 1, False))
 
-        return jax.lax.while_loop(goes_on, go_on, state)
+        return jax.lax.while_loop(may_continue, add_token, state)
 
-    return begin, proceed, pick
+    return start, proceed, select
 
 
 def token_steps(network: Network, width: int, total: int, settings: Generation, ends: Array,
-                scored_at: float | None = None) -> tuple[Callable, Callable]:
-    """Return the two functions of single search, for texts of `total` tokens, the first `width` of them the prompts.
+                temperature: float | None = None) -> tuple[Callable, Callable]:
+    """Return the two functions of single search, for texts of `total` tokens; the first `width` are the prompts.
 
     Args:
-        scored_at: Temperature at which tokens are `measured`; None does not measure them.
+        temperature: Temperature of `log_probs_and_entropies`; None does not compute them.
 
     Returns:
-        begin: (params, ids [B, width], mask [B, width]) -> state, whose `tokens` [B, total] are filled before `place`.
-        step: (params, state, random numbers [B]) -> state with one more token, which is `latest` [B].
+        prefill: (params, ids [B, width], mask [B, width]) -> state. Its `tokens` [B, total] are filled up to `index`.
+        step: (params, state, uniforms [B]) -> state with one more token, also in `latest` [B].
     """
     forward = Forward(network, settings.use_cache)
 
-    def choose(logits: Array, state: Tree, numbers: Array) -> Array:
-        logits = apply_constraints(settings, logits, state["tokens"], state["real"], state["place"], width, ends)
-        return sample_tokens(filter_logits(settings, logits), numbers) if settings.do_sample else logits.argmax(-1)
+    def choose(logits: Array, state: Tree, uniforms: Array) -> Array:
+        logits = apply_constraints(settings, logits, state["tokens"], state["real"], state["index"], width, ends)
+        return sample_tokens(filter_logits(settings, logits), uniforms) if settings.do_sample else logits.argmax(-1)
 
-    def begin(params: Tree, ids: Array, mask: Array) -> Tree:
+    def prefill(params: Tree, ids: Array, mask: Array) -> Tree:
         tokens = jnp.pad(ids, ((0, 0), (0, total - width)))
         real = jnp.pad(mask, ((0, 0), (0, total - width))) > 0
         # From here on arrays have the full length, so that every step has the same shapes.
-        kept, hidden = forward.start(params, tokens, real, width)
-        return {"tokens": tokens, "real": real, "place": jnp.int32(width), "kept": kept, "hidden": hidden,
+        carry, hidden = forward.prefill(params, tokens, real, width)
+        return {"tokens": tokens, "real": real, "index": jnp.int32(width), "carry": carry, "hidden": hidden,
                 # No token has been chosen yet: any array of the right shape serves as `latest`.
                 "latest": tokens[:, 0], "ended": jnp.zeros(len(ids), bool),
-                **({} if scored_at is None else {name: jnp.zeros((len(ids), total - width)) for name in SCORES})}
+                **({} if temperature is None else {name: jnp.zeros((len(ids), total - width)) for name in SCORES})}
 
-    def step(params: Tree, state: Tree, numbers: Array) -> Tree:
-        place = state["place"]
+    def step(params: Tree, state: Tree, uniforms: Array) -> Tree:
+        index = state["index"]
         logits = network.logits(params, state["hidden"])
-        token = choose(logits, state, numbers).astype(jnp.int32)
-        tokens = jax.lax.dynamic_update_slice_in_dim(state["tokens"], token[:, None], place, axis=1)
-        here = jnp.ones((len(tokens), 1), bool)
-        real = jax.lax.dynamic_update_slice_in_dim(state["real"], here, place, axis=1)
+        token = choose(logits, state, uniforms).astype(jnp.int32)
+        tokens = jax.lax.dynamic_update_slice_in_dim(state["tokens"], token[:, None], index, axis=1)
+        ones = jnp.ones((len(tokens), 1), bool)
+        real = jax.lax.dynamic_update_slice_in_dim(state["real"], ones, index, axis=1)
         # Hidden states of the new token, from which the next step chooses.
-        kept, hidden = forward.step(params, state["kept"], tokens, real, place)
+        carry, hidden = forward.step(params, state["carry"], tokens, real, index)
         ended = state["ended"] | jnp.isin(token, ends)
-        scores = {} if scored_at is None else {
-            name: jax.lax.dynamic_update_slice_in_dim(state[name], new[:, None], place - width, axis=1)
-            for name, new in log_probs_and_entropies(logits / scored_at, token).items()}
-        return {"tokens": tokens, "real": real, "place": place + 1, "kept": kept, "hidden": hidden, "latest": token,
+        scores = {} if temperature is None else {
+            name: jax.lax.dynamic_update_slice_in_dim(state[name], values[:, None], index - width, axis=1)
+            for name, values in log_probs_and_entropies(logits / temperature, token).items()}
+        return {"tokens": tokens, "real": real, "index": index + 1, "carry": carry, "hidden": hidden, "latest": token,
                 "ended": ended, **scores}
 
-    return begin, step
+    return prefill, step
 
 
 def stream(network: Network, params: Tree, prompt: list[int], settings: Generation, eos: list[int], pad: int,
            seed: int, row: int, on_token: Callable[[int], bool]) -> bool:
-    """`generate` for one prompt, passing on each token as soon as it is chosen; beam search passes them at its end.
+    """Generate as `generate` for one prompt, and pass each token to `on_token` when it is chosen.
+
+    Beam search passes all tokens at its end.
 
     Args:
-        on_token: Called with each token of the answer; generation stops if it returns False.
+        on_token: Called with each token of the answer. Generation stops if it returns False.
 
     Returns:
         True if an end token was generated.
@@ -304,19 +307,20 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
         UserError: As for `generate`.
     """
     if settings.num_beams > 1:
-        # A beam may be overtaken until the search ends, so nothing can be passed on before.
+        # Until the search ends, another beam may overtake the best one, so no token is final before.
         [answer] = generate(network, params, [prompt], settings, eos, pad, seed, [row])
         return all(map(on_token, answer)) and len(answer) < settings.max_new_tokens
     check_supported(settings)
-    check_room(network, len(prompt), settings)
+    check_length(network, len(prompt), settings)
     # A growing conversation rarely recompiles.
-    width, room = power_of_two(len(prompt), BUCKET), settings.max_new_tokens
+    width, max_new_tokens = round_up(len(prompt), BUCKET), settings.max_new_tokens
     fields = astuple(replace(settings, max_new_tokens=1))  # part of the cache key, but unused by the programs
-    begin, step = _compiled_steps(network, width, width + power_of_two(room, BUCKET), fields, tuple(sorted(eos)))
-    # The same draws as in `generate`, so a streamed answer is the same.
-    state, numbers = begin(params, *_pad([prompt], width, pad)), draws(seed, [row], room)
-    for place in range(room):
-        state = step(params, state, numbers[:, place])
+    total = width + round_up(max_new_tokens, BUCKET)
+    prefill, step = _compiled_steps(network, width, total, fields, tuple(sorted(eos)))
+    # The same random numbers as in `generate`, so that a streamed answer is the same.
+    state, uniforms = prefill(params, *_pad([prompt], width, pad)), draws(seed, [row], max_new_tokens)
+    for index in range(max_new_tokens):
+        state = step(params, state, uniforms[:, index])
         token = int(np.asarray(state["latest"])[0])
         if token in eos:
             return True
@@ -325,44 +329,44 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
     return False
 
 
-def power_of_two(count: int, least: int = 1) -> int:
-    """Round a number up to a power of two, so that few shapes are compiled."""
-    return max(least, 1 << (int(count) - 1).bit_length())
+def round_up(count: int, minimum: int = 1) -> int:
+    """Round up to a power of two, at least `minimum`, so that few shapes are compiled."""
+    return max(minimum, 1 << (int(count) - 1).bit_length())
 
 
 @lru_cache(maxsize=64)
 def _compiled_steps(network: Network, width: int, total: int, fields: tuple, eos: tuple[int, ...]
                     ) -> tuple[Callable, Callable]:
-    """Return `token_steps`, jitted; a step's input state is donated."""
-    begin, step = token_steps(network, width, total, Generation(*fields), jnp.array(eos, jnp.int32))
-    return jax.jit(begin), jax.jit(step, donate_argnums=1)
+    """Return the jitted `token_steps`; a step's input state is donated."""
+    prefill, step = token_steps(network, width, total, Generation(*fields), jnp.array(eos, jnp.int32))
+    return jax.jit(prefill), jax.jit(step, donate_argnums=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Shared by all decoding methods: running the network on growing texts, and processing logits.
 
-OUT = -jnp.inf
+EXCLUDED = -jnp.inf
 
 
 class Forward:
-    """Run a network on N texts that grow by one token per step, in arrays of `total` tokens.
+    """Forward passes over N texts that grow by one token per step, in arrays of `total` tokens.
 
     Args:
-        use_cache: Keep keys and values of past tokens; False recomputes the whole text for each token.
+        use_cache: Cache keys and values of past tokens; False recomputes the whole text for each token.
     """
 
     def __init__(self, network: Network, use_cache: bool):
         self._network, self._use_cache = network, use_cache
 
-    def start(self, params: Tree, tokens: Array, real: Array, width: int) -> tuple[Tree, Array]:
-        """Return the state kept between steps, and the hidden states [N, D] of the prompts' last tokens.
+    def prefill(self, params: Tree, tokens: Array, real: Array, width: int) -> tuple[Tree, Array]:
+        """Return the state carried between steps, and the hidden states [N, D] of the prompts' last tokens.
 
         Args:
             tokens: [N, total], the prompts right-aligned in the first `width`.
             real: [N, total] bool, False for padding and tokens not yet generated.
         """
         if not self._use_cache:
-            return {}, self._whole(params, tokens, real, width)
+            return {}, self._recompute(params, tokens, real, width)
         positions = _positions(real[:, :width])
         batch = {"input_ids": tokens[:, :width], "attention_mask": real[:, :width].astype(jnp.int32),
                  "position_ids": positions}
@@ -370,28 +374,28 @@ class Forward:
         hidden, cache = self._network.hidden(params, batch, cache=self._network.init_cache(*tokens.shape))
         return {"cache": cache, "position": positions[:, -1]}, hidden[:, -1]
 
-    def step(self, params: Tree, kept: Tree, tokens: Array, real: Array, place: Array) -> tuple[Tree, Array]:
-        """Return the state kept and the hidden states [N, D] of the latest tokens, at `place`."""
+    def step(self, params: Tree, carry: Tree, tokens: Array, real: Array, index: Array) -> tuple[Tree, Array]:
+        """Return the carried state and the hidden states [N, D] of the latest tokens, at `index`."""
         if not self._use_cache:
-            return kept, self._whole(params, tokens, real, place + 1)
-        position, ones = kept["position"] + 1, jnp.ones((len(tokens), 1), jnp.int32)
+            return carry, self._recompute(params, tokens, real, index + 1)
+        position, ones = carry["position"] + 1, jnp.ones((len(tokens), 1), jnp.int32)
         # One column of all rows; the cache remembers which of the earlier slots are padding.
-        batch = {"input_ids": jax.lax.dynamic_slice_in_dim(tokens, place, 1, axis=1), "attention_mask": ones,
+        batch = {"input_ids": jax.lax.dynamic_slice_in_dim(tokens, index, 1, axis=1), "attention_mask": ones,
                  "position_ids": position[:, None]}
-        hidden, cache = self._network.hidden(params, batch, cache=kept["cache"])
+        hidden, cache = self._network.hidden(params, batch, cache=carry["cache"])
         return {"cache": cache, "position": position}, hidden[:, 0]
 
-    def pick(self, kept: Tree, rows: Array) -> Tree:
-        """Return the state kept for these rows, in this order; rows may repeat."""
+    def select(self, carry: Tree, rows: Array) -> Tree:
+        """Return the carried state of these rows, in this order; rows may repeat."""
         if not self._use_cache:
-            return kept
-        cache = kept["cache"]
+            return carry
+        cache = carry["cache"]
         # Leaves are [layers, N, ...].
-        picked = {"layers": jax.tree.map(lambda leaf: leaf[:, rows], cache["layers"]), "valid": cache["valid"][rows]}
-        return {"cache": {**cache, **picked}, "position": kept["position"][rows]}
+        selected = {"layers": jax.tree.map(lambda leaf: leaf[:, rows], cache["layers"]), "valid": cache["valid"][rows]}
+        return {"cache": {**cache, **selected}, "position": carry["position"][rows]}
 
-    def _whole(self, params: Tree, tokens: Array, real: Array, end: Array | int) -> Array:
-        # As segments, because the fused kernel does not take a left-padded `attention_mask`.
+    def _recompute(self, params: Tree, tokens: Array, real: Array, end: Array | int) -> Array:
+        # Pass segments, because the fused kernel does not support a left-padded `attention_mask`.
         batch = {"input_ids": tokens, "segment_ids": real.astype(jnp.int32), "position_ids": _positions(real)}
         hidden = self._network.hidden(params, batch)
         return jax.lax.dynamic_index_in_dim(hidden, end - 1, axis=1, keepdims=False)
@@ -402,25 +406,24 @@ def _positions(real: Array) -> Array:
     return jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
 
 
-def apply_constraints(settings: Generation, logits: Array, tokens: Array, real: Array, place: Array, width: int,
-                      ends: Array
-                ) -> Array:
-    """Apply the rules common to search and sampling to the logits [N, V] of the token at `place`."""
+def apply_constraints(settings: Generation, logits: Array, tokens: Array, real: Array, index: Array, width: int,
+                      ends: Array) -> Array:
+    """Apply the rules common to search and sampling to the logits [N, V] of the token at `index`."""
     if settings.repetition_penalty != 1.0:
         logits = penalise_repetition(logits, tokens, real, settings.repetition_penalty)
     if settings.no_repeat_ngram_size:
-        logits = ban_repeated_ngrams(logits, tokens, real, place, settings.no_repeat_ngram_size)
+        logits = ban_repeated_ngrams(logits, tokens, real, index, settings.no_repeat_ngram_size)
     if settings.min_new_tokens and len(ends):
-        logits = jnp.where(place - width < settings.min_new_tokens, logits.at[:, ends].set(OUT), logits)
+        logits = jnp.where(index - width < settings.min_new_tokens, logits.at[:, ends].set(EXCLUDED), logits)
     return logits
 
 
-def filter_logits(settings: Generation, logits: Array, least: int = 1) -> Array:
-    """Apply temperature, top-k, top-p and typical filtering to logits [N, V]; keep at least `least` tokens per row."""
+def filter_logits(settings: Generation, logits: Array, min_tokens: int = 1) -> Array:
+    """Apply temperature, top-k, top-p and typical filtering to logits [N, V]; keep at least `min_tokens` per row."""
     logits = logits / settings.temperature
-    logits = keep_top_k(logits, max(settings.top_k, least)) if settings.top_k else logits
-    logits = keep_top_p(logits, settings.top_p, least) if settings.top_p < 1.0 else logits
-    return keep_typical(logits, settings.typical_p, least) if settings.typical_p < 1.0 else logits
+    logits = keep_top_k(logits, max(settings.top_k, min_tokens)) if settings.top_k else logits
+    logits = keep_top_p(logits, settings.top_p, min_tokens) if settings.top_p < 1.0 else logits
+    return keep_typical(logits, settings.typical_p, min_tokens) if settings.typical_p < 1.0 else logits
 
 
 def penalise_repetition(logits: Array, tokens: Array, real: Array, penalty: float) -> Array:
@@ -433,37 +436,37 @@ def penalise_repetition(logits: Array, tokens: Array, real: Array, penalty: floa
     """
     rows = jnp.arange(len(logits))[:, None]
     # A maximum, because a token may occur both in the text and as padding.
-    seen = jnp.zeros(logits.shape, bool).at[rows, tokens].max(real)
-    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+    occurs = jnp.zeros(logits.shape, bool).at[rows, tokens].max(real)
+    return jnp.where(occurs, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def ban_repeated_ngrams(logits: Array, tokens: Array, real: Array, place: Array, size: int) -> Array:
-    """Forbid tokens that would complete an n-gram already in the text before `place`."""
-    # Compare the n - 1 latest tokens with the beginning of the n-gram at every start.
+def ban_repeated_ngrams(logits: Array, tokens: Array, real: Array, index: Array, size: int) -> Array:
+    """Exclude tokens that would complete an n-gram already in the text before `index`."""
+    # Compare the n - 1 latest tokens with the first n - 1 of the n-gram at every start.
     starts = tokens.shape[1] - size + 1
-    latest = jax.lax.dynamic_slice_in_dim(tokens, place - size + 1, size - 1, axis=1) if size > 1 else tokens[:, :0]
-    same = jnp.ones((len(tokens), starts), bool)
+    latest = jax.lax.dynamic_slice_in_dim(tokens, index - size + 1, size - 1, axis=1) if size > 1 else tokens[:, :0]
+    is_match = jnp.ones((len(tokens), starts), bool)
     for offset in range(size):
-        same &= real[:, offset:offset + starts]
+        is_match &= real[:, offset:offset + starts]
         if offset < size - 1:
-            same &= tokens[:, offset:offset + starts] == latest[:, offset, None]
-    # Only n-grams that end before `place`; the last token of each match is banned.
-    same &= jnp.arange(starts) + size - 1 < place
+            is_match &= tokens[:, offset:offset + starts] == latest[:, offset, None]
+    # Only n-grams that end before `index` count; the last token of each match is banned.
+    is_match &= jnp.arange(starts) + size - 1 < index
     rows = jnp.arange(len(logits))[:, None]
-    banned = jnp.zeros(logits.shape, bool).at[rows, tokens[:, size - 1:]].max(same)
-    return jnp.where(banned, OUT, logits)
+    is_banned = jnp.zeros(logits.shape, bool).at[rows, tokens[:, size - 1:]].max(is_match)
+    return jnp.where(is_banned, EXCLUDED, logits)
 
 
 def keep_top_k(logits: Array, k: int) -> Array:
-    """Keep the k likeliest tokens, and ties with the last of them."""
-    return jnp.where(logits < kth_largest(logits, min(k, logits.shape[-1]))[:, None], OUT, logits)
+    """Keep the k most likely tokens, and ties with the last of them."""
+    return jnp.where(logits < kth_largest(logits, min(k, logits.shape[-1]))[:, None], EXCLUDED, logits)
 
 
 def kth_largest(values: Array, k: int) -> Array:
     """Return the k-th largest value of each row, [N] for [N, V].
 
-    XLA sorts whole rows on CPUs. Here each row is divided into blocks: the k blocks with the largest maxima hold the k
-    largest values, or others equal to them, and only these are sorted.
+    XLA sorts whole rows on CPUs. Here each row is divided into blocks: the k blocks with the largest maxima contain the
+    k largest values, or others equal to them, and only these are sorted.
     """
     num, size = values.shape
     # Blocks of this size make the two sorted lists, of maxima and of the values in k blocks, equally long.
@@ -475,26 +478,27 @@ def kth_largest(values: Array, k: int) -> Array:
     return jax.lax.top_k(values, k)[0][:, -1]
 
 
-def keep_top_p(logits: Array, p: float, least: int = 1) -> Array:
-    """Keep the smallest set of likeliest tokens whose total probability reaches p (Holtzman et al. 2020)."""
+def keep_top_p(logits: Array, p: float, min_tokens: int = 1) -> Array:
+    """Keep the smallest set of most likely tokens whose total probability reaches p (Holtzman et al. 2020)."""
     order = jnp.argsort(logits, axis=-1, stable=True)
-    rising = jnp.cumsum(jax.nn.softmax(jnp.take_along_axis(logits, order, -1), -1), -1)
-    # In ascending order, a token goes if it and all less likely ones hold at most 1 - p.
-    out = (rising <= 1 - p).at[:, -least:].set(False)
-    return jnp.where(_scatter(out, order), OUT, logits)
+    cumulative = jnp.cumsum(jax.nn.softmax(jnp.take_along_axis(logits, order, -1), -1), -1)
+    # In ascending order, remove a token if it and all less likely ones have at most 1 - p in total.
+    is_removed = (cumulative <= 1 - p).at[:, -min_tokens:].set(False)
+    return jnp.where(_scatter(is_removed, order), EXCLUDED, logits)
 
 
-def keep_typical(logits: Array, p: float, least: int = 1) -> Array:
+def keep_typical(logits: Array, p: float, min_tokens: int = 1) -> Array:
     """Keep the tokens whose surprisal is nearest the entropy, up to a total probability of p (Meister et al. 2022)."""
-    logs = jax.nn.log_softmax(logits, -1)
-    probs = jnp.exp(logs)
+    log_probs = jax.nn.log_softmax(logits, -1)
+    probs = jnp.exp(log_probs)
     # 0 * -inf of tokens that earlier filters have excluded would be NaN.
-    entropy = -jnp.where(probs > 0, probs * logs, 0.0).sum(-1, keepdims=True)
-    order = jnp.argsort(jnp.abs(-logs - entropy), axis=-1, stable=True)
-    rising = jnp.cumsum(jnp.take_along_axis(probs, order, -1), -1)
-    # Keep a token if those before it have not reached p, and the first `least` in any case.
-    out = jnp.concatenate([jnp.zeros_like(rising[:, :1], bool), rising[:, :-1] >= p], -1).at[:, :least].set(False)
-    return jnp.where(_scatter(out, order), OUT, logits)
+    entropy = -jnp.where(probs > 0, probs * log_probs, 0.0).sum(-1, keepdims=True)
+    order = jnp.argsort(jnp.abs(-log_probs - entropy), axis=-1, stable=True)
+    cumulative = jnp.cumsum(jnp.take_along_axis(probs, order, -1), -1)
+    # Keep a token if the earlier ones have not reached p, and the first `min_tokens` in any case.
+    is_removed = jnp.concatenate([jnp.zeros_like(cumulative[:, :1], bool), cumulative[:, :-1] >= p], -1)
+    is_removed = is_removed.at[:, :min_tokens].set(False)
+    return jnp.where(_scatter(is_removed, order), EXCLUDED, logits)
 
 
 def _scatter(values: Array, order: Array) -> Array:
@@ -503,17 +507,17 @@ def _scatter(values: Array, order: Array) -> Array:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Beam search, and diverse beam search in groups (Vijayakumar et al. 2018), with the torch engine's rules.
+# Beam search, and diverse beam search in groups (Vijayakumar et al. 2018), by the torch engine's rules.
 #
 # B: prompts. G: groups of S beams, K = G * S. C: candidates. V: vocabulary. `total`: prompt and answer.
 
-LOST = -1e9  # score of a beam that is out of the running; finite, so that sums with it are too
+DEAD = -1e9  # score of a beam that no longer competes; finite, so that sums with it are finite
 
 
 def beam_search(network: Network, width: int, settings: Generation, ends: Array) -> Callable:
     """Return the program (params, ids [B, width], mask [B, width], keys [B]) -> best new tokens [B, max_new_tokens].
 
-    The caller truncates at the first end token. With `do_sample` candidates are sampled, not taken by score.
+    The caller truncates at the first end token. With `do_sample`, candidates are sampled, not selected by score.
     """
     num_groups, new = settings.num_beam_groups, settings.max_new_tokens
     size, total = settings.num_beams // num_groups, width + new
@@ -522,44 +526,44 @@ def beam_search(network: Network, width: int, settings: Generation, ends: Array)
     def program(params: Tree, ids: Array, mask: Array, row_keys: Array) -> Array:
         batch = ids.shape[0]
         tokens, real = jnp.pad(ids, ((0, 0), (0, new))), jnp.pad(mask, ((0, 0), (0, new))) > 0
-        kept, hidden = forward.start(params, tokens, real, width)
-        # Each prompt runs once; its K beams start as copies of the result. [B * K]
+        carry, hidden = forward.prefill(params, tokens, real, width)
+        # Run each prompt once; its K beams start as copies of the result. [B * K]
         copies = jnp.repeat(jnp.arange(batch), settings.num_beams)
-        state = {"groups": [group.start(tokens) for _ in range(num_groups)], "real": real, "place": jnp.int32(width),
-                 "kept": forward.pick(kept, copies), "hidden": hidden[copies]}
+        state = {"groups": [group.init_state(tokens) for _ in range(num_groups)], "real": real,
+                 "index": jnp.int32(width), "carry": forward.select(carry, copies), "hidden": hidden[copies]}
 
         def step(state: Tree) -> Tree:
-            place = state["place"]
-            logs = jax.nn.log_softmax(network.logits(params, state["hidden"]), -1)
+            index = state["index"]
+            log_probs = jax.nn.log_softmax(network.logits(params, state["hidden"]), -1)
             # [B * K, V] -> [B, G, S, V]
-            logs = logs.reshape(batch, num_groups, size, -1)
-            # A key per row and step, so that a row's draws do not depend on the others.
-            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, place - width)
-            taken = jnp.zeros_like(logs[:, 0, 0])  # number of beams of earlier groups that chose each token
+            log_probs = log_probs.reshape(batch, num_groups, size, -1)
+            # A key per row and step, so that a row's samples do not depend on the others.
+            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, index - width)
+            counts = jnp.zeros_like(log_probs[:, 0, 0])  # number of beams of earlier groups that chose each token
             groups, parents = [], []
-            # Groups take turns within a step: each is penalised for tokens that earlier groups have chosen at this
-            # place.
-            for number, beams in enumerate(state["groups"]):
-                penalised = logs[:, number] - settings.diversity_penalty * taken[:, None] if number else logs[:, 0]
-                beams, origin, took = group.advance(beams, penalised, state["real"], place, keys)
+            # Groups take turns within a step: each is penalised for tokens that earlier groups chose in this step.
+            for group_index, beams in enumerate(state["groups"]):
+                scores = log_probs[:, group_index]
+                scores = scores - settings.diversity_penalty * counts[:, None] if group_index else scores
+                beams, group_parents, group_counts = group.advance(beams, scores, state["real"], index, keys)
                 groups.append(beams)
                 # From the group's S beams to the prompt's K.
-                parents.append(origin + number * size)
-                taken = taken + took
-            real = jax.lax.dynamic_update_slice_in_dim(state["real"], jnp.ones((batch, 1), bool), place, axis=1)
+                parents.append(group_parents + group_index * size)
+                counts = counts + group_counts
+            real = jax.lax.dynamic_update_slice_in_dim(state["real"], jnp.ones((batch, 1), bool), index, axis=1)
             # [B, K] parents -> [B * K] rows of the flat batch, by which the caches are reordered.
             rows = (jnp.arange(batch)[:, None] * settings.num_beams + jnp.concatenate(parents, 1)).reshape(-1)
             tokens = jnp.stack([beams["tokens"] for beams in groups], 1).reshape(-1, total)
-            kept, hidden = forward.step(params, forward.pick(state["kept"], rows), tokens, real[copies], place)
-            return {"groups": groups, "real": real, "place": place + 1, "kept": kept, "hidden": hidden}
+            carry, hidden = forward.step(params, forward.select(state["carry"], rows), tokens, real[copies], index)
+            return {"groups": groups, "real": real, "index": index + 1, "carry": carry, "hidden": hidden}
 
-        def goes_on(state: Tree) -> Array:
-            return (state["place"] < total) & jnp.stack([beams["open"] for beams in state["groups"]]).any()
+        def may_continue(state: Tree) -> Array:
+            return (state["index"] < total) & jnp.stack([beams["open"] for beams in state["groups"]]).any()
 
-        groups = jax.lax.while_loop(goes_on, step, state)["groups"]
+        groups = jax.lax.while_loop(may_continue, step, state)["groups"]
         # The best finished beam over all groups of a prompt.
         best = jnp.concatenate([beams["best_scores"] for beams in groups], 1).argmax(1)
-        return _at(jnp.concatenate([beams["best"] for beams in groups], 1), best[:, None])[:, 0]
+        return _take(jnp.concatenate([beams["best"] for beams in groups], 1), best[:, None])[:, 0]
 
     return program
 
@@ -570,72 +574,74 @@ class _Group:
     def __init__(self, width: int, settings: Generation, ends: Array, size: int):
         self._width, self._settings, self._ends, self._size = width, settings, ends, size
 
-    def start(self, tokens: Array) -> Tree:
+    def init_state(self, tokens: Array) -> Tree:
         """Return the initial state for prompts [B, total]."""
-        scores = jnp.full((len(tokens), self._size), LOST).at[:, 0].set(0.0)  # beams start equal: one runs
+        scores = jnp.full((len(tokens), self._size), DEAD).at[:, 0].set(0.0)  # beams start equal: one runs
         tokens = jnp.repeat(tokens[:, None], self._size, 1)
         return {"tokens": tokens, "scores": scores,  # running beams, and their summed log-probabilities
                 # The best finished beams, best first, and their sums divided by length ** length_penalty.
                 "best": tokens[..., self._width:], "best_scores": jnp.full_like(scores, -jnp.inf),
                 "open": jnp.ones(len(tokens), bool)}  # True while better beams may finish
 
-    def advance(self, beams: Tree, logs: Array, real: Array, place: Array, keys: Array) -> tuple[Tree, Array, Array]:
+    def advance(self, beams: Tree, log_probs: Array, real: Array, index: Array, keys: Array
+                ) -> tuple[Tree, Array, Array]:
         """Return the state after one more token, each beam's parent [B, S], and the beams per chosen token [B, V].
 
         Args:
-            logs: [B, S, V] log-probabilities of the next token.
+            log_probs: [B, S, V] log-probabilities of the next token.
             real: [B, total] bool, True for the text so far.
-            place: Index of the next token.
+            index: Index of the next token.
             keys: [B] random keys.
         """
-        batch, size, vocabulary = logs.shape
-        scores, picked = self._candidates(beams, logs, real, place, keys)
+        batch, size, vocabulary = log_probs.shape
+        scores, candidates = self._candidates(beams, log_probs, real, index, keys)
         # Candidates are indices into the flat [S * V]. Their texts: [B, C, total].
-        parents, token = picked // vocabulary, picked % vocabulary
-        tokens = _at(beams["tokens"], parents)
-        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[..., None], place, axis=2)
-        length, was_open, ends = place + 1 - self._width, beams["open"][:, None], jnp.isin(token, self._ends)
-        ended = ends | (length == self._settings.max_new_tokens)
+        parents, token = candidates // vocabulary, candidates % vocabulary
+        tokens = _take(beams["tokens"], parents)
+        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[..., None], index, axis=2)
+        length, was_open, is_end = index + 1 - self._width, beams["open"][:, None], jnp.isin(token, self._ends)
+        has_ended = is_end | (length == self._settings.max_new_tokens)
         # `length` counts new tokens, this one included.
         weight = jnp.float32(length) ** self._settings.length_penalty
         # A candidate that ended can become one of the best only if it is among the first S.
-        won = ended & was_open & (jnp.arange(scores.shape[1]) < size)
-        best_scores = jnp.concatenate([beams["best_scores"], jnp.where(won, scores / weight, -jnp.inf)], 1)
+        is_finished = has_ended & was_open & (jnp.arange(scores.shape[1]) < size)
+        best_scores = jnp.concatenate([beams["best_scores"], jnp.where(is_finished, scores / weight, -jnp.inf)], 1)
         # [B, S + C] -> the S best, best first.
         best_scores, best = jax.lax.top_k(best_scores, size)
-        best = _at(jnp.concatenate([beams["best"], tokens[..., self._width:]], 1), best)
+        best = _take(jnp.concatenate([beams["best"], tokens[..., self._width:]], 1), best)
         # Running beams first, then those ended by length only: their tokens count towards the diversity penalty of
         # later groups, while end tokens do not.
         # The last key of a lexsort counts first: 0 running, 1 ended by length, 2 ended by a token; then the score.
-        order = jnp.lexsort((-scores, ended.astype(jnp.int32) + ends))[:, :size]
-        scores, tokens = _at(jnp.where(ended, LOST, scores), order), _at(tokens, order)
-        # Closed for good once all candidates have ended, or the best running beam, at its present length, does not beat
-        # the worst of the finished ones.
-        is_open = beams["open"] & (scores[:, 0] / weight > best_scores[:, -1]) & ~ended.all(1)
+        order = jnp.lexsort((-scores, has_ended.astype(jnp.int32) + is_end))[:, :size]
+        scores, tokens = _take(jnp.where(has_ended, DEAD, scores), order), _take(tokens, order)
+        # Close the search once all candidates have ended, or the best running beam, at its current length, does not
+        # beat the worst finished one.
+        is_open = beams["open"] & (scores[:, 0] / weight > best_scores[:, -1]) & ~has_ended.all(1)
         # Beams of a search that has ended continue, but their tokens do not count.
-        chosen = jnp.broadcast_to(was_open, order.shape).astype(jnp.float32)
-        took = jnp.zeros((batch, vocabulary)).at[jnp.arange(batch)[:, None], _at(token, order)].add(chosen)
+        weights = jnp.broadcast_to(was_open, order.shape).astype(jnp.float32)
+        token_counts = jnp.zeros((batch, vocabulary)).at[jnp.arange(batch)[:, None], _take(token, order)].add(weights)
         state = {"tokens": tokens, "scores": scores, "best": best, "best_scores": best_scores, "open": is_open}
-        return state, _at(parents, order), took
+        return state, _take(parents, order), token_counts
 
-    def _candidates(self, beams: Tree, logs: Array, real: Array, place: Array, keys: Array) -> tuple[Array, Array]:
+    def _candidates(self, beams: Tree, log_probs: Array, real: Array, index: Array, keys: Array) -> tuple[Array, Array]:
         """Return the candidates' sums [B, C] and indices into S * V. C is large enough that S candidates do not end."""
-        batch, size, vocabulary = logs.shape
-        settings, count = self._settings, size * max(2, 1 + len(self._ends))
-        logs = apply_constraints(settings, logs.reshape(-1, vocabulary), beams["tokens"].reshape(batch * size, -1),
-                                 jnp.repeat(real, size, 0), place, self._width, self._ends)
+        batch, size, vocabulary = log_probs.shape
+        settings, num_candidates = self._settings, size * max(2, 1 + len(self._ends))
+        log_probs = apply_constraints(settings, log_probs.reshape(-1, vocabulary),
+                                      beams["tokens"].reshape(batch * size, -1), jnp.repeat(real, size, 0), index,
+                                      self._width, self._ends)
         if settings.do_sample:
-            # More tokens than there are end tokens, so that each beam can go on.
-            logs = filter_logits(settings, logs, least=1 + max(1, len(self._ends)))
-        sums = (beams["scores"][..., None] + logs.reshape(batch, size, vocabulary)).reshape(batch, -1)
+            # Keep more tokens than there are end tokens, so that each beam can continue.
+            log_probs = filter_logits(settings, log_probs, min_tokens=1 + max(1, len(self._ends)))
+        sums = (beams["scores"][..., None] + log_probs.reshape(batch, size, vocabulary)).reshape(batch, -1)
         ranks = sums
         if settings.do_sample:  # Gumbel top-k: the largest perturbed scores are a sample without replacement
             ranks = sums + jax.vmap(lambda key: jax.random.gumbel(key, sums.shape[1:]))(keys)
-        # Candidates are chosen by the perturbed scores, and keep their own.
-        picked = jax.lax.top_k(ranks, min(count, sums.shape[1]))[1]
-        return _at(sums, picked), picked
+        # Candidates are selected by the perturbed scores, and keep their original ones.
+        candidates = jax.lax.top_k(ranks, min(num_candidates, sums.shape[1]))[1]
+        return _take(sums, candidates), candidates
 
 
-def _at(x: Array, places: Array) -> Array:
+def _take(x: Array, indices: Array) -> Array:
     """Return the items [B, M, ...] of x [B, N, ...] at indices [B, M]."""
-    return jnp.take_along_axis(x, places.reshape(*places.shape, *[1] * (x.ndim - 2)), axis=1)
+    return jnp.take_along_axis(x, indices.reshape(*indices.shape, *[1] * (x.ndim - 2)), axis=1)

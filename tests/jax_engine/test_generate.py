@@ -150,7 +150,7 @@ def test_torch_samples_the_same_tokens_in_any_batch(make_ref, settings):
         ids = torch.tensor([[0] * (width - len(prompts[row])) + prompts[row] for row in picked])
         found = decoding.generate(ref.torch, ids, (ids != 0).long(), config, draws=numbers[picked])[:, width:].tolist()
         for row, tokens in zip(picked, found, strict=True):
-            assert ours._until(tokens, EOS) == answers[row]
+            assert ours._truncate(tokens, EOS) == answers[row]
     assert max(map(len, answers)) > 5
 
 
