@@ -1,4 +1,4 @@
-"""A network as functions of a plain tree of parameters, with stacked layers that are scanned, and torch's names.
+"""A network as functions of a plain parameter tree, with scanned stacks of layers, and torch's parameter names.
 
 Flax NNX modules define the parts. Between calls the parameters are a nested dict of arrays
 `{embed, layers, norm, head}`; every leaf of `layers` has a leading layer axis.
@@ -81,14 +81,14 @@ class DecoderEmbedding(nnx.Module):
             x = x + jnp.asarray(sinusoids(self.arch), x.dtype)[position_ids]
         return dropout(x, self.arch.embedding_dropout, seeds, "embed")
 
-    def inputs_of_layers(self, batch: dict[str, Array], x: Array, seeds: Seeds | None) -> Array:
-        """Return each layer's own input [layers, B, T, F], from tokens and the stream that enters the first layer."""
+    def per_layer_inputs(self, batch: dict[str, Array], x: Array, seeds: Seeds | None) -> Array:
+        """Return an input for each layer [layers, B, T, F], from tokens and the stream that enters the first layer."""
         arch = self.arch
         shape = (*x.shape[:2], arch.num_layers, arch.layer_inputs)
-        own = self.layer_tokens(batch["input_ids"]).astype(x.dtype)
-        own = (own * jnp.asarray(arch.layer_inputs**0.5, x.dtype)).reshape(shape)
+        embedded = self.layer_tokens(batch["input_ids"]).astype(x.dtype)
+        embedded = (embedded * jnp.asarray(arch.layer_inputs**0.5, x.dtype)).reshape(shape)
         projected = self.layer_norm((self.layer_project(x, seeds) * arch.hidden_size**-0.5).reshape(shape))
-        return jnp.moveaxis((projected.astype(x.dtype) + own) * 2**-0.5, 2, 0)
+        return jnp.moveaxis((projected.astype(x.dtype) + embedded) * 2**-0.5, 2, 0)
 
 
 def sinusoids(arch: Architecture) -> np.ndarray:
@@ -101,6 +101,7 @@ def sinusoids(arch: Architecture) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Encoder: normed embeddings.
+
 
 class EncoderEmbedding(nnx.Module):
     """Normed sum of token, type and, unless they are rotary, position embeddings; projected if tables are narrower."""
@@ -135,18 +136,18 @@ class EncoderEmbedding(nnx.Module):
         x = dropout(self.norm(x), self.arch.embedding_dropout, seeds, "embed")
         return x if self.project is None else self.project(x, seeds).astype(x.dtype)
 
-    def beside_first(self, x: Array, real: Array, seeds: Seeds | None) -> Callable[[Array], Array]:
-        """Return the function applied after the first layer: it adds a convolution of the embeddings `x`, and norms.
+    def build_after_first(self, x: Array, real: Array, seeds: Seeds | None) -> Callable[[Array], Array]:
+        """Return the function to apply after the first layer. It adds a convolution of the embeddings `x`, and norms.
 
         Args:
-            real: [B, T] bool, False for padding, which is neither read nor written: it stays zero.
+            real: [B, T] bool, False for padding, which is not read and stays zero.
         """
         real = real[..., None].astype(x.dtype)
-        found = dropout(self.conv(x * real) * real, self.arch.residual_dropout, seeds, "embed.conv")
-        found = ACTIVATIONS[self.arch.convolution.activation](found)
-        return lambda x: self.conv_norm(x + found) * real
+        convolved = dropout(self.conv(x * real) * real, self.arch.residual_dropout, seeds, "embed.conv")
+        convolved = ACTIVATIONS[self.arch.convolution.activation](convolved)
+        return lambda x: self.conv_norm(x + convolved) * real
 
-    def places(self, length: int) -> Table:
+    def relative_table(self, length: int) -> Table:
         """Return the relative-position table for rows of this length."""
         rows = self.relative.weight[...]
         rows = rows if self.relative_norm is None else self.relative_norm(rows)
@@ -154,7 +155,7 @@ class EncoderEmbedding(nnx.Module):
 
 
 class TokenConvolution(nnx.Module):
-    """Convolution over the tokens of a row, [B, T, D] to [B, T, D]; the weight is [out, in, width], as in torch."""
+    """Convolution over the tokens of a row, [B, T, D] to [B, T, D]. The weight is [out, in, width], as in torch."""
 
     def __init__(self, arch: Architecture, build: Build):
         self.build, self.groups = build, arch.convolution.groups
@@ -163,17 +164,17 @@ class TokenConvolution(nnx.Module):
         self.bias = parameter((size,), 0.0)
 
     def __call__(self, x: Array) -> Array:
-        # As a matrix product: the gradient of XLA's convolution over cut rows is wrong on some meshes.
+        # As a matrix product: the gradient of XLA's convolution over sharded rows is wrong on some meshes.
         dtype, (batch, length, size) = self.build.dtype, x.shape
         weight = self.weight[...].astype(dtype).reshape(self.groups, size // self.groups, *self.weight.shape[1:])
-        room = weight.shape[-1] // 2
+        padding = weight.shape[-1] // 2
         # [B, T + width - 1, groups, D / groups]
-        padded = jnp.pad(x.astype(dtype), ((0, 0), (room, room), (0, 0))).reshape(batch, -1, self.groups,
+        padded = jnp.pad(x.astype(dtype), ((0, 0), (padding, padding), (0, 0))).reshape(batch, -1, self.groups,
                                                                                size // self.groups)
         # Each token's neighbours: [B, T, groups, D / groups, width].
-        near = jnp.stack([padded[:, start:start + length] for start in range(weight.shape[-1])], axis=-1)
-        found = jnp.einsum("btgiw,goiw->btgo", near, weight).reshape(x.shape)
-        return (found + self.bias[...].astype(dtype)).astype(x.dtype)
+        neighbours = jnp.stack([padded[:, start:start + length] for start in range(weight.shape[-1])], axis=-1)
+        out = jnp.einsum("btgiw,goiw->btgo", neighbours, weight).reshape(x.shape)
+        return (out + self.bias[...].astype(dtype)).astype(x.dtype)
 
 
 def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
@@ -182,30 +183,31 @@ def interleaved_sinusoids(num: int, size: int) -> np.ndarray:
     return np.where(np.arange(size) % 2 == 0, np.sin(angles), np.cos(angles)).astype(np.float32)
 
 
-# Stacks of up to this many layers are unrolled on CPUs if all weights train: in a scan XLA copies residuals and
-# gradients between iterations. The cost is not measurable in deeper networks, which compile faster as a scan.
+# Unroll stacks of up to this many layers on CPUs if all weights train: in a scan, XLA copies residuals and gradients
+# between iterations. In deeper networks this cost is not measurable, and a scan compiles faster.
 UNROLL_CPU = 4
-# Layers of a step of generation at once: a loop copies its slices of the cache. 8 save a fifth of the time at 25M.
+# Layers per iteration during generation: each iteration copies its slice of the cache. 8 save a fifth of the time at
+# 25M parameters.
 UNROLL_CACHED_CPU = 8
-# Primitives that the backward pass recomputes from the results of products and attention, which is cheaper than to
-# store and read their own: norms, activations, rope, sums and casts. On a mesh, weights are gathered again.
+# Primitives that the backward pass recomputes from the results of products and attention, because that is cheaper than
+# storing and reading theirs: norms, activations, rope, sums and casts. On a mesh, weights are gathered again.
 _RECOMPUTED = {"add", "sub", "mul", "div", "neg", "exp", "log", "logistic", "tanh", "erf", "rsqrt", "sqrt", "square",
                "integer_pow", "pow", "max", "min", "select_n", "convert_element_type", "reshape", "broadcast_in_dim",
                "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate", "reduce_sum", "copy",
                "sharding_constraint"}
 # Remat policies: the values saved for the backward pass.
-_KEPT = {"none": lambda primitive, *_, **__: primitive.name not in _RECOMPUTED, "full": None,
-         "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+_REMAT_POLICIES = {"none": lambda primitive, *_, **__: primitive.name not in _RECOMPUTED, "full": None,
+                   "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
 class Network(Names):
-    """A family's network with one head. Holds no parameters: until these exist, `resize` and `adapt` may change it.
+    """A family's network with one head. It has no parameters; until they exist, `resize` and `adapt` may change it.
 
     Args:
         config: transformers' configuration, saved unchanged.
         to_save: Paths of modules that train in full alongside the adapters; empty for full fine-tuning.
         remat: Activations that the backward pass recomputes: none, all but matrix products, or whole layers.
-        unroll: Layers per iteration of the scan; None takes 1, or on CPUs all layers of a shallow network (see
+        unroll: Layers per iteration of the scan. Default: 1, or on CPUs all layers of a shallow network (see
             `UNROLL_CPU`).
     """
 
@@ -219,11 +221,11 @@ class Network(Names):
 
     @property
     def recomputes(self) -> bool:
-        """True if the backward pass recomputes `_RECOMPUTED`, which costs more than it saves on CPUs."""
+        """True if the backward pass recomputes `_RECOMPUTED`. On CPUs that costs more than it saves."""
         return not self.build.cpu_forms
 
     def resize(self, num_tokens: int) -> None:
-        """Change the number of rows of the vocabulary in place, as transformers' `resize_token_embeddings`."""
+        """Change the vocabulary size in place, as transformers' `resize_token_embeddings`."""
         self.config.vocab_size = num_tokens
         if self.arch.layer_inputs:
             setattr(self.config, PER_LAYER_VOCABULARY, num_tokens)
@@ -233,13 +235,13 @@ class Network(Names):
         """Add the adapters of `build` in place, as PEFT's `get_peft_model`; `lora.adapt` chooses the modules.
 
         Args:
-            arch: The architecture, with separate tables for embedding and head if one of a tied pair trains.
+            arch: The architecture; embedding and head have separate tables if only one of a tied pair trains.
             to_save: Paths of modules that train in full alongside the adapters.
         """
         self._define(arch, build, to_save)
 
     def _define(self, arch: Architecture, build: Build, to_save: frozenset[str]) -> None:
-        """Trace the modules: their structure, the shapes of their parameters, and torch's names of these."""
+        """Trace the modules: their structure, and the shapes and torch names of their parameters."""
         self.arch, self.build, self.to_save = arch, build, to_save
         self.lora = build.lora
         unrolls = build.cpu_forms and self.remat == "none" and self.lora is None
@@ -247,33 +249,34 @@ class Network(Names):
         self._unroll_cached = UNROLL_CACHED_CPU if build.cpu_forms else 1
         self._ropes = list(dict.fromkeys(arch.ropes))
         self.fused = fused.choose(arch, build.dtype, self.head, build.attention, build.on)
-        self._stacks = layer_stacks(arch)
+        self._stacks = split_into_stacks(arch)
         self._graphs: dict[str | LayerKind, nnx.GraphDef] = {}
         self._linears: list[str] = []
         self._starts: dict[Path, Start] = {}
         shapes: Tree = {}
-        # Only shapes are traced: the parameters are put into the modules anew in every call (`nnx.merge`).
+        # Only trace shapes: every call puts the parameters into the modules again (`nnx.merge`).
         for name, part in self._parts().items():
             module = nnx.eval_shape(part)
-            own = "layers" if isinstance(name, LayerKind) else name
-            self._starts |= {(own, *path): start for path, start in starts(module).items()}
+            root = "layers" if isinstance(name, LayerKind) else name
+            self._starts |= {(root, *path): start for path, start in starts(module).items()}
             self._linears += [node.path for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
             self._graphs[name], state = nnx.split(module)
-            # Blocks of all kinds are `layers`; leaves that they share are stacked together.
-            shapes[own] = merge(shapes.get(own, {}), nnx.to_pure_dict(state))
+            # Blocks of all kinds are `layers`; leaves that several kinds have are stacked together.
+            shapes[root] = merge(shapes.get(root, {}), nnx.to_pure_dict(state))
         # Stack each leaf of a layer over the layers that have it.
-        numbers = {path: len(arch.layers_with(".".join(("layers", *path[:-1])))) for path in flatten(shapes["layers"])}
-        shapes["layers"] = unflatten({path: jax.ShapeDtypeStruct((numbers[path], *leaf.shape), leaf.dtype)
+        num_stacked = {path: len(arch.layers_with(".".join(("layers", *path[:-1]))))
+                       for path in flatten(shapes["layers"])}
+        shapes["layers"] = unflatten({path: jax.ShapeDtypeStruct((num_stacked[path], *leaf.shape), leaf.dtype)
                                       for path, leaf in flatten(shapes["layers"]).items()})
         # A tied head without a bias has no parameters.
         self.shapes: Tree = {name: part for name, part in shapes.items() if part}
-        # Names follow from the shapes, and seeds of dropout from the names.
+        # Names depend on the shapes, and dropout seeds on the names.
         super().__init__(self.family, self.head, self.shapes, arch, build.adapted, build.adapted_experts, to_save)
         lora_drops = build.lora is not None and build.lora.dropout > 0
-        of_head = () if arch.classifier is None else (arch.classifier.dropout, arch.classifier.dense_dropout)
+        head_rates = () if arch.classifier is None else (arch.classifier.dropout, arch.classifier.dense_dropout)
         self.drops = lora_drops or build.noise > 0 or any((
             arch.embedding_dropout, arch.attention_dropout, arch.residual_dropout, arch.mlp_dropout,
-            arch.mlp_inner_dropout, *of_head))
+            arch.mlp_inner_dropout, *head_rates))
         self._sites = site_seeds(self, self.family, self.head, arch, build.adapted if lora_drops else frozenset())
 
     def _parts(self) -> dict[str | LayerKind, Any]:
@@ -287,12 +290,12 @@ class Network(Names):
         return parts | {"head": lambda: HEADS[self.head](arch, build)}
 
     def first_values(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
-        """Return the initial parameters, drawn lazily: transformers' distributions, with the values torch would get.
+        """Return the initial parameters, sampled lazily from transformers' distributions as on the torch engine.
 
         Adapters are initialised as in PEFT; `add_adapter` sets those that start from the base weights.
 
         Args:
-            paths: Leaves to create; None creates all.
+            paths: Leaves to create. Default: all.
         """
         return unflatten({
             path: FirstValues(self._starts[path], self.shape(path), seed, self.drawn_names(path), path[0] == "layers",
@@ -308,8 +311,7 @@ class Network(Names):
 
         Args:
             batch: `input_ids` [B, T]; `attention_mask`, or for packed rows `segment_ids` and `position_ids` that
-                restart at 0; `token_type_ids` if the network has types. `position_ids` default to 0, 1, ... in each
-                row.
+                restart at 0; `token_type_ids` if the network has types. `position_ids` default to 0, 1, ... per row.
             training: Apply dropout, seeded by the batch's `token_seeds` [B, T].
             cache: From `init_cache`; the batch's `attention_mask` then marks its real tokens.
 
@@ -320,11 +322,11 @@ class Network(Names):
         return x if cache is None else (x, cache)
 
     def hidden_and_load(self, params: Tree, batch: dict[str, Array], training: bool = False) -> tuple[Array, Load]:
-        """Return hidden states as `hidden`, and the expert load of real tokens in each layer, [layers, B, ...]."""
+        """Return hidden states as `hidden`, and each layer's expert load of real tokens, [layers, B, ...]."""
         x, _, load = self._run(params, batch, training, None, True)
         return x, load
 
-    def _run(self, params: Tree, batch: dict[str, Array], training: bool, cache: Tree | None, measures: bool = False
+    def _run(self, params: Tree, batch: dict[str, Array], training: bool, cache: Tree | None, has_load: bool = False
              ) -> tuple[Array, Tree | None, Load | None]:
         self._check(batch)
         position_ids = self._positions(batch)
@@ -333,13 +335,13 @@ class Network(Names):
         x = shard_sequence(embedding(batch, position_ids, seeds))
         angles, key_angles = self._angles(batch, position_ids, cache)
         if self.arch.relative is not None:
-            angles = [embedding.places(x.shape[1])]
+            angles = [embedding.relative_table(x.shape[1])]
         after_first = None
         if self.arch.convolution is not None:
-            after_first = embedding.beside_first(x, real_tokens(batch), seeds)
-        # One mask per distinct window, from which each layer chooses. The key allows None among the numbers.
+            after_first = embedding.build_after_first(x, real_tokens(batch), seeds)
+        # One mask per distinct window; each layer selects its own. The sort key allows None among the numbers.
         windows = sorted(set(self.arch.windows), key=str)
-        # Kernels take whole rows, not a cache.
+        # Kernels support whole rows only, not a cache.
         kernel = self.fused.over(batch) if self.fused is not None and cache is None else None
         if kernel is not None:
             masks = [kernel]
@@ -348,99 +350,100 @@ class Network(Names):
         elif cache is None:
             masks = [attention_mask(batch, self.arch.causal, window) for window in windows]
         else:
-            # New tokens take the slots from `start` on, the same in all rows.
+            # New tokens fill the slots from `start` on, the same in all rows.
             start, length = cache["length"], x.shape[1]
             valid = jax.lax.dynamic_update_slice_in_dim(cache["valid"], batch["attention_mask"] > 0, start, axis=1)
             masks = [cached_mask(valid, start, length, window) for window in windows]
         texts = Texts(real_tokens(batch), batch.get("segment_ids"))
-        real = texts.real if measures else None
-        inputs = embedding.inputs_of_layers(batch, x, seeds) if self.arch.layer_inputs else None
-        x, kept, load = self._layers(params["layers"], x, masks, windows, angles, key_angles, seeds, cache, real,
-                                     after_first, inputs, texts)
+        real = texts.real if has_load else None
+        inputs = embedding.per_layer_inputs(batch, x, seeds) if self.arch.layer_inputs else None
+        x, layer_caches, load = self._layers(params["layers"], x, masks, windows, angles, key_angles, seeds, cache,
+                                             real, after_first, inputs, texts)
         if "norm" in self._graphs:
             x = self._part("norm", params)(x)
-        # The part of the head that pools and has dropout runs here, where masks and seeds are.
+        # Pooling and dropout of the head run here, where masks and seeds are available.
         x = self._part("head", params).features(x, batch, seeds)
-        return x, cache if cache is None else {"layers": kept, "valid": valid, "length": start + length}, load
+        return x, cache if cache is None else {"layers": layer_caches, "valid": valid, "length": start + length}, load
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
                 angles: list[Angles], key_angles: list[Angles], seeds: Seeds | None, cache: Tree | None,
                 real: Array | None, after_first: Callable[[Array], Array] | None, inputs: Array | None, texts: Texts
                 ) -> tuple[Array, Tree | None, Load | None]:
         arch = self.arch
-        # Layers that share weights are chosen by index from the stored ones; others are inputs of the scan.
-        shared = arch.passes != tuple(range(arch.num_stored_layers))
-        # What differs between layers, one row each: the scan hands a row to each iteration.
+        # Shared layers are selected by index from the stored ones; others are inputs of the scan.
+        is_shared = arch.passes != tuple(range(arch.num_stored_layers))
+        # Values that differ between layers, one row per layer: each iteration of the scan gets a row.
         steps = {"stored": jnp.array(arch.passes),
                  "scale": jnp.array(arch.attention_scales, jnp.float32),
                  "mask": jnp.array([windows.index(window) for window in arch.windows])}
-        # A single kind of rope needs no choice (see `_chosen`).
+        # With a single rope there is nothing to select (see `_select`).
         steps |= {"rope": jnp.array([self._ropes.index(rope) for rope in arch.ropes])} if len(angles) > 1 else {}
         if not arch.first_norm and "attn_norm" in layers:  # add an unused row, so that the scan has one per layer
             steps["has_norm"] = jnp.arange(arch.num_layers) > 0
             layers = layers | {"attn_norm": jax.tree.map(lambda leaf: jnp.pad(
                 leaf, ((1, 0), (0, 0)), constant_values=1), layers["attn_norm"])}
         steps |= {} if after_first is None else {"is_first": jnp.arange(arch.num_layers) == 0}
-        steps |= {} if shared else {"params": layers}
-        inside = {site: words for site, words in self._sites.items() if site.startswith("layers.")}
-        steps |= {} if seeds is None else {"sites": inside}
+        steps |= {} if is_shared else {"params": layers}
+        sites = {site: words for site, words in self._sites.items() if site.startswith("layers.")}
+        steps |= {} if seeds is None else {"sites": sites}
         steps |= {} if cache is None else {"cache": cache["layers"]}
         steps |= {} if inputs is None else {"input": inputs}
-        lent: dict[str, KeysValues] = {}  # keys and values of the layers that lend them, by name of the attention
+        lent: dict[str, KeysValues] = {}  # keys and values that later layers borrow, by name of the attention
 
         def layer(kind: LayerKind, rope: int | None, x: Array, step: Tree, borrowed: KeysValues | None
                   ) -> tuple[Array, tuple[Tree | None, Load | None, KeysValues | None]]:
-            params = jax.tree.map(lambda leaf: jnp.asarray(leaf)[step["stored"]], layers) if shared else step["params"]
+            params = step["params"] if not is_shared else jax.tree.map(
+                lambda leaf: jnp.asarray(leaf)[step["stored"]], layers)
             # The leaves of this layer, without the layer axis.
             block = nnx.merge(self._graphs[kind], params)
-            mask = texts if kind.attention == "linear_attn" else _chosen(masks, step["mask"])
-            turns, key_turns = (_chosen(kinds, step.get("rope")) if rope is None else kinds and kinds[rope]
-                                for kinds in (angles, key_angles))
-            here = None if seeds is None else Seeds(seeds.tokens, step["sites"])
-            x, *kept = block(x, mask, step["scale"], turns, here, step.get("cache", {}).get(kind.attention),
-                             None if cache is None else cache["length"], key_turns or None, step.get("has_norm"), real,
-                             step.get("input"), borrowed)
+            mask = texts if kind.attention == "linear_attn" else _select(masks, step["mask"])
+            query_rope, key_rope = (_select(by_rope, step.get("rope")) if rope is None else by_rope and by_rope[rope]
+                                    for by_rope in (angles, key_angles))
+            layer_seeds = None if seeds is None else Seeds(seeds.tokens, step["sites"])
+            layer_cache = step.get("cache", {}).get(kind.attention)
+            x, *outputs = block(x, mask, step["scale"], query_rope, layer_seeds, layer_cache,
+                                None if cache is None else cache["length"], key_rope or None, step.get("has_norm"),
+                                real, step.get("input"), borrowed)
             if after_first is not None:
-                # Inside the scan, so that the first layer needs no program of its own.
+                # Inside the scan, so that the first layer needs no separate program.
                 x = jax.lax.cond(step["is_first"], after_first, lambda x: x, x)
-            return shard_sequence(x), tuple(kept)
+            return shard_sequence(x), tuple(outputs)
 
-        # On a mesh always, so that gathered weights are not saved (see `_KEPT`). Inside a scan XLA cannot undo the
-        # recomputation by CSE, so the barriers of `prevent_cse` are not needed.
+        # On a mesh always, so that gathered weights are not saved (see `_REMAT_POLICIES`). Inside a scan, XLA cannot
+        # undo the recomputation by CSE, so the barriers of `prevent_cse` are not needed.
         if self.remat != "none" or on_mesh() or self.recomputes:
-            layer = jax.checkpoint(layer, policy=_KEPT[self.remat], prevent_cse=False, static_argnums=(0, 1))
+            layer = jax.checkpoint(layer, policy=_REMAT_POLICIES[self.remat], prevent_cse=False, static_argnums=(0, 1))
 
         def body(stack: LayerStack, x: Array, step: Tree) -> tuple[Array, tuple[list, list]]:
-            kept = []
-            for number, kind in enumerate(stack.kinds):
-                # Ropes of heads of several sizes cannot be chosen by a traced index.
-                ropes = set(arch.ropes[stack.first + number:stack.end:len(stack.kinds)])
+            outputs = []
+            for index, kind in enumerate(stack.kinds):
+                # Ropes of heads of several sizes cannot be selected by a traced index.
+                ropes = set(arch.ropes[stack.first + index:stack.end:len(stack.kinds)])
                 rope = self._ropes.index(ropes.pop()) if len(self._ropes) > 1 and len(ropes) == 1 else None
                 borrowed = lent[kind.attention] if kind.keys == "borrowed" else None
-                x, of_layer = layer(kind, rope, x, stack.of_layer(step, arch, number), borrowed)
-                kept.append(of_layer)
-            return x, tuple(map(list, zip(*kept, strict=True)))
+                x, layer_outputs = layer(kind, rope, x, stack.select_layer(step, arch, index), borrowed)
+                outputs.append(layer_outputs)
+            return x, tuple(map(list, zip(*outputs, strict=True)))
 
-        kept = []
+        outputs = []
         # Most networks have one stack; mixtures of experts with dense layers may have several.
         for stack in self._stacks:
-            x, of_stack = jax.lax.scan(partial(body, stack), x, stack.cut(steps, arch),
+            x, stack_outputs = jax.lax.scan(partial(body, stack), x, stack.select_inputs(steps, arch),
                                        unroll=self.unroll if cache is None else self._unroll_cached)
-            # A layer that lends is one of its kind, so its stack has one iteration.
-            lent |= {kind.attention: jax.tree.map(lambda leaf: leaf[0], found)
-                     for kind, found in zip(stack.kinds, of_stack[2], strict=True) if found is not None}
-            kept.append([[None if found is None else {kind.attention: found}
-                          for kind, found in zip(stack.kinds, of_stack[0], strict=True)], of_stack[1]])
-        caches, loads = zip(*kept, strict=True)
+            # A layer that lends is the only one of its kind, so its stack has one iteration.
+            lent |= {kind.attention: jax.tree.map(lambda leaf: leaf[0], leaves)
+                     for kind, leaves in zip(stack.kinds, stack_outputs[2], strict=True) if leaves is not None}
+            outputs.append([[None if leaves is None else {kind.attention: leaves}
+                             for kind, leaves in zip(stack.kinds, stack_outputs[0], strict=True)], stack_outputs[1]])
+        caches, loads = zip(*outputs, strict=True)
         names = dict.fromkeys(kind.attention for kind in arch.kinds)
-        by_name = {name: concatenate_layers([[found and found.get(name) for found in of_stack] for of_stack in caches])
-                   for name in names}
+        by_name = {name: concatenate_layers([[leaves and leaves.get(name) for leaves in stack_caches]
+                                             for stack_caches in caches]) for name in names}
         return x, None if cache is None else by_name, concatenate_layers(list(loads))
 
     def _angles(self, batch: dict[str, Array], position_ids: Array, cache: Tree | None
                 ) -> tuple[list[Angles], list[Angles]]:
-        """Return the rope angles of each kind for these tokens, and for all cache slots if they depend on the length.
-        """
+        """Return each rope's angles for these tokens, and for all cache slots if they depend on the length."""
         if not any(rope.by_length for rope in self._ropes):
             return [rope.angles(position_ids, None) for rope in self._ropes], []
         if cache is None:
@@ -448,8 +451,8 @@ class Network(Names):
             lengths = text_lengths(position_ids, real)
             return [rope.angles(position_ids, lengths) for rope in self._ropes], []
         lengths = position_ids[:, -1:] + 1  # a text in the cache ends with the latest token
-        # Texts end in the latest slot, so a slot's position is its distance from the slot of the text's first token.
-        # Slots before the text are padding, and get position 0.
+        # Texts end in the latest slot, so a slot's position is its distance from the text's first slot. Slots before
+        # the text are padding, and get position 0.
         slots = jnp.arange(cache["valid"].shape[1]) - (cache["length"] + position_ids.shape[1] - lengths)
         return ([rope.angles(position_ids, lengths) for rope in self._ropes],
                 [rope.angles(jnp.maximum(slots, 0), lengths) for rope in self._ropes])
@@ -488,86 +491,88 @@ class Network(Names):
         if arch.positions_after_padding:
             if "position_ids" in batch:
                 return batch["position_ids"] + arch.padding_id + 1
-            # As RoBERTa: real tokens count from padding_id + 1, and padding has position padding_id.
+            # As in RoBERTa: real tokens count from padding_id + 1, and padding has position padding_id.
             real = (ids != arch.padding_id).astype(jnp.int32)
             return jnp.cumsum(real, axis=1) * real + arch.padding_id
         return batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))
 
     def _check(self, batch: dict[str, Array]) -> None:
         if batch["input_ids"].ndim != 2:
-            raise UserError("The batches hold several answers in each row: set model.class_path to Preference, or "
-                            "data.class_path to that of the task.")
+            raise UserError("Each row of the batches has several answers. Set model.class_path to Preference, or "
+                            "data.class_path to the task's data.")
         arch, length = self.arch, batch["input_ids"].shape[1]
-        # The table's first rows, up to that of the padding, are no positions of text.
-        room = arch.max_positions - (arch.padding_id + 1 if arch.positions_after_padding else 0)
-        if arch.positions in ("learned", "sinusoid") and length > room and "position_ids" not in batch:
-            raise UserError(f"Rows of {length} tokens do not fit this model, which has {room} positions: set "
-                            f"data.max_length to {room} or less.")
+        # The table's first rows, up to the padding's, are not positions of text.
+        num_positions = arch.max_positions - (arch.padding_id + 1 if arch.positions_after_padding else 0)
+        if arch.positions in ("learned", "sinusoid") and length > num_positions and "position_ids" not in batch:
+            raise UserError(f"Rows have {length} tokens, but this model has only {num_positions} positions. Set "
+                            f"data.max_length to at most {num_positions}.")
         if "token_type_ids" in batch and not arch.num_types:
-            raise UserError(f"The batch has token_type_ids, but {self.config.model_type} has no token types.")
+            raise UserError(f"The batches have token_type_ids, but {self.config.model_type} has no token types. Remove "
+                            "them in the data module.")
 
     def modules(self) -> list[str]:
         """Return our paths of all modules with parameters."""
         return sorted({".".join(path[:-1]) for path in flatten(self.shapes)})
 
     def linears(self) -> list[str]:
-        """Return our paths of the linear layers that may be adapted or quantised: not those of heads, which train."""
+        """Return our paths of the linear layers that may be adapted or quantised, without the head's, which train."""
         return [path for path in dict.fromkeys(self._linears) if path not in HEADS[self.head].in_full]
 
     def quantised(self, kind: Quantize | None) -> set[Path]:
-        """Return the leaves that `model.quantize` stores in this format: linear layers and, in 4 bits, experts."""
+        """Return the leaves that `model.quantize` stores in this format: linear layers and, for 4 bits, experts."""
         if kind is None:
             return set()
         linear = {(*ours.split("."), "weight") for ours in self.linears()}
-        is_stacked = kind != "int8" and self.arch.experts is not None
-        return linear | ({(*EXPERTS.split("."), name) for name in MATRICES} if is_stacked else set())
+        has_experts = kind != "int8" and self.arch.experts is not None
+        return linear | ({(*EXPERTS.split("."), name) for name in MATRICES} if has_experts else set())
 
     def all_names(self) -> dict[str, list[str]]:
-        """Return all of torch's names of each parameter, by the first: of what embedding and head share, two."""
-        found, output = {name: [name] for name, *_ in self.names()}, self.torch_modules("head")[0]
-        # Most encoders have the output layer inside the module of the head, which holds the bias that the two share.
+        """Return all torch names of each parameter, by the first; a table shared by embedding and head has two."""
+        names, output = {name: [name] for name, *_ in self.names()}, self.torch_modules("head")[0]
+        # In most encoders the output layer is inside the head's module, which has the bias that the two share.
         if HEADS[self.head].shares_table and self.torch_modules("head.dense")[0].startswith(f"{output}."):
-            found[f"{output}.bias"].append(f"{output}.decoder.bias")
+            names[f"{output}.bias"].append(f"{output}.decoder.bias")
             output += ".decoder"
         if HEADS[self.head].vocabulary and ("head", "weight") not in flatten(self.shapes):
-            # The first name is that of the module that comes first: of the head, in XLM-RoBERTa.
-            own = self.name(("embed", "tokens", "weight"), None)
-            found[own] = list({own, f"{self.torch_modules('embed.tokens')[0]}.weight", f"{output}.weight"})
-        return found
+            # The first name belongs to the module that comes first: the head, in XLM-RoBERTa.
+            first = self.name(("embed", "tokens", "weight"), None)
+            names[first] = list({first, f"{self.torch_modules('embed.tokens')[0]}.weight", f"{output}.weight"})
+        return names
 
     def decays(self, params: Tree) -> Tree:
-        """Return for each leaf True if weight decay applies: to matrices (per layer), not to biases and norms."""
+        """Return whether weight decay applies to each leaf: to matrices (per layer), not to biases and norms."""
         return unflatten({path: decays(path[-1], len(self.shape(path))) for path in flatten(params)})
 
     @property
     def num_named_layers(self) -> int:
-        """Layers by torch's names; those that share their parameters count once."""
+        """Number of layers by torch's names; layers that share their parameters count once."""
         return num_layers(name for name, *_ in self.names())
 
     def depths(self, params: Tree) -> Tree:
-        """Return `settings.depth` for each leaf that trains, of a stack of layers for each layer that does."""
-        found: dict[Path, int | tuple[int, ...]] = {}
+        """Return `settings.depth` of each trainable leaf; for stacked layers, of each layer that trains."""
+        depths: dict[Path, int | tuple[int, ...]] = {}
         layers, leaves = self.num_named_layers, flatten(params)
         for name, path, layer in self.names():
             if path not in leaves:
                 continue
             if layer is None:
-                found[path] = depth(name, layers)
+                depths[path] = depth(name, layers)
             elif (trained := self._partly(path)) is None or layer in trained:
-                found[path] = (*found.get(path, ()), depth(name, layers))
-        return unflatten(found)
+                depths[path] = (*depths.get(path, ()), depth(name, layers))
+        return unflatten(depths)
 
 
-def _chosen(kinds: list[Any], number: Array | None) -> Any:
-    """Return the arrays or trees of `kinds` at index `number`, which may be traced; None if there are none."""
-    if len(kinds) < 2:
-        return kinds[0] if kinds else None
+def _select(options: list[Any], index: Array | None) -> Any:
+    """Return the array or tree of `options` at `index`, which may be traced; None if there are no options."""
+    if len(options) < 2:
+        return options[0] if options else None
     # A traced index cannot select from a Python list, hence the stack.
-    return jax.tree.map(lambda *alike: jnp.stack(alike)[number], *kinds)
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves)[index], *options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One layer: attention and MLP with their norms and residual connections.
+
 
 class MLP(nnx.Module):
     """down(act(up(x))); if gated (Shazeer 2020), down(act(gate(x)) * up(x))."""
@@ -586,8 +591,8 @@ class MLP(nnx.Module):
         self.out_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps) if kind.routed else None  # beside experts
 
     def __call__(self, x: Array, seeds: Seeds | None) -> Array:
-        found = self.down(dropout(self._inner(x, seeds), self.inner_dropout, seeds, "layers.mlp.inner"), seeds)
-        return found if self.out_norm is None else self.out_norm(found)
+        out = self.down(dropout(self._inner(x, seeds), self.inner_dropout, seeds, "layers.mlp.inner"), seeds)
+        return out if self.out_norm is None else self.out_norm(out)
 
     def _inner(self, x: Array, seeds: Seeds | None) -> Array:
         if self.fused:
@@ -597,9 +602,9 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer of a decoder or encoder; the residual stream keeps its dtype.
+    """One layer of a decoder or encoder. The residual stream keeps its dtype.
 
-    `attn_norm` and `mlp_norm` are on a sublayer's input (pre-norm) or on the residual sum after it (post-norm),
+    `attn_norm` and `mlp_norm` act on a sublayer's input (pre-norm) or on the residual sum after it (post-norm),
     `..._out_norm` on its output.
     """
 
@@ -617,44 +622,45 @@ class Block(nnx.Module):
             self.input_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps)
         self.out = Scalar() if arch.layer_scalar else None
         for name in ("attn", "mlp"):
-            # Norms that no layer has are not created, as in OLMo2, which norms outputs only.
-            own = {"input", "sum"} & set(arch.norms) and not (name == "mlp" and arch.shared_norm)
-            own = own and len(arch.layers_with(f"layers.{name}_norm")) > 0
-            for norm, has in ((f"{name}_norm", own), (f"{name}_out_norm", "output" in arch.norms)):
-                setattr(self, norm, Norm(arch.hidden_size, arch.norm, arch.norm_eps) if has else None)
+            # Do not create norms that no layer has, as in OLMo2, which norms outputs only.
+            has_input_norm = {"input", "sum"} & set(arch.norms) and not (name == "mlp" and arch.shared_norm)
+            has_input_norm = has_input_norm and len(arch.layers_with(f"layers.{name}_norm")) > 0
+            for norm, has_norm in ((f"{name}_norm", has_input_norm), (f"{name}_out_norm", "output" in arch.norms)):
+                setattr(self, norm, Norm(arch.hidden_size, arch.norm, arch.norm_eps) if has_norm else None)
 
     def __call__(self, x: Array, mask: Array | Texts, scale: Array, angles: Angles | Table | None,
                  seeds: Seeds | None, cache: dict[str, Array] | None = None, start: Array | None = None,
                  key_angles: Angles | None = None, has_norm: Array | None = None, real: Array | None = None,
-                 own_input: Array | None = None, borrowed: KeysValues | None = None
+                 layer_input: Array | None = None, borrowed: KeysValues | None = None
                  ) -> tuple[Array, dict[str, Array] | None, Load | None, KeysValues | None]:
-        """Return the residual stream [B, T, D] after this layer, its cache, its experts' load, the keys and values it
-        lends.
+        """Return the residual stream [B, T, D] after this layer, its cache, its expert load, and the keys and values
+        that it lends to later layers.
 
         Args:
             mask: As for `Attention`; for linear attention the texts of the rows.
             has_norm: True if this layer's attention has an input norm; None if all layers are alike.
-            real: [B, T] bool, the tokens that the load counts; None counts none.
-            own_input: This layer's own input [B, T, F], if the architecture has `layer_inputs`.
-            borrowed: Keys and values, for a layer without its own.
+            real: [B, T] bool, tokens that the load counts. None returns no load.
+            layer_input: Input [B, T, F] of this layer alone, if the architecture has `layer_inputs`.
+            borrowed: Keys and values, for a layer that does not compute them.
         """
         arch = self.arch
         attend = getattr(self, self.kind.attention)
-        normed = self._input(x, self.attn_norm)
-        # The scan applies a norm in all layers; where there is none, its result is not used.
+        normed = self._norm_input(x, self.attn_norm)
+        # The scan applies the norm in all layers; a layer without it ignores the result.
         normed = normed if has_norm is None else jnp.where(has_norm, normed, x)
         if self.is_linear:
             (mixed, cache), lent = attend(normed, mask, seeds, cache), None
         else:
             mixed, cache, lent = attend(normed, mask, scale, angles, seeds, cache, start, key_angles, borrowed)
-        after = self._added(x, mixed, self.attn_norm, self.attn_out_norm, arch.residual_dropout, seeds, "layers.attn")
+        after = self._add_update(x, mixed, self.attn_norm, self.attn_out_norm, arch.residual_dropout, seeds,
+                                 "layers.attn")
         # The MLP reads the stream before attention (parallel) or after it.
         stream = x if arch.parallel else after
-        normed = normed if arch.parallel and arch.shared_norm else self._input(stream, self.mlp_norm)
+        normed = normed if arch.parallel and arch.shared_norm else self._norm_input(stream, self.mlp_norm)
         update, load = self._mlp(stream, normed, real, seeds)
-        x = self._added(after, update, self.mlp_norm, self.mlp_out_norm, arch.mlp_dropout, seeds, "layers.mlp")
-        if own_input is not None:
-            update = gated(arch.activation, self.input_gate(x, seeds), own_input)
+        x = self._add_update(after, update, self.mlp_norm, self.mlp_out_norm, arch.mlp_dropout, seeds, "layers.mlp")
+        if layer_input is not None:
+            update = gated(arch.activation, self.input_gate(x, seeds), layer_input)
             x = x + self.input_norm(self.input_project(update, seeds)).astype(x.dtype)
         return x if self.out is None else self.out(x), cache, load, lent
 
@@ -668,11 +674,11 @@ class Block(nnx.Module):
         mixed, load = self.moe(stream, real, seeds)
         return getattr(self, self.kind.mlp)(normed, seeds) + mixed, load
 
-    def _input(self, x: Array, norm: Norm | None) -> Array:
+    def _norm_input(self, x: Array, norm: Norm | None) -> Array:
         return norm(x) if norm is not None and "input" in self.arch.norms else x
 
-    def _added(self, x: Array, update: Array, norm: Norm | None, out_norm: Norm | None, rate: float,
-               seeds: Seeds | None, site: str) -> Array:
+    def _add_update(self, x: Array, update: Array, norm: Norm | None, out_norm: Norm | None, rate: float,
+                    seeds: Seeds | None, site: str) -> Array:
         """Add a sublayer's output to the residual stream `x`."""
         update = update if out_norm is None else out_norm(update)
         update = dropout(update, rate, seeds, site) * self.arch.residual_scale
@@ -681,7 +687,7 @@ class Block(nnx.Module):
 
 
 class Scalar(nnx.Module):
-    """Multiply by a constant, which is read from files and never trained."""
+    """Multiplication by a constant that is read from files and never trained."""
 
     def __init__(self):
         self.layer_scalar = parameter((1,), 1.0)
@@ -692,6 +698,7 @@ class Scalar(nnx.Module):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Layer stacks, each one scan: consecutive layers of one kind, or of kinds that alternate periodically.
+
 
 class LayerStack(NamedTuple):
     """Consecutive layers that are scanned, one period of layers per iteration.
@@ -711,79 +718,78 @@ class LayerStack(NamedTuple):
         """Index of the first layer after the stack."""
         return self.first + len(self.kinds) * self.num_steps
 
-    def cut(self, steps: Tree, arch: Architecture) -> Tree:
+    def select_inputs(self, steps: Tree, arch: Architecture) -> Tree:
         """Return the scan's inputs [num_steps, ...], or [num_steps, n, ...] if n > 1 layers per iteration have a leaf.
 
         Args:
-            steps: Leaves with one row per layer of the network; those of `params` with one per layer that has them.
+            steps: Leaves with one row per layer of the network, or for `params` per layer that has the leaf.
         """
         def rows(leaf: jax.Array, before: int, count: int) -> jax.Array:
             leaf = leaf[before:before + count * self.num_steps]
             return leaf if count == 1 else leaf.reshape(self.num_steps, count, *leaf.shape[1:])
 
-        found = {}
+        inputs = {}
         for path, leaf in flatten(steps).items():
-            has = _layers_with(path, arch)
-            if own := self._own(has):
+            layers = _layers_with(path, arch)
+            if indices := self._indices_in_step(layers):
                 # Rows of the leaf that belong to earlier stacks.
-                before = sum(layer < self.first for layer in has)
-                found[path] = jax.tree.map(lambda part, at=(before, len(own)): rows(part, *at), leaf)
-        return unflatten(found)
+                before = sum(layer < self.first for layer in layers)
+                inputs[path] = jax.tree.map(lambda part, at=(before, len(indices)): rows(part, *at), leaf)
+        return unflatten(inputs)
 
-    def of_layer(self, step: Tree, arch: Architecture, number: int) -> Tree:
-        """Return the inputs of layer `number` within an iteration, from the iteration's inputs."""
-        found = {}
+    def select_layer(self, step: Tree, arch: Architecture, index: int) -> Tree:
+        """Return the inputs of the layer at `index` within an iteration, from the iteration's inputs."""
+        inputs = {}
         for path, leaf in flatten(step).items():
-            own = self._own(_layers_with(path, arch))
-            if number in own:
-                # An iteration holds the leaf for `own` of its layers, [len(own), ...].
-                place = own.index(number)
-                found[path] = leaf if len(own) == 1 else jax.tree.map(lambda part, at=place: part[at], leaf)
-        return unflatten(found)
+            indices = self._indices_in_step(_layers_with(path, arch))
+            if index in indices:
+                # An iteration has the leaf for these of its layers, [len(indices), ...].
+                row = indices.index(index)
+                inputs[path] = leaf if len(indices) == 1 else jax.tree.map(lambda part, at=row: part[at], leaf)
+        return unflatten(inputs)
 
-    def _own(self, has: Sequence[int]) -> list[int]:
-        """Return the numbers within an iteration of the layers in `has`."""
-        return [number for number in range(len(self.kinds)) if self.first + number in has]
+    def _indices_in_step(self, layers: Sequence[int]) -> list[int]:
+        """Return the indices within an iteration of these layers."""
+        return [index for index in range(len(self.kinds)) if self.first + index in layers]
 
 
 def _layers_with(path: tuple[str, ...], arch: Architecture) -> Sequence[int]:
-    """Return the layers that have a leaf of the scan's inputs. A norm that the first layer lacks is padded by then."""
+    """Return the layers that have a leaf of the scan's inputs. A norm that the first layer lacks is already padded."""
     if path[0] not in ("params", "cache") or len(set(arch.kinds)) == 1:
         return range(arch.num_layers)
-    # Leaves of the cache are named as the matrices that fill them: attn.k.
+    # Cache leaves have the name of the matrix that fills them: attn.k.
     return arch.layers_with(".".join(("layers", *(path[1:-1] if path[0] == "params" else path[1:]))))
 
 
-def layer_stacks(arch: Architecture) -> list[LayerStack]:
-    """Divide the layers into stacks, greedily taking the one that covers most layers."""
+def split_into_stacks(arch: Architecture) -> list[LayerStack]:
+    """Split the layers into stacks; greedily, each stack covers as many layers as possible."""
     kinds = [arch.kinds[stored] for stored in arch.passes]
     stacks, first = [], 0
     while first < len(kinds):
-        found = []
-        # Extend the pattern of the first `period` layers as often as it repeats.
+        candidates = []
+        # Count how often the pattern of the first `period` layers repeats.
         for period in range(1, len(kinds) - first + 1):
             pattern, num_steps = kinds[first:first + period], 1
             while kinds[first + num_steps * period:first + (num_steps + 1) * period] == pattern:
                 num_steps += 1
             # A longer pattern that does not repeat would only unroll its layers.
             if num_steps > 1 or period == 1:
-                found.append(LayerStack(first, tuple(pattern), num_steps))
-        stacks.append(max(found, key=lambda stack: len(stack.kinds) * stack.num_steps))
+                candidates.append(LayerStack(first, tuple(pattern), num_steps))
+        stacks.append(max(candidates, key=lambda stack: len(stack.kinds) * stack.num_steps))
         first += len(stacks[-1].kinds) * stacks[-1].num_steps
     return stacks
 
 
-def concatenate_layers(kept: list[list[Tree | None]]) -> Tree | None:
-    """Concatenate the scans' outputs to one row per layer, in order; layers without an output have none.
+def concatenate_layers(outputs: list[list[Tree | None]]) -> Tree | None:
+    """Concatenate the scans' outputs to one row per layer, in order, for the layers that have an output.
 
     Args:
-        kept: For each stack, and each layer of its iterations, leaves with one row per iteration.
+        outputs: For each stack, and each layer of its iterations, leaves with one row per iteration.
     """
     parts = []
-    for layers in kept:
-        if own := [layer for layer in layers if layer is not None]:
-            parts.append(own[0] if len(own) == 1 else jax.tree.map(
-                # n arrays [num_steps, ...] -> [num_steps, n, ...] -> [num_steps * n, ...], which is the order of the
-                # layers.
-                lambda *rows: jnp.stack(rows, 1).reshape(-1, *rows[0].shape[1:]), *own))
+    for layers in outputs:
+        if present := [layer for layer in layers if layer is not None]:
+            parts.append(present[0] if len(present) == 1 else jax.tree.map(
+                # n arrays [num_steps, ...] -> [num_steps, n, ...] -> [num_steps * n, ...], in the order of the layers.
+                lambda *rows: jnp.stack(rows, 1).reshape(-1, *rows[0].shape[1:]), *present))
     return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts) if len(parts) > 1 else parts[0] if parts else None

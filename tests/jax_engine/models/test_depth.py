@@ -7,7 +7,7 @@ import torch
 from hf_reference import labels_of, of_real
 
 from jax_engine.models.architecture import LayerKind
-from jax_engine.models.network import LayerStack, layer_stacks
+from jax_engine.models.network import LayerStack, split_into_stacks
 from tests.closeness import assert_as_close, gradients, in_both
 
 D, S = LayerKind(routed=False), LayerKind(routed=True)
@@ -24,7 +24,7 @@ def test_layers_that_are_alike_or_take_turns_share_a_loop(kinds, stacks):
         passes = tuple(range(len(kinds)))
 
     Depth.kinds = tuple(kinds)
-    assert layer_stacks(Depth) == stacks
+    assert split_into_stacks(Depth) == stacks
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_kinds_that_take_turns_are_transformers_network(make_ref):
 def test_attention_of_two_kinds_in_a_loop(make_ref, name, kinds, changes):
     """Heads of two sizes, or layers with a state, in each round, against transformers."""
     ref = make_ref(name, num_hidden_layers=len(kinds), layer_types=kinds, **changes)
-    assert [stack.num_steps for stack in layer_stacks(ref.net.arch)][-1] == 2
+    assert [stack.num_steps for stack in split_into_stacks(ref.net.arch)][-1] == 2
     batch = ref.batch()
     labels, inputs = torch.tensor(labels_of(batch)), {name: torch.tensor(value) for name, value in batch.items()}
 
