@@ -77,7 +77,7 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
         params = loading.open_weights(network, fields.pretrained, fields.revision, stored, seed,
                                       None if in_files else fields.quantize, fields.double_quant, together, principal)
     else:
-        params = network.first_values(seed, stored)
+        params = network.initial_values(seed, stored)
     num_rows = network.config.vocab_size
     if len(data.tokenizer) > num_rows:
         say(hf_config.new_rows_message(len(data.tokenizer), num_rows))

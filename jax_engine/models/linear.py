@@ -29,7 +29,8 @@ from lmmods.core.settings import LoRA
 
 
 def exact_gelu(x: Array) -> Array:
-    """Exact GELU. float32 uses erf, as torch does; jax.nn.gelu uses erfc, which bfloat16 needs but is slow."""
+    """Apply the exact GELU. float32 uses erf, as in torch; jax.nn.gelu uses erfc, which is slow, but bfloat16 needs it.
+    """
     if x.dtype != jnp.float32:
         return jax.nn.gelu(x, approximate=False)
     return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
@@ -54,18 +55,18 @@ ACTIVATIONS = {
 }
 
 
-# Saved for the backward pass are `gate` and `up` alone: what lies between them and the result is as large, and cheap.
+# Save only `gate` and `up` for the backward pass: the intermediate arrays are as large, and cheap to recompute.
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
-def gated(activation: str, gate: Array, up: Array) -> Array:
+def apply_gate(activation: str, gate: Array, up: Array) -> Array:
     """Return act(gate) * up."""
     return ACTIVATIONS[activation](gate) * up
 
 
-def known_activation(name: str) -> str:
-    """Return `name` if the activation is supported; else raise UserError with the supported ones."""
+def check_activation(name: str) -> str:
+    """Return `name`; raise UserError if the activation is not supported."""
     if name not in ACTIVATIONS:
-        raise UserError(f"model.config: the activation {name!r} is not supported by the JAX engine. "
-                        f"Supported: {', '.join(sorted(ACTIVATIONS))}.")
+        raise UserError(f"model.config: the activation {name!r} is not supported by the JAX engine. Use engine: "
+                        f"torch, or one of {', '.join(sorted(ACTIVATIONS))}.")
     return name
 
 
@@ -75,17 +76,17 @@ class Build:
 
     Args:
         dtype: Dtype of matrix products; parameters keep their own.
-        lora: Settings of the adapters.
+        lora: Adapter settings.
         adapted: Paths of the linear layers with an adapter, for example `layers.attn.q`.
         adapted_experts: Names of the experts' matrices with an adapter: `gate_up_proj`, `down_proj`.
         rows: Tokens whose rows train alongside the adapters, by path of their table: `embed.tokens`, `head`.
-        cpu_forms: Use the implementations that are fast on CPUs, of weight gradients and of layer stacks.
+        cpu_forms: Use implementations of weight gradients and layer stacks that are fast on CPUs.
         blocked: Compute attention in blocks, which is fast on CPUs.
         attention: The recipe's choice; `eager` is unfused attention.
         cut: Truncation of the initial distribution of matrices, in standard deviations; None does not truncate.
         experts: Implementation of mixtures of experts (see `jax_engine.models.experts`).
-        on: The `target` that the implementations are chosen for.
-        noise: `TaskFields.neftune_alpha`; 0 is none.
+        on: The `target` that determines the implementations.
+        noise: `TaskFields.neftune_alpha`; 0 adds none.
     """
 
     dtype: jnp.dtype
@@ -107,9 +108,9 @@ class Build:
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b, with PEFT's adapter if `path` is among the adapted ones.
+    """Linear layer y = x W^T + b, with PEFT's adapter if `path` is among the adapted ones.
 
-    The weight may be anything whose `astype` returns a matrix, for instance a quantised one. Adapters: LoRA
+    The weight may be any object with an `astype` that returns a matrix, for example a quantised one. Adapters: LoRA
     (Hu et al. 2021), rank-stabilised (Kalajdzievski 2023), weight-decomposed (DoRA, Liu et al. 2024).
     """
 
@@ -131,15 +132,15 @@ class Linear(nnx.Module):
         y = self._product(x, weight)
         if self.adapted:
             y = y + self._adapter(x, y, weight, seeds)
-        # The sum is saved for the backward pass, not its terms (see `Network`).
+        # Save the sum for the backward pass, not its terms (see `Network`).
         return checkpoint_name(y if self.bias is None else y + self.bias[...].astype(dtype), "linear")
 
     def _product(self, x: Array, weight: Any) -> Array:
         """Return x W^T."""
         name = f"{self.path}.weight"
         if isinstance(weight, Quantized):
-            return _coded_product(name, self.build, self.conv1d, x, weight)
-        # Cast before the all-gather, which then moves half the bytes in 16 bits.
+            return _quantised_product(name, self.build, self.conv1d, x, weight)
+        # Cast before the all-gather, which then transfers half the bytes in 16 bits.
         return product(x, gather(name, weight.astype(self.build.dtype)), self.build, self.conv1d)
 
     def _adapter(self, x: Array, y: Array, weight: Any, seeds: Seeds | None) -> Array:
@@ -147,7 +148,7 @@ class Linear(nnx.Module):
         lora, dtype = self.build.lora, self.build.dtype
         scaling = lora.scaling
         dropped = dropout(x, lora.dropout, seeds, f"{self.path}.lora")
-        # [rank, in] and [out, rank]; sharded like the weight, and whole only during the product.
+        # [rank, in] and [out, rank], sharded like the weight; gathered only during the product.
         a, b = (gather(f"{self.path}.{name}", getattr(self, name)[...].astype(dtype))
                 for name in ("lora_A", "lora_B"))
         update = product(product(dropped, a, self.build), b, self.build) * scaling
@@ -177,31 +178,31 @@ def _product(conv1d: bool, result: jnp.dtype | None, x: Array, matrix: Array) ->
     return jnp.einsum("...i,io->...o" if conv1d else "...i,oi->...o", x, matrix, preferred_element_type=result)
 
 
-def _in_float32(contract: str, x: Array, y: Array, dtype: jnp.dtype) -> Array:
+def _einsum_in_float32(subscripts: str, x: Array, y: Array, dtype: jnp.dtype) -> Array:
     """Return an einsum computed in float32 and rounded once to `dtype`.
 
-    XLA's kernels for bfloat16 on CPUs return float32; asked for bfloat16, XLA first converts the operands to float32,
+    XLA's bfloat16 kernels on CPUs return float32. For a bfloat16 result, XLA first converts the operands to float32,
     which takes three times as long.
     """
-    return jnp.einsum(contract, x, y, preferred_element_type=jnp.float32).astype(dtype)
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32).astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product_on_cpu(conv1d, result, x, matrix):
-    return _in_float32("...i,io->...o" if conv1d else "...i,oi->...o", x, matrix, result or x.dtype)
+    return _einsum_in_float32("...i,io->...o" if conv1d else "...i,oi->...o", x, matrix, result or x.dtype)
 
 
 def _product_forward(conv1d, result, x, matrix):
     return _product_on_cpu(conv1d, result, x, matrix), (x, matrix)
 
 
-def _product_backward(conv1d, _result, kept, gradient):
-    """Compute the matrix's gradient with its shorter side as rows, which is 1.5 times as fast on CPUs."""
-    x, matrix = kept
-    d_x = _in_float32("...o,io->...i" if conv1d else "...o,oi->...i", gradient, matrix, x.dtype)
+def _product_backward(conv1d, _result, residuals, gradient):
+    """Compute the matrix gradient with its shorter side as rows, which is 1.5 times as fast on CPUs."""
+    x, matrix = residuals
+    d_x = _einsum_in_float32("...o,io->...i" if conv1d else "...o,oi->...i", gradient, matrix, x.dtype)
     # x is [N, in] and the gradient [N, out], with all leading dimensions in N.
     sides = (x, gradient) if x.shape[-1] <= gradient.shape[-1] else (gradient, x)
-    d_matrix = _in_float32("ni,no->io", *(side.reshape(-1, side.shape[-1]) for side in sides), matrix.dtype)
+    d_matrix = _einsum_in_float32("ni,no->io", *(side.reshape(-1, side.shape[-1]) for side in sides), matrix.dtype)
     # The matrix is [out, in], or with Conv1D [in, out].
     if (sides[0] is x) != conv1d:
         d_matrix = jax.lax.optimization_barrier(d_matrix).T  # XLA would fold it into the product
@@ -212,33 +213,34 @@ _product_on_cpu.defvjp(_product_forward, _product_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _coded_product(name: str, build: Build, conv1d: bool, x: Array, weight: Quantized) -> Array:
-    """Multiply x by a quantised matrix, dequantised again in the backward pass: only (sharded) codes are saved."""
-    return product(x, _matrix(name, build, gather(name, weight)), build, conv1d)
+def _quantised_product(name: str, build: Build, conv1d: bool, x: Array, weight: Quantized) -> Array:
+    """Multiply x by a quantised matrix. The backward pass dequantises it again, so that only (sharded) codes are saved.
+    """
+    return product(x, _dequantise(name, build, gather(name, weight)), build, conv1d)
 
 
-def _coded_forward(name, build, conv1d, x, weight):
+def _quantised_forward(name, build, conv1d, x, weight):
     # The weight is frozen, so x is not needed again; the empty array keeps its dtype.
-    return _coded_product(name, build, conv1d, x, weight), (weight, jnp.zeros(0, x.dtype))
+    return _quantised_product(name, build, conv1d, x, weight), (weight, jnp.zeros(0, x.dtype))
 
 
-def _coded_backward(name, build, conv1d, kept, gradient):
-    weight, like = kept
-    # With remat, the recomputed forward pass shares its gathered codes with this. The barrier keeps XLA from sharing
-    # the dequantised matrix as well, which would stay in memory.
-    matrix = _matrix(name, build, jax.lax.optimization_barrier(gather(name, weight)))
-    contract = "...o,io->...i" if conv1d else "...o,oi->...i"
+def _quantised_backward(name, build, conv1d, residuals, gradient):
+    weight, empty = residuals
+    # With remat, the recomputed forward pass shares its gathered codes with the backward pass. The barrier stops XLA
+    # from sharing the dequantised matrix as well, which would stay in memory.
+    matrix = _dequantise(name, build, jax.lax.optimization_barrier(gather(name, weight)))
+    subscripts = "...o,io->...i" if conv1d else "...o,oi->...i"
     if build.cpu_forms:
-        return _in_float32(contract, gradient, matrix, like.dtype), None
-    return jnp.einsum(contract, gradient, matrix, preferred_element_type=gradient.dtype).astype(like.dtype), None
+        return _einsum_in_float32(subscripts, gradient, matrix, empty.dtype), None
+    return jnp.einsum(subscripts, gradient, matrix, preferred_element_type=gradient.dtype).astype(empty.dtype), None
 
 
-def _matrix(name: str, build: Build, codes: Quantized) -> Array:
-    """Dequantise in the layout of the gathered codes; otherwise XLA might dequantise shards and gather the result."""
+def _dequantise(name: str, build: Build, codes: Quantized) -> Array:
+    """Dequantise in the layout of the gathered codes. Otherwise XLA might dequantise shards and gather the result."""
     return gather(name, codes.astype(build.dtype))
 
 
-_coded_product.defvjp(_coded_forward, _coded_backward)
+_quantised_product.defvjp(_quantised_forward, _quantised_backward)
 
 
 def vocabulary_logits(hidden: Array, table: Array, build: Build, tokens: tuple[int, ...], rows: Array | None) -> Array:
@@ -246,16 +248,16 @@ def vocabulary_logits(hidden: Array, table: Array, build: Build, tokens: tuple[i
 
     Args:
         table: [V, D].
-        tokens: K tokens whose rows in the table are replaced.
-        rows: [K, D] their replacements. Applied to the logits rather than the table, so that the gradient of the whole
+        tokens: K tokens with replaced rows in the table.
+        rows: [K, D] replacements. They are applied to the logits, not the table, so that the gradient of the whole
             table is never computed.
     """
     # Operands in the compute dtype, results in float32.
     logits = product(hidden, table, build, result=jnp.float32)
     if rows is None:
         return logits
-    own = product(hidden, rows.astype(table.dtype), build, result=jnp.float32)
-    return logits.at[..., np.array(tokens)].set(own)
+    replacements = product(hidden, rows.astype(table.dtype), build, result=jnp.float32)
+    return logits.at[..., np.array(tokens)].set(replacements)
 
 
 def row_norms(matrix: Array, conv1d: bool) -> Array:
@@ -264,18 +266,18 @@ def row_norms(matrix: Array, conv1d: bool) -> Array:
 
 
 class Embedding(nnx.Module):
-    """Table [num, size] of embeddings; looking up row `padding_id` gives no gradient, and it starts at zero without
-    `cut`.
+    """Embedding table [num, size].
 
-    Rows of `tokens` are replaced by trainable rows next to a frozen table, as with PEFT's trainable tokens.
+    Row `padding_id` gets no gradient from look-ups, and starts at zero unless there is a `cut`. Trainable rows replace
+    the rows of `tokens` in a frozen table, as with PEFT's trainable tokens.
     """
 
     def __init__(self, num: int, size: int, *, std: float, padding_id: int | None = None,
                  tokens: tuple[int, ...] = (), cut: float | None = None):
-        # Negative ids count from the end, as torch's padding_idx does.
+        # Negative ids count from the end, as in torch's padding_idx.
         self.padding_id = None if padding_id is None else padding_id % num
-        # With a truncated distribution, transformers draws the padding row as all others.
-        self.weight = parameter((num, size), Rows(Normal(std, cut=cut), self.padding_id if cut is None else None))
+        # With a truncated distribution, transformers initialises the padding row like all others.
+        self.weight = parameter((num, size), RandomRows(Normal(std, cut=cut), self.padding_id if cut is None else None))
         self.tokens = tokens
         if tokens:
             self.trainable_tokens_delta = parameter((len(tokens), size), 0.0)
@@ -283,23 +285,23 @@ class Embedding(nnx.Module):
     def __call__(self, ids: Array) -> Array:
         rows = look_up(self.weight[...], ids)  # ids out of range give NaN, which the trainer reports
         if self.tokens:
-            # Vocabulary id -> row among the trainable ones.
-            places = np.full(len(self.weight), -1, np.int32)
-            places[list(self.tokens)] = np.arange(len(self.tokens))
-            place = jnp.take(places, ids)  # negative if the token's row is the table's or out of range
-            own = jnp.take(self.trainable_tokens_delta[...], place, axis=0, mode="clip").astype(rows.dtype)
-            rows = jnp.where((place >= 0)[..., None], own, rows)
+            # Vocabulary id -> trainable row, or -1.
+            delta_rows = np.full(len(self.weight), -1, np.int32)
+            delta_rows[list(self.tokens)] = np.arange(len(self.tokens))
+            delta_row = jnp.take(delta_rows, ids)  # negative if the token has no trainable row or is out of range
+            trained = jnp.take(self.trainable_tokens_delta[...], delta_row, axis=0, mode="clip").astype(rows.dtype)
+            rows = jnp.where((delta_row >= 0)[..., None], trained, rows)
         if self.padding_id is None:
             return rows
-        # The padding row is looked up like any other, but gets no gradient, as with torch's padding_idx.
+        # Look up the padding row like any other, but give it no gradient, as torch's padding_idx does.
         return jnp.where((ids == self.padding_id)[..., None], jax.lax.stop_gradient(rows), rows)
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last axis in float32; the result has the dtype of the input.
+    """LayerNorm or RMSNorm over the last axis in float32. The result has the dtype of the input.
 
     Args:
-        kind: `rms` rounds to that dtype before its weight is applied and `rms_wide` after it; `rms_plus_one` applies
+        kind: `rms` rounds to that dtype before it applies the weight, and `rms_wide` after it; `rms_plus_one` applies
             1 + weight.
     """
 
@@ -309,84 +311,86 @@ class Norm(nnx.Module):
         self.bias = parameter((size,), 0.0) if kind == "layer" else None
 
     def __call__(self, x: Array) -> Array:
-        return _normed(self.kind, self.eps, x, self.weight[...], None if self.bias is None else self.bias[...])
+        return _normalise(self.kind, self.eps, x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
-# Only the input is saved for the backward pass, instead of float32 copies of each step.
+# Save only the input for the backward pass, not float32 copies of each step.
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=(0, 1))
-def _normed(kind: NormKind, eps: float, x: Array, weight: Array, bias: Array | None) -> Array:
-    wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+def _normalise(kind: NormKind, eps: float, x: Array, weight: Array, bias: Array | None) -> Array:
+    y, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     if kind in ("layer", "layer_no_bias"):
         # The mean square of centred features is their variance, so the next line serves both kinds.
-        wide = wide - wide.mean(-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+        y = y - y.mean(-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
     if kind == "rms":
-        wide = wide.astype(x.dtype).astype(jnp.float32)
-    wide = wide * (1 + weight) if kind == "rms_plus_one" else wide * weight
-    return (wide if bias is None else wide + bias.astype(jnp.float32)).astype(x.dtype)
+        y = y.astype(x.dtype).astype(jnp.float32)
+    y = y * (1 + weight) if kind == "rms_plus_one" else y * weight
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def divide_by_rms(x: Array, eps: float) -> Array:
-    """Return x over the root mean square of its last axis, computed in float32: an RMSNorm without a weight."""
-    return _normed("rms", eps, x, jnp.ones(x.shape[-1]), None)
+    """Divide x by the root mean square of its last axis, in float32: an RMSNorm without a weight."""
+    return _normalise("rms", eps, x, jnp.ones(x.shape[-1]), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters of modules: in the description of a network they have a shape and an initialiser, but no values.
 
+
 @dataclass(frozen=True)
-class Rows:
-    """Initialiser of a table with random rows, except for row `zeros` (the padding token), if given."""
+class RandomRows:
+    """Initialiser of a table with random rows; row `zeros`, if set, is zero (the padding token)."""
 
     values: Normal
     zeros: int | None = None
 
 
-# Initialiser of a parameter: a number fills it; a function creates it from its shape.
-Start = Distribution | Rows | float | Callable[..., np.ndarray]
+# A number fills the parameter; a function creates it from its shape.
+Initialiser = Distribution | RandomRows | float | Callable[..., np.ndarray]
 
 
-def parameter(shape: tuple[int, ...], start: Start) -> nnx.Param:
-    """Return a parameter of this shape, of zeros: under `nnx.eval_shape` only the shape remains."""
-    return nnx.Param(jnp.zeros(shape), start=start)
+def parameter(shape: tuple[int, ...], initialiser: Initialiser) -> nnx.Param:
+    """Return a parameter of zeros; under `nnx.eval_shape` only its shape remains."""
+    return nnx.Param(jnp.zeros(shape), initialiser=initialiser)
 
 
-def starts(module: nnx.Module) -> dict[tuple[str, ...], Start]:
+def initialisers(module: nnx.Module) -> dict[tuple[str, ...], Initialiser]:
     """Return the initialisers of a module's parameters, by path."""
-    return {path: node.get_metadata("start") for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
+    return {path: node.get_metadata("initialiser") for path, node in nnx.iter_graph(module)
+            if isinstance(node, nnx.Param)}
 
 
-class FirstValues(LazyArray):
-    """Initial values of a leaf, drawn lazily in float32 and cast: any part can be drawn without the other rows.
+class InitialValues(LazyArray):
+    """Initial values of a leaf, sampled lazily in float32 and cast. Any part can be sampled without the other rows.
 
     Args:
         shape: Shape of one layer.
         names: Names in the Hugging Face folder, one per layer for a leaf of stacked layers [layers, *shape].
-        stacked: True if the leaf has a leading layer axis.
+        is_stacked: True if the leaf has a leading layer axis.
     """
 
-    def __init__(self, start: Start, shape: tuple[int, ...], seed: int, names: Sequence[str], stacked: bool,
-                 dtype: np.dtype):
-        self._start, self._layer_shape, self._seed = start, shape, seed
-        self._names, self._stacked = names, stacked
-        super().__init__((len(names), *shape) if stacked else shape, dtype, self._drawn)
+    def __init__(self, initialiser: Initialiser, shape: tuple[int, ...], seed: int, names: Sequence[str],
+                 is_stacked: bool, dtype: np.dtype):
+        self._initialiser, self._layer_shape, self._seed = initialiser, shape, seed
+        self._names, self._is_stacked = names, is_stacked
+        super().__init__((len(names), *shape) if is_stacked else shape, dtype, self._sample)
 
-    def _drawn(self, part: Part) -> np.ndarray:
-        layers, part = (part[0], part[1:]) if self._stacked else (slice(None), part)
-        # One draw per layer, under its own name: the same values as in torch, where layers are separate tensors.
-        drawn = [self._layer(name, part).astype(self.dtype) for name in self._names[layers]]
-        return np.stack(drawn) if self._stacked else drawn[0]
+    def _sample(self, part: Part) -> np.ndarray:
+        layers, part = (part[0], part[1:]) if self._is_stacked else (slice(None), part)
+        # Sample each layer under its name, so that values are the same as in torch, where layers are separate tensors.
+        values = [self._sample_layer(name, part).astype(self.dtype) for name in self._names[layers]]
+        return np.stack(values) if self._is_stacked else values[0]
 
-    def _layer(self, name: str, part: Part) -> np.ndarray:
-        start, shape = self._start, self._layer_shape
-        if isinstance(start, float):
-            return np.full(shape, start, np.float32)[part]
-        if callable(start):
-            return np.asarray(start(*shape), np.float32)[part]
-        if not isinstance(start, Rows):
-            return draw_part(self._seed, name, start, shape, part)
-        rows = draw_part(self._seed, name, start.values, shape, part)
-        if start.zeros is not None:
-            # Numbers of the rows in this part, which may not include the padding row.
-            rows[np.arange(shape[0])[part[0]] == start.zeros] = 0.0
+    def _sample_layer(self, name: str, part: Part) -> np.ndarray:
+        initialiser, shape = self._initialiser, self._layer_shape
+        if isinstance(initialiser, float):
+            return np.full(shape, initialiser, np.float32)[part]
+        if callable(initialiser):
+            return np.asarray(initialiser(*shape), np.float32)[part]
+        if not isinstance(initialiser, RandomRows):
+            return draw_part(self._seed, name, initialiser, shape, part)
+        rows = draw_part(self._seed, name, initialiser.values, shape, part)
+        if initialiser.zeros is not None:
+            # This part may not include the padding row.
+            rows[np.arange(shape[0])[part[0]] == initialiser.zeros] = 0.0
         return rows

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE, constrain, context_parallel_size, shard_sequence
 from jax_engine.models.architecture import Architecture, LinearHeads
 from jax_engine.models.dropout import Seeds
-from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm, gated, parameter
+from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm, apply_gate, parameter
 from lmmods.core.initialization import LogUniform
 
 CHUNK = 64  # tokens whose products with each other are computed at once; a power of two
@@ -197,7 +197,7 @@ class LinearAttention(nnx.Module):
         out, state = gated_delta_rule(q, k, v, decay, rate, texts.documents, cached.get("state"))
         z = self.z(x, seeds)
         out = shard_sequence(out.astype(z.dtype)).reshape(*z.shape[:2], -1, heads.value_dim)
-        out = gated("silu", z.reshape(out.shape).astype(jnp.float32), self.norm(out)).astype(z.dtype)
+        out = apply_gate("silu", z.reshape(out.shape).astype(jnp.float32), self.norm(out)).astype(z.dtype)
         return self.o(out.reshape(z.shape), seeds), None if cache is None else {"conv": conv, "state": state}
 
 

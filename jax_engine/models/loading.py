@@ -127,7 +127,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
     if headless:
         # A base model has no head: draw its values.
         head = [path for name, path, _ in network.names(plain=True) if name in headless]
-        drawn = flatten(network.first_values(seed, leaves.dtype, head))
+        drawn = flatten(network.initial_values(seed, leaves.dtype, head))
         if principal is not None:
             drawn = {path: principal.rest(path, None, leaf) for path, leaf in drawn.items()}
         tree = unflatten(flatten(tree) | drawn)

@@ -29,13 +29,13 @@ from jax_engine.models.linear import (
     ACTIVATIONS,
     Build,
     Embedding,
-    FirstValues,
+    Initialiser,
+    InitialValues,
     Linear,
     Norm,
-    Start,
-    gated,
+    apply_gate,
+    initialisers,
     parameter,
-    starts,
 )
 from jax_engine.models.linear_attention import LinearAttention, Texts, empty_cache
 from jax_engine.models.names import EXPERTS, Names
@@ -252,13 +252,13 @@ class Network(Names):
         self._stacks = split_into_stacks(arch)
         self._graphs: dict[str | LayerKind, nnx.GraphDef] = {}
         self._linears: list[str] = []
-        self._starts: dict[Path, Start] = {}
+        self._initialisers: dict[Path, Initialiser] = {}
         shapes: Tree = {}
         # Only trace shapes: every call puts the parameters into the modules again (`nnx.merge`).
         for name, part in self._parts().items():
             module = nnx.eval_shape(part)
             root = "layers" if isinstance(name, LayerKind) else name
-            self._starts |= {(root, *path): start for path, start in starts(module).items()}
+            self._initialisers |= {(root, *path): initialiser for path, initialiser in initialisers(module).items()}
             self._linears += [node.path for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
             self._graphs[name], state = nnx.split(module)
             # Blocks of all kinds are `layers`; leaves that several kinds have are stacked together.
@@ -289,7 +289,7 @@ class Network(Names):
             parts["norm"] = lambda: Norm(arch.hidden_size, arch.norm, arch.final_norm_eps)
         return parts | {"head": lambda: HEADS[self.head](arch, build)}
 
-    def first_values(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
+    def initial_values(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
         """Return the initial parameters, sampled lazily from transformers' distributions as on the torch engine.
 
         Adapters are initialised as in PEFT; `add_adapter` sets those that start from the base weights.
@@ -298,12 +298,13 @@ class Network(Names):
             paths: Leaves to create. Default: all.
         """
         return unflatten({
-            path: FirstValues(self._starts[path], self.shape(path), seed, self.drawn_names(path), path[0] == "layers",
-                              jnp.dtype(dtype)) for path in (flatten(self.shapes) if paths is None else paths)})
+            path: InitialValues(self._initialisers[path], self.shape(path), seed, self.drawn_names(path),
+                                path[0] == "layers", jnp.dtype(dtype))
+            for path in (flatten(self.shapes) if paths is None else paths)})
 
     def init(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
-        """Return `first_values` as numpy arrays."""
-        return jax.tree.map(np.asarray, self.first_values(seed, dtype, paths))
+        """Return `initial_values` as numpy arrays."""
+        return jax.tree.map(np.asarray, self.initial_values(seed, dtype, paths))
 
     def hidden(self, params: Tree, batch: dict[str, Array], training: bool = False, cache: Tree | None = None
                ) -> Array | tuple[Array, Tree]:
@@ -596,9 +597,9 @@ class MLP(nnx.Module):
 
     def _inner(self, x: Array, seeds: Seeds | None) -> Array:
         if self.fused:
-            return gated(self.activation, *jnp.split(self.gate_up(x, seeds), 2, axis=-1))
+            return apply_gate(self.activation, *jnp.split(self.gate_up(x, seeds), 2, axis=-1))
         up = self.up(x, seeds)
-        return gated(self.activation, self.gate(x, seeds), up) if self.gated else ACTIVATIONS[self.activation](up)
+        return apply_gate(self.activation, self.gate(x, seeds), up) if self.gated else ACTIVATIONS[self.activation](up)
 
 
 class Block(nnx.Module):
@@ -660,7 +661,7 @@ class Block(nnx.Module):
         update, load = self._mlp(stream, normed, real, seeds)
         x = self._add_update(after, update, self.mlp_norm, self.mlp_out_norm, arch.mlp_dropout, seeds, "layers.mlp")
         if layer_input is not None:
-            update = gated(arch.activation, self.input_gate(x, seeds), layer_input)
+            update = apply_gate(arch.activation, self.input_gate(x, seeds), layer_input)
             x = x + self.input_norm(self.input_project(update, seeds)).astype(x.dtype)
         return x if self.out is None else self.out(x), cache, load, lent
 

@@ -56,11 +56,11 @@ def test_a_process_initialises_only_its_devices_shards(dtype, monkeypatch):
         return draw(seed, name, distribution, shape)[part]
 
     monkeypatch.setattr(linear, "draw_part", drawn)
-    placed = flatten(mesh.put_state(net.first_values(3, dtype)))
+    placed = flatten(mesh.put_state(net.initial_values(3, dtype)))
     monkeypatch.undo()
     whole = flatten(net.init(3, dtype))
     assert all(np.array_equal(placed[path], value) and placed[path].dtype == dtype for path, value in whole.items())
-    for path, leaf in flatten(net.first_values(3, dtype)).items():
+    for path, leaf in flatten(net.initial_values(3, dtype)).items():
         assert (leaf.shape, leaf.size, leaf.nbytes) == (whole[path].shape, whole[path].size, whole[path].nbytes)
     matrices = sum(value.size for value in whole.values() if value.std())
     assert sum(math.prod(part) for part in shapes) == matrices  # each value once, on one of four devices

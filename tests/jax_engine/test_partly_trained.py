@@ -36,7 +36,7 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("kind", ["arrays", "lazy", "shapes"])
 def test_a_split_is_undone(ref, kind):
-    params = {"arrays": jax.tree.map(np.asarray, ref.params), "lazy": ref.net.first_values(0),
+    params = {"arrays": jax.tree.map(np.asarray, ref.params), "lazy": ref.net.initial_values(0),
               "shapes": ref.net.shapes}[kind]
     trainable, frozen = ref.net.split(params)
     assert flatten(trainable)[UP].shape[0] == 2 and flatten(frozen)["layers@1", *UP[1:]].shape[0] == 1

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Classifier, Family, Head, initial_std, plain_layers, refuse
-from jax_engine.models.linear import known_activation
+from jax_engine.models.linear import check_activation
 
 MODULES = {
     "embed.tokens": "embeddings.word_embeddings",
@@ -34,7 +34,7 @@ def bert_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
     refuse(config, is_decoder=False, add_cross_attention=False, tie_word_embeddings=True,
            position_embedding_type="absolute")
     head_dim, std = config.hidden_size // config.num_attention_heads, initial_std(config)
-    act = known_activation(config.hidden_act)
+    act = check_activation(config.hidden_act)
     return Architecture(**{
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,
         "num_heads": config.num_attention_heads, "num_kv_heads": config.num_attention_heads, "head_dim": head_dim,

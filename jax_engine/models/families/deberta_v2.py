@@ -4,7 +4,7 @@ from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Classifier, Convolution, Family, refuse
 from jax_engine.models.families.bert import DROPOUTS, MODULES, TOKEN, bert_like, label_classes
-from jax_engine.models.linear import known_activation
+from jax_engine.models.linear import check_activation
 from jax_engine.models.relative import Relative
 
 
@@ -24,7 +24,7 @@ def _convolution(config: PreTrainedConfig) -> Convolution | None:
     if width % 2 == 0:  # transformers' network fails with an even width
         refuse(config, conv_kernel_size=width - 1)
     return Convolution(width, getattr(config, "conv_groups", 1),
-                       known_activation(getattr(config, "conv_act", "tanh")))
+                       check_activation(getattr(config, "conv_act", "tanh")))
 
 
 def _relative(config: PreTrainedConfig, kinds: tuple[str, ...]) -> Relative | None:
@@ -41,7 +41,7 @@ def _relative(config: PreTrainedConfig, kinds: tuple[str, ...]) -> Relative | No
 def of_pooler(config: PreTrainedConfig) -> Classifier:
     refuse(config, pooler_hidden_size=config.hidden_size)
     rate = getattr(config, "cls_dropout", None)
-    return Classifier("first", dense=True, activation=known_activation(config.pooler_hidden_act),
+    return Classifier("first", dense=True, activation=check_activation(config.pooler_hidden_act),
                       dense_dropout=config.pooler_dropout,
                       dropout=config.hidden_dropout_prob if rate is None else rate)
 

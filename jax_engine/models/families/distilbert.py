@@ -4,7 +4,7 @@ from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Classifier, Family, initial_std, plain_layers, refuse
 from jax_engine.models.families.bert import TOKEN, label_classes
-from jax_engine.models.linear import known_activation
+from jax_engine.models.linear import check_activation
 
 NORM_EPS = 1e-12  # fixed in its torch module
 
@@ -12,7 +12,7 @@ NORM_EPS = 1e-12  # fixed in its torch module
 def architecture(config: PreTrainedConfig) -> Architecture:
     refuse(config, tie_word_embeddings=True)
     head_dim, std = config.dim // config.n_heads, initial_std(config)
-    act = known_activation(config.activation)
+    act = check_activation(config.activation)
     return Architecture(
         vocab_size=config.vocab_size, hidden_size=config.dim, num_layers=config.n_layers, num_heads=config.n_heads,
         num_kv_heads=config.n_heads, head_dim=head_dim, mlp_size=config.hidden_dim, activation=act,

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from jax_engine.models.architecture import Architecture, Classifier, Family, refuse
 from jax_engine.models.families.bert import DROPOUTS, MODULES, TOKEN, bert_like, label_classes, of_tokens
 from jax_engine.models.families.roberta import TWO_DROPOUTS, TWO_LAYERS, two_layers
-from jax_engine.models.linear import known_activation
+from jax_engine.models.linear import check_activation
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
@@ -19,7 +19,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
 def of_summary(config: PreTrainedConfig) -> Classifier:
     refuse(config, summary_type="first", summary_use_proj=True, summary_proj_to_labels=False)
     activation = config.summary_activation
-    return Classifier("first", dense=True, activation=known_activation(activation) if activation else None,
+    return Classifier("first", dense=True, activation=check_activation(activation) if activation else None,
                       dense_dropout=getattr(config, "summary_first_dropout", 0.0), dropout=config.summary_last_dropout)
 
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family, initial_std, refuse
 from jax_engine.models.families.llama import of_last, of_tokens
-from jax_engine.models.linear import known_activation
+from jax_engine.models.linear import check_activation
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
@@ -17,7 +17,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     return Architecture(
         vocab_size=config.vocab_size, hidden_size=config.n_embd, num_layers=layers, num_heads=config.n_head,
         num_kv_heads=config.n_head, head_dim=head_dim, mlp_size=config.n_inner or 4 * config.n_embd,
-        activation=known_activation(config.activation_function), norm_eps=config.layer_norm_epsilon,
+        activation=check_activation(config.activation_function), norm_eps=config.layer_norm_epsilon,
         final_norm_eps=config.layer_norm_epsilon, init_std=initial_std(config),
         layer_std=config.initializer_range, residual_std=config.initializer_range / math.sqrt(2 * layers),
         causal=True, windows=(None,) * layers, attention_scales=scales, passes=tuple(range(layers)),

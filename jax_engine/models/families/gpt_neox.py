@@ -4,7 +4,7 @@ from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers
 from jax_engine.models.families.llama import of_last, of_tokens
-from jax_engine.models.linear import known_activation
+from jax_engine.models.linear import check_activation
 from jax_engine.models.rope import rope_of
 
 
@@ -13,7 +13,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     return Architecture(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads, num_kv_heads=config.num_attention_heads, head_dim=head_dim,
-        mlp_size=config.intermediate_size, activation=known_activation(config.hidden_act),
+        mlp_size=config.intermediate_size, activation=check_activation(config.hidden_act),
         norm_eps=config.layer_norm_eps, final_norm_eps=config.layer_norm_eps, init_std=std, layer_std=std,
         residual_std=std, causal=True, positions="rope",
         ropes=(rope_of(config, partial=True),) * config.num_hidden_layers, qkv="fused_by_head",

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Classifier, Family, Head, initial_std, plain_layers
-from jax_engine.models.linear import known_activation
+from jax_engine.models.linear import check_activation
 from jax_engine.models.rope import Rope, rope_of
 
 MODULES = {
@@ -40,7 +40,7 @@ def llama_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,
         "num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads, "head_dim": head_dim,
         "mlp_size": config.intermediate_size, "norm": "rms", "norm_eps": eps, "final_norm_eps": eps,
-        "activation": known_activation(choices.pop("activation", None) or config.hidden_act), "init_std": std,
+        "activation": check_activation(choices.pop("activation", None) or config.hidden_act), "init_std": std,
         "layer_std": std, "residual_std": std, "causal": True, "positions": "rope",
         "ropes": (rope,) * config.num_hidden_layers, "padding_id": config.pad_token_id,
         "qkv_bias": False, "out_bias": False, "mlp_bias": False, "gated": True, "tied": config.tie_word_embeddings,

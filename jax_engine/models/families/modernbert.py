@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from jax_engine.models.architecture import Architecture, Classifier, Family, Head, initial_std, plain_layers, refuse
 from jax_engine.models.families.bert import label_classes
 from jax_engine.models.families.llama import layer_ropes
-from jax_engine.models.linear import known_activation
+from jax_engine.models.linear import check_activation
 
 
 def residual_std(config: PreTrainedConfig) -> float:
@@ -26,14 +26,14 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     return Architecture(**{
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,
         "num_heads": config.num_attention_heads, "num_kv_heads": config.num_attention_heads, "head_dim": head_dim,
-        "mlp_size": config.intermediate_size, "activation": known_activation(config.hidden_activation),
+        "mlp_size": config.intermediate_size, "activation": check_activation(config.hidden_activation),
         "norm": "layer" if config.norm_bias else "layer_no_bias", "norm_eps": config.norm_eps,
         "final_norm_eps": config.norm_eps, "first_norm": False, "init_std": std, "layer_std": std,
         "residual_std": residual_std(config), "init_cut": config.initializer_cutoff_factor or 3, "causal": False,
         "positions": "rope", "ropes": layer_ropes(config), "padding_id": config.pad_token_id,
         "qkv": "fused", "qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "gated": True,
         "fused_gate_up": True, "mlp_bias": config.mlp_bias, "head_bias": config.decoder_bias,
-        "head_activation": known_activation(config.classifier_activation), "head_dense_bias": config.classifier_bias,
+        "head_activation": check_activation(config.classifier_activation), "head_dense_bias": config.classifier_bias,
         "head_std": residual_std(config),
         "embedding_dropout": config.embedding_dropout, "attention_dropout": config.attention_dropout,
         "residual_dropout": config.attention_dropout, "mlp_inner_dropout": config.mlp_dropout,
@@ -42,7 +42,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
 
 
 def of_tokens(config: PreTrainedConfig) -> Classifier:
-    return Classifier(dense=True, activation=known_activation(config.classifier_activation), norm=True,
+    return Classifier(dense=True, activation=check_activation(config.classifier_activation), norm=True,
                       dense_bias=config.classifier_bias, dropout=config.classifier_dropout,
                       std=config.hidden_size**-0.5, dense_std=residual_std(config))
 

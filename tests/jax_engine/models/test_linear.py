@@ -8,7 +8,7 @@ import torch
 from flax import nnx
 from transformers.activations import ACT2FN
 
-from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Norm, known_activation, product
+from jax_engine.models.linear import ACTIVATIONS, Build, Embedding, Norm, check_activation, product
 from lmmods.core.errors import UserError
 
 X = np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32) * 3
@@ -20,9 +20,9 @@ def test_activations_are_transformers(name):
 
 
 def test_an_unknown_activation_is_refused():
-    assert known_activation("gelu") == "gelu"
+    assert check_activation("gelu") == "gelu"
     with pytest.raises(UserError, match="'mish'.*quick_gelu"):
-        known_activation("mish")
+        check_activation("mish")
 
 
 def test_norms_are_torchs():
