@@ -16,7 +16,7 @@ from jax_engine.models.experts import MATRICES
 from jax_engine.models.heads import HEADS
 from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network
-from jax_engine.models.quant import Quantized, Sharers
+from jax_engine.models.quant import ProcessGroup, Quantized
 from lmmods.core import hf_config
 from lmmods.core.adapters import does_not_fit, quantised_in_full, tokens_to_train
 from lmmods.core.console import say
@@ -48,7 +48,7 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
     Raises:
         UserError: The model cannot be found, read or built, or an adapter does not fit it.
     """
-    without_training = frozen
+    is_frozen = frozen
     is_causal, compute, frozen = HEADS[head].generates, COMPUTE_DTYPES[precision], frozen or fields.trains_adapter
     # The rows decide some fields, such as the names of labels.
     overrides = {**(fields.overrides or {}), **data.network_fields}
@@ -63,7 +63,7 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
     remat = {False: "none", True: "full"}.get(fields.gradient_checkpointing, fields.gradient_checkpointing)
     network = hub.network(config, head, compute_dtype=compute, remat=remat, fast_kernels=fields.fast_kernels,
                           attention=fields.attention if fields.fast_kernels else "eager", on=on,
-                          noise=0.0 if without_training else fields.neftune_alpha or 0.0)
+                          noise=0.0 if is_frozen else fields.neftune_alpha or 0.0)
     # Mixed precision trains float32 parameters; frozen ones are stored as they are used.
     stored = compute if frozen or precision == "bf16-true" else "float32"
     principal = None
@@ -73,9 +73,9 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
         params = {}
     elif fields.pretrained:
         # Each process reads only what its devices hold, and computes its share of the scales.
-        together = Sharers(jax.process_index(), jax.process_count(), machines.gather)
+        processes = ProcessGroup(jax.process_index(), jax.process_count(), machines.gather)
         params = loading.open_weights(network, fields.pretrained, fields.revision, stored, seed,
-                                      None if in_files else fields.quantize, fields.double_quant, together, principal)
+                                      None if in_files else fields.quantize, fields.double_quant, processes, principal)
     else:
         params = network.initial_values(seed, stored)
     num_rows = network.config.vocab_size

@@ -18,7 +18,7 @@ from jax_engine.models import expert_files, mxfp4, quant
 from jax_engine.models import lora as adapters
 from jax_engine.models.heads import HEADS
 from jax_engine.models.network import Network
-from jax_engine.models.quant import Scales, Sharers, from_bitsandbytes, piece_of
+from jax_engine.models.quant import ProcessGroup, Scales, from_bitsandbytes, split_key
 from lmmods.core import hub, lazy_array
 from lmmods.core.adapters import check_weights, reading_weights
 from lmmods.core.console import say
@@ -47,166 +47,166 @@ def load(network: Network, folder: str, revision: str | None = None, dtype: str 
 
 
 def open_weights(network: Network, folder: str, revision: str | None = None, dtype: str = "float32", seed: int = 0,
-                 quantize: quant.Quantize | None = None, double_quant: bool = True, sharers: Sharers = Sharers(),
-                 principal: adapters.PrincipalParts | None = None) -> Tree:
+                 quantize: quant.Quantize | None = None, double_quant: bool = True,
+                 processes: ProcessGroup = ProcessGroup(), principal: adapters.PrincipalParts | None = None) -> Tree:
     """Return the weights of a folder or hub id as lazy arrays, with new adapters if the network has them.
 
-    Every leaf must be filled once, and every key of the files used, tied, or known to be unneeded. A head that a base
-    model lacks is initialised at random and reported.
+    Every leaf must be filled once, and every key of the files must be used, tied, or known to be unneeded. A head that
+    a base model lacks is initialised at random and reported.
 
     Args:
         seed: Seed of randomly initialised parameters.
-        quantize: Quantise the leaves of `network.quantised` to this format, when they are read.
-        double_quant: Quantise the scales of 4-bit codes, too.
-        sharers: The processes that read together.
-        principal: Leaves the base what an adapter that is added later does not take.
+        quantize: Quantise the leaves of `network.quantised` to this format when they are read.
+        double_quant: Also quantise the scales of 4-bit codes.
+        processes: The processes that read together.
+        principal: Subtracts a principal adapter, which is added later, from the base.
 
     Raises:
         UserError: Keys are missing, unexpected, or of another shape.
     """
-    # Assign each tensor of the files to a slot. No values are read yet; problems are collected and reported together.
+    # Assign each tensor of the files to a slot. Values are not read yet; problems are collected and reported together.
     if network.lora and network.lora.is_principal:
         principal = adapters.PrincipalParts(network, network.lora, network.build.adapted)
-    leaves = Leaves(network, jnp.dtype(dtype), quantize, double_quant, sharers, principal)
-    wanted = _wanted(network)
-    saved: dict[Slot, dict[str, LazyArray]] = {}  # pieces of weights that are saved quantised
+    leaves = Leaves(network, jnp.dtype(dtype), quantize, double_quant, processes, principal)
+    entries = _list_entries(network)
+    quantised: dict[Slot, dict[str, LazyArray]] = {}  # tensors of weights that are saved quantised
     copies: dict[str, tuple[Slot, LazyArray]] = {}
-    problems, dropped, unused = [], [], _borrowed(network)
+    problems, ignored, borrowed = [], [], _list_borrowed(network)
     tensors = list(_tensors(folder, revision))
     has_parts = any(is_of_text_part(key) for key, _ in tensors)
     for key, value in tensors:
         if has_parts and (key := text_name(key)) is None:
-            continue  # of a part that is left out
-        # A tensor may be a piece of a quantised weight (codes, scales), or one expert's part of a stacked matrix.
-        owner, piece = mxfp4.piece_of(key) or piece_of(key)
-        owner, part = expert_files.whole(network.family, owner)
-        slot = _match(owner, wanted, network)
-        if slot is None:
-            (dropped if _needless(key) or owner.rpartition(".")[0] in unused else problems).append(key)
+            continue  # of a part of the model that is not loaded
+        # A tensor may belong to a quantised weight (codes, scales), or be one expert's part of a stacked matrix.
+        owner, tensor_name = mxfp4.split_key(key) or split_key(key)
+        owner, part = expert_files.find_leaf(network.family, owner)
+        entry = _match(owner, entries, network)
+        if entry is None:
+            (ignored if _is_unneeded(key) or owner.rpartition(".")[0] in borrowed else problems).append(key)
             continue
-        *place, tied = slot
-        place = tuple(place)
+        *slot, tied = entry
+        slot = tuple(slot)
         if part is not None:
-            problems += [f"{key} ({problem})" for problem in leaves.put_part(place, part, value)]
-        elif piece != "weight" or leaves.is_quantised(place, value):
-            saved.setdefault(place, {})[piece] = value
-            if saved[place].keys() == mxfp4.PIECES:
-                problems += [f"{key} ({problem})" for problem in leaves.put_mxfp4(place, **saved.pop(place))]
-        elif value.shape != network.shape(place[0]) and _scores_labels(network, place[0]):
-            dropped.append(key)  # a head with other labels
-        elif value.shape != network.shape(place[0]):
-            problems.append(f"{key} {value.shape} (the configuration says {network.shape(place[0])})")
+            problems += [f"{key} ({problem})" for problem in leaves.put_part(slot, part, value)]
+        elif tensor_name != "weight" or leaves.is_quantised(slot, value):
+            quantised.setdefault(slot, {})[tensor_name] = value
+            if quantised[slot].keys() == mxfp4.TENSORS:
+                problems += [f"{key} ({problem})" for problem in leaves.put_mxfp4(slot, **quantised.pop(slot))]
+        elif value.shape != network.shape(slot[0]) and _scores_labels(network, slot[0]):
+            ignored.append(key)  # a head with other labels
+        elif value.shape != network.shape(slot[0]):
+            problems.append(f"{key} {value.shape} (expected {network.shape(slot[0])})")
         elif tied:
-            copies[key] = (place, value)
-        elif place in leaves.filled:
-            problems.append(f"{key} (a second time)")
+            copies[key] = (slot, value)
+        elif slot in leaves.filled:
+            problems.append(f"{key} (duplicate)")
         else:
-            leaves.put(place, value)
-    # Pieces of a weight may be spread over files, so it is assembled only now.
-    for place, pieces in saved.items():
-        if mxfp4.PIECES & pieces.keys():
+            leaves.put(slot, value)
+    # The tensors of a weight may be in several files, so it is assembled only now.
+    for slot, tensors in quantised.items():
+        if mxfp4.TENSORS & tensors.keys():
             continue  # only one of two, so the weight is missing
-        leaves.put(place, from_bitsandbytes(pieces, network.arch.conv1d))
-    # Files may hold only the copy of a tied weight: then it is the weight. Otherwise the two are compared below.
-    for key, (place, value) in list(copies.items()):
-        if place not in leaves.filled:
-            leaves.put(place, value)
+        leaves.put(slot, from_bitsandbytes(tensors, network.arch.conv1d))
+    # If files have only the copy of a tied weight, it is the weight. Otherwise the two are compared below.
+    for key, (slot, value) in list(copies.items()):
+        if slot not in leaves.filled:
+            leaves.put(slot, value)
             del copies[key]
     if HEADS[network.head].vocabulary and network.config.tie_word_embeddings and not network.arch.tied:
         # An adapter unties the two matrices and trains one of them, so the head needs a leaf of its own.
-        leaves.put((("head", "weight"), None), leaves.found["embed", "tokens", "weight"][None])
-    headless = _check_complete(network, leaves, problems, folder)
-    # After the check for completeness, because this reads values.
+        leaves.put((("head", "weight"), None), leaves.values_by_layer["embed", "tokens", "weight"][None])
+    missing_head = _check_complete(network, leaves, problems, folder)
+    # Compare after the check for completeness, because this reads values.
     for key, ((path, layer), value) in copies.items():
-        if not _equal(leaves.found[path][layer], value.astype(leaves.dtype)):
-            raise UserError(f"{folder}: {key} differs from the weight that it is tied to: set tie_word_embeddings: "
-                            "false in its config.json.")
-    for line in loading_notes(folder, list(headless), [key for key in dropped if not BUFFERS.search(key)]):
+        if not _are_equal(leaves.values_by_layer[path][layer], value.astype(leaves.dtype)):
+            raise UserError(f"{folder}: {key} differs from the weight that the configuration ties it to. Set "
+                            "tie_word_embeddings: false in its config.json.")
+    for line in loading_notes(folder, list(missing_head), [key for key in ignored if not BUFFERS.search(key)]):
         say(line)
     tree = leaves.tree()
-    if headless:
-        # A base model has no head: draw its values.
-        head = [path for name, path, _ in network.names(plain=True) if name in headless]
-        drawn = flatten(network.initial_values(seed, leaves.dtype, head))
+    if missing_head:
+        # A base model has no head: initialise it.
+        head_paths = [path for name, path, _ in network.names(plain=True) if name in missing_head]
+        initial = flatten(network.initial_values(seed, leaves.dtype, head_paths))
         if principal is not None:
-            drawn = {path: principal.rest(path, None, leaf) for path, leaf in drawn.items()}
-        tree = unflatten(flatten(tree) | drawn)
+            initial = {path: principal.rest(path, None, leaf) for path, leaf in initial.items()}
+        tree = unflatten(flatten(tree) | initial)
     return adapters.add_adapter(network, tree, seed, principal) if network.lora else tree
 
 
 class Leaves:
-    """Collects the leaves of a network from files; each slot is filled once.
+    """Leaves of a network, collected from files; each slot is filled once.
 
     Args:
-        quantize: Quantisation of linear layers and, in 4 bits, experts.
-        double_quant: Quantise the scales of 4-bit codes, too.
-        sharers: The processes that read together.
+        quantize: Quantisation of linear layers and, for 4 bits, experts.
+        double_quant: Also quantise the scales of 4-bit codes.
+        processes: The processes that read together.
         principal: Splits the matrices before they are quantised.
     """
 
     def __init__(self, network: Network, dtype: np.dtype, quantize: quant.Quantize | None, double_quant: bool,
-                 sharers: Sharers, principal: adapters.PrincipalParts | None = None):
+                 processes: ProcessGroup, principal: adapters.PrincipalParts | None = None):
         self.network, self.dtype = network, dtype
-        self.found: dict[LeafPath, dict[int | None, LazyArray | quant.Quantized]] = {}  # by layer
+        self.values_by_layer: dict[LeafPath, dict[int | None, LazyArray | quant.Quantized]] = {}
         self.filled: set[Slot] = set()
         self._quantize, self._double_quant = quantize, double_quant
-        self._sharers, self._scales, self._principal = sharers, Scales(), principal
+        self._processes, self._scales, self._principal = processes, Scales(), principal
         self._linear = {(*ours.split("."), "weight") for ours in network.linears()}
-        self._coded = network.quantised(quantize)
+        self._quantised = network.quantised(quantize)
         self._parts: dict[Slot, dict[expert_files.Part, LazyArray]] = {}  # of separately stored experts
 
-    def is_quantised(self, place: Slot, value: LazyArray) -> bool:
+    def is_quantised(self, slot: Slot, value: LazyArray) -> bool:
         """Return True if the value is a linear layer's weight in quantised codes."""
-        return place[0] in self._linear and value.dtype in (np.uint8, np.int8)
+        return slot[0] in self._linear and value.dtype in (np.uint8, np.int8)
 
-    def put(self, place: Slot, value: LazyArray | quant.Quantized) -> None:
+    def put(self, slot: Slot, value: LazyArray | quant.Quantized) -> None:
         """Fill a slot, quantising the value if the leaf is to be quantised."""
-        path, layer = place
-        self.filled.add(place)
+        path, layer = slot
+        self.filled.add(slot)
         if isinstance(value, LazyArray):
             value = value.astype(self.dtype)
         if self._principal is not None:
             value = self._principal.rest(path, layer, value)
-        if isinstance(value, LazyArray) and path in self._coded:
-            value = quant.quantize(value, self._quantize, self._double_quant, self.network.arch.conv1d, self._sharers,
-                                   self._scales, place)
-        self.found.setdefault(path, {})[layer] = value
+        if isinstance(value, LazyArray) and path in self._quantised:
+            value = quant.quantize(value, self._quantize, self._double_quant, self.network.arch.conv1d, self._processes,
+                                   self._scales, slot)
+        self.values_by_layer.setdefault(path, {})[layer] = value
 
-    def put_part(self, place: Slot, part: expert_files.Part, value: LazyArray) -> list[str]:
+    def put_part(self, slot: Slot, part: expert_files.Part, value: LazyArray) -> list[str]:
         """Fill a part of a slot; return the problems with it."""
-        shape = self.network.shape(place[0])
-        # All parts of the leaf: once they are there, they are stacked.
-        wanted = expert_files.parts(place[0][-1], shape[0])
-        found = self._parts.setdefault(place, {})
-        if part not in wanted:
-            return [f"the configuration says {shape[0]} experts"]
-        if part in found or place in self.filled:
-            return ["a second time"]
-        if value.shape != (one := (shape[1] // part[1], *shape[2:])):
-            return [f"{value.shape}, the configuration says {one}"]
-        found[part] = value
-        if found.keys() == wanted:
-            self.put(place, expert_files.stack_experts(found, shape, self.dtype))
+        shape = self.network.shape(slot[0])
+        # Stack the parts once all of them have been read.
+        expected = expert_files.list_parts(slot[0][-1], shape[0])
+        parts = self._parts.setdefault(slot, {})
+        if part not in expected:
+            return [f"expected {shape[0]} experts"]
+        if part in parts or slot in self.filled:
+            return ["duplicate"]
+        if value.shape != (part_shape := (shape[1] // part[1], *shape[2:])):
+            return [f"{value.shape}, expected {part_shape}"]
+        parts[part] = value
+        if parts.keys() == expected:
+            self.put(slot, expert_files.stack_experts(parts, shape, self.dtype))
         return []
 
-    def put_mxfp4(self, place: Slot, blocks: LazyArray, scales: LazyArray) -> list[str]:
+    def put_mxfp4(self, slot: Slot, blocks: LazyArray, scales: LazyArray) -> list[str]:
         """Fill a slot with dequantised MXFP4 codes; return the problems with them."""
-        shape = self.network.shape(place[0])
+        shape = self.network.shape(slot[0])
         if mxfp4.shape(blocks) != shape or blocks.shape[:-1] != scales.shape:
-            return [f"codes of {mxfp4.shape(blocks)}, the configuration says {shape}"]
-        self.put(place, mxfp4.values(blocks, scales, self.dtype))
+            return [f"codes of {mxfp4.shape(blocks)}, expected {shape}"]
+        self.put(slot, mxfp4.values(blocks, scales, self.dtype))
         return []
 
     def tree(self) -> Tree:
         """Return the tree of all leaves, with stacked layers."""
         return unflatten({path: parts[None] if None in parts else jax.tree.map(
-            # Layers by number; a leaf outside the layers is alone, under None.
+            # Stack layers by index; a leaf outside the layers is stored under None.
             lambda *layers: lazy_array.stack(layers), *(parts[layer] for layer in sorted(parts)))
-            for path, parts in self.found.items()})
+            for path, parts in self.values_by_layer.items()})
 
 
-def _equal(one: LazyArray, other: LazyArray) -> bool:
-    """Return True if two arrays of the same shape are equal; compares some rows at a time, to bound memory."""
+def _are_equal(one: LazyArray, other: LazyArray) -> bool:
+    """Return True if two arrays of the same shape are equal; compare some rows at a time, to bound memory."""
     step = max(1, _AT_ONCE * one.shape[0] // one.size)
     return all(np.array_equal(one.over_first(rows), other.over_first(rows))
                for rows in (slice(start, start + step) for start in range(0, one.shape[0], step)))
@@ -216,15 +216,16 @@ def _check_complete(network: Network, leaves: Leaves, problems: list[str], folde
     """Return the head's missing names, if the files lack it; raise UserError for other missing or unexpected keys."""
     missing = {name for name, path, layer in network.names(plain=True) if (path, layer) not in leaves.filled}
     head = {name: path for name, path, _ in network.names(plain=True) if path[0] == "head"}
-    # The first layers of a head without a vocabulary may come from another head in the files.
-    # Either the rest of the head is missing, and then drawn, or it is an error.
+    # The first layers of a head without a vocabulary may come from another head in the files. The rest of the head must
+    # then be missing, and is initialised.
     needed = {name for name, path in head.items() if HEADS[network.head].vocabulary or _scores_labels(network, path)}
-    headless = missing & head.keys() if needed <= missing else set()
-    if missing - headless or problems:
+    missing_head = missing & head.keys() if needed <= missing else set()
+    if missing - missing_head or problems:
         raise UserError(f"{folder} does not fit {network.config.model_type} with the {network.head} head. "
-                        f"Missing: {some(sorted(missing - headless)) or 'nothing'}. "
-                        f"Not expected: {some(sorted(problems)) or 'nothing'}.")
-    return headless
+                        f"Missing: {some(sorted(missing - missing_head)) or 'nothing'}. "
+                        f"Not expected: {some(sorted(problems)) or 'nothing'}. Check its config.json, or download "
+                        "it again.")
+    return missing_head
 
 
 def _scores_labels(network: Network, path: LeafPath) -> bool:
@@ -232,51 +233,51 @@ def _scores_labels(network: Network, path: LeafPath) -> bool:
     return not HEADS[network.head].vocabulary and path[0] == "head" and len(path) == 2
 
 
-def _wanted(network: Network) -> dict[str, tuple[LeafPath, int | None, bool]]:
+def _list_entries(network: Network) -> dict[str, tuple[LeafPath, int | None, bool]]:
     """Return every key that a file may have, with its leaf, layer, and True if it is a tied copy."""
-    wanted = {name: (path, layer, False) for name, path, layer in network.names(plain=True)}
-    for name, ours in network.family.tied.get(network.head, {}).items():
-        if name not in wanted:
-            wanted[name] = (tuple(ours.split(".")), None, True)
-    return wanted
+    entries = {name: (path, layer, False) for name, path, layer in network.names(plain=True)}
+    for name, module in network.family.tied.get(network.head, {}).items():
+        if name not in entries:
+            entries[name] = (tuple(module.split(".")), None, True)
+    return entries
 
 
-def _match(key: str, wanted: dict[str, tuple], network: Network) -> tuple[LeafPath, int | None, bool] | None:
-    """Return the slot of a key, in current or older spelling: gamma and beta, another base prefix or none."""
+def _match(key: str, entries: dict[str, tuple], network: Network) -> tuple[LeafPath, int | None, bool] | None:
+    """Return the entry of a key, in current or older spelling: gamma and beta, another base prefix or none."""
     # TensorFlow's names of a norm's parameters, in old BERT files.
     key = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", key))
-    for older, now in network.family.older.items():
-        key = now + key.removeprefix(older) if key.startswith(older) else key
+    for old, current in network.family.older.items():
+        key = current + key.removeprefix(old) if key.startswith(old) else key
     bare = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
     base = network.family.prefix(network.head)
-    return next((wanted[name] for name in (key, f"{base}.{bare}", f"{base}.{key}") if name in wanted), None)
+    return next((entries[name] for name in (key, f"{base}.{bare}", f"{base}.{key}") if name in entries), None)
 
 
-def _borrowed(network: Network) -> set[str]:
-    """Return torch's names of the keys and values that some files have in layers that take those of earlier layers."""
+def _list_borrowed(network: Network) -> set[str]:
+    """Return torch's names of keys and values that some files have in layers that borrow those of earlier layers."""
     parts = (network.family.modules.get(f"layers.attn.{part}") for part in ("k", "v", "k_norm"))
     return {network.filled_in(part, layer, inside=True) for part in parts if part
             for layer, kind in enumerate(network.arch.kinds) if kind.keys == "borrowed"}
 
 
-def _needless(key: str) -> bool:
+def _is_unneeded(key: str) -> bool:
     bare = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
     return bool(BUFFERS.search(key) or OTHER_HEADS.match(key) or OTHER_HEADS.match(bare))
 
 
 def _tensors(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray]]:
-    """`_open`, with a UserError for unreadable files, on opening or on reading a lazy array."""
+    """Yield as `_open`; raise UserError for unreadable files, on opening or on reading a lazy array."""
     check_weights(folder)
     tensors = _open(folder, revision)
     while True:
-        # Files are opened as the iterator advances, so errors come up here.
+        # Files are opened as the iterator advances, so errors are raised here.
         with reading_weights(folder):
-            found = next(tensors, None)
-        if found is None:
+            item = next(tensors, None)
+        if item is None:
             return
-        key, array = found
+        key, array = item
 
-        # The default binds this iteration's array: the function is called after the loop has gone on.
+        # The default binds this iteration's array: the function is called in later iterations.
         def read(part: Part, array: LazyArray = array) -> np.ndarray:
             with reading_weights(folder):
                 return array[part]
@@ -286,16 +287,17 @@ def _tensors(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray
 
 def _open(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray]]:
     """Yield the name and lazy values of every tensor of a folder or hub id."""
-    folder = _local(folder, revision)
+    folder = _download(folder, revision)
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        # A folder may hold other safetensors files as well: the index says which of them are the model.
+        # A folder may also have other safetensors files; the index lists the model's.
         files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     elif (folder / "model.safetensors").is_file():
         files = [folder / "model.safetensors"]
-    if lost := [file.name for file in files if not file.is_file()]:
-        raise UserError(f"{folder}: {index.name} names files that are not there: {some(lost)}.")
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise UserError(f"{folder}: {index.name} lists files that do not exist: {some(missing)}. Download the folder "
+                        "again.")
     for file in files:
         yield from lazy_array.lazy_file(file).items()
     if not files:
@@ -305,34 +307,35 @@ def _open(folder: str, revision: str | None) -> Iterator[tuple[str, LazyArray]]:
 def _open_pickled(folder: Path) -> Iterator[tuple[str, LazyArray]]:
     files = sorted(folder.glob("pytorch_model*.bin"))
     if not files:
-        raise UserError(f"{folder} holds neither model*.safetensors nor pytorch_model*.bin: it has no weights.")
+        raise UserError(f"{folder} has no weights: it contains neither model*.safetensors nor pytorch_model*.bin. "
+                        "Download it again.")
     # The only use of torch in this engine, for its safe unpickler; imported only for such a folder.
     torch = importlib.import_module("torch")
     for file in files:
         # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         for key, tensor in content.items():
-            # numpy has no bfloat16, so its bits pass as int16. The default binds this iteration's tensor.
+            # numpy has no bfloat16, so its bits are passed as int16. The default binds this iteration's tensor.
             def read(part: Part, tensor: Any = tensor) -> np.ndarray:
                 tensor = tensor[part].contiguous()
                 return (tensor.view(torch.int16).numpy().view(jnp.bfloat16) if tensor.dtype == torch.bfloat16
                         else tensor.numpy())
 
-            # An empty part gives the dtype without reading values.
+            # Reading an empty part gives the dtype without values.
             dtype = read((slice(0, 0),) * tensor.ndim).dtype
             yield key, LazyArray(tensor.shape, dtype, read)
 
 
-def _local(folder: str, revision: str | None) -> Path:
+def _download(folder: str, revision: str | None) -> Path:
     if Path(folder).is_dir():
         return Path(folder)
     from huggingface_hub import snapshot_download
 
     try:
         with hub.loading("model.pretrained", folder, revision=revision):
-            wanted = ["model*.safetensors*", "generation_config.json"]  # an export keeps the second
+            patterns = ["model*.safetensors*", "generation_config.json"]  # an export keeps the second
             # safetensors only; pickled files are downloaded if there are none.
-            path = Path(snapshot_download(folder, revision=revision, allow_patterns=wanted))
+            path = Path(snapshot_download(folder, revision=revision, allow_patterns=patterns))
             if not list(path.glob("model*.safetensors")):
                 path = Path(snapshot_download(folder, revision=revision, allow_patterns=["pytorch_model*.bin"]))
                 if not list(path.glob("pytorch_model*.bin")):

@@ -1,6 +1,6 @@
 """Quantised weights: NF4 and FP4 (QLoRA, Dettmers et al. 2023) and row-wise int8, bit-identical to bitsandbytes.
 
-A frozen weight stays quantised on the devices. `astype` dequantises it inside a step, for one product at a time.
+A frozen weight stays quantised on the devices. Inside a step, `astype` dequantises it for one product at a time.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ CODEBOOKS = {
 }
 
 
-def _static() -> Any:
+def _static_field() -> Any:
     return field(metadata={"static": True})
 
 
 class Quantized(ABC):
-    """A quantised matrix; has the shape and size of the matrix, for code that counts parameters."""
+    """A quantised matrix. It has the shape and size of the matrix, for code that counts parameters."""
 
     kind: str
     shape: tuple[int, ...]  # shape of the matrix as the layer sees it, after leading axes such as stacked layers
@@ -67,29 +67,29 @@ class Quantized(ABC):
 class FourBit(Quantized):
     """A matrix in 4-bit codes, with one scale per block of 64.
 
-    Blocks run along the rows of torch's [out, in], which is treated as one long row if `in` is not a multiple of 64.
+    Blocks run along the rows of torch's [out, in]. If `in` is not a multiple of 64, the matrix is one long row.
 
     Args:
         packed: uint8 [..., rows, columns / 2], the first code of a pair in the high bits.
         absmax: float32 scales [..., rows, columns / 64], or with double quantisation their uint8 codes.
-        nested: For double quantisation: scales of 256 codes each [..., ceil(blocks / 256)], and the mean [...].
+        nested: With double quantisation, scales of 256 codes each [..., ceil(blocks / 256)], and the mean [...].
         kind: nf4 or fp4.
         matrix: (out, in).
         transposed: The layer stores its matrix as [in, out] (Conv1D).
-        stacked: Rows of each matrix, if this one is several concatenated by rows; None for a single matrix.
+        stacked: Rows per matrix, if several are concatenated by rows; None for a single matrix.
     """
 
     packed: Array
     absmax: Array
     nested: tuple[Array, Array] | None
-    kind: str = _static()
-    matrix: tuple[int, int] = _static()
-    transposed: bool = _static()
+    kind: str = _static_field()
+    matrix: tuple[int, int] = _static_field()
+    transposed: bool = _static_field()
     stacked: int | None = field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        # Only the arrays know the leading axes, such as stacked layers.
+        # Only the arrays have the leading axes, such as stacked layers.
         *lead, rows, _ = self.packed.shape
         if self.stacked is None:
             return (*lead, *(self.matrix[::-1] if self.transposed else self.matrix))
@@ -101,7 +101,7 @@ class FourBit(Quantized):
         # [..., rows, C / 2] -> [..., rows, C / 2, 2] -> [..., rows, C / 64, 64], in float32 until the last cast.
         codes = jnp.stack([self.packed >> 4, self.packed & 15], axis=-1)
         values = jnp.asarray(CODEBOOKS[self.kind])[codes].reshape(*lead, rows, -1, BLOCK) * self._scales()[..., None]
-        if rows == 1:  # only then flatten: rows may be sharded, and a reshape that joins them would gather
+        if rows == 1:  # flatten only then: rows may be sharded, and merging them would gather
             values = values.reshape(*lead, -1)[..., :math.prod(self.matrix)]
         if self.stacked is not None:
             return values.reshape(self.shape).astype(dtype)
@@ -109,7 +109,7 @@ class FourBit(Quantized):
         return values.swapaxes(-1, -2) if self.transposed else values
 
     def with_plain_scales(self) -> "FourBit":
-        """Return the matrix without double quantisation, whose scales span shards."""
+        """Return the matrix without double quantisation, since its scales span shards."""
         return replace(self, absmax=self._scales(), nested=None)
 
     def _scales(self) -> Array:
@@ -118,7 +118,7 @@ class FourBit(Quantized):
             return self.absmax
         steps, mean = self.nested
         shape = self.absmax.shape
-        # Blocks are counted through all rows of the matrix, so a group of 256 may span rows.
+        # Blocks are counted over all rows of the matrix, so a group of 256 may span rows.
         steps = jnp.repeat(steps, NESTED_BLOCK, axis=-1)[..., :shape[-2] * shape[-1]].reshape(shape)
         return jnp.asarray(DYNAMIC)[self.absmax] * steps + mean[..., None, None]
 
@@ -138,7 +138,7 @@ class EightBit(Quantized):
 
     codes: Array
     row_absmax: Array
-    transposed: bool = _static()
+    transposed: bool = _static_field()
     kind = "int8"
 
     @property
@@ -156,9 +156,9 @@ def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transpo
     """Return a quantised matrix of ShapeDtypeStructs; arguments as for `quantize`.
 
     Args:
-        stacked: The last three dimensions of `shape` are those of several matrices.
+        stacked: The last three dimensions of `shape` are [matrices, rows, columns].
     """
-    # bitsandbytes takes several matrices [E, rows, columns] for one of E * rows rows.
+    # bitsandbytes treats several matrices [E, rows, columns] as one of E * rows rows.
     if stacked:
         *lead, num, rows, columns = shape
         return replace(outline((*lead, num * rows, columns), kind, double), stacked=rows)
@@ -171,19 +171,18 @@ def outline(shape: tuple[int, ...], kind: Quantize, double: bool = True, transpo
     if kind == "int8":
         return EightBit(part(jnp.int8, *matrix), part(jnp.float32, matrix[0]), transposed)
     # If rows are not whole blocks, `lines` is 1, and the last block is padded.
-    lines, blocks = lines_of(matrix), -(-math.prod(matrix) // BLOCK)
+    lines, blocks = count_lines(matrix), -(-math.prod(matrix) // BLOCK)
     nested = (part(jnp.float32, -(-blocks // NESTED_BLOCK)), part(jnp.float32)) if double else None
     absmax = part(jnp.uint8 if double else jnp.float32, lines, blocks // lines)
     return FourBit(part(jnp.uint8, lines, blocks // lines * BLOCK // 2), absmax, nested, kind, matrix, transposed)
 
 
-def lines_of(matrix: tuple[int, int]) -> int:
-    """Return the number of lines that a matrix's blocks are laid out in: its rows, or 1 if rows are not whole blocks.
-    """
+def count_lines(matrix: tuple[int, int]) -> int:
+    """Return the number of lines of blocks in a matrix: its number of rows, or 1 if rows are not whole blocks."""
     return matrix[0] if matrix[1] % BLOCK == 0 else 1
 
 
-def _dynamic_map() -> np.ndarray:
+def _build_dynamic_map() -> np.ndarray:
     """Return the 256 values of the signed dynamic 8-bit type (Dettmers 2016, arXiv 1511.04561), ascending."""
     # 127 magnitudes with both signs, 0 and 1: 256 values. Exponent e has 2^e of them, within 0.1 to 1 times 10^(e-6).
     values = [0.0, 1.0]
@@ -196,35 +195,36 @@ def _dynamic_map() -> np.ndarray:
 
 def _linspace(num: int) -> np.ndarray:
     """Return float32 steps from 0.1 to 1, each computed from the nearer end, as torch.linspace does."""
-    first, last, places = np.float32(0.1), np.float32(1), np.arange(num, dtype=np.float64)
+    first, last, indices = np.float32(0.1), np.float32(1), np.arange(num, dtype=np.float64)
     step = float((last - first) / np.float32(num - 1))
-    return np.where(places < num // 2, first + step * places, last - step * (num - 1 - places)).astype(np.float32)
+    return np.where(indices < num // 2, first + step * indices, last - step * (num - 1 - indices)).astype(np.float32)
 
 
-DYNAMIC = _dynamic_map()
+DYNAMIC = _build_dynamic_map()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Quantising weights on the host, bit-identical to bitsandbytes and lazily: each device's shard when it is requested.
 #
-# Blocks of 4-bit codes and rows of 8-bit codes are independent, so a process reads and quantises only those that its
-# devices hold. Scales that need all blocks of a matrix (double quantisation) are computed in equal shares by the
-# processes, and gathered.
+# Blocks of 4-bit codes and rows of 8-bit codes are independent, so a process reads and quantises only those of its
+# devices. For scales that need all blocks of a matrix (double quantisation), each process computes an equal part, and
+# the parts are gathered.
 
 _GRID = 65535  # steps from -1 to 1 of the grid on which bitsandbytes' CPU code finds the nearest value of DYNAMIC
 # Tensors that bitsandbytes saves along with a weight.
 _STATE = "weight.quant_state.bitsandbytes__"
-_PIECE = re.compile(r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+)|SCB|weight_format)$")
+_SAVED_TENSOR = re.compile(r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+)|SCB|weight_format)$")
 _CHUNK = 1 << 20  # elements quantised at a time, so that they stay in the cache
 
 
 @dataclass(frozen=True)
-class Sharers:
-    """The processes that quantise the same matrices together, each its own parts.
+class ProcessGroup:
+    """The processes that quantise the same matrices together, each a part of them.
 
     Args:
-        rank: Rank of this process among `size`.
-        gather: All-gather of arrays by rank. A collective call.
+        rank: Rank of this process.
+        size: Number of processes.
+        gather: Function that gathers arrays by rank on every process. A collective call.
     """
 
     rank: int = 0
@@ -233,52 +233,52 @@ class Sharers:
 
 
 class Scales:
-    """Cache of computed scales for one leaf at a time, because the parts of a leaf are requested consecutively."""
+    """Cache of computed scales for one leaf at a time: the parts of a leaf are requested consecutively."""
 
     def __init__(self) -> None:
         self._owner: Hashable = None
-        self._found: dict[Hashable, Any] = {}
+        self._values_by_key: dict[Hashable, Any] = {}
 
-    def of(self, owner: Hashable) -> dict[Hashable, Any]:
-        """Return the cache of a leaf, after clearing that of another."""
+    def for_leaf(self, owner: Hashable) -> dict[Hashable, Any]:
+        """Return the cache of a leaf; clear another leaf's."""
         if owner != self._owner:
-            self._owner, self._found = owner, {}
-        return self._found
+            self._owner, self._values_by_key = owner, {}
+        return self._values_by_key
 
 
 def quantize(weight: np.ndarray | LazyArray, kind: Quantize, double: bool = True, transposed: bool = False,
-             sharers: Sharers = Sharers(), scales: Scales | None = None, place: tuple[Hashable, Hashable] = ("", None)
-             ) -> Quantized:
+             processes: ProcessGroup = ProcessGroup(), scales: Scales | None = None,
+             key: tuple[Hashable, Hashable] = ("", None)) -> Quantized:
     """Return a matrix quantised as by bitsandbytes, with lazy arrays.
 
     Args:
         weight: [out, in], or [in, out] if `transposed`; in 4 bits also several matrices [E, ...], which bitsandbytes
             treats as one long row.
-        double: Quantise the scales of 4-bit codes, too.
-        sharers: All of these processes must request the same arrays in the same order.
-        scales: Shared by all matrices of a network.
-        place: The leaf that the matrix belongs to, and its index in it.
+        double: Also quantise the scales of 4-bit codes.
+        processes: Processes that quantise together. All must request the same arrays in the same order.
+        scales: Cache for all matrices of a network.
+        key: The matrix's leaf, and its index in the leaf.
     """
     weight, scales = lazy_array.lazy(weight), Scales() if scales is None else scales
     if weight.ndim == 3:
-        # One long list of rows; `stacked` remembers how to cut it.
-        joined = quantize(weight.below_each_other(), kind, double, False, sharers, scales, place)
-        return dataclasses.replace(joined, stacked=weight.shape[1])
-    like = outline(weight.shape, kind, double, transposed)
+        # Concatenate the rows; `stacked` is the size to split them again.
+        flat = quantize(weight.below_each_other(), kind, double, False, processes, scales, key)
+        return dataclasses.replace(flat, stacked=weight.shape[1])
+    abstract = outline(weight.shape, kind, double, transposed)
     matrix = weight.transposed() if transposed else weight
-    if isinstance(like, EightBit):
-        rows = _Rows(matrix, sharers, scales, place)
-        return EightBit(LazyArray(like.codes.shape, np.int8, rows.codes),
-                        LazyArray(like.row_absmax.shape, np.float32, lambda part: rows.scales()[part]), transposed)
-    # All three arrays read the same `_Blocks`, whose scales are computed once.
-    blocks = _Blocks(matrix, kind, double, sharers, scales, place)
-    steps = like.nested and (
-        LazyArray(like.nested[0].shape, np.float32, lambda part: blocks.scales()[1][0][part]),
+    if isinstance(abstract, EightBit):
+        rows = _Rows(matrix, processes, scales, key)
+        return EightBit(LazyArray(abstract.codes.shape, np.int8, rows.codes),
+                        LazyArray(abstract.row_absmax.shape, np.float32, lambda part: rows.scales()[part]), transposed)
+    # All three arrays read the same `_Blocks`, which computes its scales once.
+    blocks = _Blocks(matrix, kind, double, processes, scales, key)
+    steps = abstract.nested and (
+        LazyArray(abstract.nested[0].shape, np.float32, lambda part: blocks.scales()[1][0][part]),
         LazyArray((), np.float32, lambda part: blocks.scales()[1][1]))
     return dataclasses.replace(
-        like, packed=LazyArray(like.packed.shape, np.uint8, blocks.packed), nested=steps,
-        absmax=LazyArray(like.absmax.shape, like.absmax.dtype,
-                         lambda part: blocks.scales()[0].reshape(like.absmax.shape)[part]))
+        abstract, packed=LazyArray(abstract.packed.shape, np.uint8, blocks.packed), nested=steps,
+        absmax=LazyArray(abstract.absmax.shape, abstract.absmax.dtype,
+                         lambda part: blocks.scales()[0].reshape(abstract.absmax.shape)[part]))
 
 
 class _Lines:
@@ -289,46 +289,47 @@ class _Lines:
         per_line: Blocks per line.
     """
 
-    def __init__(self, matrix: LazyArray, num_lines: int, per_line: int, sharers: Sharers, scales: Scales,
-                 place: tuple[Hashable, Hashable]):
+    def __init__(self, matrix: LazyArray, num_lines: int, per_line: int, processes: ProcessGroup, scales: Scales,
+                 key: tuple[Hashable, Hashable]):
         self.matrix, self.num_lines, self.per_line = matrix, num_lines, per_line
-        self._sharers, self._scales, self._place = sharers, scales, place
+        self._processes, self._scales, self._key = processes, scales, key
 
-    def largest(self, lines: slice, blocks: slice) -> np.ndarray:
-        """Return the largest absolute value of each of these blocks, in order."""
+    def compute_absmax(self, lines: slice, blocks: slice) -> np.ndarray:
+        """Return the largest absolute value of each block, in order."""
         raise NotImplementedError
 
-    def _kept(self) -> dict[Hashable, Any]:
-        return self._scales.of(self._place[0]).setdefault(self._place[1], {})
+    def _cache(self) -> dict[Hashable, Any]:
+        return self._scales.for_leaf(self._key[0]).setdefault(self._key[1], {})
 
-    def note(self, lines: slice, blocks: slice, found: np.ndarray) -> None:
-        """Keep scales found while quantising, if there is only one process, which then finds all of them."""
-        if self._sharers.size == 1:
+    def record(self, lines: slice, blocks: slice, absmax: np.ndarray) -> None:
+        """Store scales computed while quantising, if a single process computes all of them."""
+        if self._processes.size == 1:
             # NaN marks the blocks that no part has covered.
-            whole = self._kept().setdefault("noted", np.full((self.num_lines, self.per_line), np.nan, np.float32))
-            whole[lines, blocks] = found.reshape(lines.stop - lines.start, -1)
+            shape = (self.num_lines, self.per_line)
+            recorded = self._cache().setdefault("recorded", np.full(shape, np.nan, np.float32))
+            recorded[lines, blocks] = absmax.reshape(lines.stop - lines.start, -1)
 
-    def all_largest(self) -> np.ndarray:
-        """Return `largest` of all blocks, in order. A collective call."""
-        # Quantising all codes has found all scales on the way: the weights need not be read a second time.
-        noted = self._kept().pop("noted", None)
-        if noted is not None and not np.isnan(noted).any():
-            return noted.reshape(-1)
-        # Whole rows to each process, or blocks if the matrix is one line. Joined by rank, the shares are in order.
-        rank, size = self._sharers.rank, self._sharers.size
+    def compute_all_absmax(self) -> np.ndarray:
+        """Return `compute_absmax` of all blocks, in order. A collective call."""
+        # Quantising all codes has already computed all scales, so the weights need not be read again.
+        recorded = self._cache().pop("recorded", None)
+        if recorded is not None and not np.isnan(recorded).any():
+            return recorded.reshape(-1)
+        # Each process gets whole rows, or blocks if the matrix is one line. By rank, the parts are in order.
+        rank, size = self._processes.rank, self._processes.size
         count = self.num_lines if self.num_lines > 1 else self.per_line
-        share = slice(count * rank // size, count * (rank + 1) // size)
-        lines, blocks = (share, slice(0, self.per_line)) if self.num_lines > 1 else (slice(0, 1), share)
-        own = self.largest(lines, blocks) if share.start < share.stop else np.empty(0, np.float32)
-        found = self._sharers.gather({rank: own})
-        return np.concatenate([found[each] for each in range(size)])
+        own_part = slice(count * rank // size, count * (rank + 1) // size)
+        lines, blocks = (own_part, slice(0, self.per_line)) if self.num_lines > 1 else (slice(0, 1), own_part)
+        absmax = self.compute_absmax(lines, blocks) if own_part.start < own_part.stop else np.empty(0, np.float32)
+        by_rank = self._processes.gather({rank: absmax})
+        return np.concatenate([by_rank[index] for index in range(size)])
 
 
 class _Blocks(_Lines):
     """A matrix's 4-bit codes."""
 
     def __init__(self, matrix: LazyArray, kind: Quantize, double: bool, *shared: Any):
-        num_lines = lines_of(matrix.shape)
+        num_lines = count_lines(matrix.shape)
         super().__init__(matrix, num_lines, -(-matrix.size // BLOCK) // num_lines, *shared)
         self._kind, self._double = kind, double
 
@@ -336,39 +337,40 @@ class _Blocks(_Lines):
         """Return the packed codes of these lines and byte columns."""
         lines, columns = part
         width = BLOCK // 2
-        # Quantise whole blocks, and cut the requested bytes out of them below.
+        # Quantise whole blocks; below, select the requested bytes.
         blocks = slice(columns.start // width, -(-columns.stop // width))
-        codes, largest = _four_bit_codes(self._values(lines, blocks), self._kind)
-        self.note(lines, blocks, largest)
+        codes, absmax = _encode_4_bit(self._values(lines, blocks), self._kind)
+        self.record(lines, blocks, absmax)
         # The first code of a pair in the high bits.
         packed = (codes[::2] << 4 | codes[1::2]).reshape(lines.stop - lines.start, -1)
         packed = packed[:, columns.start - blocks.start * width:columns.stop - blocks.start * width]
-        # A file of bitsandbytes ends there and is padded with 0 (see `_in_lines`), which is not NF4's code of zero.
-        if self.num_lines == 1:  # zeros after the last value
+        # A bitsandbytes file ends after the last value and is padded with 0 (see `_to_lines`), which is not NF4's code
+        # of zero.
+        if self.num_lines == 1:
             packed[:, max(-(-self.matrix.size // 2) - columns.start, 0):] = 0
         return packed
 
     def scales(self) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
         """Return the scales of all blocks and None, or with double quantisation their codes and (steps, mean)."""
-        kept = self._kept()
-        if "scales" not in kept:
-            largest = self.all_largest()
-            kept["scales"] = _nest(largest) if self._double else (largest, None)
-        return kept["scales"]
+        cache = self._cache()
+        if "scales" not in cache:
+            absmax = self.compute_all_absmax()
+            cache["scales"] = _quantise_scales(absmax) if self._double else (absmax, None)
+        return cache["scales"]
 
-    def largest(self, lines: slice, blocks: slice) -> np.ndarray:
+    def compute_absmax(self, lines: slice, blocks: slice) -> np.ndarray:
         flat = self._values(lines, blocks)
-        return np.concatenate([_blocks_of(flat[start:start + _CHUNK])[1] for start in range(0, flat.size, _CHUNK)])
+        return np.concatenate([_to_blocks(flat[start:start + _CHUNK])[1] for start in range(0, flat.size, _CHUNK)])
 
     def _values(self, lines: slice, blocks: slice) -> np.ndarray:
         """Return the values of these blocks, flat; the last block of the matrix may be shorter."""
         first, last = blocks.start * BLOCK, min(blocks.stop * BLOCK, self.matrix.size)
         if self.num_lines > 1 or self.matrix.shape[0] == 1:
             return self.matrix[lines, slice(first, last)].reshape(-1)
-        # Blocks of one long line may begin and end inside rows: read the rows that they touch.
-        row = self.matrix.shape[1]
-        begin = first // row
-        return self.matrix[begin:-(-last // row), :].reshape(-1)[first - begin * row:last - begin * row]
+        # Blocks of one long line may start and end inside rows, so read all rows that they overlap.
+        row_size = self.matrix.shape[1]
+        top = first // row_size
+        return self.matrix[top:-(-last // row_size), :].reshape(-1)[first - top * row_size:last - top * row_size]
 
 
 class _Rows(_Lines):
@@ -382,7 +384,7 @@ class _Rows(_Lines):
         rows, columns = part
         values = self._values(rows)
         absmax = np.abs(values).max(axis=1)
-        self.note(rows, slice(0, 1), absmax)
+        self.record(rows, slice(0, 1), absmax)
         with np.errstate(divide="ignore", invalid="ignore"):
             # As torch computes 127 / absmax: the reciprocal times 127, which rounds differently from a quotient.
             codes = np.rint(values[:, columns] * (1 / absmax * np.float32(127))[:, None])
@@ -391,12 +393,12 @@ class _Rows(_Lines):
 
     def scales(self) -> np.ndarray:
         """Return the scales of all rows."""
-        kept = self._kept()
-        if "scales" not in kept:
-            kept["scales"] = self.all_largest()
-        return kept["scales"]
+        cache = self._cache()
+        if "scales" not in cache:
+            cache["scales"] = self.compute_all_absmax()
+        return cache["scales"]
 
-    def largest(self, lines: slice, blocks: slice) -> np.ndarray:
+    def compute_absmax(self, lines: slice, blocks: slice) -> np.ndarray:
         return np.abs(self._values(lines)).max(axis=1)
 
     def _values(self, rows: slice) -> np.ndarray:
@@ -404,81 +406,80 @@ class _Rows(_Lines):
         return self.matrix.over_first(rows).astype(np.float16).astype(np.float32)
 
 
-def piece_of(key: str) -> tuple[str, str]:
-    """Return the weight that a saved tensor belongs to, and the name of the tensor among its pieces.
+def split_key(key: str) -> tuple[str, str]:
+    """Split a saved tensor's key into the name of its weight, and the tensor's name among those of the weight.
 
-    A tensor that does not accompany a quantised weight is the piece `weight` of itself.
+    Any tensor that is not part of a quantised weight is `weight` itself.
     """
-    found = _PIECE.match(key)
-    return (f"{found[1]}.weight", found[2]) if found else (key, "weight")
+    match = _SAVED_TENSOR.match(key)
+    return (f"{match[1]}.weight", match[2]) if match else (key, "weight")
 
 
-def from_bitsandbytes(pieces: dict[str, np.ndarray | LazyArray], transposed: bool = False) -> Quantized:
+def from_bitsandbytes(tensors: dict[str, np.ndarray | LazyArray], transposed: bool = False) -> Quantized:
     """Return a matrix saved by bitsandbytes, with lazy arrays.
 
     Args:
-        pieces: Tensors by name: `weight`, `weight.absmax`, ...; or `weight` and `SCB`.
+        tensors: By name: `weight`, `weight.absmax`, ...; or `weight` and `SCB`.
 
     Raises:
-        UserError: A piece is missing, or the block size is not 64 (nested: 256).
+        UserError: A tensor is missing, or the block size is not 64 (nested: 256).
     """
-    states = [json.loads(bytes(np.asarray(piece))) for name, piece in pieces.items() if name.startswith(_STATE)]
-    wanted = {"weight"} if "SCB" in pieces else {"weight", "weight.absmax"}
+    states = [json.loads(bytes(np.asarray(tensor))) for name, tensor in tensors.items() if name.startswith(_STATE)]
+    required = {"weight"} if "SCB" in tensors else {"weight", "weight.absmax"}
     nested = bool(states) and "nested_offset" in states[0]
-    missing = sorted((wanted | ({"weight.nested_absmax"} if nested else set())) - set(pieces))
-    if missing or not states and "SCB" not in pieces:
-        raise UserError(f"A quantised weight is saved without {', '.join(missing) or _STATE + '...'}: the model folder "
-                        "is incomplete. Fetch or save it again.")
-    pieces = {name: lazy_array.lazy(piece) for name, piece in pieces.items()}
+    missing = sorted((required | ({"weight.nested_absmax"} if nested else set())) - set(tensors))
+    if missing or not states and "SCB" not in tensors:
+        raise UserError(f"A quantised weight is saved without {', '.join(missing) or _STATE + '...'}, so the model "
+                        "folder is incomplete. Download or save it again.")
+    tensors = {name: lazy_array.lazy(tensor) for name, tensor in tensors.items()}
     if not states:
-        scales = pieces["SCB"]
-        return EightBit(pieces["weight"], LazyArray((scales.size,), scales.dtype, lambda part: np.asarray(
+        scales = tensors["SCB"]
+        return EightBit(tensors["weight"], LazyArray((scales.size,), scales.dtype, lambda part: np.asarray(
             scales).reshape(-1)[part]), transposed)
     state = states[0]
     if (state["blocksize"], state.get("nested_blocksize", NESTED_BLOCK)) != (BLOCK, NESTED_BLOCK):
-        raise UserError(f"model.pretrained: its weights are quantised in blocks of {state['blocksize']}. The JAX "
-                        f"engine reads blocks of {BLOCK}: use engine: torch.")
-    absmax, matrix = pieces["weight.absmax"], tuple(state["shape"])
-    lines = lines_of(matrix)
-    steps = (pieces["weight.nested_absmax"], lazy_array.lazy(np.asarray(state["nested_offset"], np.float32))
+        raise UserError(f"model.pretrained: its weights are quantised in blocks of {state['blocksize']}, but the JAX "
+                        f"engine supports only blocks of {BLOCK}. Use engine: torch.")
+    absmax, matrix = tensors["weight.absmax"], tuple(state["shape"])
+    lines = count_lines(matrix)
+    steps = (tensors["weight.nested_absmax"], lazy_array.lazy(np.asarray(state["nested_offset"], np.float32))
              ) if nested else None
-    packed = pieces["weight"]
+    packed = tensors["weight"]
     if packed.dtype != np.uint8:  # bytes stored as a wider dtype
         packed = lazy_array.lazy(np.asarray(packed).view(np.uint8))
-    return FourBit(_in_lines(packed, (lines, absmax.size * BLOCK // 2 // lines)),
-                   _in_lines(absmax, (lines, absmax.size // lines)), steps, state["quant_type"], matrix, transposed)
+    return FourBit(_to_lines(packed, (lines, absmax.size * BLOCK // 2 // lines)),
+                   _to_lines(absmax, (lines, absmax.size // lines)), steps, state["quant_type"], matrix, transposed)
 
 
-def _in_lines(flat: LazyArray, shape: tuple[int, int]) -> LazyArray:
-    """Reshape a file's flat array, [n] or [n, 1], to lines, lazily; zeros after its end."""
+def _to_lines(flat: LazyArray, shape: tuple[int, int]) -> LazyArray:
+    """Reshape a file's flat array, [n] or [n, 1], to lines, lazily, with zeros after its end."""
     def read(part: Part) -> np.ndarray:
         lines, columns = part
         if shape[0] == 1:
             # The file may end before the last whole block.
-            found = flat.over_first(columns).reshape(-1)
-            return np.pad(found, (0, columns.stop - columns.start - found.size))[None]
-        found = flat.over_first(slice(lines.start * shape[1], lines.stop * shape[1]))
-        return found.reshape(-1, shape[1])[:, columns]
+            values = flat.over_first(columns).reshape(-1)
+            return np.pad(values, (0, columns.stop - columns.start - values.size))[None]
+        values = flat.over_first(slice(lines.start * shape[1], lines.stop * shape[1]))
+        return values.reshape(-1, shape[1])[:, columns]
 
     return LazyArray(shape, flat.dtype, read)
 
 
-def _blocks_of(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _to_blocks(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return float32 blocks [N, 64], zero-padded; the largest absolute value of each; and the divisor of each."""
-    rest = flat.size % BLOCK
+    remainder = flat.size % BLOCK
     blocks = np.pad(flat.astype(np.float32), (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
-    largest = np.abs(blocks).max(axis=1)
-    divisor = np.maximum(largest, np.float32(1e-38))
-    if rest:
+    absmax = np.abs(blocks).max(axis=1)
+    divisor = np.maximum(absmax, np.float32(1e-38))
+    if remainder:
         # bitsandbytes stores the clipped scale of the shorter last block.
-        largest[-1] = divisor[-1]
-    return blocks, largest, divisor
+        absmax[-1] = divisor[-1]
+    return blocks, absmax, divisor
 
 
-def _four_bit_codes(flat: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+def _encode_4_bit(flat: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the codes, one per byte and padded to whole blocks, and the absmax of each block."""
-    # The number of midpoints below a value is its rank among the sorted codes. A midpoint itself goes to the lower
-    # code.
+    # The number of midpoints below a value is its rank among the sorted codes. A midpoint itself gets the lower code.
     order = np.argsort(CODEBOOKS[kind], kind="stable").astype(np.uint8)
     bounds = CODEBOOKS[kind][order]
     bounds = (bounds[:-1] + bounds[1:]) / 2
@@ -486,7 +487,7 @@ def _four_bit_codes(flat: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray
     codes, absmax = np.empty(num_blocks * BLOCK, np.uint8), np.empty(num_blocks, np.float32)
     for start in range(0, flat.size, _CHUNK):
         part = flat[start:start + _CHUNK]
-        blocks, largest, divisor = _blocks_of(part)
+        blocks, block_absmax, divisor = _to_blocks(part)
         scaled = blocks * (1 / divisor)[:, None]
         if part.size % BLOCK:  # bitsandbytes divides in the last, shorter block, and multiplies in the others
             scaled[-1] = blocks[-1] / divisor[-1]
@@ -495,15 +496,15 @@ def _four_bit_codes(flat: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray
         for bound in bounds:
             ranks += scaled > bound
         codes[start:start + ranks.size] = order[ranks].reshape(-1)
-        absmax[start // BLOCK:start // BLOCK + len(largest)] = largest
+        absmax[start // BLOCK:start // BLOCK + len(block_absmax)] = block_absmax
     return codes, absmax
 
 
-def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+def _quantise_scales(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Return scales as 8-bit codes around their mean (double quantisation), on the grid of bitsandbytes' CPU code."""
-    # Summed in float64: in float32 the mean would depend on the order of summation.
+    # Sum in float64: in float32 the mean would depend on the order of summation.
     mean = absmax.mean(dtype=np.float64).astype(np.float32)
-    # Scales are positive and close to each other: around their mean they use both signs of the 8-bit type.
+    # Scales are positive and similar; around their mean they use both signs of the 8-bit type.
     blocks = np.pad(absmax - mean, (0, -absmax.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
     steps = np.abs(blocks).max(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -109,7 +109,7 @@ def test_parts_are_those_of_the_whole(kind, double, shape, transposed):
         return found
 
     def parts(rank):
-        lazy = quant.quantize(values, kind, double, transposed, quant.Sharers(rank, 3, gather))
+        lazy = quant.quantize(values, kind, double, transposed, quant.ProcessGroup(rank, 3, gather))
         for array, expected in zip(jax.tree.leaves(lazy), whole, strict=True):
             cut = tuple(slice(length * rank // 3, length * (rank + 1) // 3) for length in array.shape)
             for axis in range(array.ndim + 1):

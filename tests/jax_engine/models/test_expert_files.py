@@ -43,7 +43,7 @@ def test_stacked_files_and_renamed_modules_load_the_same_bits(make_ref, tmp_path
     (lambda t: {k: v for k, v in t.items() if "0.mlp.experts.3.up_proj" not in k}, "layers.0.mlp.experts.gate_up_proj"),
     (lambda t: t | {"model.layers.0.mlp.experts.4.up_proj.weight": torch.ones(12, 16)}, "4.up_proj.weight .*4 experts"),
     (lambda t: t | {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(11, 16)}, r"\(11, 16\).*\(12, 16\)"),
-    (lambda t: t | {"layers.0.mlp.experts.0.up_proj.weight": torch.ones(12, 16)}, "a second time"),
+    (lambda t: t | {"layers.0.mlp.experts.0.up_proj.weight": torch.ones(12, 16)}, "duplicate"),
     (lambda t: t | {"model.layers.0.mlp.experts.0.w1.weight": torch.ones(12, 16)}, "experts.0.w1.weight"),
 ])
 def test_experts_that_do_not_fit_are_refused_by_name(make_ref, tmp_path, change, message):

@@ -133,7 +133,7 @@ def test_a_head_with_other_labels_starts_at_random_and_is_reported(make_ref, tmp
     ("llama", lambda t: t | {"model.layers.0.extra.weight": torch.ones(2)}, "model.layers.0.extra.weight"),
     ("llama", lambda t: t | {"model.layers.3.mlp.up_proj.weight": torch.ones(2)}, "layers.3.mlp.up_proj.weight"),
     ("llama", lambda t: t | {"model.norm.weight": torch.ones(5)}, r"model.norm.weight \(5,\).*\(24,\)"),
-    ("llama", lambda t: t | {"norm.weight": torch.ones(24)}, "a second time"),
+    ("llama", lambda t: t | {"norm.weight": torch.ones(24)}, "duplicate"),
     ("gpt2", lambda t: t | {"lm_head.weight": torch.ones(37, 24)}, "tie_word_embeddings"),
     ("bert", lambda t: {k: v for k, v in t.items() if k != "cls.predictions.bias"}, "cls.predictions.bias"),
 ])
