@@ -93,7 +93,7 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
         return network, outline(network, stored, precision, *codes) if abstract else params, {}
     if fields.lora:
         adapters.adapt(network, fields.lora,
-                       adapters.rows_beside(network, fields.lora, tokens_to_train(data, num_rows)))
+                       adapters.trainable_rows(network, fields.lora, tokens_to_train(data, num_rows)))
     else:
         settings = adapters.adapter_settings(fields.adapter, network)
         if not fields.adapter_drops:

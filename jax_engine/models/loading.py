@@ -129,7 +129,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
         head_paths = [path for name, path, _ in network.names(plain=True) if name in missing_head]
         initial = flatten(network.initial_values(seed, leaves.dtype, head_paths))
         if principal is not None:
-            initial = {path: principal.rest(path, None, leaf) for path, leaf in initial.items()}
+            initial = {path: principal.residual(path, None, leaf) for path, leaf in initial.items()}
         tree = unflatten(flatten(tree) | initial)
     return adapters.add_adapter(network, tree, seed, principal) if network.lora else tree
 
@@ -166,7 +166,7 @@ class Leaves:
         if isinstance(value, LazyArray):
             value = value.astype(self.dtype)
         if self._principal is not None:
-            value = self._principal.rest(path, layer, value)
+            value = self._principal.residual(path, layer, value)
         if isinstance(value, LazyArray) and path in self._quantised:
             value = quant.quantize(value, self._quantize, self._double_quant, self.network.arch.conv1d, self._processes,
                                    self._scales, slot)

@@ -139,7 +139,7 @@ def test_a_new_adapter_is_the_same_on_both_engines(make_ref, name, head, setting
     ref, lora = make_ref(name, head), LoRA(rank=4, alpha=8, **settings)
     tokens = [] if head == "masked" else [36, 5]
     model = add_lora(copy.deepcopy(ref.torch).to(dtype), lora, tokens, torch.float32, TASKS[head], seed=5)
-    net = hub.network(ref.net.config, head, lora=lora, rows=adapters.rows_beside(ref.net, lora, tokens))
+    net = hub.network(ref.net.config, head, lora=lora, rows=adapters.trainable_rows(ref.net, lora, tokens))
     base = jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(str(dtype).removeprefix("torch."))), ref.params)
     params = flatten(adapters.add_adapter(net, base, 5))
     trained = {key: (params[path] if layer is None else params[path][layer]).astype(np.float32)

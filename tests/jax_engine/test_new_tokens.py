@@ -30,7 +30,7 @@ TOKENS = [36, 5, 30]  # unordered, and in the batch
 
 def adapted(ref, lora: LoRA):
     """The torch engine's model, and the JAX network with the same base; fresh adapters on both."""
-    net = hub.network(ref.net.config, ref.head, lora=lora, rows=adapters.rows_beside(ref.net, lora, TOKENS))
+    net = hub.network(ref.net.config, ref.head, lora=lora, rows=adapters.trainable_rows(ref.net, lora, TOKENS))
     return (add_lora(copy.deepcopy(ref.torch), lora, TOKENS, torch.float32, TASKS[ref.head]).eval(), net,
             adapters.add_adapter(net, ref.params, 0))
 
@@ -107,10 +107,10 @@ def test_what_peft_cannot_train_is_refused_by_both_engines(make_ref):
          "lm_head trains fully, but of transformer.wte.*Add transformer.wte too, or remove lm_head"),
     ):
         with pytest.raises(UserError, match=message):
-            adapters.rows_beside(ref.net, lora, TOKENS)
+            adapters.trainable_rows(ref.net, lora, TOKENS)
         with pytest.raises(UserError, match=message):
             add_lora(copy.deepcopy(ref.torch), lora, TOKENS, torch.float32)
-        assert adapters.rows_beside(ref.net, lora, []) == {}
+        assert adapters.trainable_rows(ref.net, lora, []) == {}
 
 
 @pytest.mark.parametrize(("indices", "message"), [
