@@ -1,4 +1,4 @@
-"""Build a task's network and its initial parameters: loaded or drawn, resized to the tokenizer, with adapters."""
+"""Build a task's network and its initial parameters: loaded or random, resized to the tokenizer, with adapters."""
 
 import dataclasses
 from typing import Any
@@ -35,27 +35,27 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
                   abstract: bool = False, on: Target | None = None) -> tuple[Network, Tree, Tree]:
     """Return the network that a task's fields describe, and its initial parameters, as lazy arrays.
 
-    The last tree holds the base weights of modules that an adapter trains in full; it is empty without an adapter.
+    The last tree has the base weights of modules that an adapter trains in full; it is empty without an adapter.
 
     Args:
         precision: Lightning's name.
         seed: Seed of all parameters that are not in files.
-        frozen: Nothing trains, so the base may be quantised, and is stored as under an adapter, even without one.
-        abstract: Return only shapes and dtypes (jax.ShapeDtypeStruct), for quantised parameters those of their arrays.
-            No weights are read.
-        on: The `target` that the network is built for.
+        frozen: Nothing trains, so the base may be quantised, and is stored as with an adapter, even without one.
+        abstract: Return only shapes and dtypes (jax.ShapeDtypeStruct), for quantised parameters those of their arrays,
+            without reading weights.
+        on: The `target` of the network.
 
     Raises:
         UserError: The model cannot be found, read or built, or an adapter does not fit it.
     """
     is_frozen = frozen
     is_causal, compute, frozen = HEADS[head].generates, COMPUTE_DTYPES[precision], frozen or fields.trains_adapter
-    # The rows decide some fields, such as the names of labels.
+    # The data determines some fields, such as label names.
     overrides = {**(fields.overrides or {}), **data.network_fields}
     config = hf_config.load_config(fields.pretrained or fields.config, overrides, fields.revision,
                                    defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal))
-    if fields.pretrained and (left_out := hf_config.parts_left_out(fields.pretrained, fields.revision)):
-        say(hf_config.text_note(fields.pretrained, left_out, config.model_type))
+    if fields.pretrained and (skipped := hf_config.parts_left_out(fields.pretrained, fields.revision)):
+        say(hf_config.text_note(fields.pretrained, skipped, config.model_type))
     saved = hf_config.saved_quantization(config)
     hf_config.check_saved_quantization(saved, fields.pretrained, fields.quantize, frozen)
     in_files = saved not in (None, hf_config.MXFP4)
@@ -72,7 +72,7 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
     if abstract:
         params = {}
     elif fields.pretrained:
-        # Each process reads only what its devices hold, and computes its share of the scales.
+        # Each process reads only the shards of its devices, and computes a part of the scales.
         processes = ProcessGroup(jax.process_index(), jax.process_count(), machines.gather)
         params = loading.open_weights(network, fields.pretrained, fields.revision, stored, seed,
                                       None if in_files else fields.quantize, fields.double_quant, processes, principal)
@@ -82,15 +82,15 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
     if len(data.tokenizer) > num_rows:
         say(hf_config.new_rows_message(len(data.tokenizer), num_rows))
         network.resize(len(data.tokenizer))
-        params = _with_new_rows(network, params)
+        params = _add_rows(network, params)
     kind = saved if in_files else fields.quantize
-    codes = kind, fields.double_quant if saved is None else hf_config.is_double_quantized(config), in_files
+    quantisation = kind, fields.double_quant if saved is None else hf_config.is_double_quantized(config), in_files
     hf_config.set_special_ids(network.config, data.tokenizer, is_causal)
     if fields.freezes:
-        network.choose(chosen(network.all_names(), fields.trainable_parameters, fields.frozen_parameters))
+        network.train_only(chosen(network.all_names(), fields.trainable_parameters, fields.frozen_parameters))
         check_new_tokens(tokens_to_train(data, num_rows), network.trains(("embed", "tokens", "weight")))
     if not fields.trains_adapter:
-        return network, outline(network, stored, precision, *codes) if abstract else params, {}
+        return network, outline(network, stored, precision, *quantisation) if abstract else params, {}
     if fields.lora:
         adapters.adapt(network, fields.lora,
                        adapters.trainable_rows(network, fields.lora, tokens_to_train(data, num_rows)))
@@ -101,13 +101,13 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
         rows = adapters.adapter_rows(network, settings, fields.adapter)
         try:
             adapters.adapt(network, settings, rows)
-        except UserError as error:  # names a key that is not in the recipe
+        except UserError as error:  # its message names a key that is not in the recipe
             raise does_not_fit(fields.adapter, error) from error
     if abstract:
-        params = outline(network, stored, precision, *codes)
+        params = outline(network, stored, precision, *quantisation)
         return network, params, unflatten({path: leaf for path, leaf in flatten(params).items()
                                            if network.trains(path) and path[-1] not in LORA_LEAVES})
-    return network, *_with_adapter(network, params, fields.adapter, precision, seed, principal)
+    return network, *_add_adapter(network, params, fields.adapter, precision, seed, principal)
 
 
 def outline(network: Network, stored: str, precision: str, quantize: Quantize | None = None, double: bool = True,
@@ -115,9 +115,9 @@ def outline(network: Network, stored: str, precision: str, quantize: Quantize | 
     """Return the shape and dtype of each parameter at the start of training.
 
     Args:
-        stored: Dtype of frozen parameters under an adapter, and of all parameters without one.
+        stored: Dtype of frozen parameters with an adapter, and of all parameters without one.
         quantize: Quantisation of the base.
-        double: The scales of 4-bit codes are quantised, too.
+        double: The scales of 4-bit codes are also quantised.
         keeps_experts: Experts are not quantised, as in files that are saved quantised.
     """
     in_codes = network.quantised(quantize)
@@ -133,7 +133,7 @@ def outline(network: Network, stored: str, precision: str, quantize: Quantize | 
 
 
 def _dtype(network: Network, path: Path, stored: str, precision: str) -> np.dtype:
-    """Return a parameter's dtype, as in torch: trainable ones are float32, and so are the norms of a bfloat16 base."""
+    """Return a parameter's dtype, as in torch: float32 if it trains or is a norm of a bfloat16 base."""
     if network.lora and network.trains(path):
         stored = "bfloat16" if precision == "bf16-true" else "float32"
     elif network.lora and precision == "bf16-mixed" and any("norm" in name for name in path):
@@ -141,7 +141,7 @@ def _dtype(network: Network, path: Path, stored: str, precision: str) -> np.dtyp
     return jnp.dtype(stored)
 
 
-def _with_new_rows(network: Network, params: Tree) -> Tree:
+def _add_rows(network: Network, params: Tree) -> Tree:
     """Extend the parameters to the rows of a resized network; each new row is the mean of the existing ones."""
     leaves, shapes = flatten(params), flatten(network.shapes)
     for path, leaf in leaves.items():
@@ -153,21 +153,21 @@ def _with_new_rows(network: Network, params: Tree) -> Tree:
     return unflatten(leaves)
 
 
-def _with_adapter(network: Network, base: Tree, folder: str | None, precision: str, seed: int,
-                  principal: adapters.PrincipalParts | None) -> tuple[Tree, Tree]:
+def _add_adapter(network: Network, base: Tree, folder: str | None, precision: str, seed: int,
+                 principal: adapters.PrincipalParts | None) -> tuple[Tree, Tree]:
     """Return the base with an adapter, new or from a folder, and the base weights of modules trained in full."""
     for path, leaf in flatten(base).items():
         if isinstance(leaf, Quantized) and network.trains(path):
             raise UserError(quantised_in_full(network.torch_modules(".".join(path[:-1]))[0], leaf.kind))
     leaves = flatten(adapters.add_adapter(network, base, seed, principal))
-    before = {path: leaf for path, leaf in leaves.items() if network.trains(path) and path[-1] not in LORA_LEAVES}
+    base_weights = {path: leaf for path, leaf in leaves.items() if network.trains(path) and path[-1] not in LORA_LEAVES}
     if folder is not None:
         leaves |= flatten(adapters.load_adapter(network, folder))
     for path, leaf in leaves.items():
         if not isinstance(leaf, Quantized) and leaf.dtype != (dtype := _dtype(network, path, leaf.dtype, precision)):
             leaves[path] = leaf.astype(dtype)
     if principal is not None:
-        # Copies, as a step may write over the arrays of the parameters.
+        # Copy, because a step may overwrite the arrays of the parameters.
         network.first_factors = {path: leaf.copy() for path, leaf in leaves.items() if path[-1] in LORA_LEAVES}
-    trained = "bfloat16" if precision == "bf16-true" else "float32"
-    return unflatten(leaves), unflatten({path: leaf.astype(trained) for path, leaf in before.items()})
+    dtype_name = "bfloat16" if precision == "bf16-true" else "float32"
+    return unflatten(leaves), unflatten({path: leaf.astype(dtype_name) for path, leaf in base_weights.items()})

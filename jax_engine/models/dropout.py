@@ -19,8 +19,8 @@ class Seeds(NamedTuple):
 
     Args:
         tokens: Seed of each token, uint32 [B, T].
-        sites: Seeds of the dropout sites, by our names; inside a layer, those of that layer.
-        queries: Seeds of the queries whose attention weights are computed, [B, t]; None: all tokens.
+        sites: Seeds of the dropout sites, by our names; inside a layer, that layer's seeds.
+        queries: Seeds of the queries of the attention weights, [B, t]. Default: all tokens.
     """
 
     tokens: Array
@@ -33,69 +33,69 @@ def site_seeds(names: Names, family: Family, head: Head, arch: Architecture, lor
     """Return the uint32 seeds of a network's dropout sites by our names; sites in layers have one per layer.
 
     Args:
-        lora_paths: Linear layers whose adapters have dropout.
+        lora_paths: Linear layers with adapters that have dropout.
     """
     in_head = family.head_dropouts.get(head, {})
 
     def torch_name(site: str, layer: int | None) -> str:
         if site.endswith(".lora"):
             path = site.removesuffix(".lora")
-            place = None if layer is None else arch.layers_with(path).index(layer)
-            return names.module(path, place) + ".lora_dropout"
-        return names.filled_in(family.dropouts[site], layer, inside=True)
+            index = None if layer is None else arch.layers_with(path).index(layer)
+            return names.torch_module(path, index) + ".lora_dropout"
+        return names.fill_layer(family.dropouts[site], layer, in_base=True)
 
-    # A head may drop twice by one torch module: number the calls.
-    called = list(in_head.values())
-    found = {site: np.array(site_seed(name, called[:number].count(name)), np.uint32)
-             for number, (site, name) in enumerate(in_head.items())}
+    # A head may call one torch module twice: number the calls.
+    torch_names = list(in_head.values())
+    seeds = {site: np.array(site_seed(name, torch_names[:index].count(name)), np.uint32)
+             for index, (site, name) in enumerate(in_head.items())}
     for site in [*family.dropouts, *(f"{path}.lora" for path in sorted(lora_paths))]:
         if site.startswith("layers."):
-            has = arch.layers_with(site.removesuffix(".lora"))
+            layers = arch.layers_with(site.removesuffix(".lora"))
             # Layers that share weights are one torch module, called several times: number the calls. A layer without
             # the site gets an unused 0, so that the scan has a seed for each layer.
-            numbers = [site_seed(torch_name(site, stored), arch.passes[:depth].count(stored)) if stored in has else 0
-                       for depth, stored in enumerate(arch.passes)]
+            layer_seeds = [site_seed(torch_name(site, stored), arch.passes[:depth].count(stored))
+                           if stored in layers else 0 for depth, stored in enumerate(arch.passes)]
         else:
-            numbers = site_seed(torch_name(site, None))
-        found[site] = np.array(numbers, np.uint32)
-    return found
+            layer_seeds = site_seed(torch_name(site, None))
+        seeds[site] = np.array(layer_seeds, np.uint32)
+    return seeds
 
 
 def dropout(x: Array, rate: float, seeds: Seeds | None, site: str) -> Array:
-    """Apply dropout to the features of x [B, T, F] or, pooled, [B, F]; none if `seeds` is None."""
+    """Apply dropout to the features of x [B, T, F] or, pooled, [B, F], unless `seeds` is None."""
     if seeds is None or rate == 0.0:
         return x
     if x.ndim == 2:
-        # The seed of a row is the sum of its tokens' (0 in padding), which wraps at 32 bits.
-        return _dropped(rate, x, seeds.tokens.sum(1, dtype=jnp.uint32), seeds.sites[site])
-    return _dropped(rate, x, seeds.tokens, seeds.sites[site])
+        # A row's seed is the sum of its tokens' seeds (0 in padding), modulo 2^32.
+        return _drop(rate, x, seeds.tokens.sum(1, dtype=jnp.uint32), seeds.sites[site])
+    return _drop(rate, x, seeds.tokens, seeds.sites[site])
 
 
 def dropped_weights(weights: Array, rate: float, seeds: Seeds, site: str) -> Array:
     """Apply dropout to attention weights [B, heads, t, T], query by key."""
-    return _dropped(rate, weights, seeds.tokens, seeds.sites[site], seeds.queries)
+    return _drop(rate, weights, seeds.tokens, seeds.sites[site], seeds.queries)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dropped(rate: float, x: Array, tokens: Array, site: Array, queries: Array | None = None) -> Array:
+def _drop(rate: float, x: Array, tokens: Array, site: Array, queries: Array | None = None) -> Array:
     # Features [B, T, F] or [B, F], or attention weights [B, heads, t, T].
     if x.ndim < 4:
-        kept = feature_mask(tokens, site, x.shape[-1], rate)
+        mask = feature_mask(tokens, site, x.shape[-1], rate)
     else:
-        kept = attention_mask(tokens, site, x.shape[1], rate, queries)
-    return jnp.where(kept, x.astype(jnp.float32) * keep_scale(rate), 0.0).astype(x.dtype)
+        mask = attention_mask(tokens, site, x.shape[1], rate, queries)
+    return jnp.where(mask, x.astype(jnp.float32) * keep_scale(rate), 0.0).astype(x.dtype)
 
 
 def _forward(rate, x, tokens, site, queries=None):
-    return _dropped(rate, x, tokens, site, queries), (tokens, site, queries)
+    return _drop(rate, x, tokens, site, queries), (tokens, site, queries)
 
 
-def _backward(rate, kept, gradient):
+def _backward(rate, residuals, gradient):
     # Dropout is linear in x, so the gradient takes the same mask and scale.
-    return _dropped(rate, gradient, *kept), None, None, None
+    return _drop(rate, gradient, *residuals), None, None, None
 
 
-_dropped.defvjp(_forward, _backward)
+_drop.defvjp(_forward, _backward)
 
 
 def feature_mask(tokens: Array, site: Array, num: int, rate: float) -> Array:
@@ -105,18 +105,18 @@ def feature_mask(tokens: Array, site: Array, num: int, rate: float) -> Array:
     return _split(words[..., None] ^ feature_seeds(-(-num // 2)), rate, -1)[..., :num]
 
 
-def noisy(x: Array, batch: dict[str, Array], seeds: Seeds | None, alpha: float) -> Array:
-    """Add NEFTune's noise to embeddings x [B, T, d] (`TaskFields.neftune_alpha`); none if `seeds` is None."""
+def add_noise(x: Array, batch: dict[str, Array], seeds: Seeds | None, alpha: float) -> Array:
+    """Add NEFTune's noise to embeddings x [B, T, d] (`TaskFields.neftune_alpha`), unless `seeds` is None."""
     if seeds is None or not alpha:
         return x
     lengths = document_lengths(batch)
-    largest = alpha / jnp.sqrt(jnp.maximum(lengths * x.shape[-1], 1).astype(jnp.float32)) * (lengths > 0)
-    noise = feature_noise(seeds.tokens, np.uint32(site_seed(NOISE_SITE)), x.shape[-1]) * largest[..., None]
+    bound = alpha / jnp.sqrt(jnp.maximum(lengths * x.shape[-1], 1).astype(jnp.float32)) * (lengths > 0)
+    noise = feature_noise(seeds.tokens, np.uint32(site_seed(NOISE_SITE)), x.shape[-1]) * bound[..., None]
     return (x.astype(jnp.float32) + noise).astype(x.dtype)
 
 
 def document_lengths(batch: dict[str, Array]) -> Array:
-    """Return the number of tokens of each token's row or, in packed rows, document: [B, T], 0 in padding."""
+    """Return the length of each token's row or, in packed rows, document: [B, T], 0 in padding."""
     documents = batch["segment_ids"] if "segment_ids" in batch else batch["attention_mask"]
     counts = jax.vmap(lambda row: jnp.zeros(len(row) + 1, jnp.int32).at[row].add(1)[row])(documents)
     return counts * (documents > 0)
@@ -144,8 +144,8 @@ def _finalise(h: Array) -> Array:
 
 def _split(mixed: Array, rate: float, axis: int) -> Array:
     bits = _finalise(mixed)
-    # `least_kept` is a multiple of 2^16, so the upper 16 bits of an int32 decide: those of the word for the first half
-    # of the features, and its lower 16 bits, shifted up, for the second.
+    # `least_kept` is a multiple of 2^16, so the upper 16 bits of an int32 decide: the word's upper bits for the first
+    # half of the features, and its lower bits, shifted up, for the second half.
     halves = jnp.concatenate([bits, bits << 16], axis)
     return jax.lax.bitcast_convert_type(halves, jnp.int32) >= jnp.int32(least_kept(rate))
 
@@ -153,6 +153,6 @@ def _split(mixed: Array, rate: float, axis: int) -> Array:
 def token_words(batch: dict[str, Array]) -> Array:
     """Return a batch's `token_seeds` as uint32 [B, T]; raise UserError if it has none."""
     if "token_seeds" not in batch:
-        raise UserError("The batches have no token_seeds, by which dropout is drawn: let the data module's collator "
-                        "make them.")
+        raise UserError("The batches have no token_seeds, which dropout needs. Create them in the data module's "
+                        "collator.")
     return jax.lax.bitcast_convert_type(batch["token_seeds"], jnp.uint32)

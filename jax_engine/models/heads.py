@@ -1,7 +1,7 @@
 """Heads: from the network's hidden states to logits over the vocabulary, of labels, or of answer spans.
 
-A head is a class with two steps: `features`, which needs the batch and the seeds of dropout, and the call, which does
-not. What the rest of the engine must know of a head is an attribute of its class.
+A head is a class with two steps: `features`, which needs the batch and the dropout seeds, and the call, which does not.
+Class attributes describe a head to the rest of the engine.
 """
 
 from typing import TYPE_CHECKING, ClassVar
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 class OutputHead(nnx.Module):
-    """Abstract head.
+    """Base class of heads.
 
     Attributes:
         vocabulary: The logits are over the vocabulary.
-        shares_table: They always use the embedding's table, also under an adapter.
+        shares_table: The logits always use the embedding's table, also with an adapter.
         generates: The head predicts the next token.
         may_pad_left: Rows may be padded on the left, depending on the tokenizer.
         in_full: Our paths of the modules that train in full alongside an adapter.
-        peft_task: PEFT's task type, None if it has none.
+        peft_task: PEFT's task type; None if PEFT has none.
     """
 
     vocabulary: ClassVar[bool] = False
@@ -51,7 +51,10 @@ class OutputHead(nnx.Module):
 
     @classmethod
     def num_scores(cls, config: "PreTrainedConfig") -> int:
-        """Return the number of scores of a head without a vocabulary; raise UserError for a configuration without it.
+        """Return the number of scores of a head without a vocabulary.
+
+        Raises:
+            UserError: The configuration does not fit the head.
         """
         return config.num_labels
 
@@ -60,7 +63,7 @@ class OutputHead(nnx.Module):
         return hidden
 
     def __call__(self, features: Array, embedding: dict[str, Array]) -> Array:
-        """Return float32 logits for features [..., D]; `embedding` holds the token embedding's parameters."""
+        """Return float32 logits for features [..., D]; `embedding` has the token embedding's parameters."""
         raise NotImplementedError
 
 
@@ -107,7 +110,7 @@ class MLMHead(OutputHead):
         self.bias = parameter((arch.vocab_size,), 0.0) if arch.head_bias else None
 
     def __call__(self, features: Array, embedding: dict[str, Array]) -> Array:
-        # All of the head runs here: it is applied to the masked positions alone.
+        # The whole head runs here, because this is called for masked positions only.
         x = self.norm(ACTIVATIONS[self.activation](self.dense(features)).astype(features.dtype))
         logits = product(x, embedding["weight"], self.build, result=jnp.float32)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
@@ -119,23 +122,23 @@ class ClassifierHead(OutputHead):
     in_full = ("head", "head.dense", "head.norm")
 
     def __init__(self, arch: Architecture, build: Build):
-        own, size = arch.classifier, arch.hidden_size
-        self.own, self.build = own, build
-        self.dense = Linear(size, size, "head.dense", build, bias=own.dense_bias, std=own.dense_std or arch.init_std
-                            ) if own.dense else None
-        self.norm = Norm(size, arch.norm, arch.norm_eps) if own.norm else None
-        self.weight = parameter((own.size, size), build.normal(own.std or arch.init_std))
-        self.bias = parameter((own.size,), 0.0) if own.bias else None
+        classifier, size = arch.classifier, arch.hidden_size
+        self.classifier, self.build = classifier, build
+        self.dense = Linear(size, size, "head.dense", build, bias=classifier.dense_bias,
+                            std=classifier.dense_std or arch.init_std) if classifier.dense else None
+        self.norm = Norm(size, arch.norm, arch.norm_eps) if classifier.norm else None
+        self.weight = parameter((classifier.size, size), build.normal(classifier.std or arch.init_std))
+        self.bias = parameter((classifier.size,), 0.0) if classifier.bias else None
 
     def features(self, hidden: Array, batch: dict[str, Array], seeds: Seeds | None) -> Array:
-        own = self.own
-        x = pool(hidden, real_tokens(batch), own.pooling)
-        x = dropout(x, own.dense_dropout, seeds, "head.dense")
+        classifier = self.classifier
+        x = pool(hidden, real_tokens(batch), classifier.pooling)
+        x = dropout(x, classifier.dense_dropout, seeds, "head.dense")
         y = x if self.dense is None else self.dense(x, seeds)
-        y = y if own.activation is None else ACTIVATIONS[own.activation](y)
+        y = y if classifier.activation is None else ACTIVATIONS[classifier.activation](y)
         x = y.astype(x.dtype)
         x = x if self.norm is None else self.norm(x)
-        return dropout(x, own.dropout, seeds, "head")
+        return dropout(x, classifier.dropout, seeds, "head")
 
     def __call__(self, features: Array, embedding: dict[str, Array]) -> Array:
         logits = product(features, self.weight[...], self.build, result=jnp.float32)
@@ -143,11 +146,11 @@ class ClassifierHead(OutputHead):
 
 
 def pool(hidden: Array, real: Array, pooling: str | None) -> Array:
-    """Return one vector [B, D] for each row of hidden states [B, T, D], by a `Classifier.pooling`; None: all of them.
+    """Return one vector [B, D] per row of hidden states [B, T, D], by `Classifier.pooling`; None returns all.
 
     Args:
-        real: [B, T] bool, False for padding. transformers finds the last token of a decoder's row by the padding
-            token's id instead, which is not the last one where rows end with that token.
+        real: [B, T] bool, False for padding. For decoders, transformers instead takes the last token that is not the
+            padding token, which is wrong for rows that end with that token.
     """
     if pooling is None:
         return hidden
@@ -161,19 +164,19 @@ def pool(hidden: Array, real: Array, pooling: str | None) -> Array:
 
 
 class SequenceHead(ClassifierHead):
-    """Scores [B, K] of labels of rows."""
+    """Scores [B, K] of a row's labels."""
 
     peft_task = "SEQ_CLS"
 
 
 class TokenHead(ClassifierHead):
-    """Scores [B, T, K] of labels of positions."""
+    """Scores [B, T, K] of labels at each position."""
 
     peft_task = "TOKEN_CLS"
 
 
 class ChoiceHead(ClassifierHead):
-    """One score [B, 1] of each row, to be compared with those of other rows."""
+    """One score [B, 1] per row, to compare with other rows."""
 
     @classmethod
     def num_scores(cls, config: "PreTrainedConfig") -> int:

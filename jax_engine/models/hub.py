@@ -44,15 +44,15 @@ def _family(model_type: str) -> Family:
 
 
 def family_of(config: PreTrainedConfig, head: Head) -> Family:
-    """Return the family of a configuration; raise UserError if it is unsupported, or has no such head."""
+    """Return the family of a configuration; raise UserError if it, or this head of it, is not supported."""
     if config.model_type not in list_supported():
-        raise UserError(f"model: the architecture {config.model_type!r} is not supported by the JAX engine. "
-                        f"Supported: {', '.join(list_supported())}. Use engine: torch.")
+        raise UserError(f"model: the architecture {config.model_type!r} is not supported by the JAX engine. Use "
+                        f"engine: torch, or one of {', '.join(list_supported())}.")
     family = _family(config.model_type)
     if head not in family.classes:
-        able = [name for name in list_supported() if head in _family(name).classes]
-        raise UserError(f"model: the JAX engine has no {head} head for {config.model_type!r}. With this head it "
-                        f"supports: {', '.join(able)}.")
+        supported = [name for name in list_supported() if head in _family(name).classes]
+        raise UserError(f"model: the JAX engine has no {head} head for {config.model_type!r}. Use engine: torch, or "
+                        f"one of {', '.join(supported)}.")
     return family
 
 
@@ -60,27 +60,27 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
             rows: dict[str, list[int]] | None = None, remat: Literal["none", "minimal", "full"] = "none",
             unroll: int | None = None, fast_kernels: bool = True, attention: str | None = None,
             on: Target | None = None, noise: float = 0.0) -> Network:
-    """Return the network of a configuration; creates no arrays.
+    """Return the network of a configuration, without creating arrays.
 
     Args:
         compute_dtype: Dtype of matrix products; norms, softmax, rotary positions and logits stay in float32.
         lora: Adapters on a frozen base.
-        rows: Tokens whose rows train alongside the adapters, by torch's name of their table.
+        rows: Tokens with rows that train alongside the adapters, by torch's name of their table.
         remat: See Network.
         unroll: See Network; without adapters only.
         fast_kernels: Use the implementations that are fast on the target.
         attention: The recipe's choice; `eager` is unfused attention.
         on: The `target`.
-        noise: `TaskFields.neftune_alpha`; 0 is none.
+        noise: `TaskFields.neftune_alpha`; 0 adds none.
 
     Raises:
-        UserError: An architecture, head or field is unsupported, or adapter targets match nothing.
+        UserError: An architecture, head or field is not supported, or adapter targets match nothing.
     """
     family = family_of(config, head)
     kind = saved_quantization(config)
     if kind not in (None, "nf4", "fp4", "int8", MXFP4):
-        raise UserError(f"model.pretrained: its weights are quantised with {kind}. The JAX engine reads those of "
-                        "bitsandbytes and MXFP4: use engine: torch, or a model that is not quantised.")
+        raise UserError(f"model.pretrained: its weights are quantised with {kind}, but the JAX engine supports only "
+                        "bitsandbytes and MXFP4. Use engine: torch, or a model that is not quantised.")
     arch = family.architecture(config)
     if not HEADS[head].vocabulary:
         classifier = family.classifiers.get(head, lambda config: Classifier())(config)
@@ -90,18 +90,18 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
                   blocked=attention != "eager" and (cpu_forms or fused.stands_in(arch, compute_dtype, attention, on)),
                   cut=arch.init_cut, on=on, noise=noise,
                   experts="dense" if not fast_kernels else "blocks" if cpu_forms else "ragged")
-    made = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
+    result = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is not None:
-        adapters.adapt(made, lora, rows or {})
-    return made
+        adapters.adapt(result, lora, rows or {})
+    return result
 
 
 def save(network: Network, params: Tree, folder: str | Path, dtype: str | None = None) -> None:
     """Write config.json and safetensors files of at most 5 GB, for transformers' from_pretrained.
 
     Args:
-        params: Whole tree; adapters are left out (see `jax_engine.models.lora`).
-        dtype: Dtype of the written weights; None keeps that of each.
+        params: Whole tree; adapters are not written (see `jax_engine.models.lora`).
+        dtype: Dtype of the written weights; None keeps each weight's dtype.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,23 +120,23 @@ def save(network: Network, params: Tree, folder: str | Path, dtype: str | None =
 def write_shards(tensors: dict[str, np.ndarray], folder: Path, limit: int = SHARD_BYTES) -> None:
     """Write `model.safetensors`, or numbered files of at most `limit` bytes with their index."""
     shards: list[dict[str, np.ndarray]] = [{}]
-    room = limit
+    bytes_left = limit
     for name, value in tensors.items():
-        # A tensor larger than the limit gets a file of its own.
-        if value.nbytes > room and shards[-1]:
+        # A tensor larger than the limit gets a separate file.
+        if value.nbytes > bytes_left and shards[-1]:
             shards.append({})
-            room = limit
+            bytes_left = limit
         shards[-1][name] = np.ascontiguousarray(value)  # safetensors silently corrupts other arrays
-        room -= value.nbytes
-    # Files of an earlier export, numbered differently, would be loaded as well.
+        bytes_left -= value.nbytes
+    # Delete files of an earlier export: with other numbers, they would be loaded as well.
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
     if len(shards) == 1:
         save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
         return
     weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for index, shard in enumerate(shards, 1):
+        file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     total = sum(value.nbytes for value in tensors.values())

@@ -256,7 +256,7 @@ def _match(key: str, entries: dict[str, tuple], network: Network) -> tuple[LeafP
 def _list_borrowed(network: Network) -> set[str]:
     """Return torch's names of keys and values that some files have in layers that borrow those of earlier layers."""
     parts = (network.family.modules.get(f"layers.attn.{part}") for part in ("k", "v", "k_norm"))
-    return {network.filled_in(part, layer, inside=True) for part in parts if part
+    return {network.fill_layer(part, layer, in_base=True) for part in parts if part
             for layer, kind in enumerate(network.arch.kinds) if kind.keys == "borrowed"}
 
 

@@ -189,7 +189,7 @@ def _expert_matrices(network: Network) -> dict[str, str]:
 
 
 def _check_every_layer(key: str, names: set[str], modules: dict[str, str]) -> set[str]:
-    """Return our paths of these torch names. They must cover all layers; `modules` maps every torch name to our path."""
+    """Return our paths of these torch names, which must cover all layers; `modules` maps torch names to our paths."""
     paths = {modules[name] for name in names}
     for path in sorted(paths):
         in_layers = {name for name, module in modules.items() if module == path}
@@ -255,7 +255,7 @@ def save_adapter(network: Network, params: Tree, folder: str | Path, base: str |
               folder / WEIGHTS, metadata={"format": "pt"})
     adapted = sorted(name for module in network.build.adapted for name in network.torch_modules(module))
     to_save = sorted({network.saved_module(module, index) for module in network.to_save
-                      for index in network.places(module)})
+                      for index in network.stacked_indices(module)})
     rows = {network.torch_modules(module)[0]: list(tokens) for module, tokens in network.build.rows.items()}
     settings = {
         "peft_type": "LORA", "task_type": HEADS[network.head].peft_task, "base_model_name_or_path": base,
@@ -281,7 +281,7 @@ def adapter_settings(folder: str | Path, network: Network) -> LoRA:
         check_head(folder, network.torch_modules("head")[0])
     excluded = config.get("exclude_modules")
     if isinstance(excluded, list) and all(_matches_any(name, head_modules) for name in excluded):
-        del config["exclude_modules"]  # set by the torch engine for a head that trains in full; here no head has an adapter
+        del config["exclude_modules"]  # the torch engine's, for a head that trains in full; here no head has an adapter
     for name, neutral in NEUTRAL.items():
         if config.get(name, neutral) not in (neutral, None, []):  # PEFT writes an empty list of experts' parameters
             raise _unsupported(folder, name, config[name])

@@ -22,7 +22,7 @@ from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head, LayerKind
 from jax_engine.models.attention import Attention, KeysValues, attention_mask, cached_mask, real_tokens
 from jax_engine.models.context_parallel import ContextParallel
-from jax_engine.models.dropout import Seeds, dropout, noisy, site_seeds, token_words
+from jax_engine.models.dropout import Seeds, add_noise, dropout, site_seeds, token_words
 from jax_engine.models.experts import MATRICES, Load, SparseMLP
 from jax_engine.models.heads import HEADS
 from jax_engine.models.linear import (
@@ -72,9 +72,9 @@ class DecoderEmbedding(nnx.Module):
         # Rounded to the dtype of x, as transformers does (Gemma).
         scale = jnp.asarray(self.arch.embedding_scale, x.dtype)
         if self.arch.scales_in_table:
-            x = noisy(x * scale, batch, seeds, self.build.noise)
+            x = add_noise(x * scale, batch, seeds, self.build.noise)
         else:
-            x = noisy(x, batch, seeds, self.build.noise) * scale
+            x = add_noise(x, batch, seeds, self.build.noise) * scale
         if self.positions is not None:
             x = x + self.positions(position_ids)
         if self.arch.positions == "sinusoid":
@@ -129,7 +129,7 @@ class EncoderEmbedding(nnx.Module):
 
     def __call__(self, batch: dict[str, Array], position_ids: Array, seeds: Seeds | None) -> Array:
         """Return the residual stream [B, T, D] that enters the first layer."""
-        x = noisy(self.tokens(batch["input_ids"]), batch, seeds, self.build.noise)
+        x = add_noise(self.tokens(batch["input_ids"]), batch, seeds, self.build.noise)
         x = x if self.positions is None else x + self.positions(position_ids)
         if self.types is not None:
             x = x + self.types(batch.get("token_type_ids", jnp.zeros_like(batch["input_ids"])))
@@ -298,7 +298,7 @@ class Network(Names):
             paths: Leaves to create. Default: all.
         """
         return unflatten({
-            path: InitialValues(self._initialisers[path], self.shape(path), seed, self.drawn_names(path),
+            path: InitialValues(self._initialisers[path], self.shape(path), seed, self.init_names(path),
                                 path[0] == "layers", jnp.dtype(dtype))
             for path in (flatten(self.shapes) if paths is None else paths)})
 
@@ -558,7 +558,7 @@ class Network(Names):
                 continue
             if layer is None:
                 depths[path] = depth(name, layers)
-            elif (trained := self._partly(path)) is None or layer in trained:
+            elif (trained := self._trained_layers(path)) is None or layer in trained:
                 depths[path] = (*depths.get(path, ()), depth(name, layers))
         return unflatten(depths)
 

@@ -247,7 +247,7 @@ def test_layer_rates_and_averages_are_those_of_torch(rule, chosen):
     config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=3, num_attention_heads=2)
     network = hub.network(config, "causal")
     if chosen:
-        network.choose(chosen)
+        network.train_only(chosen)
     base = Optimizer(name="muon", lr=1e-2, weight_decay=0.1) if rule == "muon" else RULES[rule]
     settings = dataclasses.replace(base, layer_decay=0.6, ema_decay=0.8, schedule="linear", warmup=2)
     start, _ = network.split(network.init(0))

@@ -23,7 +23,7 @@ SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1, layer_decay=0.7)
 @pytest.fixture
 def ref(make_ref):
     ref = make_ref("llama", "causal")
-    ref.net.choose(TRAINED)
+    ref.net.train_only(TRAINED)
     yield ref
     ref.net._trained = None
 
