@@ -22,15 +22,15 @@ class Experts:
 
     Args:
         size: Number of inner features of an expert.
-        normalised: Weights of a token's experts are normalised to sum to 1; else they are the probabilities among all.
+        normalised: Weights of a token's experts sum to 1; else they are the probabilities among all experts.
         bias: Experts and router have biases.
         transposed: Matrices are [in, out].
         clamp: Gain and limit of gpt-oss's activation: gate and up features alternate and are clipped to the limit, and
             the result is gate sigmoid(gain gate) (up + 1).
-        beside_mlp: The layer keeps its MLP, and its update is the sum of both (Gemma 4). Experts read a norm of the
-            residual stream that is their own, the router the stream itself; each of the two outputs is normed.
-        scaled_router: The router divides each token by its root mean square and multiplies it by a learned vector, and
-            the weights of a token's experts by a learned factor of each expert.
+        beside_mlp: The layer also has an MLP, and its update is the sum of both (Gemma 4). Experts read a separate norm
+            of the residual stream, the router the stream itself; each of the two outputs is normed.
+        scaled_router: The router divides each token by its root mean square and multiplies it by a learned vector. A
+            learned factor of each expert multiplies its weight.
     """
 
     num: int
@@ -55,18 +55,18 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Classifier:
-    """Head with a score for each label: pool, dropout, dense layer, activation, norm, dropout, and the scores.
+    """Head with a score for each label: pooling, dropout, dense layer, activation, norm, dropout, and the scores.
 
     Args:
-        pooling: Position that represents a row: its first, its last real token, or the mean of its real tokens; None
-            scores every position.
+        pooling: Features that represent a row: its first token, its last real token, or the mean of its real tokens;
+            None scores every position.
         size: Number of scores.
-        dense: The head has a dense layer; `activation` applies even without one.
+        dense: The head has a dense layer; `activation` applies even without it.
         activation: None is the identity.
-        norm: A norm follows, of the network's kind.
-        bias: The scores have biases; `dense_bias`: the dense layer has some.
+        norm: The head has a norm, of the same kind as the network's norms.
+        bias: The scores have biases; `dense_bias`: the dense layer has biases.
         dropout: Dropout before the scores; `dense_dropout` before the dense layer.
-        std: Standard deviation of the initial scores' matrix, `dense_std` of that of the dense layer; None is the
+        std: Standard deviation of the scores' initial matrix; `dense_std` of the dense layer's. Default: the
             architecture's `init_std`.
     """
 
@@ -85,10 +85,10 @@ class Classifier:
 
 @dataclass(frozen=True)
 class WideHeads:
-    """Heads of the layers whose attention is called `full_attn`, if they differ in size from those of `attn`.
+    """Heads of the layers with the attention `full_attn`, if they differ in size from the heads of `attn`.
 
     Args:
-        layers: These layers.
+        layers: Indices of these layers.
         keys_as_values: Keys, before their norm and rotation, are the values.
     """
 
@@ -100,12 +100,12 @@ class WideHeads:
 
 @dataclass(frozen=True)
 class LinearHeads:
-    """Heads of the layers with linear attention (Gated DeltaNet, Yang et al. 2025), which is called `linear_attn`.
+    """Heads of the layers with linear attention (Gated DeltaNet, Yang et al. 2025), named `linear_attn`.
 
     Args:
-        layers: These layers.
+        layers: Indices of these layers.
         num_keys: Heads of queries and keys; each serves `num_values` / `num_keys` consecutive heads of values.
-        width: Tokens that the convolution of queries, keys and values reads, the current one included.
+        width: Tokens that the convolution of queries, keys and values reads, including the current one.
     """
 
     layers: tuple[int, ...]
@@ -117,24 +117,24 @@ class LinearHeads:
 
     @property
     def num_features(self) -> int:
-        """Features of queries, keys and values together."""
+        """Total features of queries, keys and values."""
         return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
 
     @property
     def flops_per_token(self) -> int:
-        """FLOP of a token in a forward pass: the products of each state with a key and a query, and its update."""
+        """FLOP per token of a forward pass: the products of each state with a key and a query, and its update."""
         return len(self.layers) * 3 * 2 * self.num_values * self.key_dim * self.value_dim
 
 
 class LayerKind(NamedTuple):
-    """What a layer has; layers of one kind have the same parameters, in the same shapes.
+    """Modules of a layer. Layers of one kind have the same parameters, in the same shapes.
 
     Args:
         routed: It has a mixture of experts, `moe`.
         attention: Name of its attention: `attn`, `full_attn` with `WideHeads`, `linear_attn` with `LinearHeads`.
-        keys: Keys and values are its `own`; or its own, and those of later layers (`lent`); or `borrowed` from the
-            last layer with an attention of that name that lends them.
-        mlp: Name of its MLP: `mlp`, or `wide_mlp`; None if experts replace it.
+        keys: Keys and values are computed for this layer (`own`), or also for later layers (`lent`), or `borrowed` from
+            the last earlier layer with an attention of this name that lends them.
+        mlp: Name of its MLP: `mlp` or `wide_mlp`; None if experts replace it.
     """
 
     routed: bool = False
@@ -145,7 +145,7 @@ class LayerKind(NamedTuple):
     def has(self, module: str) -> bool:
         """Return True if a layer of this kind has a module, by our path inside the layers: `attn.q`."""
         part, _, inner = module.partition(".")
-        if part == "linear_attn" or module == "attn.weights":  # the latter a dropout site of any other attention
+        if part == "linear_attn" or module == "attn.weights":  # the latter is a dropout site of any other attention
             return (part == "linear_attn") == (self.attention == "linear_attn")
         if not inner:  # dropout sites of any attention and MLP
             return True
@@ -158,28 +158,28 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes and options of a transformer, decoder (`causal`) or encoder. Sizes are numbers of features.
+    """Sizes and options of a transformer, a decoder (`causal`) or an encoder. Sizes are numbers of features.
 
     Args:
         norm: Kind of all norms; see Norm.
-        norms: Position of each sublayer's norms: on its `input` (pre-norm), on its `output`, on the residual `sum`
+        norms: Positions of each sublayer's norms: on its `input` (pre-norm), on its `output`, on the residual `sum`
             after it (post-norm, Vaswani et al. 2017).
         first_norm: False if the first layer's attention lacks the input norm that the other layers have.
-        parallel: Attention and MLP read the same residual stream (Wang & Komatsuzaki 2021), and with `shared_norm` the
-            same norm of it.
+        parallel: Attention and MLP read the same residual stream (Wang & Komatsuzaki 2021), and with `shared_norm` they
+            share a norm.
         positions: Learned table, sinusoids added to the embedding, rotary, or none.
         relative: Relative positions in the scores, in addition to `positions` or alone.
-        ropes: Rotary embedding of each layer; they differ in frequencies only.
+        ropes: Rotary embedding of each layer; they differ only in frequencies.
         embedding_size: Width of the embedding table, if it differs from the network's.
-        embedding_scale: Factor on the embeddings of tokens; `scales_in_table` where transformers' table applies it, so
-            that noise comes after it.
+        embedding_scale: Factor on token embeddings; `scales_in_table` if transformers' table applies it, so that noise
+            is added after it.
         padding_id: Row of the embedding that gets no gradient from the input, as torch's padding_idx.
         positions_after_padding: Positions count real tokens from padding_id + 1; padding has position padding_id.
-        windows: Sliding window of each layer in tokens, the query included (for encoders, to each side); None attends
-            to everything.
+        windows: Sliding window of each layer in tokens, including the query (for encoders, to each side); None attends
+            to all tokens.
         attention_scales: Factor on the scores of each layer.
-        passes: Stored layer that each layer of the depth runs; layers may be shared (Lan et al. 2019).
-        attention_cap: Soft cap c of the scores, c tanh(scores / c); `logit_cap` is that of the logits, after
+        passes: Index of the stored layer that each layer runs; layers may be shared (Lan et al. 2019).
+        attention_cap: Soft cap c of the scores, c tanh(scores / c); `logit_cap` is the soft cap of the logits, after
             `logit_scale`.
         residual_scale: Factor on a sublayer's update of the residual stream.
         qkv: Separate matrices; or one fused matrix; or one that is fused by head.
@@ -188,22 +188,22 @@ class Architecture:
         convolution: Convolution of the embeddings, added after the first layer.
         sinks: Attention sinks: a learned logit per head, without a value (Xiao et al. 2023).
         qkv_limit: Queries, keys and values are clipped to this absolute value.
-        experts: Mixture of experts that replaces the MLP or adds to it, in all but `dense_layers`; `mlp_size` is that
-            of the MLPs.
+        experts: Mixture of experts that replaces the MLP or adds to it, in all but `dense_layers`; `mlp_size` is the
+            size of the MLPs.
         wide_heads: Layers with heads of another size.
         linear_heads: Layers with linear attention.
         output_gate: The projection of queries has a gate after each head's query, whose sigmoid multiplies the head's
             output.
-        num_borrowing: Last layers, which have no keys and values but take those of an earlier layer (see `LayerKind`).
+        num_borrowing: Number of last layers that borrow keys and values from an earlier layer (see `LayerKind`).
         wide_mlp_size: Inner features of the MLPs in these last layers, if they differ.
         value_norm: Values are divided by their root mean square, per head.
-        layer_inputs: Features of each token's own input to each layer (per-layer embeddings); 0 is none.
-        layer_scalar: A constant of each layer, read from files, multiplies the residual stream after it.
+        layer_inputs: Features of each layer's additional input per token (per-layer embeddings); 0 is none.
+        layer_scalar: A constant of each layer, read from files, multiplies the residual stream after the layer.
         layers_per_group: Set if torch's names number stored layers by group and index in the group.
         head_bias: The output layer of the vocabulary has a bias; `head_dense_bias`: the dense layer of a masked head.
-        classifier: The head, of a network that scores labels or answer spans.
-        init_std: Standard deviation of initial matrices outside the layers; `layer_std` of those in the layers, and
-            `residual_std` of those that write to the residual stream; `head_std` of the dense layer of a masked head,
+        classifier: The head of a network that scores labels or answer spans.
+        init_std: Standard deviation of initial matrices outside the layers; `layer_std` inside the layers, and
+            `residual_std` for those that write to the residual stream; `head_std` for the dense layer of a masked head,
             if it differs.
         init_cut: Truncation of the initial distributions, in standard deviations.
         residual_dropout: Dropout of the attention's output; `mlp_dropout` of the MLP's, `mlp_inner_dropout` before its
@@ -284,7 +284,7 @@ class Architecture:
 
     @property
     def num_stored_layers(self) -> int:
-        """Number of layers with their own weights."""
+        """Number of layers with weights; shared layers count once."""
         return max(self.passes) + 1
 
     def layers_with(self, module: str) -> tuple[int, ...]:
@@ -300,9 +300,9 @@ class Architecture:
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each stored layer."""
-        own = {layer: name for name, heads in (("full_attn", self.wide_heads), ("linear_attn", self.linear_heads))
-               if heads is not None for layer in heads.layers}
-        names = [own.get(layer, "attn") for layer in range(self.num_stored_layers)]
+        special = {layer: name for name, heads in (("full_attn", self.wide_heads), ("linear_attn", self.linear_heads))
+                   if heads is not None for layer in heads.layers}
+        names = [special.get(layer, "attn") for layer in range(self.num_stored_layers)]
         first = self.num_stored_layers - self.num_borrowing
         lenders = {name: layer for layer, name in enumerate(names[:first])} if self.num_borrowing else {}
         routed = [self.experts is not None and layer not in self.dense_layers for layer in range(len(names))]
@@ -320,11 +320,11 @@ class Architecture:
 
 @dataclass(frozen=True)
 class ExpertFiles:
-    """Names in files that store each matrix of each expert separately, where the network stacks them.
+    """Names in files that store each expert's matrices separately; the network stacks them.
 
     Args:
-        mlp: Name in files of the module that the network calls `mlp`.
-        gate: Matrix with the first rows of `gate_up_proj`; `up` has the others. `down` is `down_proj`.
+        mlp: Name in files of the network's module `mlp`.
+        gate: Matrix with the first rows of `gate_up_proj`; `up` has the other rows. `down` is `down_proj`.
     """
 
     mlp: str = "mlp"
@@ -335,13 +335,13 @@ class ExpertFiles:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family of transformers: conversion of its configuration, and the mapping to its torch names.
+    """A model family of transformers: the conversion of its configuration, and the mapping to its torch names.
 
     Args:
-        architecture: Configuration to Architecture; raises UserError for unsupported options.
+        architecture: Converts a configuration to an Architecture; raises UserError for unsupported options.
         base: Prefix of the base network's parameters.
-        modules: Our module to the torch module inside the base, in torch's order; `{}` is the layer number (two of
-            them: group, and index in the group).
+        modules: Our module to the torch module inside the base, in torch's order; `{}` is the layer index (twice:
+            group, and index in the group).
         classes: transformers class of each supported head.
         head_modules: For each head, our module to the full torch module, in torch's order.
         tied: For each head, torch names that are aliases of one of our leaves.
@@ -353,9 +353,9 @@ class Family:
         head_dropouts: For each head, its sites (`head.dense` before the dense layer, `head` before the scores) to full
             torch modules, in the order of calls.
         classifiers: For each head that scores labels, the function from the configuration to its `Classifier`, without
-            the size; that for answer spans may be left out.
-        first: Heads whose parameters precede the base's in torch's order; those of a pooler inside the base do not.
-        renamed: For each head, names in files to the different names of their parameters in torch's modules.
+            the size; answer spans may omit it.
+        first: Heads with parameters before the base's in torch's order, except for a pooler inside the base.
+        renamed: For each head, names in files to names of parameters in torch's modules, where they differ.
     """
 
     architecture: Callable[[Any], Architecture]
@@ -385,15 +385,14 @@ def plain_layers(num_layers: int, scale: float, window: int | None = None) -> di
 
 
 def initial_std(config: "PreTrainedConfig") -> float:
-    """Return the standard deviation of initial matrices as transformers does: 0.02 if the configuration has 0 or none.
-    """
+    """Return the standard deviation of initial matrices; as in transformers, 0.02 if it is 0 or not configured."""
     return config.initializer_range or 0.02
 
 
 def refuse(config: "PreTrainedConfig", **unsupported: Any) -> None:
-    """Raise UserError if a field of the configuration has a value other than the one given; missing fields are fine."""
-    for name, wanted in unsupported.items():
-        value = getattr(config, name, wanted)
-        if value != wanted and not (value is None and not wanted):
+    """Raise UserError if a field of the configuration has another value than this one; missing fields are fine."""
+    for name, expected in unsupported.items():
+        value = getattr(config, name, expected)
+        if value != expected and not (value is None and not expected):
             raise UserError(f"model.config: {config.model_type} with {name}: {value!r} is not supported by the JAX "
-                            f"engine, only {wanted!r}. Use engine: torch.")
+                            f"engine; only {expected!r} is. Use engine: torch.")

@@ -21,18 +21,18 @@ def attention_mask(batch: dict[str, Array], causal: bool, window: int | None) ->
 
     Args:
         batch: `input_ids` [B, T]; `segment_ids` (documents 1, 2, ...; 0 is padding) or `attention_mask` or neither.
-        window: Size of the sliding window, the query included; without `causal` it also extends as far ahead.
+        window: Size of the sliding window, including the query; without `causal` it also extends as far ahead.
     """
     length = batch["input_ids"].shape[1]
-    seen = seen_places(jnp.arange(length)[:, None], jnp.arange(length)[None], causal, window)[None, None]
+    visible = visibility_mask(jnp.arange(length)[:, None], jnp.arange(length)[None], causal, window)[None, None]
     if "segment_ids" in batch:
         segments = batch["segment_ids"]
-        # A query sees its own document, and no padding. Padded queries see nothing: see `attend`.
-        same = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
-        return seen & same[:, None]
+        # A query attends to its document, and not to padding. Padded queries attend to nothing: see `attend`.
+        same_document = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
+        return visible & same_document[:, None]
     if "attention_mask" in batch:
-        return seen & (batch["attention_mask"] > 0)[:, None, None]
-    return jnp.broadcast_to(seen, (batch["input_ids"].shape[0], 1, length, length))
+        return visible & (batch["attention_mask"] > 0)[:, None, None]
+    return jnp.broadcast_to(visible, (batch["input_ids"].shape[0], 1, length, length))
 
 
 def real_tokens(batch: dict[str, Array]) -> Array:
@@ -46,25 +46,25 @@ def cached_mask(valid: Array, start: Array, length: int, window: int | None) -> 
     """Return the mask [B, 1, length, S] of `length` new tokens that follow `start` cached ones.
 
     Args:
-        valid: [B, S] bool, the cache slots that hold real tokens, including the new ones.
+        valid: [B, S] bool, cache slots with real tokens, including the new ones.
     """
     queries = start + jnp.arange(length)[:, None]
-    seen = seen_places(queries, jnp.arange(valid.shape[1])[None], True, window)
-    return seen[None, None] & valid[:, None, None]
+    visible = visibility_mask(queries, jnp.arange(valid.shape[1])[None], True, window)
+    return visible[None, None] & valid[:, None, None]
 
 
-def seen_places(queries: Array, keys: Array, causal: bool, window: int | Array | None) -> Array:
-    """Return True where queries at these positions of a row attend to keys at those."""
-    seen = keys <= queries if causal else jnp.broadcast_to(True, jnp.broadcast_shapes(queries.shape, keys.shape))
+def visibility_mask(queries: Array, keys: Array, causal: bool, window: int | Array | None) -> Array:
+    """Return a mask, True where queries attend to keys, by their positions in a row."""
+    visible = keys <= queries if causal else jnp.broadcast_to(True, jnp.broadcast_shapes(queries.shape, keys.shape))
     if window is None:
-        return seen
-    seen &= keys > queries - window
-    return seen if causal else seen & (keys < queries + window)
+        return visible
+    visible &= keys > queries - window
+    return visible if causal else visible & (keys < queries + window)
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float = 0.0, seeds: Seeds | None = None,
-           cap: float | None = None, more: Array | None = None, sinks: Array | None = None) -> Array:
-    """Softmax attention with float32 scores; a fully masked query gets the mean of all values, not NaN.
+           cap: float | None = None, bias: Array | None = None, sinks: Array | None = None) -> Array:
+    """Compute softmax attention with float32 scores. A fully masked query gets the mean of all values, not NaN.
 
     Args:
         q: [B, T, heads, head_dim].
@@ -72,8 +72,8 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float 
         mask: [B, 1, T, S] booleans.
         rate: Dropout rate of the attention weights.
         seeds: Dropout seeds; None applies no dropout.
-        cap: Soft cap of the scores (see `capped`).
-        more: [B, heads, T, S], added to the scores before scaling.
+        cap: Soft cap of the scores (see `soft_cap`).
+        bias: [B, heads, T, S], added to the scores before scaling.
         sinks: [heads] logit of an attention sink: an extra key per head, without a value.
 
     Returns:
@@ -84,20 +84,19 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: Array, rate: float 
     q = q.reshape(batch, length, k.shape[2], -1, size)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
     # [B, K, G, T, S] float32.
-    scores = (scores if more is None else scores + more.reshape(scores.shape)) * scale
-    # The smallest finite number, since a row of -inf only would become NaN in the softmax.
+    scores = (scores if bias is None else scores + bias.reshape(scores.shape)) * scale
+    # Mask with the smallest finite number: a row of -inf would become NaN in the softmax.
     scores = jnp.where(mask[:, :, None], soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
     if sinks is not None:
-        # The sink takes part in the softmax as a last key, [..., S + 1]; its weight is dropped, because it has no
-        # value.
+        # The sink is a last key in the softmax, [..., S + 1]. Its weight is removed, because it has no value.
         sinks = sinks.astype(jnp.float32).reshape(k.shape[2], -1)[:, :, None, None]
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., :k.shape[1]]
     if seeds is not None and rate:
-        # [B, K, G, T, S] -> [B, heads, T, S]: masks are drawn by number of the query head.
+        # [B, K, G, T, S] -> [B, heads, T, S]: dropout masks depend on the index of the query head.
         by_head = weights.reshape(batch, heads, length, -1)
         weights = dropped_weights(by_head, rate, seeds, "layers.attn.weights").reshape(weights.shape)
-    # The second product takes the weights in the compute dtype. [B, T, K, G, D]
+    # The second product uses weights in the compute dtype. [B, T, K, G, D]
     mixed = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
     return mixed.reshape(batch, length, heads * size)
 
@@ -122,10 +121,10 @@ class Attention(nnx.Module):
             self.v = None if borrows or as_values else Linear(arch.hidden_size, kv, f"{path}.v", **kwargs)
         else:
             self.qkv = Linear(arch.hidden_size, inner + 2 * kv, f"{path}.qkv", **kwargs)
-        own_places = arch.relative is not None and not arch.relative.shared
-        # Projections of the relative-position table, if it does not share those of the content.
+        has_place_projections = arch.relative is not None and not arch.relative.shared
+        # Projections of the relative-position table, unless it shares the content's.
         self.place_k, self.place_q = (
-            Linear(arch.hidden_size, inner, f"layers.attn.{name}", **kwargs) if own_places and score in
+            Linear(arch.hidden_size, inner, f"layers.attn.{name}", **kwargs) if has_place_projections and score in
             arch.relative.scores else None for name, score in (("place_k", "c2p"), ("place_q", "p2c")))
         kwargs |= {"std": arch.residual_std, "bias": arch.out_bias}
         self.o = Linear(inner, arch.hidden_size, f"{path}.o", **kwargs)
@@ -140,72 +139,72 @@ class Attention(nnx.Module):
                  angles: Angles | Table | None, seeds: Seeds | None, cache: dict[str, Array] | None = None,
                  start: Array | None = None, key_angles: Angles | None = None, borrowed: KeysValues | None = None
                  ) -> tuple[Array, dict[str, Array] | None, KeysValues | None]:
-        """Return the attention output [B, T, D], the cache with the new keys and values written from `start` on, and
-        the keys and values if they are lent to later layers.
+        """Return the attention output [B, T, D], the cache with new keys and values from `start` on, and the keys and
+        values if later layers borrow them.
 
         Args:
             mask: [B, 1, T, S] booleans, or a fused kernel that applies its own mask.
             angles: Rope angles of these tokens, or a table of relative positions.
-            key_angles: Rope angles of all cache slots; the cache then holds unrotated keys. None: as `angles`.
-            borrowed: Keys and values of an earlier layer, with those in its cache, for a layer without its own.
+            key_angles: Rope angles of all cache slots; the cache then has unrotated keys. None: as `angles`.
+            borrowed: Keys and values of an earlier layer, including its cache, for a layer that does not compute them.
         """
         if self.keys == "borrowed":
-            q = self._turn(self.q_norm(self._heads(self.q(x, seeds))), angles)
-            return self.o(self._mix(q, *borrowed, mask, scale, seeds, start is None, None), seeds), None, None
+            q = self._rotate(self.q_norm(self._split_heads(self.q(x, seeds))), angles)
+            return self.o(self._attend(q, *borrowed, mask, scale, seeds, start is None, None), seeds), None, None
         q, k, v, gate = self._project(x, seeds)
-        more = self._scores_of_places(q, k, angles) if isinstance(angles, Table) else None
-        if angles is not None and more is None:
-            q = self._turn(q, angles)
-            k = self._turn(k, angles) if key_angles is None else k
+        bias = self._relative_scores(q, k, angles) if isinstance(angles, Table) else None
+        if angles is not None and bias is None:
+            q = self._rotate(q, angles)
+            k = self._rotate(k, angles) if key_angles is None else k
         if cache is not None:
-            # [B, T, K, D] into [B, K, S, D] at slots start, ..., start + T - 1. A cache in the order of the products is
-            # not transposed anew for each token.
+            # [B, T, K, D] into [B, K, S, D] at slots start, ..., start + T - 1. A cache in the order of the products
+            # needs no transposition for each token.
             cache = {name: jax.lax.dynamic_update_slice_in_dim(
                 cache[name], new.swapaxes(1, 2).astype(cache[name].dtype), start, axis=2)
                 for name, new in (("k", k), ("v", v))}
             k, v = (cache[name].swapaxes(1, 2) for name in ("k", "v"))
         k, v = k.astype(q.dtype), v.astype(q.dtype)
-        # Frequencies that depend on the length change as the text grows, so cached keys are rotated anew in each step.
-        k = k if key_angles is None else self._turn(k, key_angles)
+        # Frequencies that depend on the length change as the text grows, so each step rotates the cached keys again.
+        k = k if key_angles is None else self._rotate(k, key_angles)
         lent = (k, v) if self.keys == "lent" else None
-        mixed = self._mix(q, k, v, mask, scale, seeds, cache is None, more)
+        mixed = self._attend(q, k, v, mask, scale, seeds, cache is None, bias)
         mixed = mixed if gate is None else mixed * jax.nn.sigmoid(gate.reshape(mixed.shape))
         return self.o(mixed, seeds), cache, lent
 
-    def _turn(self, x: Array, angles: Angles) -> Array:
+    def _rotate(self, x: Array, angles: Angles) -> Array:
         return rotate(x, angles, self.arch.ropes[0].interleaved)
 
-    def _mix(self, q: Array, k: Array, v: Array, mask: Array | Callable[[Array, Array, Array], Array], scale: Array,
-             seeds: Seeds | None, whole_rows: bool, more: Array | None) -> Array:
+    def _attend(self, q: Array, k: Array, v: Array, mask: Array | Callable[[Array, Array, Array], Array], scale: Array,
+                seeds: Seeds | None, has_whole_rows: bool, bias: Array | None) -> Array:
         if callable(mask):
             return mask(q, k, v)
         rate = 0.0 if seeds is None else self.arch.attention_dropout
         sinks = None if self.sinks is None else self.sinks[...]
-        # Context parallelism: `mask` describes the pattern, and brings its own `attend`.
+        # Context parallelism: `mask` describes the pattern, and has its own `attend`.
         if not isinstance(mask, Array):
             return mask.attend(q, k, v, scale, rate, seeds, self.arch.attention_cap, sinks)
-        # Blocked attention takes equal numbers of queries and keys, so not those of a cache.
-        if whole_rows and not rate and self.blocked and more is None:
+        # Blocked attention needs equal numbers of queries and keys, so it does not work with a cache.
+        if has_whole_rows and not rate and self.blocked and bias is None:
             return attend_blocked(self.arch.causal, self.arch.attention_cap, q, k, v, mask, scale, sinks)
-        return attend(q, k, v, mask, scale, rate, seeds, self.arch.attention_cap, more, sinks)
+        return attend(q, k, v, mask, scale, rate, seeds, self.arch.attention_cap, bias, sinks)
 
-    def _scores_of_places(self, q: Array, k: Array, table: Table) -> Array:
+    def _relative_scores(self, q: Array, k: Array, table: Table) -> Array:
         """Return the relative-position terms of the scores, [B, heads, T, T]."""
-        rows = {name: linear(table.rows).reshape(-1, *q.shape[2:])  # no seeds: dropout is per token, not table row
+        rows = {name: linear(table.rows).reshape(-1, *q.shape[2:])  # no seeds: dropout is per token, not per row
                 for name, linear in (("k", self.place_k or self.k), ("q", self.place_q or self.q))}
-        found = {"c2p": content_to_position(q, rows["k"], table.buckets),
+        terms = {"c2p": content_to_position(q, rows["k"], table.buckets),
                  "p2c": position_to_content(rows["q"], k, table.buckets)}
-        return sum((found[name] for name in self.arch.relative.scores), jnp.zeros(()))
+        return sum((terms[name] for name in self.arch.relative.scores), jnp.zeros(()))
 
     def _project(self, x: Array, seeds: Seeds | None) -> tuple[Array, Array, Array, Array | None]:
-        """Return queries [B, T, heads, head_dim], keys and values [B, T, kv_heads, head_dim], and the output gate, if
-        there is one, as the queries.
+        """Return queries [B, T, heads, head_dim], keys and values [B, T, kv_heads, head_dim], and the output gate in
+        the shape of the queries, or None.
         """
         arch, gate = self.arch, None
         if arch.qkv == "fused_by_head":
-            # Rows of the matrix: query, key and value of head 0, then those of head 1, ...
+            # Rows of the matrix: query, key and value of head 0, then of head 1, ...
             parts = self.qkv(x, seeds).reshape(*x.shape[:2], arch.num_heads, 3, arch.head_dim)
-            return *(parts[..., place, :] for place in range(3)), None
+            return *(parts[..., index, :] for index in range(3)), None
         if arch.qkv == "fused":
             inner, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
             q, k, v = jnp.split(self.qkv(x, seeds), [inner, inner + kv], axis=-1)
@@ -213,27 +212,27 @@ class Attention(nnx.Module):
             q, k = self.q(x, seeds), self.k(x, seeds)
             v = k if self.v is None else self.v(x, seeds)
         if arch.output_gate:
-            # Rows of the matrix: query and gate of head 0, then those of head 1, ...
+            # Rows of the matrix: query and gate of head 0, then of head 1, ...
             q, gate = jnp.split(q.reshape(*x.shape[:2], arch.num_heads, -1), 2, axis=-1)
         if arch.qk_norm == "projection":
-            # Before the heads are separated, so that the norm spans all of them.
+            # Before splitting the heads, so that the norm spans all of them.
             q, k = self.q_norm(q), self.k_norm(k)
         if arch.qkv_limit is not None:
             q, k, v = (jnp.clip(part, -arch.qkv_limit, arch.qkv_limit) for part in (q, k, v))
-        q, k, v = (self._heads(part) for part in (q, k, v))
+        q, k, v = (self._split_heads(part) for part in (q, k, v))
         v = divide_by_rms(v, arch.norm_eps) if arch.value_norm else v
         return (self.q_norm(q), self.k_norm(k), v, gate) if arch.qk_norm == "head" else (q, k, v, gate)
 
-    def _heads(self, x: Array) -> Array:
+    def _split_heads(self, x: Array) -> Array:
         """Reshape [B, T, heads * head_dim] to [B, T, heads, head_dim]."""
         return x.reshape(*x.shape[:2], -1, self.head_dim)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Attention on CPUs in blocks of scores that fit the processor's cache; blocks that a causal mask hides are skipped.
+# Attention on CPUs in blocks of scores that fit the processor's cache; causal attention skips fully masked blocks.
 #
-# The backward pass recomputes the scores instead of saving them (Dao et al. 2022), transposed to keys by queries, so
-# that two of its three products with scores need no transposition, which is slow in XLA on CPUs.
+# The backward pass recomputes the scores instead of saving them (Dao et al. 2022), transposed to keys by queries. Two
+# of its three products with scores then need no transposition, which is slow in XLA on CPUs.
 
 # Queries per block, and keys in the backward pass. Larger blocks multiply faster, but fewer can be skipped.
 CAUSAL_BLOCK, BLOCK = 128, 512
@@ -242,11 +241,11 @@ CAUSAL_BLOCK, BLOCK = 128, 512
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend_blocked(causal: bool, cap: float | None, q: Array, k: Array, v: Array, mask: Array, scale: Array,
                    sinks: Array | None = None) -> Array:
-    """`attend` without dropout. A fully masked query gets the mean of some values; its cotangent must be zero.
+    """Compute `attend` without dropout. A fully masked query gets the mean of some values; its cotangent must be zero.
 
     Args:
         causal: True if `mask` hides all keys after the query.
-        cap: Soft cap of the scores (see `capped`).
+        cap: Soft cap of the scores (see `soft_cap`).
         q: [B, T, heads, head_dim].
         k: [B, T, kv_heads, head_dim]. v: the same.
         mask: [B, 1, T, T] booleans.
@@ -266,21 +265,20 @@ def _forward(causal, cap, q, k, v, mask, scale, sinks):
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     mixed, norms = [], []
     for start, end in _blocks(length, causal):
-        # No query of a causal block sees a key after its end.
-        seen = end if causal else length
-        # [B, K, G * t, D] by [B, K, s, D] -> [B, K, G * t, s]: the query heads of a kv head share its keys in one
-        # product.
-        scores = _product(_flat(queries[..., start:end, :]), keys[:, :, :seen], 3, 3)
-        scores = soft_cap(scores.reshape(*shape, end - start, seen) * scale, cap)
-        scores = jnp.where(mask[:, :, None, start:end, :seen], scores, jnp.finfo(jnp.float32).min)
-        # Softmax, with the division left to the product's result, which is smaller than the weights.
-        largest = scores.max(-1, keepdims=True)
-        weights = jnp.exp(scores - largest)
+        # Queries of a causal block do not attend to keys after its end.
+        num_keys = end if causal else length
+        # [B, K, G * t, D] by [B, K, s, D] -> [B, K, G * t, s]: one product for all query heads of a kv head.
+        scores = _product(_flat(queries[..., start:end, :]), keys[:, :, :num_keys], 3, 3)
+        scores = soft_cap(scores.reshape(*shape, end - start, num_keys) * scale, cap)
+        scores = jnp.where(mask[:, :, None, start:end, :num_keys], scores, jnp.finfo(jnp.float32).min)
+        # Softmax; divide the product instead of the weights, because it is smaller.
+        max_scores = scores.max(-1, keepdims=True)
+        weights = jnp.exp(scores - max_scores)
         total = weights.sum(-1, keepdims=True)
-        part = _product(_flat(weights).astype(v.dtype), values[:, :, :seen], 3, 2)
+        part = _product(_flat(weights).astype(v.dtype), values[:, :, :num_keys], 3, 2)
         mixed.append(part.reshape(*shape, end - start, size) / total)
         # log-sum-exp of each query's scores, from which the backward pass recomputes the weights.
-        norms.append((largest + jnp.log(total))[..., 0])
+        norms.append((max_scores + jnp.log(total))[..., 0])
     mixed, norms = jnp.concatenate(mixed, 3), jnp.concatenate(norms, 3)
     if sinks is not None:
         # A sink adds exp(sink) to each softmax's denominator, and nothing to its numerator.
@@ -290,42 +288,41 @@ def _forward(causal, cap, q, k, v, mask, scale, sinks):
     return out, (queries, keys, values, mask, scale, sinks, out, norms)
 
 
-def _backward(causal, cap, kept, gradient):
-    queries, keys, values, mask, scale, sinks, out, norms = kept
+def _backward(causal, cap, residuals, gradient):
+    queries, keys, values, mask, scale, sinks, out, norms = residuals
     batch, groups, per_group, length, size = queries.shape
     # D of Dao et al. (2022), appendix B.2: the softmax's gradient is weights * (d weights - D). [B, K, G, T]
     products = (gradient.astype(jnp.float32) * out).reshape(batch, length, groups, per_group, size)
     offset = products.sum(-1).transpose(0, 2, 3, 1)
     gradient = gradient.reshape(batch, length, groups, per_group, size).transpose(0, 2, 3, 1, 4)
-    # Blocks of keys: those of the keys' and values' gradients are complete, while a query's add up over blocks.
+    # In blocks of keys, the gradients of keys and values are complete, while those of queries are summed over blocks.
     d_queries, d_keys, d_values = jnp.zeros(queries.shape, jnp.float32), [], []
     for start, end in _blocks(length, causal):
         first = start if causal else 0  # first query that attends to a key of this block
-        later, later_gradient = _flat(queries[..., first:, :]), _flat(gradient[..., first:, :])
-        own, own_values = keys[:, :, start:end], values[:, :, start:end]
+        later_queries, later_gradient = _flat(queries[..., first:, :]), _flat(gradient[..., first:, :])
+        block_keys, block_values = keys[:, :, start:end], values[:, :, start:end]
         shape = (batch, groups, end - start, per_group, length - first)
-        seen = mask[:, :, first:, start:end].swapaxes(2, 3)[:, :, :, None]
+        visible = mask[:, :, first:, start:end].swapaxes(2, 3)[:, :, :, None]
         # Keys by queries: [B, K, s, G, t].
-        scores = soft_cap(_product(own, later, 3, 3).reshape(shape) * scale, cap)
-        # A fully masked query has weights of 1 here, because its norm is the mask's value: hence the zero cotangent
-        # required.
-        weights = jnp.exp(jnp.where(seen, scores, jnp.finfo(jnp.float32).min) - norms[:, :, None, :, first:])
-        slopes = _product(own_values, later_gradient, 3, 3).reshape(shape) - offset[:, :, None, :, first:]
+        scores = soft_cap(_product(block_keys, later_queries, 3, 3).reshape(shape) * scale, cap)
+        # A fully masked query has weights of 1 here, because its norm is the mask's value. Its cotangent must be zero.
+        weights = jnp.exp(jnp.where(visible, scores, jnp.finfo(jnp.float32).min) - norms[:, :, None, :, first:])
+        slopes = _product(block_values, later_gradient, 3, 3).reshape(shape) - offset[:, :, None, :, first:]
         # The derivative of cap * tanh(x / cap) is 1 - tanh(x / cap)^2.
         slopes = weights * slopes if cap is None else weights * slopes * (1 - jnp.square(scores / cap))
         weights, slopes = (x.reshape(*shape[:3], -1).astype(values.dtype) for x in (weights, slopes))
         d_values.append(_product(weights, later_gradient, 3, 2))
-        d_keys.append(_product(slopes, later, 3, 2) * scale)
-        turned = jax.lax.optimization_barrier(slopes.swapaxes(2, 3))  # XLA would fold it into a slow product
+        d_keys.append(_product(slopes, later_queries, 3, 2) * scale)
+        transposed = jax.lax.optimization_barrier(slopes.swapaxes(2, 3))  # XLA would fold it into a slow product
         # [B, K, G * t, s] by [B, K, s, D] -> [B, K, G, t, D]
-        change = _product(turned, own, 3, 2).reshape(*shape[:2], per_group, length - first, size)
-        d_queries = d_queries.at[..., first:, :].add(change) if first else d_queries + change
+        update = _product(transposed, block_keys, 3, 2).reshape(*shape[:2], per_group, length - first, size)
+        d_queries = d_queries.at[..., first:, :].add(update) if first else d_queries + update
     d_queries = (d_queries * scale).transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, size)
     d_keys, d_values = (jnp.concatenate(parts, 2).transpose(0, 2, 1, 3) for parts in (d_keys, d_values))
     if sinks is not None:
-        # A sink's weight; its value is zero, so only D remains of the softmax's gradient. Sum over rows and queries.
-        taken = jnp.exp(_by_group(sinks, groups) - norms)
-        sinks = -(taken * offset).sum((0, 3)).reshape(sinks.shape).astype(sinks.dtype)
+        # A sink's value is zero, so only D remains of the softmax's gradient. Sum over rows and queries.
+        sink_weights = jnp.exp(_by_group(sinks, groups) - norms)
+        sinks = -(sink_weights * offset).sum((0, 3)).reshape(sinks.shape).astype(sinks.dtype)
     # The mask and the scale are constants.
     return *(x.astype(values.dtype) for x in (d_queries, d_keys, d_values)), None, None, sinks
 

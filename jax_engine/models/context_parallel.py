@@ -1,4 +1,4 @@
-"""Context parallelism: attention over rows cut along the sequence. Each device has its part's queries, and all keys.
+"""Context parallelism: attention over sharded rows. Each device has its shard's queries, and all keys.
 
 Keys and values are all-gathered (section 3.3.2 of Dubey et al. 2024); their gradients are reduce-scattered. Scores are
 computed for one block of queries at a time, and recomputed in the backward pass, so that memory grows linearly with the
@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE
-from jax_engine.models.attention import attend, real_tokens, seen_places
+from jax_engine.models.attention import attend, real_tokens, visibility_mask
 from jax_engine.models.dropout import Seeds
 
 SCORE_BYTES = 512 * 2**20  # maximum bytes of a block's float32 scores, on each device
@@ -22,12 +22,12 @@ SCORE_BYTES = 512 * 2**20  # maximum bytes of a block's float32 scores, on each 
 @jax.tree_util.register_dataclass
 @dataclass
 class ContextParallel:
-    """Attention pattern of rows cut along the sequence, in place of a mask, whose size is quadratic in the length.
+    """Attention pattern of rows sharded along the sequence. It replaces a mask, which is quadratic in the length.
 
     Args:
-        segments: [B, T] document numbers 1, 2, ..., or 1 for real tokens; 0 is padding, which no query attends to.
+        segments: [B, T] document indices 1, 2, ..., or 1 for real tokens; 0 is padding, which is not attended to.
         window: Size of the sliding window, the query included; without `causal` it also extends as far ahead.
-        packed: True if tokens attend to their own segment only.
+        packed: True if tokens attend only within their segment.
     """
 
     segments: Array
@@ -44,31 +44,32 @@ class ContextParallel:
 
     def attend(self, q: Array, k: Array, v: Array, scale: Array, rate: float = 0.0, seeds: Seeds | None = None,
                cap: float | None = None, sinks: Array | None = None) -> Array:
-        """`attend` for sharded [B, T, ...] arrays, with its arguments and result. Call inside a step on a mesh."""
-        drops = bool(rate) and seeds is not None
+        """Compute `attend` for sharded [B, T, ...] arrays. Call it inside a step on a mesh."""
+        has_dropout = bool(rate) and seeds is not None
         tensor = jax.sharding.get_abstract_mesh().shape["tensor"]
-        over_heads = None if k.shape[2] % tensor or drops else "tensor"  # dropout masks depend on the global head
-        cut, rows, whole = PartitionSpec(DATA_AXES, SEQUENCE, over_heads), PartitionSpec(DATA_AXES), PartitionSpec()
-        layouts = (cut, cut, cut, rows, whole, whole, rows, whole, PartitionSpec(over_heads))
+        over_heads = None if k.shape[2] % tensor or has_dropout else "tensor"  # dropout masks depend on the global head
+        sharded, rows = PartitionSpec(DATA_AXES, SEQUENCE, over_heads), PartitionSpec(DATA_AXES)
+        replicated = PartitionSpec()
+        layouts = (sharded, sharded, sharded, rows, replicated, replicated, rows, replicated, PartitionSpec(over_heads))
 
         def local(q, k, v, segments, window, scale, words, site, sinks):
             # [B, T / parts, K, D] -> [B, T, K, D]
             k, v = (jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True) for x in (k, v))
             rows = ContextParallel(segments, window, self.causal, self.packed)
-            seeds = Seeds(words, {"layers.attn.weights": site}) if drops else None
-            # Position in the row of this device's first query.
+            seeds = Seeds(words, {"layers.attn.weights": site}) if has_dropout else None
+            # Position of this device's first query in the row.
             first = jax.lax.axis_index(SEQUENCE) * q.shape[1]
-            return rows._by_blocks(q, k, v, first, scale, rate, seeds, cap, sinks)
+            return rows._attend_by_blocks(q, k, v, first, scale, rate, seeds, cap, sinks)
 
-        words, site = (seeds.tokens, seeds.sites["layers.attn.weights"]) if drops else (None, None)
-        return jax.shard_map(local, in_specs=layouts, out_specs=cut, check_vma=False)(
+        words, site = (seeds.tokens, seeds.sites["layers.attn.weights"]) if has_dropout else (None, None)
+        return jax.shard_map(local, in_specs=layouts, out_specs=sharded, check_vma=False)(
             q, k, v, self.segments, self.window, scale, words, site, sinks)
 
-    def _by_blocks(self, q: Array, k: Array, v: Array, first: Array, scale: Array, rate: float, seeds: Seeds | None,
-                   cap: float | None, sinks: Array | None) -> Array:
-        """`attend` for queries [B, t, heads, head_dim] whose positions in their rows start at `first`."""
+    def _attend_by_blocks(self, q: Array, k: Array, v: Array, first: Array, scale: Array, rate: float,
+                          seeds: Seeds | None, cap: float | None, sinks: Array | None) -> Array:
+        """Compute `attend` for queries [B, t, heads, head_dim]; their positions in the rows start at `first`."""
         batch, length, heads, _ = q.shape
-        # Blocks of equal size, so that little is padded: first their number, then their size, then the number again,
+        # Blocks of equal size need little padding. Compute their number, then their size, then the number again,
         # because a rounded size may need fewer.
         num_blocks = -(-length // max(SCORE_BYTES // (4 * batch * heads * k.shape[1]), 1))
         size = -(-length // num_blocks)
@@ -79,21 +80,22 @@ class ContextParallel:
         wide = k.astype(jnp.float32), v.astype(jnp.float32)  # so that gradients are summed over blocks in float32
 
         @jax.checkpoint
-        def block(number_and_queries: tuple[Array, Array]) -> Array:
-            number, queries = number_and_queries
-            # Padded queries take the position of the last token; their output is cut off.
-            places = jnp.minimum(first + number * size + jnp.arange(size), k.shape[1] - 1)
-            own = None if seeds is None else seeds._replace(queries=seeds.tokens[:, places])
+        def block(index_and_queries: tuple[Array, Array]) -> Array:
+            index, queries = index_and_queries
+            # Padded queries get the position of the last token; their output is removed.
+            positions = jnp.minimum(first + index * size + jnp.arange(size), k.shape[1] - 1)
+            block_seeds = None if seeds is None else seeds._replace(queries=seeds.tokens[:, positions])
             keys, values = (x.astype(q.dtype) for x in wide)
-            return attend(queries, keys, values, self._mask(places), scale, rate, own, cap, sinks=sinks)
+            return attend(queries, keys, values, self._mask(positions), scale, rate, block_seeds, cap, sinks=sinks)
 
         mixed = jax.lax.map(block, (jnp.arange(num_blocks), blocks))
         return mixed.swapaxes(0, 1).reshape(batch, num_blocks * size, -1)[:, :length]
 
-    def _mask(self, places: Array) -> Array:
+    def _mask(self, positions: Array) -> Array:
         """Return the mask [B, 1, queries, T] of queries at these positions of their rows."""
         keys = jnp.arange(self.segments.shape[1])
-        seen = seen_places(places[:, None], keys[None], self.causal, self.window)[None] & (self.segments > 0)[:, None]
+        visible = visibility_mask(positions[:, None], keys[None], self.causal, self.window)[None]
+        visible &= (self.segments > 0)[:, None]
         if self.packed:
-            seen &= self.segments[:, places][:, :, None] == self.segments[:, None]
-        return seen[:, None]
+            visible &= self.segments[:, positions][:, :, None] == self.segments[:, None]
+        return visible[:, None]

@@ -16,34 +16,34 @@ class Relative:
     Rows are projected to keys, scored by the queries (content to position), and to queries (position to content).
 
     Args:
-        longest: Distances from half the span up to this share logarithmic buckets; None: one bucket per distance.
-        scores: The scores to add to the content-to-content scores.
+        max_distance: Distances from half the span up to this one use logarithmic buckets; None: one bucket each.
+        scores: Scores to add to the content-to-content scores.
         normed: True if the table is normed.
         shared: True if rows are projected by the content's query and key matrices.
     """
 
     span: int
-    longest: int | None
+    max_distance: int | None
     scores: tuple[Literal["c2p", "p2c"], ...]
     normed: bool
     shared: bool
 
     def buckets(self, length: int) -> np.ndarray:
         """Return the table row for each query and key of rows of this length, [length, length]."""
-        return _buckets(self.span, self.longest, length)
+        return _buckets(self.span, self.max_distance, length)
 
 
 @cache
-def _buckets(span: int, longest: int | None, length: int) -> np.ndarray:
+def _buckets(span: int, max_distance: int | None, length: int) -> np.ndarray:
     # Query minus key: [length, length].
     distance = np.arange(length)[:, None] - np.arange(length)
-    if longest is not None:
+    if max_distance is not None:
         middle = span // 2
-        # float32 as in transformers, whose rounding decides about buckets at the borders. The maximum keeps the
-        # logarithm of near distances, which are not used, at 0.
+        # float32 as in transformers: its rounding determines buckets at the borders. The maximum sets the logarithm of
+        # near distances, which are not used, to 0.
         size = np.maximum(np.abs(distance), middle).astype(np.float32) / np.float32(middle)
-        share = np.log(size) / np.log(np.float32((longest - 1) / middle))
-        far = np.ceil(share * np.float32(middle - 1)).astype(np.int64) + middle
+        fraction = np.log(size) / np.log(np.float32((max_distance - 1) / middle))
+        far = np.ceil(fraction * np.float32(middle - 1)).astype(np.int64) + middle
         distance = np.where(np.abs(distance) <= middle, distance, far * np.sign(distance))
     return np.clip(distance + span, 0, 2 * span - 1)
 
@@ -64,5 +64,5 @@ def content_to_position(queries: Array, keys: Array, buckets: Array) -> Array:
 
 def position_to_content(queries: Array, keys: Array, buckets: Array) -> Array:
     """Score the table's queries [rows, heads, head_dim] against keys [B, T, heads, head_dim]: [B, heads, T, T]."""
-    # The same with keys in the place of queries: [B, heads, key, query], turned back by the swap.
+    # Swap the roles of queries and keys: [B, heads, key, query]; then transpose the result.
     return content_to_position(keys, queries, buckets.T).swapaxes(-1, -2)

@@ -12,7 +12,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias, norm="layer_no_bias",
                       norm_eps=config.layer_norm_eps, parallel=True,
                       shared_norm=True, windows=windows, logit_scale=config.logit_scale,
-                      ropes=tuple(rope.still() if window is None else rope for window in windows))
+                      ropes=tuple(rope.without_rotation() if window is None else rope for window in windows))
 
 
 FAMILY = llama_family(architecture, "Cohere2", qa_base=None, labels=(), modules={

@@ -32,10 +32,10 @@ def _relative(config: PreTrainedConfig, kinds: tuple[str, ...]) -> Relative | No
         return None
     # Optional fields of the configuration, with transformers' defaults.
     buckets, norms = getattr(config, "position_buckets", -1), getattr(config, "norm_rel_ebd", "none")
-    longest = config.max_relative_positions
-    longest = longest if longest > 0 else config.max_position_embeddings
-    return Relative(span=buckets if buckets > 0 else longest, longest=longest if buckets > 0 else None, scores=kinds,
-                    normed="layer_norm" in norms.lower(), shared=getattr(config, "share_att_key", False))
+    distance = config.max_relative_positions
+    distance = distance if distance > 0 else config.max_position_embeddings
+    return Relative(span=buckets if buckets > 0 else distance, max_distance=distance if buckets > 0 else None,
+                    scores=kinds, normed="layer_norm" in norms.lower(), shared=getattr(config, "share_att_key", False))
 
 
 def of_pooler(config: PreTrainedConfig) -> Classifier:

@@ -29,7 +29,7 @@ def test_part_of_a_tree_goes_both_ways(make_ref):
 def test_unknown_names_and_missing_layers_are_refused(make_ref):
     net, params = make_ref("llama", "causal").net, make_ref("llama", "causal").params
     named = net.to_torch(params)
-    with pytest.raises(UserError, match="not of this network: extra.weight"):
+    with pytest.raises(UserError, match="not in this network: extra.weight"):
         net.from_torch(named | {"extra.weight": np.ones(2)})
     named.pop("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(UserError, match="model.layers.1.mlp.up_proj.weight"):

@@ -61,13 +61,13 @@ def test_lengths_are_those_of_each_text():
 def test_layers_without_positions_turn_nothing():
     rope = rope_of(CASES[-1][0], interleaved=True)
     q = RANDOM.normal(size=(1, 5, 3, 32)).astype(np.float32)
-    assert np.array_equal(rotate(jnp.asarray(q), rope.still().angles(jnp.arange(5)[None], None), True), q)
+    assert np.array_equal(rotate(jnp.asarray(q), rope.without_rotation().angles(jnp.arange(5)[None], None), True), q)
 
 
 @pytest.mark.parametrize(("rope", "message"), [
-    ({"rope_type": "yarnn"}, "known types are default, dynamic"),
+    ({"rope_type": "yarnn"}, "supported types are default, dynamic"),
     ({"rope_type": "linear"}, "KeyError 'factor'"),
-    ({"rope_type": "default", "partial_rotary_factor": 0.5}, "llama turns whole heads"),
+    ({"rope_type": "default", "partial_rotary_factor": 0.5}, "llama rotates whole heads"),
 ])
 def test_what_cannot_be_computed_is_refused(rope, message):
     config = LlamaConfig(**SIZES)
