@@ -9,18 +9,18 @@ from jax_engine.models.families.bert import TOKEN, bert_like, label_classes
 def architecture(config: PreTrainedConfig) -> Architecture:
     depth, inner = config.num_hidden_layers, config.inner_group_num
     groups = [int(n / (depth / config.num_hidden_groups)) for n in range(depth)]
-    passes = tuple(group * inner + place for group in groups for place in range(inner))
+    passes = tuple(group * inner + index for group in groups for index in range(inner))
     scale = (config.hidden_size // config.num_attention_heads) ** -0.5
     return bert_like(config, num_layers=len(passes), passes=passes, layers_per_group=inner,
                      windows=(None,) * len(passes), attention_scales=(scale,) * len(passes),
                      embedding_size=config.embedding_size, mlp_dropout=0.0)
 
 
-def of_pooler(config: PreTrainedConfig) -> Classifier:
+def pooler_head(config: PreTrainedConfig) -> Classifier:
     return Classifier("first", dense=True, activation="tanh", dropout=config.classifier_dropout_prob)
 
 
-def of_tokens(config: PreTrainedConfig) -> Classifier:
+def token_head(config: PreTrainedConfig) -> Classifier:
     return Classifier(dropout=config.classifier_dropout_prob)
 
 
@@ -52,6 +52,6 @@ FAMILY = Family(
     dropouts={"embed": "embeddings.dropout", "layers.attn.weights": f"{LAYER}.attention.weights",
               "layers.attn": f"{LAYER}.attention.output_dropout"},
     head_dropouts=dict.fromkeys(("sequence", "token", "choice"), {"head": "dropout"}),
-    classifiers={"sequence": of_pooler, "token": of_tokens, "choice": of_pooler},
+    classifiers={"sequence": pooler_head, "token": token_head, "choice": pooler_head},
     tied={"masked": {"predictions.decoder.weight": "embed.tokens.weight", "predictions.decoder.bias": "head.bias"}},
 )

@@ -29,8 +29,8 @@ DROPOUTS = {
 }
 
 
-def bert_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
-    """Return the architecture of a BERT-like network; `choices` override fields."""
+def bert_like(config: PreTrainedConfig, **overrides: Any) -> Architecture:
+    """Return the architecture of a BERT-like network; `overrides` override fields."""
     refuse(config, is_decoder=False, add_cross_attention=False, tie_word_embeddings=True,
            position_embedding_type="absolute")
     head_dim, std = config.hidden_size // config.num_attention_heads, initial_std(config)
@@ -44,25 +44,25 @@ def bert_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
         "num_types": config.type_vocab_size, "padding_id": config.pad_token_id,
         "embedding_dropout": config.hidden_dropout_prob, "attention_dropout": config.attention_probs_dropout_prob,
         "residual_dropout": config.hidden_dropout_prob, "mlp_dropout": config.hidden_dropout_prob,
-        **plain_layers(config.num_hidden_layers, head_dim**-0.5), **choices})
+        **plain_layers(config.num_hidden_layers, head_dim**-0.5), **overrides})
 
 
 def head_dropout(config: PreTrainedConfig) -> float:
-    """Return the dropout rate of the heads for labels, by the fields of BERT and its descendants."""
+    """Return the dropout rate of label heads, from the fields of BERT and its descendants."""
     return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
 
 
 def label_classes(name: str) -> dict[Head, str]:
-    """Return transformers' classes of the heads for labels."""
+    """Return transformers' classes of the label heads."""
     return {"sequence": f"{name}ForSequenceClassification", "token": f"{name}ForTokenClassification",
             "choice": f"{name}ForMultipleChoice"}
 
 
-def of_pooler(config: PreTrainedConfig) -> Classifier:
+def pooler_head(config: PreTrainedConfig) -> Classifier:
     return Classifier("first", dense=True, activation="tanh", dropout=head_dropout(config))
 
 
-def of_tokens(config: PreTrainedConfig) -> Classifier:
+def token_head(config: PreTrainedConfig) -> Classifier:
     return Classifier(dropout=head_dropout(config))
 
 
@@ -79,7 +79,7 @@ FAMILY = Family(
     },
     dropouts=DROPOUTS,
     head_dropouts=dict.fromkeys(("sequence", "token", "choice"), {"head": "dropout"}),
-    classifiers={"sequence": of_pooler, "token": of_tokens, "choice": of_pooler},
+    classifiers={"sequence": pooler_head, "token": token_head, "choice": pooler_head},
     tied={"masked": {"cls.predictions.decoder.weight": "embed.tokens.weight",
                      "cls.predictions.decoder.bias": "head.bias"}},
 )

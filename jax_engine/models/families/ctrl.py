@@ -5,7 +5,7 @@ import math
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers
-from jax_engine.models.families.llama import of_last
+from jax_engine.models.families.llama import last_token_head
 
 BLOCK_NORM_EPS = 1e-6  # only the last norm reads layer_norm_epsilon
 
@@ -41,6 +41,6 @@ FAMILY = Family(
     classes={"causal": "CTRLLMHeadModel", "sequence": "CTRLForSequenceClassification"},
     head_modules={"causal": {"head": "lm_head"}, "sequence": {"head": "classifier"}},
     dropouts={"embed": "dropout", "layers.attn": "h.{}.dropout1", "layers.mlp": "h.{}.dropout2"},
-    classifiers={"sequence": of_last},
+    classifiers={"sequence": last_token_head},
     tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
 )

@@ -38,7 +38,7 @@ def _relative(config: PreTrainedConfig, kinds: tuple[str, ...]) -> Relative | No
                     scores=kinds, normed="layer_norm" in norms.lower(), shared=getattr(config, "share_att_key", False))
 
 
-def of_pooler(config: PreTrainedConfig) -> Classifier:
+def pooler_head(config: PreTrainedConfig) -> Classifier:
     refuse(config, pooler_hidden_size=config.hidden_size)
     rate = getattr(config, "cls_dropout", None)
     return Classifier("first", dense=True, activation=check_activation(config.pooler_hidden_act),
@@ -72,8 +72,8 @@ FAMILY = Family(
     },
     dropouts=DROPOUTS | {"embed.conv": "encoder.conv.dropout"},
     head_dropouts={"sequence": POOLED_DROPOUTS, "token": {"head": "dropout"}, "choice": POOLED_DROPOUTS},
-    classifiers={"sequence": of_pooler, "token": lambda config: Classifier(dropout=config.hidden_dropout_prob),
-                 "choice": of_pooler},
+    classifiers={"sequence": pooler_head, "token": lambda config: Classifier(dropout=config.hidden_dropout_prob),
+                 "choice": pooler_head},
     tied={"masked": {"cls.predictions.decoder.weight": "embed.tokens.weight",
                      "cls.predictions.decoder.bias": "head.bias"}},
 )

@@ -23,7 +23,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
         **plain_layers(config.n_layers, head_dim**-0.5))
 
 
-def of_rows(config: PreTrainedConfig) -> Classifier:
+def sequence_head(config: PreTrainedConfig) -> Classifier:
     return Classifier("first", dense=True, activation="relu", dropout=config.seq_classif_dropout)
 
 
@@ -53,7 +53,7 @@ FAMILY = Family(
     dropouts={"embed": "embeddings.dropout", "layers.attn.weights": "transformer.layer.{}.attention.weights",
               "layers.mlp": "transformer.layer.{}.ffn.dropout"},
     head_dropouts=dict.fromkeys(("qa", "sequence", "token", "choice"), {"head": "dropout"}),
-    classifiers={"qa": lambda config: Classifier(dropout=config.qa_dropout), "sequence": of_rows,
-                 "token": lambda config: Classifier(dropout=config.dropout), "choice": of_rows},
+    classifiers={"qa": lambda config: Classifier(dropout=config.qa_dropout), "sequence": sequence_head,
+                 "token": lambda config: Classifier(dropout=config.dropout), "choice": sequence_head},
     tied={"masked": {"vocab_projector.weight": "embed.tokens.weight"}},
 )

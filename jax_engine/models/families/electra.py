@@ -6,7 +6,7 @@ The masked head is the generator's; the discriminator, which detects replaced to
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Classifier, Family, refuse
-from jax_engine.models.families.bert import DROPOUTS, MODULES, TOKEN, bert_like, label_classes, of_tokens
+from jax_engine.models.families.bert import DROPOUTS, MODULES, TOKEN, bert_like, label_classes, token_head
 from jax_engine.models.families.roberta import TWO_DROPOUTS, TWO_LAYERS, two_layers
 from jax_engine.models.linear import check_activation
 
@@ -38,6 +38,6 @@ FAMILY = Family(
     dropouts=DROPOUTS,
     head_dropouts={"sequence": TWO_DROPOUTS, "token": {"head": "dropout"}, "choice": {
         "head.dense": "sequence_summary.first_dropout", "head": "sequence_summary.last_dropout"}},
-    classifiers={"sequence": two_layers("gelu"), "token": of_tokens, "choice": of_summary},
+    classifiers={"sequence": two_layers("gelu"), "token": token_head, "choice": of_summary},
     tied={"masked": {"generator_lm_head.weight": "embed.tokens.weight"}},
 )

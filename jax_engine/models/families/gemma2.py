@@ -15,15 +15,15 @@ NORMS = {"layers.attn_norm": "layers.{}.input_layernorm",
 SANDWICHED = {ours: theirs for ours, theirs in MODULES.items() if ours not in NORMS} | NORMS
 
 
-def gemma2_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
-    """Return the architecture of a Gemma 2-like network; `choices` override fields."""
+def gemma2_like(config: PreTrainedConfig, **overrides: Any) -> Architecture:
+    """Return the architecture of a Gemma 2-like network; `overrides` override fields."""
     refuse(config, use_bidirectional_attention=False)
     return llama_like(
         config, activation=config.hidden_activation, qkv_bias=config.attention_bias,
         out_bias=config.attention_bias, norm="rms_plus_one", norms=("input", "output"), windows=layer_windows(config),
         attention_scales=(config.query_pre_attn_scalar**-0.5,) * config.num_hidden_layers,
         attention_cap=config.attn_logit_softcapping, logit_cap=config.final_logit_softcapping,
-        embedding_scale=math.sqrt(config.hidden_size), scales_in_table=True, **choices)
+        embedding_scale=math.sqrt(config.hidden_size), scales_in_table=True, **overrides)
 
 
 FAMILY = llama_family(gemma2_like, "Gemma2", qa_base=None, modules=SANDWICHED)

@@ -15,5 +15,5 @@ def architecture(config: PreTrainedConfig) -> Architecture:
 
 
 GEMMA3 = llama_family(architecture, "Gemma3", qa_base=None, modules=SANDWICHED, labels=("sequence",))
-# The name without Text is that of the model that reads images, too.
+# The class name without Text belongs to the model that also reads images.
 FAMILY = replace(GEMMA3, classes=GEMMA3.classes | {"sequence": "Gemma3TextForSequenceClassification"})

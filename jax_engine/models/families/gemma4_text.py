@@ -1,5 +1,5 @@
 """Gemma 4, text only (Google 2026): Gemma 3 with wider heads in layers without a window, normed values that may be the
-keys, keys and values that later layers borrow, an input of its own to each layer, and experts beside the MLP.
+keys, keys and values that later layers borrow, a separate input to each layer, and experts next to the MLP.
 """
 
 import math
@@ -13,10 +13,10 @@ from jax_engine.models.rope import Rope, rope_of
 from lmmods.core.errors import UserError
 
 PARTS = {"q": "q_proj", "q_norm": "q_norm", "k_norm": "k_norm", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
-OWN = {
+GEMMA4_MODULES = {
     "embed.tokens": MODULES["embed.tokens"],
-    **{f"layers.{attention}.{ours}": f"layers.{{}}.self_attn.{theirs}" for attention in ("attn", "full_attn")
-       for ours, theirs in PARTS.items()},
+    **{f"layers.{attention}.{name}": f"layers.{{}}.self_attn.{torch_name}" for attention in ("attn", "full_attn")
+       for name, torch_name in PARTS.items()},
     **{f"layers.{mlp}.{part}": f"layers.{{}}.mlp.{part}_proj" for mlp in ("mlp", "wide_mlp")
        for part in ("gate", "up", "down")},
     **NORMS,
@@ -39,14 +39,14 @@ OWN = {
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
-    if config.use_bidirectional_attention == "all":  # of images alone, it does not concern text
+    if config.use_bidirectional_attention == "all":  # other values affect only images, not text
         refuse(config, use_bidirectional_attention=None)
     if config.hidden_size_per_layer_input:
         refuse(config, vocab_size_per_layer_input=config.vocab_size)
     num, kinds = config.num_hidden_layers, config.layer_types
     if config.num_kv_shared_layers and set(kinds) != set(kinds[:num - config.num_kv_shared_layers]):
-        raise UserError(f"model.config: gemma4_text with num_kv_shared_layers: {config.num_kv_shared_layers} leaves no "
-                        "layer with keys and values for some of its layer_types.")
+        raise UserError(f"model.config: gemma4_text with num_kv_shared_layers: {config.num_kv_shared_layers} has no "
+                        "layer that computes keys and values for some layer_types. Lower num_kv_shared_layers.")
     parts = {kind: config.per_layer_config[kind] for kind in set(kinds)}
     full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
     sizes = (parts["full_attention"].num_key_value_heads, parts["full_attention"].head_dim)
@@ -65,8 +65,8 @@ def architecture(config: PreTrainedConfig) -> Architecture:
 
 
 def _rope(config: PreTrainedConfig, kind: str) -> Rope:
-    # transformers turns whole heads unless the type is proportional, which leaves some frequencies at 0.
+    # transformers rotates whole heads unless the type is proportional, which sets some frequencies to 0.
     return rope_of(config, kind, partial=config.rope_parameters[kind].get("rope_type") == "proportional")
 
 
-FAMILY = llama_family(architecture, "Gemma4", qa_base=None, labels=(), modules=OWN)
+FAMILY = llama_family(architecture, "Gemma4", qa_base=None, labels=(), modules=GEMMA4_MODULES)

@@ -5,7 +5,7 @@ import math
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family, initial_std, refuse
-from jax_engine.models.families.llama import of_last, of_tokens
+from jax_engine.models.families.llama import last_token_head, token_head
 from jax_engine.models.linear import check_activation
 
 
@@ -47,6 +47,6 @@ FAMILY = Family(
     dropouts={"embed": "drop", "layers.attn.weights": "h.{}.attn.weights", "layers.attn": "h.{}.attn.resid_dropout",
               "layers.mlp": "h.{}.mlp.dropout"},
     head_dropouts={"token": {"head": "dropout"}},
-    classifiers={"sequence": of_last, "token": of_tokens},
+    classifiers={"sequence": last_token_head, "token": token_head},
     tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
 )

@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers
-from jax_engine.models.families.llama import of_last, of_tokens
+from jax_engine.models.families.llama import last_token_head, token_head
 from jax_engine.models.linear import check_activation
 from jax_engine.models.rope import rope_of
 
@@ -44,6 +44,6 @@ FAMILY = Family(
     dropouts={"embed": "emb_dropout", "layers.attn.weights": "layers.{}.attention.weights",
               "layers.attn": "layers.{}.post_attention_dropout", "layers.mlp": "layers.{}.post_mlp_dropout"},
     head_dropouts={"token": {"head": "dropout"}},
-    classifiers={"sequence": of_last, "token": of_tokens},
+    classifiers={"sequence": last_token_head, "token": token_head},
     tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
 )

@@ -25,36 +25,36 @@ MODULES = {
 }
 
 
-def llama_like(config: PreTrainedConfig, **choices: Any) -> Architecture:
+def llama_like(config: PreTrainedConfig, **overrides: Any) -> Architecture:
     """Return the architecture of a Llama-like network.
 
     Args:
-        choices: Fields of Architecture to override; `rope` sets that of all layers, and `norm_eps` also applies to the
-            final norm.
+        overrides: Fields of Architecture to override; `rope` sets the rope of all layers, and `norm_eps` also
+            applies to the final norm.
     """
-    rope = choices.pop("rope", None) or (None if "ropes" in choices else rope_of(config))
-    eps = choices.pop("norm_eps", None) or config.rms_norm_eps
+    rope = overrides.pop("rope", None) or (None if "ropes" in overrides else rope_of(config))
+    eps = overrides.pop("norm_eps", None) or config.rms_norm_eps
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     std = initial_std(config)
     return Architecture(**{
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,
         "num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads, "head_dim": head_dim,
         "mlp_size": config.intermediate_size, "norm": "rms", "norm_eps": eps, "final_norm_eps": eps,
-        "activation": check_activation(choices.pop("activation", None) or config.hidden_act), "init_std": std,
+        "activation": check_activation(overrides.pop("activation", None) or config.hidden_act), "init_std": std,
         "layer_std": std, "residual_std": std, "causal": True, "positions": "rope",
         "ropes": (rope,) * config.num_hidden_layers, "padding_id": config.pad_token_id,
         "qkv_bias": False, "out_bias": False, "mlp_bias": False, "gated": True, "tied": config.tie_word_embeddings,
         "attention_dropout": config.attention_dropout or 0.0,
-        **plain_layers(config.num_hidden_layers, head_dim**-0.5), **choices})
+        **plain_layers(config.num_hidden_layers, head_dim**-0.5), **overrides})
 
 
-def of_last(config: PreTrainedConfig) -> Classifier:
-    """Return the head for sequences of a decoder: scores of the last token, without bias."""
+def last_token_head(config: PreTrainedConfig) -> Classifier:
+    """Return the sequence head of a decoder: scores of the last token, without bias."""
     return Classifier("last", bias=False)
 
 
-def of_tokens(config: PreTrainedConfig) -> Classifier:
-    """Return the head for tokens of a decoder."""
+def token_head(config: PreTrainedConfig) -> Classifier:
+    """Return the token head of a decoder."""
     rates = (getattr(config, name, None) for name in ("classifier_dropout", "hidden_dropout"))
     return Classifier(bias=getattr(config, "token_classification_bias", True),
                       dropout=next((rate for rate in rates if rate is not None), 0.1))
@@ -66,14 +66,14 @@ LABELS: tuple[Head, ...] = ("sequence", "token")
 def llama_family(architecture: Any, name: str, qa_base: str | None = "transformer",
                  modules: dict[str, str] = MODULES, dropouts: dict[str, str] | None = None,
                  labels: tuple[Head, ...] = LABELS, **fields: Any) -> Family:
-    """Return a family with Llama's key table or `modules`, and its dropout sites beside the attention weights.
+    """Return a family with Llama's key table or `modules`, and dropout on attention weights and at `dropouts`.
 
-    Its classes are `{name}ForCausalLM`, those of the heads in `labels`, and, given its base,
-    `{name}ForQuestionAnswering`. `fields` are Family's own.
+    Its classes are `{name}ForCausalLM`, the heads in `labels`, and with `qa_base` `{name}ForQuestionAnswering`.
+    `fields` are other fields of Family.
     """
     classes = {"causal": f"{name}ForCausalLM", "sequence": f"{name}ForSequenceClassification",
                "token": f"{name}ForTokenClassification"}
-    classes = {head: kind for head, kind in classes.items() if head in ("causal", *labels)}
+    classes = {head: class_name for head, class_name in classes.items() if head in ("causal", *labels)}
     head_modules = {"causal": {"head": "lm_head"}, **dict.fromkeys(labels, {"head": "score"})}
     if qa_base:
         classes["qa"], head_modules["qa"] = f"{name}ForQuestionAnswering", {"head": "qa_outputs"}
@@ -81,27 +81,28 @@ def llama_family(architecture: Any, name: str, qa_base: str | None = "transforme
                   head_modules=head_modules,
                   dropouts={"layers.attn.weights": "layers.{}.self_attn.weights", **(dropouts or {})},
                   head_dropouts={"token": {"head": "dropout"}},
-                  classifiers={"sequence": of_last, "token": of_tokens},
+                  classifiers={"sequence": last_token_head, "token": token_head},
                   tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
                   base_of={"qa": qa_base} if qa_base else {}, **fields)
 
 
-def with_modules(before: str, after: str, own: dict[str, str]) -> dict[str, str]:
-    """Return Llama's key table with those between two modules replaced by a family's own, in order."""
+def with_modules(before: str, after: str, modules: dict[str, str]) -> dict[str, str]:
+    """Return Llama's key table with the entries between two modules replaced by a family's, in order."""
     names = list(MODULES)
     first, last = names.index(before) + 1, names.index(after)
-    return {name: MODULES[name] for name in names[:first]} | own | {name: MODULES[name] for name in names[last:]}
+    return {name: MODULES[name] for name in names[:first]} | modules | {name: MODULES[name] for name in names[last:]}
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, from `layer_types`."""
-    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+    return tuple(config.sliding_window if layer_type == "sliding_attention" else None
+                 for layer_type in config.layer_types)
 
 
 def layer_ropes(config: PreTrainedConfig) -> tuple[Rope, ...]:
     """Return the rotary embedding of each layer, from `layer_types`."""
-    kinds = {kind: rope_of(config, kind) for kind in set(config.layer_types)}
-    return tuple(kinds[kind] for kind in config.layer_types)
+    ropes = {layer_type: rope_of(config, layer_type) for layer_type in set(config.layer_types)}
+    return tuple(ropes[layer_type] for layer_type in config.layer_types)
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:

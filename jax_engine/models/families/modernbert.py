@@ -1,6 +1,6 @@
 """ModernBERT (Warner et al. 2024): rotary positions, windows in most layers, pre-norm, no biases.
 
-The embedding is normed, so the first layer's attention has no norm of its own.
+The embedding is normed, so the first layer's attention has no input norm.
 """
 
 import math
@@ -21,7 +21,7 @@ def residual_std(config: PreTrainedConfig) -> float:
 def architecture(config: PreTrainedConfig) -> Architecture:
     refuse(config, tie_word_embeddings=True)
     head_dim, std = config.hidden_size // config.num_attention_heads, initial_std(config)
-    # transformers' sliding_window counts the tokens to each side, without the query itself
+    # transformers' sliding_window is the number of tokens to each side, without the query.
     windows = tuple(config.sliding_window + 1 if kind == "sliding_attention" else None for kind in config.layer_types)
     return Architecture(**{
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers,
@@ -41,14 +41,14 @@ def architecture(config: PreTrainedConfig) -> Architecture:
         "windows": windows})
 
 
-def of_tokens(config: PreTrainedConfig) -> Classifier:
+def token_head(config: PreTrainedConfig) -> Classifier:
     return Classifier(dense=True, activation=check_activation(config.classifier_activation), norm=True,
                       dense_bias=config.classifier_bias, dropout=config.classifier_dropout,
                       std=config.hidden_size**-0.5, dense_std=residual_std(config))
 
 
-def of_rows(config: PreTrainedConfig) -> Classifier:
-    return replace(of_tokens(config), pooling={"cls": "first", "mean": "mean"}[config.classifier_pooling])
+def sequence_head(config: PreTrainedConfig) -> Classifier:
+    return replace(token_head(config), pooling={"cls": "first", "mean": "mean"}[config.classifier_pooling])
 
 
 SCORING: tuple[Head, ...] = ("qa", "sequence", "token", "choice")  # heads without a vocabulary
@@ -76,6 +76,6 @@ FAMILY = Family(
     dropouts={"embed": "embeddings.drop", "layers.attn.weights": "layers.{}.attn.weights",
               "layers.attn": "layers.{}.attn.out_drop", "layers.mlp.inner": "layers.{}.mlp.drop"},
     head_dropouts=dict.fromkeys(SCORING, {"head": "drop"}),
-    classifiers={"qa": of_tokens, "sequence": of_rows, "token": of_tokens, "choice": of_rows},
+    classifiers={"qa": token_head, "sequence": sequence_head, "token": token_head, "choice": sequence_head},
     tied={"masked": {"decoder.weight": "embed.tokens.weight"}},
 )

@@ -3,11 +3,11 @@
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Family, initial_std, plain_layers, refuse
-from jax_engine.models.families.llama import of_last
+from jax_engine.models.families.llama import last_token_head
 
-# Its own table of activations: "gelu" is the tanh approximation here.
+# This model has its own activations: "gelu" is the tanh approximation.
 ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "silu"}
-CONV1D_STD = 0.02  # torch's Conv1D starts from this, whatever initializer_range says
+CONV1D_STD = 0.02  # torch's Conv1D uses this and ignores initializer_range
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
@@ -42,6 +42,6 @@ FAMILY = Family(
     head_modules={"causal": {"head": "lm_head"}, "sequence": {"head": "score"}},
     dropouts={"embed": "drop", "layers.attn.weights": "h.{}.attn.weights", "layers.attn": "h.{}.attn.resid_dropout",
               "layers.mlp": "h.{}.mlp.dropout"},
-    classifiers={"sequence": of_last},
+    classifiers={"sequence": last_token_head},
     tied={"causal": {"lm_head.weight": "embed.tokens.weight"}},
 )

@@ -12,7 +12,7 @@ from jax_engine.models.rope import rope_of
 from lmmods.core.errors import UserError
 
 LINEAR = {"layers.linear_attn": "layers.{}.linear_attn"} | {
-    f"layers.linear_attn.{ours}": f"layers.{{}}.linear_attn.{theirs}" for ours, theirs in (
+    f"layers.linear_attn.{name}": f"layers.{{}}.linear_attn.{torch_name}" for name, torch_name in (
         ("conv", "conv1d"), ("norm", "norm"), ("o", "out_proj"), ("qkv", "in_proj_qkv"), ("z", "in_proj_z"),
         ("b", "in_proj_b"), ("a", "in_proj_a"))}
 
@@ -20,10 +20,10 @@ LINEAR = {"layers.linear_attn": "layers.{}.linear_attn"} | {
 def architecture(config: PreTrainedConfig) -> Architecture:
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if values % keys:
-        raise UserError(f"model.config: qwen3_5_text with linear_num_value_heads: {values}, which is no multiple of "
-                        f"linear_num_key_heads: {keys}.")
+        raise UserError(f"model.config: qwen3_5_text with linear_num_value_heads: {values}, which is not a multiple of "
+                        f"linear_num_key_heads: {keys}. Change one of them.")
     layers = tuple(layer for layer, kind in enumerate(config.layer_types) if kind == "linear_attention")
-    # Positions in the three dimensions of an image are equal in text, so its sections of the rope are one rope.
+    # In text, the positions in an image's three dimensions are equal, so the sections of the rope are one rope.
     return llama_like(
         config, rope=rope_of(config, partial=True), norm="rms_plus_one", qk_norm="head", output_gate=True,
         qkv_bias=config.attention_bias, out_bias=config.attention_bias,
@@ -33,5 +33,5 @@ def architecture(config: PreTrainedConfig) -> Architecture:
 
 QWEN35 = llama_family(architecture, "Qwen3_5", qa_base=None, labels=("sequence",), modules=with_modules(
     "embed.tokens", "layers.attn.q", LINEAR))
-# The name without Text is that of the model that reads images, too.
+# The class name without Text belongs to the model that also reads images.
 FAMILY = replace(QWEN35, classes=QWEN35.classes | {"sequence": "Qwen3_5TextForSequenceClassification"})

@@ -5,26 +5,27 @@ from collections.abc import Callable
 from transformers import PreTrainedConfig
 
 from jax_engine.models.architecture import Architecture, Classifier, Family
-from jax_engine.models.families.bert import DROPOUTS, MODULES, TOKEN, bert_like, head_dropout, label_classes, of_tokens
+from jax_engine.models.families.bert import DROPOUTS, MODULES, TOKEN, bert_like, head_dropout, label_classes, token_head
 from lmmods.core.errors import UserError
 
 
 def architecture(config: PreTrainedConfig) -> Architecture:
     if config.pad_token_id is None:
-        raise UserError(f"model.config: {config.model_type} counts positions from pad_token_id, which is missing.")
+        raise UserError(f"model.config: {config.model_type} counts positions from pad_token_id, which is missing. Set "
+                        "it.")
     return bert_like(config, positions_after_padding=True, head_activation="gelu")
 
 
 def two_layers(activation: str) -> Callable[[PreTrainedConfig], Classifier]:
-    """Return the description of a head for sequences with a dense layer of its own, and dropout before both layers."""
-    def of_rows(config: PreTrainedConfig) -> Classifier:
+    """Return the description of a sequence head with a dense layer, and dropout before both layers."""
+    def sequence_head(config: PreTrainedConfig) -> Classifier:
         rate = head_dropout(config)
         return Classifier("first", dense=True, activation=activation, dense_dropout=rate, dropout=rate)
 
-    return of_rows
+    return sequence_head
 
 
-def of_pooler(config: PreTrainedConfig) -> Classifier:
+def pooler_head(config: PreTrainedConfig) -> Classifier:
     return Classifier("first", dense=True, activation="tanh", dropout=config.hidden_dropout_prob)
 
 
@@ -42,6 +43,6 @@ FAMILY = Family(
     },
     dropouts=DROPOUTS,
     head_dropouts={"sequence": TWO_DROPOUTS, "token": {"head": "dropout"}, "choice": {"head": "dropout"}},
-    classifiers={"sequence": two_layers("tanh"), "token": of_tokens, "choice": of_pooler},
+    classifiers={"sequence": two_layers("tanh"), "token": token_head, "choice": pooler_head},
     tied={"masked": {"lm_head.decoder.weight": "embed.tokens.weight", "lm_head.decoder.bias": "head.bias"}},
 )

@@ -52,7 +52,7 @@ def test_configurations_by_mapping_and_with_overrides(make_ref):
     ({"model_type": "llama", "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}}, "causal",
      "whole heads"),
     ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "causal", "attn_logit_softcapping: 50.0"),
-    ({"model_type": "qwen3_5_text", "linear_num_value_heads": 24}, "causal", "24, which is no multiple of .*: 16"),
+    ({"model_type": "qwen3_5_text", "linear_num_value_heads": 24}, "causal", "24, which is not a multiple of .*: 16"),
     ({"model_type": "gemma", "use_bidirectional_attention": True}, "causal", "use_bidirectional_attention"),
     ({"model_type": "gpt2", "add_cross_attention": True}, "causal", "add_cross_attention"),
     ({"model_type": "roberta", "pad_token_id": None}, "masked", "pad_token_id"),
