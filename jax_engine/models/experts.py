@@ -290,7 +290,8 @@ def _codes_forward(form, transposed, blocks, codes, order):
 
 def _codes_backward(form, transposed, residuals, gradient):
     empty, codes, order = residuals
-    # The barrier stops XLA from sharing the dequantised matrices with the forward pass, which would keep them in memory.
+    # The barrier stops XLA from sharing the dequantised matrices with the forward pass, which would keep them in
+    # memory.
     matrices = jax.lax.optimization_barrier(codes).astype(empty.dtype)
     blocks = jnp.zeros((*gradient.shape[:-1], matrices.shape[1 if transposed else 2]), empty.dtype)
     # The product is linear in the blocks, so their values do not matter to the pullback.

@@ -2,9 +2,9 @@
 
 A kernel is used only after a numerical check at start-up.
 
-Right-padded rows need no mask in a causal network, since no real token follows padding, and only the key lengths in an
-encoder. For everything else (packed rows, other padding) the GPU kernel takes a mask [B, 1, T, T], added to the scores
-in the compute dtype, and the TPU kernel segment ids, with attention within a segment.
+Right-padded rows need no mask in a causal network, because no real token follows padding, and only the key lengths in
+an encoder. For other rows (packed, other padding) the GPU kernel needs a mask [B, 1, T, T], which is added to the
+scores in the compute dtype, and the TPU kernel segment ids, with attention within a segment.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def attend_splash(q: Array, k: Array, v: Array, segments: Array | None, scale: f
         q: [B, T, heads, head_dim].
         k: [B, T, kv_heads, head_dim]. v: the same.
         segments: [B, T] segment ids; tokens attend within their segment. None: one segment.
-        window: Size of the sliding window, the query included; causal only.
+        window: Size of the sliding window, including the query; causal only.
         layout: Sharding of q, k, v and the result inside a step on a mesh, because XLA cannot partition the kernel.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
@@ -49,17 +49,17 @@ def attend_splash(q: Array, k: Array, v: Array, segments: Array | None, scale: f
     block = next(size for size in BLOCKS if length % size == 0)
     sizes = kernels.BlockSizes(**dict.fromkeys(
         ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block))
-    seen = masks.FullMask((length, length))
+    mask = masks.FullMask((length, length))
     if causal:
-        # Keys seen before and after the query: (window - 1, 0); without a window (None, 0) is the causal mask.
-        seen = masks.LocalMask((length, length), (None if window is None else window - 1, 0), 0)
+        # Keys before and after the query: (window - 1, 0); without a window, (None, 0) is the causal mask.
+        mask = masks.LocalMask((length, length), (None if window is None else window - 1, 0), 0)
 
     def local(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
         # Inside `shard_map`, because the mask has one entry per head of this device.
-        attend = kernels.make_splash_mha(masks.MultiHeadMask([seen] * q.shape[2]), block_sizes=sizes, head_shards=1,
+        attend = kernels.make_splash_mha(masks.MultiHeadMask([mask] * q.shape[2]), block_sizes=sizes, head_shards=1,
                                          q_seq_shards=1)
         ids = None if segments is None else kernels.SegmentIds(segments, segments)
-        # [B, T, heads, D] -> [B, heads, T, D]. The kernel has no scale: it goes into the queries.
+        # [B, T, heads, D] -> [B, heads, T, D]. The kernel has no scale, so scale the queries.
         heads_first = ((q * scale).astype(q.dtype).swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2))
         return jax.vmap(attend)(*heads_first, ids).swapaxes(1, 2)
 
@@ -70,7 +70,7 @@ def attend_splash(q: Array, k: Array, v: Array, segments: Array | None, scale: f
 
 
 SPLASH = "splash"
-CHECK_LENGTH, CHECK_WINDOW = 130, 16  # not a multiple of any tile; a window off by one shows
+CHECK_LENGTH, CHECK_WINDOW = 130, 16  # not a multiple of any tile; reveals a window off by one
 CHECK_LENGTH_SPLASH = 2 * BLOCKS[-1]
 
 
@@ -80,7 +80,7 @@ class Fused:
 
     Args:
         scale: Factor on the scores.
-        window: Size of the sliding window, the query included; causal networks only.
+        window: Size of the sliding window, including the query; causal networks only.
         by_length: Use the kernel for right-padded rows.
         by_mask: Use the kernel for all other rows.
         implementation: `splash`, or one of `jax.nn.dot_product_attention`.
@@ -97,15 +97,15 @@ class Fused:
     by_mask: bool = True
     implementation: str = "cudnn"
 
-    def over(self, batch: dict[str, Array]) -> Callable[[Array, Array, Array], Array] | None:
+    def for_batch(self, batch: dict[str, Array]) -> Callable[[Array, Array, Array], Array] | None:
         """Return the replacement of `attend` for these rows, (q, k, v) -> [B, T, heads * head_dim]; None: use `attend`.
 
         Args:
             batch: `input_ids` [B, T]; `segment_ids`, or an `attention_mask` of right padding, or neither.
         """
         length, by_mask = batch["input_ids"].shape[1], "segment_ids" in batch or not self.by_length
-        # Without a kernel, `ContextParallel` takes these rows: it needs no mask [T, T], and does not divide the heads.
-        if context_parallel_size() > 1 and (by_mask or self.num_kv_heads % _num_sharers()):
+        # `ContextParallel` computes these rows instead: it needs no mask [T, T], and does not divide the heads.
+        if context_parallel_size() > 1 and (by_mask or self.num_kv_heads % _model_parallel_size()):
             return None
         if self.implementation == SPLASH:
             return self._splash(batch, by_mask)
@@ -113,30 +113,30 @@ class Fused:
         if by_mask:
             if not self.by_mask or length % 2 or length == 1:  # the kernel has no gradient for odd lengths under a mask
                 return None
-            # The mask holds the window too; its causal order repeats `is_causal`.
+            # The mask includes the window; its causal order repeats `is_causal`.
             options["mask"] = constrain(attention_mask(batch, self.causal, self.window), PartitionSpec(DATA_AXES))
         elif length == 1:
             return None
         elif self.window is not None and self.window < length:
             options["local_window_size"] = (self.window - 1, 0)
         elif not self.causal and "attention_mask" in batch:
-            # Without a causal order, real queries would see the padding after them.
+            # Without a causal order, real queries would attend to the padding after them.
             options["key_value_seq_lengths"] = batch["attention_mask"].sum(1).astype(jnp.int32)
 
         def attend_fused(q: Array, k: Array, v: Array) -> Array:
-            # With context parallelism: from parts of rows with all heads to whole rows of some heads; below the way
-            # back.
-            q, k, v = (_shard_heads(_in_parts(x), self.num_kv_heads) for x in (q, k, v))
+            # With context parallelism, exchange shards of rows with all heads for whole rows of some heads, and back
+            # below.
+            q, k, v = (_shard_heads(_shard_rows(x), self.num_kv_heads) for x in (q, k, v))
             mixed = _shard_heads(jax.nn.dot_product_attention(q, k, v, **options), self.num_kv_heads)
-            return _in_parts(mixed).reshape(*q.shape[:2], -1)
+            return _shard_rows(mixed).reshape(*q.shape[:2], -1)
 
         return attend_fused
 
     def _splash(self, batch: dict[str, Array], by_mask: bool) -> Callable[[Array, Array, Array], Array] | None:
-        """`over` for TPUs, where the kernel takes only whole rows, and lengths of whole blocks."""
+        """Return `for_batch` on TPUs, where the kernel supports only whole rows, and lengths of whole blocks."""
         if context_parallel_size() > 1 or by_mask and not self.by_mask or batch["input_ids"].shape[1] % BLOCKS[-1]:
             return None
-        # Right padding is a segment of its own (0), which a causal kernel need not know about.
+        # Right padding is a separate segment (0), which a causal kernel does not need.
         segments = batch.get("segment_ids", batch.get("attention_mask") if by_mask or not self.causal else None)
 
         def attend_fused(q: Array, k: Array, v: Array) -> Array:
@@ -148,7 +148,7 @@ class Fused:
 
 def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | None, on: Target | None = None
            ) -> Fused | None:
-    """Return the fused kernel for a network, or None if there is none or it fails its check; report it but on CPUs.
+    """Return the fused kernel for a network, or None if there is none or it fails its check. Report it, except on CPUs.
 
     Args:
         requested: The recipe's choice of attention; `eager` is unfused attention.
@@ -159,23 +159,24 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
         return None
     reason = unsupported_reason(arch, dtype, requested)
     if reason is not None:
-        return _report(None, f"Attention: plain, as {reason}.")
+        return _report(None, f"Attention: plain, because {reason}. It takes more time and memory.")
     if on.is_simulated:
-        return _report(None, "Attention: in blocks, in place of the fused kernel, which simulated devices lack.")
-    # `unfit` has made sure that all layers have the same scale and window.
+        return _report(None, "Attention: in blocks, because simulated devices have no fused kernel.")
+    # `unsupported_reason` has checked that all layers have the same scale and window.
     fused = Fused(arch.num_heads, arch.num_kv_heads, arch.head_dim, str(dtype), arch.causal, arch.attention_scales[0],
                   arch.windows[0])
     if on.platform == "tpu":
         fused = replace(fused, implementation=SPLASH)
-    # Rows padded on the left only by mask: key lengths would take the padding for the text.
+    # Left-padded rows need the mask: key lengths would treat padding as text.
     fused = replace(fused, by_length=False) if HEADS[head].may_pad_left else fused
     if not on.is_here:
-        return _report(fused, f"Attention: {fused.implementation}'s fused kernel, assumed: its check takes the device.")
-    return keep_working(fused)
+        return _report(fused, f"Attention: {fused.implementation}'s fused kernel, assumed to pass its check, which "
+                              "needs the device.")
+    return keep_passing_uses(fused)
 
 
-def stands_in(arch: Architecture, dtype: str, requested: str | None, on: Target | None = None) -> bool:
-    """Return True if blocked attention replaces the kernel, so that a simulated program needs no more memory."""
+def is_replaced_by_blocks(arch: Architecture, dtype: str, requested: str | None, on: Target | None = None) -> bool:
+    """Return True if blocked attention replaces the kernel, so that a simulated program needs as little memory."""
     on = target(on)
     return on.is_simulated and on.platform != "cpu" and unsupported_reason(arch, jnp.dtype(dtype), requested) is None
 
@@ -183,39 +184,40 @@ def stands_in(arch: Architecture, dtype: str, requested: str | None, on: Target 
 def unsupported_reason(arch: Architecture, dtype: jnp.dtype, requested: str | None) -> str | None:
     """Return the reason why this network cannot use the fused kernel; None if it can."""
     if requested == "eager":
-        return "the recipe asks for attention: eager"
+        return "the recipe sets attention: eager"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"the fused kernel computes in 16 bits, not in {dtype}"
     if arch.head_dim % 8 or arch.head_dim > 128:
-        return f"the fused kernel takes heads of up to 128 features, a multiple of 8, not {arch.head_dim}"
+        return f"the fused kernel supports heads of up to 128 features, a multiple of 8, not {arch.head_dim}"
     if arch.attention_cap is not None:
-        return f"the fused kernel does not cap scores (at {arch.attention_cap} here)"
+        return f"the fused kernel does not support capped scores (at {arch.attention_cap} here)"
     if arch.sinks:
-        return "the fused kernel has no sinks"
+        return "the fused kernel does not support sinks"
     if arch.attention_dropout:
-        return f"the fused kernel has no attention dropout ({arch.attention_dropout} here)"
+        return f"the fused kernel does not support attention dropout ({arch.attention_dropout} here)"
     if arch.relative is not None:
-        return "the fused kernel has no relative positions"
+        return "the fused kernel does not support relative positions"
     if arch.wide_heads is not None or arch.num_borrowing:
         return "the layers of this network differ in their heads"
     if len(set(arch.windows)) > 1 or len(set(arch.attention_scales)) > 1:
         return "the layers of this network differ in window or scale"
     if not arch.causal and arch.windows[0] is not None:
-        return "the fused kernel has no window to both sides"
+        return "the fused kernel does not support a window to both sides"
     return None
 
 
-def keep_working(fused: Fused) -> Fused | None:
-    """Return `fused` with only the uses that pass their check; None if none does."""
-    problems = {use: mismatch(fused, use == "by_mask") for use in ("by_length", "by_mask") if getattr(fused, use)}
-    # One use may fail without the other, which is then kept.
+def keep_passing_uses(fused: Fused) -> Fused | None:
+    """Return `fused` with only the uses that pass their check; None if all fail."""
+    problems = {use: find_mismatch(fused, use == "by_mask") for use in ("by_length", "by_mask") if getattr(fused, use)}
+    # Keep one use if only the other fails.
     failed = {use: problem for use, problem in problems.items() if problem is not None}
     passed = replace(fused, **dict.fromkeys(failed, False))
-    why = "; ".join(f"{_USES[use]}: {problem}" for use, problem in failed.items())
+    reasons = "; ".join(f"{_USES[use]}: {problem}" for use, problem in failed.items())
     if len(failed) == len(problems):
-        return _report(None, f"Attention: plain, as the fused kernel fails its check ({why}).")
-    return _report(passed, f"Attention: {fused.implementation}'s fused kernel, which agrees with the plain one"
-                   + (f"; it fails its check with some rows, which take the plain one ({why})." if failed else "."))
+        return _report(None, f"Attention: plain, because the fused kernel fails its check ({reasons}). It takes more "
+                             "time and memory.")
+    return _report(passed, f"Attention: {fused.implementation}'s fused kernel, which agrees with plain attention"
+                   + (f"; rows that fail its check use plain attention ({reasons})." if failed else "."))
 
 
 _USES = {"by_length": "padded rows", "by_mask": "packed rows"}
@@ -228,21 +230,21 @@ def _report(chosen: Fused | None, line: str) -> Fused | None:
 
 
 @cache
-def mismatch(fused: Fused, by_mask: bool) -> str | None:
+def find_mismatch(fused: Fused, by_mask: bool) -> str | None:
     """Return how the kernel differs from `attend` in float32 on two random rows, one of them padded; None if it agrees.
 
-    Compares the outputs of real tokens and the gradients of queries, keys and values.
+    Compare the outputs of real tokens, and the gradients of queries, keys and values.
     """
     random = np.random.default_rng(0)
-    # One use at a time; `by_length=False` sends all rows through the mask.
+    # Check one use at a time; `by_length=False` uses the mask for all rows.
     fused = replace(fused, by_length=not by_mask, window=None if fused.window is None else CHECK_WINDOW)
     length = CHECK_LENGTH_SPLASH if fused.implementation == SPLASH else CHECK_LENGTH
     shapes = [(2, length, heads, fused.head_dim) for heads in
               (fused.num_heads, fused.num_kv_heads, fused.num_kv_heads, fused.num_heads)]
     q, k, v, weights = (jnp.asarray(random.normal(size=shape), fused.dtype) for shape in shapes)
-    places = np.arange(length)
+    positions = np.arange(length)
     # Row 0: three documents. Row 1: two documents, and padding from position 90.
-    segments = np.stack([1 + (places > 40) + (places > 77), np.where(places < 90, 1 + (places > 50), 0)])
+    segments = np.stack([1 + (positions > 40) + (positions > 77), np.where(positions < 90, 1 + (positions > 50), 0)])
     batch = {"input_ids": jnp.zeros(segments.shape, jnp.int32), "attention_mask": jnp.asarray(segments > 0, jnp.int32)}
     batch |= {"segment_ids": jnp.asarray(segments, jnp.int32)} if by_mask else {}
     # A random linear loss of the output of real tokens: the output of padding is arbitrary.
@@ -252,34 +254,34 @@ def mismatch(fused: Fused, by_mask: bool) -> str | None:
         return attend(q, k, v, attention_mask(batch, fused.causal, fused.window), fused.scale)
 
     def run(function: Callable, *qkv: Array) -> list[np.ndarray]:
-        def weighted(*qkv: Array) -> tuple[Array, Array]:
+        def loss(*qkv: Array) -> tuple[Array, Array]:
             mixed = function(*qkv).astype(jnp.float32)
             return (mixed * weights.reshape(mixed.shape).astype(jnp.float32)).sum(), mixed
 
-        (_, mixed), gradients = jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(*qkv)
+        (_, mixed), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*qkv)
         return [np.asarray(x, np.float32) for x in (mixed, *gradients)]
 
-    exact = run(plain, *(x.astype(jnp.float32) for x in (q, k, v)))
+    reference = run(plain, *(x.astype(jnp.float32) for x in (q, k, v)))
     try:
-        found = run(fused.over(batch), q, k, v)
-    except Exception as error:  # noqa: BLE001 - whatever the kernel cannot do, `attend` can
+        outputs = run(fused.for_batch(batch), q, k, v)
+    except Exception as error:  # noqa: BLE001 - `attend` replaces a kernel that fails in any way
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-    if not all(np.isfinite(x).all() for x in found):
+    if not all(np.isfinite(x).all() for x in outputs):
         return "not all numbers are finite"
-    # Gradients are compared at all positions: those of padding are zero in both.
-    exact[0], found[0] = (x[segments > 0] for x in (exact[0], found[0]))
-    for name, ours, theirs in zip(("output", "d query", "d key", "d value"), exact, found, strict=True):
+    # Compare gradients at all positions: at padding they are zero in both.
+    reference[0], outputs[0] = (x[segments > 0] for x in (reference[0], outputs[0]))
+    for name, expected, actual in zip(("output", "d query", "d key", "d value"), reference, outputs, strict=True):
         # Allow a few roundings in the compute dtype; a wrong mask or scale differs by far more.
-        apart = np.abs(ours - theirs).max() / np.abs(ours).max()
-        if apart > 4 * float(jnp.finfo(fused.dtype).eps):
-            return f"{name} differs by {apart:.1%} of the largest number"
+        difference = np.abs(expected - actual).max() / np.abs(expected).max()
+        if difference > 4 * float(jnp.finfo(fused.dtype).eps):
+            return f"{name} differs by {difference:.1%} of the largest number"
     return None
 
 
 def _shard_heads(x: Array, num_kv_heads: int) -> Array:
-    """On a mesh, shard rows over ranks, and heads over `tensor` if divisible; positions and features stay unsharded.
+    """On a mesh, shard rows over ranks, and heads over `tensor` if divisible, but not positions and features.
 
-    With context parallelism, devices along `sequence` exchange their part of every row for some heads of whole rows
+    With context parallelism, devices along `sequence` exchange their shard of every row for some heads of whole rows
     (all-to-all, Jacobs et al. 2023).
     """
     return constrain(x, _layout(num_kv_heads))
@@ -287,14 +289,14 @@ def _shard_heads(x: Array, num_kv_heads: int) -> Array:
 
 def _layout(num_kv_heads: int) -> PartitionSpec:
     axes = ("tensor", SEQUENCE) if context_parallel_size() > 1 else "tensor"
-    return PartitionSpec(DATA_AXES, None, axes if num_kv_heads % _num_sharers() == 0 else None)
+    return PartitionSpec(DATA_AXES, None, axes if num_kv_heads % _model_parallel_size() == 0 else None)
 
 
-def _in_parts(x: Array) -> Array:
-    """Shard as before and after that exchange; without this constraint XLA all-gathers whole rows instead."""
+def _shard_rows(x: Array) -> Array:
+    """Shard rows as before and after that exchange. Without this constraint XLA all-gathers whole rows instead."""
     return constrain(x, PartitionSpec(DATA_AXES, SEQUENCE, "tensor")) if context_parallel_size() > 1 else x
 
 
-def _num_sharers() -> int:
+def _model_parallel_size() -> int:
     """Return the number of devices over which heads are sharded."""
     return jax.sharding.get_abstract_mesh().shape.get("tensor", 1) * context_parallel_size()

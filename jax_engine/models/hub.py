@@ -86,9 +86,9 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
         classifier = family.classifiers.get(head, lambda config: Classifier())(config)
         arch = replace(arch, classifier=replace(classifier, size=HEADS[head].num_scores(config)))
     cpu_forms = fast_kernels and target(on).platform == "cpu"
+    blocked = cpu_forms or fused.is_replaced_by_blocks(arch, compute_dtype, attention, on)
     build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms, attention=attention,
-                  blocked=attention != "eager" and (cpu_forms or fused.stands_in(arch, compute_dtype, attention, on)),
-                  cut=arch.init_cut, on=on, noise=noise,
+                  blocked=attention != "eager" and blocked, cut=arch.init_cut, on=on, noise=noise,
                   experts="dense" if not fast_kernels else "blocks" if cpu_forms else "ragged")
     result = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is not None:

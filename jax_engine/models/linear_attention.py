@@ -15,8 +15,8 @@ from jax_engine.models.dropout import Seeds
 from jax_engine.models.linear import ACTIVATIONS, Build, Linear, Norm, apply_gate, parameter
 from lmmods.core.initialization import LogUniform
 
-CHUNK = 64  # tokens whose products with each other are computed at once; a power of two
-_product = partial(jnp.einsum, precision="highest")  # whole float32 products, which GPUs and TPUs shorten otherwise
+CHUNK = 64  # tokens per chunk; all products between its tokens are computed at once; a power of two
+_product = partial(jnp.einsum, precision="highest")  # full float32 precision, which GPUs and TPUs otherwise reduce
 
 
 class Texts(NamedTuple):
@@ -24,14 +24,14 @@ class Texts(NamedTuple):
 
     Args:
         real: False for padding, which changes no state.
-        documents: Number of each token's document in a packed row; None: a row is one text.
+        documents: Index of each token's document in a packed row; None: a row is one text.
     """
 
     real: Array
     documents: Array | None
 
 
-# Only the inputs are saved for the backward pass: what lies between takes several times their memory.
+# Save only the inputs for the backward pass: intermediate arrays take several times their memory.
 @partial(jax.checkpoint, prevent_cse=False)
 def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, documents: Array | None = None,
                      state: Array | None = None) -> tuple[Array, Array]:
@@ -39,13 +39,13 @@ def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, do
 
         S_t = exp(decay_t) S_t-1 + k_t u_t^T,  u_t = rate_t (v_t - exp(decay_t) S_t-1^T k_t),  out_t = S_t^T q_t
 
-    Within a chunk the u solve a triangular system (Yang et al. 2024); a scan hands the state from chunk to chunk.
+    Within a chunk the u solve a triangular system (Yang et al. 2024); a scan carries the state from chunk to chunk.
 
     Args:
         q: [B, T, H, D]. k: the same.
         v: [B, T, H G, E]; a head of q and k serves G consecutive ones.
         decay: [B, T, H G], 0 or less. rate: the same, between 0 and 1.
-        documents: [B, T]; the state starts anew where the number changes. None: it never does.
+        documents: [B, T]; the state is reset where the index changes. None: it is never reset.
         state: [B, H, G, D, E] before the first token; None is 0.
 
     Returns:
@@ -53,11 +53,11 @@ def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, do
     """
     (batch, length, heads, size), (num_values, out_size) = k.shape, v.shape[2:]
     groups, chunk = num_values // heads, min(CHUNK, 1 << (length - 1).bit_length())
-    missing = -length % chunk
+    padding = -length % chunk
 
     def in_chunks(x: Array, mode: str = "constant") -> Array:
         """Reshape [B, T, ...] to [chunks, B, C, ...]."""
-        x = jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)), mode=mode)
+        x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), mode=mode)
         return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
 
     def by_group(x: Array) -> Array:
@@ -66,20 +66,20 @@ def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, do
 
     q, k = (jnp.moveaxis(in_chunks(x.astype(jnp.float32)), 2, 3) for x in (q, k))  # [chunks, B, H, C, D]
     v, decay, rate = by_group(v), by_group(decay), by_group(rate)
-    # [chunks, B, C, C]: the earlier tokens j of the document of token i. And [chunks, B, C]: the token's document is
-    # that of the last token before the chunk.
-    seen = jnp.broadcast_to(jnp.tri(chunk, dtype=bool), (len(k), batch, chunk, chunk))
-    goes_on = jnp.ones((len(k), batch, chunk), bool)
+    # [chunks, B, C, C]: token j is not after token i, and in the same document. [chunks, B, C]: the token's document
+    # continues from before the chunk.
+    visible = jnp.broadcast_to(jnp.tri(chunk, dtype=bool), (len(k), batch, chunk, chunk))
+    continues = jnp.ones((len(k), batch, chunk), bool)
     if documents is not None:
         documents = in_chunks(documents, "edge")
-        seen &= documents[..., None] == documents[..., None, :]
-        goes_on = documents == jnp.concatenate([documents[:1, :, 0], documents[:-1, :, -1]])[..., None]
-    # Decay after token j up to token i, each summed by itself: differences of running sums would lose the small ones
-    # next to large ones, and depend on earlier documents. And up to token i, from the start of the chunk.
-    upto = jnp.tri(chunk)
-    between = _product("il,nbhglj->nbhgij", upto, decay[..., None] * jnp.tri(chunk, k=-1))
-    between = jnp.exp(between) * seen[:, :, None, None]
-    since = jnp.exp(_product("il,nbhgl->nbhgi", upto, decay)) * goes_on[:, :, None, None]
+        visible &= documents[..., None] == documents[..., None, :]
+        continues = documents == jnp.concatenate([documents[:1, :, 0], documents[:-1, :, -1]])[..., None]
+    # Decay after token j up to token i, each summed separately: differences of cumulative sums would lose small values
+    # next to large ones, and depend on earlier documents. Below, the decay from the start of the chunk up to token i.
+    up_to = jnp.tri(chunk)
+    between = _product("il,nbhglj->nbhgij", up_to, decay[..., None] * jnp.tri(chunk, k=-1))
+    between = jnp.exp(between) * visible[:, :, None, None]
+    since = jnp.exp(_product("il,nbhgl->nbhgi", up_to, decay)) * continues[:, :, None, None]
     system = rate[..., None] * between * _product("nbhid,nbhjd->nbhij", k, k)[:, :, :, None]
     inputs = jnp.concatenate([v, since[..., None] * k[:, :, :, None]], -1) * rate[..., None]
     solved = _product("nbhgij,nbhgje->nbhgie", unit_lower_inverse(system), inputs)
@@ -87,8 +87,8 @@ def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, do
     steps = q, k, solved[..., :out_size], solved[..., out_size:], scores, since, between[..., -1, :]
 
     def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, own, of_state, scores, since, to_end = chunk
-        written = own - _product("bhgid,bhgde->bhgie", of_state, state)
+        q, k, values, state_keys, scores, since, to_end = chunk
+        written = values - _product("bhgid,bhgde->bhgie", state_keys, state)
         read = since[..., None] * _product("bhid,bhgde->bhgie", q, state)
         state = since[..., -1, None, None] * state + _product("bhjd,bhgje->bhgde", k, to_end[..., None] * written)
         return state, read + _product("bhgij,bhgje->bhgie", scores, written)
@@ -101,14 +101,14 @@ def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, do
 
 @jax.custom_vjp
 def unit_lower_inverse(matrix: Array) -> Array:
-    """Invert triangular matrices [..., C, C] with ones on the diagonal, of which what is below it is read; C is a power
-    of two.
+    """Invert lower triangular matrices [..., C, C] with ones on the diagonal; C is a power of two.
 
-    Blocks double in size: the inverse of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. XLA's own solver makes
-    threads of its pool wait for each other on CPUs, which two of them at a time may do forever.
+    Only the part below the diagonal is read. Blocks double in size: the inverse of [[A, 0], [B, D]] is
+    [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. XLA's solver can deadlock on CPUs: its threads wait for each other, and two
+    solvers at once may wait forever.
     """
     def double(level: Array, inverse: Array) -> Array:
-        blocks = jnp.arange(matrix.shape[-1]) >> level  # number of each row's block
+        blocks = jnp.arange(matrix.shape[-1]) >> level  # index of each row's block
         is_below = (blocks[:, None] == blocks + 1) & (blocks % 2 == 0)
         return inverse - _product("...ij,...jk,...kl->...il", inverse, jnp.where(is_below, matrix, 0), inverse)
 
@@ -128,7 +128,7 @@ def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
 unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
-def unit(x: Array) -> Array:
+def normalise(x: Array) -> Array:
     """Divide float32 x [..., D] by its Euclidean norm."""
     return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)
 
@@ -140,23 +140,23 @@ class CausalConvolution(nnx.Module):
         self.weight = parameter((size, 1, width), build.normal(std))
 
     def __call__(self, x: Array, documents: Array | None, before: Array | None) -> tuple[Array, Array]:
-        """Return the result [B, T, F], and the last `width` - 1 inputs.
+        """Return the convolved features [B, T, F], and the last `width` - 1 inputs.
 
         Args:
             documents: [B, T]; tokens of another document count as 0.
             before: Inputs [B, width - 1, F] before the first token; None is 0.
         """
         weight = self.weight[...][:, 0].astype(jnp.float32)
-        length, room = x.shape[1], weight.shape[1] - 1
-        x = jnp.pad(x, ((0, 0), (room, 0), (0, 0))) if before is None else jnp.concatenate([before, x], 1)
-        found = jnp.zeros((), jnp.float32)
-        for place in range(room + 1):
-            near = x[:, place:place + length].astype(jnp.float32)
+        length, num_before = x.shape[1], weight.shape[1] - 1
+        x = jnp.pad(x, ((0, 0), (num_before, 0), (0, 0))) if before is None else jnp.concatenate([before, x], 1)
+        out = jnp.zeros((), jnp.float32)
+        for offset in range(num_before + 1):
+            neighbours = x[:, offset:offset + length].astype(jnp.float32)
             if documents is not None:
-                theirs = jnp.pad(documents, ((0, 0), (room - place, 0)), constant_values=-1)[:, :length]
-                near = jnp.where((theirs == documents)[..., None], near, 0)
-            found += near * weight[:, place]
-        return found.astype(x.dtype), x[:, length:]
+                their_documents = jnp.pad(documents, ((0, 0), (num_before - offset, 0)), constant_values=-1)[:, :length]
+                neighbours = jnp.where((their_documents == documents)[..., None], neighbours, 0)
+            out += neighbours * weight[:, offset]
+        return out.astype(x.dtype), x[:, length:]
 
 
 class LinearAttention(nnx.Module):
@@ -181,19 +181,19 @@ class LinearAttention(nnx.Module):
         """Return the output [B, T, D], and the cache after these tokens.
 
         Args:
-            cache: From `empty_cache`, or after the tokens before these.
+            cache: From `empty_cache`, or from the call for the preceding tokens.
         """
         heads, cached = self.heads, cache or {}
         x = jnp.where(texts.real[..., None], x, 0)
-        mixed, conv = self.conv(_whole_rows(self.qkv(x, seeds)), texts.documents, cached.get("conv"))
+        mixed, conv = self.conv(_gather_rows(self.qkv(x, seeds)), texts.documents, cached.get("conv"))
         mixed = ACTIVATIONS[self.activation](mixed)
         keys = heads.num_keys * heads.key_dim
-        q, k, v = (_whole_rows(part.reshape(*x.shape[:2], -1, size)) for part, size in zip(
+        q, k, v = (_gather_rows(part.reshape(*x.shape[:2], -1, size)) for part, size in zip(
             jnp.split(mixed, [keys, 2 * keys], -1), (heads.key_dim, heads.key_dim, heads.value_dim), strict=True))
-        q, k = unit(q.astype(jnp.float32)) * heads.key_dim**-0.5, unit(k.astype(jnp.float32))
-        rate = _whole_rows(jax.nn.sigmoid(self.b(x, seeds).astype(jnp.float32)))
+        q, k = normalise(q.astype(jnp.float32)) * heads.key_dim**-0.5, normalise(k.astype(jnp.float32))
+        rate = _gather_rows(jax.nn.sigmoid(self.b(x, seeds).astype(jnp.float32)))
         speed, bias = (leaf[...].astype(jnp.float32) for leaf in (self.A_log, self.dt_bias))
-        decay = _whole_rows(-jnp.exp(speed) * jax.nn.softplus(self.a(x, seeds).astype(jnp.float32) + bias))
+        decay = _gather_rows(-jnp.exp(speed) * jax.nn.softplus(self.a(x, seeds).astype(jnp.float32) + bias))
         out, state = gated_delta_rule(q, k, v, decay, rate, texts.documents, cached.get("state"))
         z = self.z(x, seeds)
         out = shard_sequence(out.astype(z.dtype)).reshape(*z.shape[:2], -1, heads.value_dim)
@@ -202,19 +202,20 @@ class LinearAttention(nnx.Module):
 
 
 def empty_cache(heads: LinearHeads, num_layers: int, batch_size: int, dtype: Any) -> dict[str, Array]:
-    """Return what the layers keep of past tokens: the last inputs of the convolution, and the state."""
+    """Return the layers' empty cache of past tokens: the last inputs of the convolution, and the state."""
     shape = (num_layers, batch_size)
     groups = heads.num_values // heads.num_keys
     return {"conv": jnp.zeros((*shape, heads.width - 1, heads.num_features), dtype),
             "state": jnp.zeros((*shape, heads.num_keys, groups, heads.key_dim, heads.value_dim), jnp.float32)}
 
 
-def _whole_rows(x: Array) -> Array:
-    """With context parallelism, exchange a part of each row of x [B, T, N, ...] for some of its N features or heads of
-    whole rows (all-to-all, Jacobs et al. 2023), or for all if their number does not divide.
+def _gather_rows(x: Array) -> Array:
+    """With context parallelism, exchange shards of rows of x [B, T, N, ...] for whole rows of some of the N features.
+
+    (All-to-all, Jacobs et al. 2023.) If N is not divisible, every device gets all features or heads.
     """
     if context_parallel_size() == 1:
         return x
     sizes = jax.sharding.get_abstract_mesh().shape
-    divides = x.shape[2] % (sizes["tensor"] * sizes[SEQUENCE]) == 0
-    return constrain(x, PartitionSpec(DATA_AXES, None, ("tensor", SEQUENCE) if divides else None))
+    is_divisible = x.shape[2] % (sizes["tensor"] * sizes[SEQUENCE]) == 0
+    return constrain(x, PartitionSpec(DATA_AXES, None, ("tensor", SEQUENCE) if is_divisible else None))

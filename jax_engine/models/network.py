@@ -343,7 +343,7 @@ class Network(Names):
         # One mask per distinct window; each layer selects its own. The sort key allows None among the numbers.
         windows = sorted(set(self.arch.windows), key=str)
         # Kernels support whole rows only, not a cache.
-        kernel = self.fused.over(batch) if self.fused is not None and cache is None else None
+        kernel = self.fused.for_batch(batch) if self.fused is not None and cache is None else None
         if kernel is not None:
             masks = [kernel]
         elif context_parallel_size() > 1 and self.arch.relative is None:

@@ -18,7 +18,7 @@ from jax_engine.distributed.interface import shard_sequence
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.models import fused, hub
 from jax_engine.models.attention import attend, attention_mask
-from jax_engine.models.fused import Fused, choose, keep_working, mismatch, unsupported_reason
+from jax_engine.models.fused import Fused, choose, find_mismatch, keep_passing_uses, unsupported_reason
 from jax_engine.models.relative import Relative
 from lmmods.core.hardware import Target, target_named
 from lmmods.core.hf_config import load_config
@@ -55,23 +55,23 @@ def test_calls_are_plain_attention_for_real_tokens(kind, causal, window):
         return [np.asarray(mixed)[real], *gradients]
 
     plain = run(lambda *qkv: attend(*qkv, attention_mask(batch, causal, window), 0.3, 0.0, None))
-    for ours, theirs in zip(run(kernel.over(batch)), plain, strict=True):
+    for ours, theirs in zip(run(kernel.for_batch(batch)), plain, strict=True):
         assert np.allclose(ours, theirs, atol=1e-5)
 
 
 def test_no_mask_is_made_for_padded_rows_of_a_causal_network(monkeypatch):
     monkeypatch.setattr(fused, "attention_mask", None)
     q, k, v = (jnp.ones((2, 10, heads, 8)) for heads in (4, 2, 2))
-    assert CAUSAL.over(rows("padded"))(q, k, v).shape == (2, 10, 32)
+    assert CAUSAL.for_batch(rows("padded"))(q, k, v).shape == (2, 10, 32)
     with pytest.raises(TypeError):
-        CAUSAL.over(rows("packed"))
+        CAUSAL.for_batch(rows("packed"))
 
 
 def test_what_the_kernel_cannot_do_is_left_to_plain_attention():
-    assert CAUSAL.over(rows("padded", 1)) is None
-    assert CAUSAL.over(rows("packed", 9)) is None and CAUSAL.over(rows("padded", 9)) is not None
-    assert replace(CAUSAL, by_mask=False).over(rows("packed")) is None
-    assert replace(CAUSAL, by_length=False, by_mask=False).over(rows("padded")) is None
+    assert CAUSAL.for_batch(rows("padded", 1)) is None
+    assert CAUSAL.for_batch(rows("packed", 9)) is None and CAUSAL.for_batch(rows("padded", 9)) is not None
+    assert replace(CAUSAL, by_mask=False).for_batch(rows("packed")) is None
+    assert replace(CAUSAL, by_length=False, by_mask=False).for_batch(rows("padded")) is None
 
 
 @pytest.mark.parametrize(("name", "head", "kind"), [
@@ -90,7 +90,7 @@ def test_network_with_the_kernel_is_the_network_without(make_ref, name, head, ki
     def run(kernel):
         net.fused, calls = kernel, []
         if kernel is not None:
-            net.fused = SimpleNamespace(over=lambda batch: calls.append(1) or kernel.over(batch))
+            net.fused = SimpleNamespace(over=lambda batch: calls.append(1) or kernel.for_batch(batch))
 
         def loss(params):
             logits = net.logits(params, net.hidden(params, batch))
@@ -114,9 +114,9 @@ def test_network_with_the_kernel_is_the_network_without(make_ref, name, head, ki
 def test_rows_and_heads_stay_laid_out_over_a_mesh(kind, sizes, shape):
     batch = {name: jnp.tile(x, (4, 1)) for name, x in rows(kind).items()}
     q, k, v = (jnp.asarray(RANDOM.normal(size=(8, 10, heads, 8)), jnp.float32) for heads in (4, 2, 2))
-    expected = CAUSAL.over(batch)(q, k, v)
+    expected = CAUSAL.for_batch(batch)(q, k, v)
     with jax.set_mesh(ShardedMesh(data=2, fsdp=2, **sizes).mesh):
-        found = jax.jit(lambda batch, *qkv: CAUSAL.over(batch)(*qkv))(batch, q, k, v)
+        found = jax.jit(lambda batch, *qkv: CAUSAL.for_batch(batch)(*qkv))(batch, q, k, v)
     assert found.sharding.spec[0] == ("data", "fsdp") and found.addressable_shards[0].data.shape == shape
     assert np.allclose(found, expected, atol=1e-5)
 
@@ -125,7 +125,7 @@ def test_parts_of_rows_are_traded_for_heads_and_never_gathered():
     """Forward and backward, with what comes before and after: weights, which each device has whole."""
     def loss(x, weights):
         q, k, v = (jnp.einsum("btd,dhk->bthk", x, weight) for weight in weights[:3])
-        mixed = CAUSAL.over({"input_ids": x[..., 0]})(q, k, v)
+        mixed = CAUSAL.for_batch({"input_ids": x[..., 0]})(q, k, v)
         return jnp.square(mixed @ weights[3]).sum()
 
     x = jax.ShapeDtypeStruct((2, 16, 24), jnp.float32)
@@ -140,7 +140,7 @@ def test_parts_of_rows_are_traded_for_heads_and_never_gathered():
 def test_rows_cut_along_the_sequence_that_the_kernel_leaves_alone(kind, sizes):
     """Documents in rows, whose mask would grow with the square of the length; fewer heads than devices."""
     with jax.set_mesh(ShardedMesh(**sizes).mesh):
-        assert CAUSAL.over(rows(kind)) is None
+        assert CAUSAL.for_batch(rows(kind)) is None
 
 
 @pytest.mark.parametrize("replicated", [False, True])
@@ -157,7 +157,7 @@ def test_the_program_for_a_gpu_calls_cudnn(monkeypatch, kind, changes, called, r
     kernel = replace(CAUSAL, dtype="bfloat16", implementation="cudnn", **changes)
 
     def gradient(batch, *qkv):
-        return jax.grad(lambda *qkv: kernel.over(batch)(*qkv).astype(jnp.float32).sum(), (0, 1, 2))(*qkv)
+        return jax.grad(lambda *qkv: kernel.for_batch(batch)(*qkv).astype(jnp.float32).sum(), (0, 1, 2))(*qkv)
 
     if replicated:  # as jax.pmap, which cannot make programs for other devices
         mesh, everywhere = jax.make_mesh((1,), ("replica",)), jax.sharding.PartitionSpec()
@@ -180,10 +180,10 @@ def gpu(make_ref, monkeypatch):
         make_ref(name, head)  # whose own networks are built, and spoken of, before
     monkeypatch.setattr(target, "present_target", lambda: Target("gpu", "a GPU", 1, 0))
     monkeypatch.setattr(fused, "Fused", lambda *args: Fused(*args, implementation="xla"))
-    for cached in (fused.mismatch, fused._report):
+    for cached in (fused.find_mismatch, fused._report):
         cached.cache_clear()
     yield
-    for cached in (fused.mismatch, fused._report):
+    for cached in (fused.find_mismatch, fused._report):
         cached.cache_clear()
 
 
@@ -196,7 +196,7 @@ def test_a_kernel_that_agrees_is_chosen_and_reported_once(make_ref, gpu, capsys)
     chosen = choose(arch, jnp.dtype("bfloat16"), "causal", None)
     assert chosen == choose(arch, jnp.dtype("bfloat16"), "causal", "sdpa")
     assert (chosen.by_length, chosen.by_mask, chosen.window, chosen.scale) == (True, True, 4, arch.attention_scales[0])
-    assert capsys.readouterr().out == "Attention: xla's fused kernel, which agrees with the plain one.\n"
+    assert capsys.readouterr().out == "Attention: xla's fused kernel, which agrees with plain attention.\n"
     arch = arch_of(make_ref, "bert", "qa", attention_dropout=0.0)
     assert not choose(arch, jnp.dtype("bfloat16"), "qa", None).by_length
 
@@ -204,7 +204,7 @@ def test_a_kernel_that_agrees_is_chosen_and_reported_once(make_ref, gpu, capsys)
 def test_a_kernel_that_cannot_be_tried_is_assumed(make_ref, gpu, capsys):
     arch, on = arch_of(make_ref, "mistral"), target_named("8xH100")
     assert choose(arch, jnp.dtype("bfloat16"), "causal", None, on).by_mask
-    assert capsys.readouterr().out == "Attention: xla's fused kernel, assumed: its check takes the device.\n"
+    assert "Attention: xla's fused kernel, assumed to pass its check" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("changes", "dtype", "requested", "why"), [
@@ -267,30 +267,30 @@ def not_a_number(q, k, v, **options):
     (not_a_number, HALF, False, "not all numbers are finite"),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_trial_finds_a_wrong_kernel(monkeypatch, wrong, kernel, by_mask, problem):
-    fused.mismatch.cache_clear()
-    assert mismatch(kernel, by_mask) is None
-    fused.mismatch.cache_clear()
+    fused.find_mismatch.cache_clear()
+    assert find_mismatch(kernel, by_mask) is None
+    fused.find_mismatch.cache_clear()
     monkeypatch.setattr(jax.nn, "dot_product_attention", wrong)
-    found = mismatch(kernel, by_mask)
-    fused.mismatch.cache_clear()
+    found = find_mismatch(kernel, by_mask)
+    fused.find_mismatch.cache_clear()
     assert found.startswith(problem) and "\n" not in found
 
 
 def test_lengths_of_an_encoder_are_checked():
-    fused.mismatch.cache_clear()
-    assert mismatch(replace(HALF, causal=False), by_mask=False) is None
+    fused.find_mismatch.cache_clear()
+    assert find_mismatch(replace(HALF, causal=False), by_mask=False) is None
 
 
 def test_rows_that_fail_take_the_plain_one_and_the_others_do_not(monkeypatch, capsys):
-    for cached in (fused.mismatch, fused._report):
+    for cached in (fused.find_mismatch, fused._report):
         cached.cache_clear()
     monkeypatch.setattr(jax.nn, "dot_product_attention", leaking)
-    chosen = keep_working(HALF)
+    chosen = keep_passing_uses(HALF)
     assert chosen == replace(HALF, by_mask=False)
     assert "packed rows: output differs by" in capsys.readouterr().out
-    fused.mismatch.cache_clear()
+    fused.find_mismatch.cache_clear()
     monkeypatch.setattr(jax.nn, "dot_product_attention", raising)
-    assert keep_working(HALF) is None
-    assert "Attention: plain, as the fused kernel fails its check" in capsys.readouterr().out
-    for cached in (fused.mismatch, fused._report):
+    assert keep_passing_uses(HALF) is None
+    assert "Attention: plain, because the fused kernel fails its check" in capsys.readouterr().out
+    for cached in (fused.find_mismatch, fused._report):
         cached.cache_clear()

@@ -13,7 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax_engine.distributed.mesh import ShardedMesh
 from jax_engine.models import fused
 from jax_engine.models.attention import attend, attention_mask
-from jax_engine.models.fused import SPLASH, Fused, choose, mismatch
+from jax_engine.models.fused import SPLASH, Fused, choose, find_mismatch
 from lmmods.core.hardware import target_named
 
 RANDOM = np.random.default_rng(0)
@@ -27,9 +27,9 @@ CAUSAL = Fused(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", causal=
 def interpreted(monkeypatch):
     monkeypatch.setattr(kernels, "make_splash_mha", partial(kernels.make_splash_mha, interpret=True))
     monkeypatch.setattr(fused, "BLOCKS", (128,))
-    fused.mismatch.cache_clear()
+    fused.find_mismatch.cache_clear()
     yield
-    fused.mismatch.cache_clear()
+    fused.find_mismatch.cache_clear()
 
 
 @pytest.mark.slow
@@ -51,13 +51,13 @@ def test_splash_is_plain_attention_for_real_tokens(interpreted, name, rows, caus
         return [np.asarray(mixed)[rows > 0], *gradients]
 
     plain = run(lambda *qkv: attend(*qkv, attention_mask(batch, causal, window), 0.3))
-    for ours, theirs in zip(run(kernel.over(batch)), plain, strict=True):
+    for ours, theirs in zip(run(kernel.for_batch(batch)), plain, strict=True):
         assert np.allclose(ours, theirs, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_splash_passes_its_check(interpreted):
-    assert mismatch(replace(CAUSAL, dtype="bfloat16"), by_mask=False) is None
+    assert find_mismatch(replace(CAUSAL, dtype="bfloat16"), by_mask=False) is None
 
 
 @pytest.mark.parametrize(("sizes", "part"), [(None, "2x4"), ({"fsdp": 2, "tensor": 2}, "2"),
@@ -68,7 +68,7 @@ def test_the_program_for_a_tpu_calls_splash(sizes, part):
     kernel = replace(CAUSAL, dtype="bfloat16")
 
     def gradient(*qkv):
-        return jax.grad(lambda *qkv: kernel.over(batch)(*qkv).astype(jnp.float32).sum(), (0, 1, 2))(*qkv)
+        return jax.grad(lambda *qkv: kernel.for_batch(batch)(*qkv).astype(jnp.float32).sum(), (0, 1, 2))(*qkv)
 
     def program():
         qkv = [jax.ShapeDtypeStruct((2, LENGTH, heads, 8), jnp.bfloat16) for heads in (4, 2, 2)]
@@ -85,9 +85,9 @@ def test_the_program_for_a_tpu_calls_splash(sizes, part):
 
 
 def test_rows_that_are_no_whole_blocks_are_left_to_plain_attention():
-    assert CAUSAL.over({"input_ids": jnp.zeros((2, 200), jnp.int32)}) is None
+    assert CAUSAL.for_batch({"input_ids": jnp.zeros((2, 200), jnp.int32)}) is None
     with jax.set_mesh(ShardedMesh(sequence=2, devices=jax.devices()[:2]).mesh):
-        assert CAUSAL.over({"input_ids": jnp.zeros((2, LENGTH), jnp.int32)}) is None
+        assert CAUSAL.for_batch({"input_ids": jnp.zeros((2, LENGTH), jnp.int32)}) is None
 
 
 def test_a_tpu_takes_splash(make_ref, capsys):
