@@ -113,7 +113,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
             leaves.put(slot, value)
             del copies[key]
     if HEADS[network.head].vocabulary and network.config.tie_word_embeddings and not network.arch.tied:
-        # An adapter unties the two matrices and trains one of them, so the head needs a leaf of its own.
+        # An adapter unties the two matrices and trains one of them, so the head needs a separate leaf.
         leaves.put((("head", "weight"), None), leaves.values_by_layer["embed", "tokens", "weight"][None])
     missing_head = _check_complete(network, leaves, problems, folder)
     # Compare after the check for completeness, because this reads values.
@@ -151,7 +151,7 @@ class Leaves:
         self.filled: set[Slot] = set()
         self._quantize, self._double_quant = quantize, double_quant
         self._processes, self._scales, self._principal = processes, Scales(), principal
-        self._linear = {(*ours.split("."), "weight") for ours in network.linears()}
+        self._linear = {(*module.split("."), "weight") for module in network.linears()}
         self._quantised = network.quantised(quantize)
         self._parts: dict[Slot, dict[expert_files.Part, LazyArray]] = {}  # of separately stored experts
 

@@ -272,6 +272,6 @@ def _module_of(path: Path) -> str:
 
 
 def _leaf_rank(leaf: str) -> int:
-    # torch's order of a module's own parameters, then the adapters.
+    # torch's order of a module's parameters, then the adapters.
     return ("weight", "bias", "sinks", "dt_bias", "A_log", "scale", "per_expert_scale", "gate_up_proj",
             "gate_up_proj_bias", "down_proj", "down_proj_bias", *CONSTANTS, *ADAPTER_LEAVES).index(leaf)

@@ -523,7 +523,7 @@ class Network(Names):
         """Return the leaves that `model.quantize` stores in this format: linear layers and, for 4 bits, experts."""
         if kind is None:
             return set()
-        linear = {(*ours.split("."), "weight") for ours in self.linears()}
+        linear = {(*module.split("."), "weight") for module in self.linears()}
         has_experts = kind != "int8" and self.arch.experts is not None
         return linear | ({(*EXPERTS.split("."), name) for name in MATRICES} if has_experts else set())
 
@@ -589,7 +589,7 @@ class MLP(nnx.Module):
             self.gate = Linear(arch.hidden_size, size, f"{path}.gate", **kwargs) if arch.gated else None
             self.up = Linear(arch.hidden_size, size, f"{path}.up", **kwargs)
         self.down = Linear(size, arch.hidden_size, f"{path}.down", **kwargs | {"std": arch.residual_std})
-        self.out_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps) if kind.routed else None  # beside experts
+        self.out_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps) if kind.routed else None  # next to experts
 
     def __call__(self, x: Array, seeds: Seeds | None) -> Array:
         out = self.down(dropout(self._inner(x, seeds), self.inner_dropout, seeds, "layers.mlp.inner"), seeds)

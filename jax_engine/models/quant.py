@@ -229,7 +229,7 @@ class ProcessGroup:
 
     rank: int = 0
     size: int = 1
-    gather: Callable[[dict[int, np.ndarray]], dict[int, np.ndarray]] = lambda own: own
+    gather: Callable[[dict[int, np.ndarray]], dict[int, np.ndarray]] = lambda arrays: arrays
 
 
 class Scales:
