@@ -197,7 +197,7 @@ def check_rows_of_new_tokens_are_the_same_on_both_engines(ref: HFReference, _: P
     model, net = copy.deepcopy(ref.torch), hub.network(copy.deepcopy(ref.net.config), ref.head)
     resize_embeddings(model, 40)
     net.resize(40)
-    same(net.to_torch(building._with_new_rows(net, ref.params)), model)
+    same(net.to_torch(building._add_rows(net, ref.params)), model)
     assert model.get_input_embeddings().weight.shape[0] == 40
 
 

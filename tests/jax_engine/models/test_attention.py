@@ -39,10 +39,10 @@ def test_a_cached_step_sees_what_the_whole_row_would(window):
 def test_grouped_attention_is_torchs():
     q, k, v = (RANDOM.normal(size=(2, 5, heads, 8)).astype(np.float32) for heads in (6, 2, 2))
     mask = np.tril(np.ones((5, 5), bool))[None, None].repeat(2, 0)
-    ours = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), mask, 0.3, 0.0, None)
-    theirs = torch.nn.functional.scaled_dot_product_attention(
+    actual = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), mask, 0.3, 0.0, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(
         *(torch.tensor(x).transpose(1, 2) for x in (q, k, v)), attn_mask=torch.tensor(mask), scale=0.3, enable_gqa=True)
-    assert np.allclose(ours, theirs.transpose(1, 2).flatten(2), atol=1e-5)
+    assert np.allclose(actual, expected.transpose(1, 2).flatten(2), atol=1e-5)
     nothing = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), np.zeros_like(mask), 0.3, 0.0, None)
     assert np.allclose(nothing[:, 0].reshape(2, 2, 3, 8), v.mean(1)[:, :, None], atol=1e-5)
 

@@ -19,7 +19,7 @@ KINDS = {"full": {}, "padded": {"attention_mask": LENGTHS}, "packed": {"segment_
 
 
 def exact(q, k, v, sinks, mask, scale, cap, weights) -> list[torch.Tensor]:
-    """Attention by its formula in float64 [B, T, H * D], and the gradients of its weighted sum."""
+    """Return attention by its formula in float64 [B, T, H * D], and the gradients of its weighted sum."""
     q, k, v, sinks = inputs = [x if x is None else torch.tensor(x).double().requires_grad_() for x in (q, k, v, sinks)]
     scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, 2)) * float(scale)
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
@@ -46,11 +46,11 @@ def test_blocks_are_plain_attention_for_real_tokens(monkeypatch, block, kind, ca
     sinks = random.normal(size=4).astype(np.float32) if has_sinks else None
 
     def run(function):
-        def weighted(*arguments):
+        def loss(*arguments):
             mixed = function(*arguments)
             return (mixed * weights).sum(), mixed
 
-        (_, mixed), gradients = jax.jit(jax.value_and_grad(weighted, (0, 1, 2, 3), has_aux=True))(q, k, v, sinks)
+        (_, mixed), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(q, k, v, sinks)
         return [np.asarray(mixed)[real], *jax.tree.leaves(gradients)]
 
     plain = run(lambda *qkv: attend(*qkv[:3], mask, scale, cap=cap, sinks=qkv[3]))
@@ -64,20 +64,20 @@ def test_bfloat16_stays_and_scores_are_float32():
     random = np.random.default_rng(0)
     q, k, v = (jnp.asarray(random.normal(size=(2, LENGTH, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
     mask, scale = attention_mask({"input_ids": jnp.zeros((2, LENGTH), jnp.int32)}, True, None), jnp.float32(0.3)
-    ours, back = jax.vjp(lambda *qkv: attend_blocked(True, None, *qkv, mask, scale), q, k, v)
-    theirs = attend(*(x.astype(jnp.float32) for x in (q, k, v)), mask, scale, 0.0, None)
-    assert ours.dtype == jnp.bfloat16 and {x.dtype for x in back(ours)} == {jnp.dtype("bfloat16")}
-    assert np.abs(ours.astype(jnp.float32) - theirs).max() <= 2**-7 * np.abs(theirs).max()
+    actual, back = jax.vjp(lambda *qkv: attend_blocked(True, None, *qkv, mask, scale), q, k, v)
+    expected = attend(*(x.astype(jnp.float32) for x in (q, k, v)), mask, scale, 0.0, None)
+    assert actual.dtype == jnp.bfloat16 and {x.dtype for x in back(actual)} == {jnp.dtype("bfloat16")}
+    assert np.abs(actual.astype(jnp.float32) - expected).max() <= 2**-7 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(("asked", "fast_kernels", "blocked"), [
+@pytest.mark.parametrize(("requested", "fast_kernels", "is_blocked"), [
     (None, True, True), ("sdpa", True, True), ("eager", True, False), ("sdpa", False, False)])
-def test_the_recipe_switches_it_off(monkeypatch, asked, fast_kernels, blocked):
+def test_the_recipe_switches_it_off(monkeypatch, requested, fast_kernels, is_blocked):
     config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
                          vocab_size=11)
-    used = []
-    monkeypatch.setattr(attention, "attend_blocked", lambda *args: used.append(True) or attend_blocked(*args))
-    network = hub.network(config, "causal", fast_kernels=fast_kernels, attention=asked)
+    calls = []
+    monkeypatch.setattr(attention, "attend_blocked", lambda *args: calls.append(True) or attend_blocked(*args))
+    network = hub.network(config, "causal", fast_kernels=fast_kernels, attention=requested)
     network.hidden(network.init(0), {"input_ids": jnp.zeros((1, 4), jnp.int32)})
-    assert bool(used) == blocked
+    assert bool(calls) == is_blocked
     assert (network.build.cpu_forms, network.unroll) == ((True, 2) if fast_kernels else (False, 1))

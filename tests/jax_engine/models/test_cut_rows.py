@@ -1,4 +1,4 @@
-"""Rows cut along the sequence over devices: losses and gradients of one device, with all that crosses a border."""
+"""Rows sharded along the sequence: losses and gradients as on one device, also across the borders of shards."""
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ from lmmods.core.settings import LoRA
 ROWS, LENGTH, VOCAB = 4, 16, 37
 PACKED = np.array([[1] * 5 + [2] * 11, [1] * 3 + [2] * 2 + [3] * 8 + [0] * 3, [1] * 16, [1] * 9 + [2] * 7])
 LENGTHS = np.arange(LENGTH) < np.array([[16], [7], [11], [16]])
-# Layers that see all and layers with a window, which reaches over a border and more.
+# Layers with full attention and layers with a window, which crosses borders of shards.
 CONFIG = Qwen2Config(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, max_position_embeddings=64, use_sliding_window=True, sliding_window=6,
                      max_window_layers=1, attention_dropout=0.2)
 
 
 def rows(kind: str) -> dict[str, np.ndarray]:
-    """[ROWS, LENGTH] columns with a label at every token, also at the borders."""
+    """Return columns [ROWS, LENGTH] with a label at every token, also at the borders."""
     random = np.random.default_rng(0)
     real = PACKED > 0 if kind == "packed" else LENGTHS
     ids = random.integers(3, VOCAB, (ROWS, LENGTH))
@@ -40,7 +40,7 @@ def of_ranks(columns: dict[str, np.ndarray], ranks: int) -> dict[str, np.ndarray
 
 
 def step(net):
-    """Mean loss over tokens and its gradients."""
+    """Return the function that computes the mean loss over tokens and its gradients."""
     def loss(params, batch):
         batch = {name: x.reshape(-1, LENGTH) for name, x in batch.items()}
         hidden, targets = net.hidden(params, batch, training=True), shift_labels(batch["labels"])
@@ -58,19 +58,19 @@ def test_parts_of_rows_have_the_losses_and_gradients_of_whole_rows(monkeypatch, 
     net, columns = hub.network(CONFIG, "causal", **settings), rows(kind)
     random = np.random.default_rng(1)
     params = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), net.shapes)
-    wanted_loss, wanted = jax.jit(step(net))(params, of_ranks(columns, 1))
+    expected_loss, expected = jax.jit(step(net))(params, of_ranks(columns, 1))
 
-    # Three queries at a time of a part of four or eight.
+    # Three queries at a time, from shards of four or eight.
     monkeypatch.setattr(context_parallel, "SCORE_BYTES", 4 * LENGTH * 4 * 3)
     mesh = ShardedMesh(**sizes, devices=jax.devices()[:np.prod(list(sizes.values()))])
     compiled = mesh.compile(step(net), ("state", "batch"), ("scalar", "state"))
     batch = mesh.put_batch(of_ranks(columns, mesh.data_parallel_size))
-    loss, found = compiled(mesh.put_state(params), batch)
-    assert abs(loss - wanted_loss) <= 1e-5 * wanted_loss
-    found, wanted = flatten(mesh.fetch_state(found)), flatten(wanted)
-    largest = max(np.abs(leaf).max() for leaf in wanted.values())
-    for path, leaf in wanted.items():
-        assert np.abs(found[path] - leaf).max() <= 1e-5 * max(np.abs(leaf).max(), 0.1 * largest), path
+    loss, actual = compiled(mesh.put_state(params), batch)
+    assert abs(loss - expected_loss) <= 1e-5 * expected_loss
+    actual, expected = flatten(mesh.fetch_state(actual)), flatten(expected)
+    largest = max(np.abs(leaf).max() for leaf in expected.values())
+    for path, leaf in expected.items():
+        assert np.abs(actual[path] - leaf).max() <= 1e-5 * max(np.abs(leaf).max(), 0.1 * largest), path
 
 
 def test_devices_that_share_rows_share_the_parameters_too():
@@ -80,15 +80,15 @@ def test_devices_that_share_rows_share_the_parameters_too():
 
 
 def test_no_device_holds_the_scores_of_all_its_queries(monkeypatch):
-    """Of rows of 4,096 tokens over eight devices, of which each has 512 queries, 32 at a time here."""
+    """Rows of 4,096 tokens over eight devices: each has 512 queries, and computes 32 at a time."""
     length, heads = 4096, 32
     monkeypatch.setattr(context_parallel, "SCORE_BYTES", 32 * 4 * heads * length)
-    x, ids = (jax.ShapeDtypeStruct((1, length, *more), dtype) for more, dtype in (((heads, 8), jnp.bfloat16),
-                                                                                  ((), jnp.int32)))
+    x, ids = (jax.ShapeDtypeStruct((1, length, *sizes), dtype) for sizes, dtype in (((heads, 8), jnp.bfloat16),
+                                                                                    ((), jnp.int32)))
 
     def loss(q, k, v, ids):
-        cut = ContextParallel.from_batch({"input_ids": ids, "segment_ids": ids}, True, 100)
-        return cut.attend(q, k, v, jnp.float32(1)).astype(jnp.float32).sum()
+        pattern = ContextParallel.from_batch({"input_ids": ids, "segment_ids": ids}, True, 100)
+        return pattern.attend(q, k, v, jnp.float32(1)).astype(jnp.float32).sum()
 
     with jax.set_mesh(ShardedMesh(fsdp=1, sequence=8).mesh):
         done = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, ids).compile()

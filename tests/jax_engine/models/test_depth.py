@@ -1,4 +1,4 @@
-"""Layers of two kinds, with experts and without: their stacks, and a network of both against transformers'."""
+"""Layers of two kinds, with experts and without: their stacks, and a network with both against transformers."""
 
 import jax
 import numpy as np
@@ -29,16 +29,16 @@ def test_layers_that_are_alike_or_take_turns_share_a_loop(kinds, stacks):
 
 @pytest.mark.slow
 def test_kinds_that_take_turns_are_transformers_network(make_ref):
-    """Logits, gradients and routing; also token by token with a cache."""
+    """Compare logits, gradients and routing; also token by token with a cache."""
     ref = make_ref("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=None)
     batch = ref.batch()
     labels, inputs = labels_of(batch), {name: torch.tensor(value) for name, value in batch.items()}
     output = ref.torch(**inputs, output_router_logits=True)
     scored = output.logits[:, :-1].flatten(0, 1), torch.tensor(labels[:, 1:]).flatten()
     torch.nn.functional.cross_entropy(*scored, reduction="sum").backward()
-    theirs, real = output.logits.detach().numpy(), batch["attention_mask"] > 0
+    reference, real = output.logits.detach().numpy(), batch["attention_mask"] > 0
     logits, _, gradients = ref.found
-    assert np.abs(logits - theirs)[real].max() <= 1e-4 * np.abs(theirs).max()
+    assert np.abs(logits - reference)[real].max() <= 1e-4 * np.abs(reference).max()
     named, expected = ref.net.to_torch(gradients), dict(ref.torch.named_parameters())
     assert list(named) == list(expected)
     largest = max(parameter.grad.abs().max().item() for parameter in expected.values())
@@ -51,17 +51,17 @@ def test_kinds_that_take_turns_are_transformers_network(make_ref):
     assert len(counts) == 2 and np.array_equal(load.counts, counts)
 
     step = jax.jit(lambda batch, cache: ref.net.hidden(ref.params, batch, cache=cache))
-    cache, positions, found = ref.net.init_cache(4, 9), np.arange(9) + np.zeros_like(batch["input_ids"]), []
-    for place in range(9):
-        token = {name: value[:, place, None] for name, value in (batch | {"position_ids": positions}).items()}
+    cache, positions, actual = ref.net.init_cache(4, 9), np.arange(9) + np.zeros_like(batch["input_ids"]), []
+    for position in range(9):
+        token = {name: value[:, position, None] for name, value in (batch | {"position_ids": positions}).items()}
         hidden, cache = step(token, cache)
-        found.append(hidden)
-    assert np.abs(np.concatenate(found, 1) - whole)[real].max() <= 1e-5 * np.abs(whole).max()
+        actual.append(hidden)
+    assert np.abs(np.concatenate(actual, 1) - whole)[real].max() <= 1e-5 * np.abs(whole).max()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kinds", "changes"), [
-    # Of four layers of their own the last two lend to two rounds that borrow.
+    # The last two of four layers lend keys and values to two iterations that borrow them.
     ("gemma4_text", ["sliding_attention", "full_attention"] * 4, {
         "num_kv_shared_layers": 4, "enable_moe_block": False}),
     ("gemma4_text", ["sliding_attention", "full_attention"] * 2, {
@@ -70,18 +70,18 @@ def test_kinds_that_take_turns_are_transformers_network(make_ref):
     ("qwen3_5_text", ["linear_attention", "full_attention"] * 2, {"attention_bias": True}),
 ])
 def test_attention_of_two_kinds_in_a_loop(make_ref, name, kinds, changes):
-    """Heads of two sizes, or layers with a state, in each round, against transformers."""
+    """Compare with transformers: heads of two sizes, or layers with a state, in each iteration."""
     ref = make_ref(name, num_hidden_layers=len(kinds), layer_types=kinds, **changes)
     assert [stack.num_steps for stack in split_into_stacks(ref.net.arch)][-1] == 2
     batch = ref.batch()
     labels, inputs = torch.tensor(labels_of(batch)), {name: torch.tensor(value) for name, value in batch.items()}
 
-    def of_torch(model):
+    def run_torch(model):
         logits = model(**inputs).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
         return of_real(logits, batch, "causal"), loss, gradients(model, loss)
 
     logits, loss, grads = ref.found
-    found = of_real(logits, batch, "causal"), loss, ref.net.to_torch(grads)
-    for ours, theirs, exact in zip(found, *in_both(of_torch, ref.torch), strict=True):
-        assert_as_close(ours, theirs, exact, terms=2048)  # up to eight layers, forth and back
+    outputs = of_real(logits, batch, "causal"), loss, ref.net.to_torch(grads)
+    for actual, expected, exact in zip(outputs, *in_both(run_torch, ref.torch), strict=True):
+        assert_as_close(actual, expected, exact, terms=2048)  # up to eight layers, forward and backward

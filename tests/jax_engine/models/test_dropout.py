@@ -1,4 +1,4 @@
-"""Dropout on JAX: the bits of the reference, and their gradient."""
+"""Dropout on JAX: masks bit for bit as in the reference, and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,8 @@ def test_kept_features_and_their_gradients_are_scaled():
 
 def test_noise_has_the_bits_of_the_reference():
     seeds = reference.token_seeds(3, 1, np.arange(7), np.arange(7)).astype(np.int32)
-    found = jax.jit(feature_noise, static_argnums=2)(seeds.view(np.uint32), np.uint32(reference.site_seed("a")), 65)
-    assert np.array_equal(found, reference.feature_noise(seeds, reference.site_seed("a"), 65))
+    actual = jax.jit(feature_noise, static_argnums=2)(seeds.view(np.uint32), np.uint32(reference.site_seed("a")), 65)
+    assert np.array_equal(actual, reference.feature_noise(seeds, reference.site_seed("a"), 65))
 
 
 def test_a_document_of_a_packed_row_has_a_length_of_its_own():

@@ -1,4 +1,4 @@
-"""How routers spread tokens: load and balance against transformers' functions, row by row, on both engines."""
+"""Distribution of tokens over experts: load and balance against transformers, row by row, on both engines."""
 
 import copy
 
@@ -42,7 +42,7 @@ def test_padding_reaches_neither_tokens_nor_load(make_ref):
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", pytest.param("gemma4_text", marks=pytest.mark.slow)])
 def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
-    """Logits from transformers' network and its function for one row and layer; both engines; their gradients."""
+    """Compare both engines with transformers' function for one row and layer, including gradients."""
     ref = make_ref(name)
     batch, coefficient = ref.batch(), 0.3
     real, weights = batch["attention_mask"], np.array([5.0, 0.0, 3.5, 7.0], np.float32)
@@ -56,8 +56,8 @@ def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
     expected = sum(weight * sum(load_balancing_loss_func((layer[row],), num, 2, inputs["attention_mask"][row:row + 1])
                                 for layer in by_layer) / len(by_layer) for row, weight in enumerate(weights))
     (coefficient * expected).backward(retain_graph=True)
-    wanted = {key: parameter.grad.clone() for key, parameter in ref.torch.named_parameters()
-              if parameter.grad is not None}
+    expected_grads = {key: parameter.grad.clone() for key, parameter in ref.torch.named_parameters()
+                      if parameter.grad is not None}
     chosen = [layer.topk(2, -1).indices.numpy() for layer in by_layer]
     counts = np.array([[np.bincount(layer[row][real[row] > 0].ravel(), minlength=num) for row in range(4)]
                        for layer in chosen]) / real.sum(1)[:, None] * num / 2
@@ -69,26 +69,26 @@ def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
                               inputs["attention_mask"] > 0, torch.tensor(weights), coefficient)
     sums.total.backward()
     assert np.allclose(sums.metrics.numpy(), np.stack([values, [weights.sum()] * 3], 1), rtol=1e-5)
-    for key, gradient in wanted.items():
+    for key, gradient in expected_grads.items():
         assert torch.allclose(ref.torch.get_parameter(key).grad, gradient, rtol=1e-4, atol=1e-6), key
 
-    def ours(params):
+    def balance(params):
         _, load = ref.net.hidden_and_load(params, batch, True)
-        found = with_load(LossSums(jnp.zeros(()), jnp.zeros(())), load, jnp.asarray(weights), coefficient)
-        return found.total, found.metrics
+        losses_of_rows = with_load(LossSums(jnp.zeros(()), jnp.zeros(())), load, jnp.asarray(weights), coefficient)
+        return losses_of_rows.total, losses_of_rows.metrics
 
-    (total, metrics), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(ref.params)
+    (total, metrics), grads = jax.jit(jax.value_and_grad(balance, has_aux=True))(ref.params)
     assert np.allclose(total, coefficient * values[0], rtol=1e-5) and tuple(metrics) == METRICS
     assert np.allclose([metrics[name] for name in METRICS], sums.metrics, rtol=1e-5)
-    named, largest = ref.net.to_torch(grads), max(float(gradient.abs().max()) for gradient in wanted.values())
-    for key, gradient in wanted.items():
+    named, largest = ref.net.to_torch(grads), max(float(gradient.abs().max()) for gradient in expected_grads.values())
+    for key, gradient in expected_grads.items():
         assert np.abs(named[key] - gradient.numpy()).max() <= 1e-4 * max(gradient.abs().max(), 1e-3 * largest), key
 
 
 @pytest.mark.parametrize(("name", "checkpointing"), [
     ("qwen3_moe", False), ("qwen3_moe", True), ("gemma4_text", True)])
 def test_rows_of_a_batch_add_up_on_torch_also_under_checkpointing(make_ref, name, checkpointing):
-    """Loss and gradient with the balance loss: of four rows at once as of each by itself."""
+    """Loss and gradient with the balance loss are the same for four rows at once and one by one."""
     ref = make_ref(name)
     model = copy.deepcopy(ref.torch).train()
     mixture = on_torch.routed_mixture(model)
@@ -98,16 +98,17 @@ def test_rows_of_a_batch_add_up_on_torch_also_under_checkpointing(make_ref, name
     batch["labels"] = torch.tensor(labels_of(ref.batch()))
     head = LMHead(model)
 
-    def gradients(pieces):
+    def gradients(chunks):
         model.zero_grad()
-        sums = [causal_loss(model, head, piece, mixture=mixture, balance_loss=0.3) for piece in pieces]
+        sums = [causal_loss(model, head, chunk, mixture=mixture, balance_loss=0.3) for chunk in chunks]
         sum(part.total for part in sums).backward()
-        found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        return sum(part.total.item() for part in sums), sum(part.metrics for part in sums), found
+        grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        return sum(part.total.item() for part in sums), sum(part.metrics for part in sums), grads
 
     total, metrics, whole = gradients([batch])
-    cut, of_rows, by_row = gradients([{key: value[row:row + 1] for key, value in batch.items()} for row in range(4)])
-    assert cut == pytest.approx(total, rel=1e-5) and torch.allclose(of_rows, metrics, rtol=1e-4)
+    sum_of_rows, row_metrics, by_row = gradients([
+        {key: value[row:row + 1] for key, value in batch.items()} for row in range(4)])
+    assert sum_of_rows == pytest.approx(total, rel=1e-5) and torch.allclose(row_metrics, metrics, rtol=1e-4)
     plain = causal_loss(model, head, batch)
     assert total == pytest.approx(plain.total.item() + 0.3 * metrics[0, 0].item(), rel=1e-5)
     for name, gradient in whole.items():
@@ -128,7 +129,7 @@ def test_arithmetic_counts_the_experts_that_a_token_takes(make_ref):
 
 
 def test_experts_beside_an_mlp_add_to_its_sizes(make_ref):
-    """Gemma 4, whose dense models may have the numbers of experts in their configuration, too."""
+    """Dense Gemma 4 models may also have numbers of experts in their configuration."""
     config = make_ref("gemma4_text").config
     assert mixture_of(config) == Mixture(5, 2, beside_mlp=True) and widths_of(config).wide == 2 * 12 + 20
     dense = CONFIG_MAPPING["gemma4_text"](num_experts=5, top_k_experts=2, moe_intermediate_size=12)

@@ -1,4 +1,4 @@
-"""Folders of mixtures of experts: experts one by one, stacked, in MXFP4."""
+"""Folders of mixtures of experts: separate experts, stacked experts, MXFP4."""
 
 import json
 
@@ -55,15 +55,15 @@ def test_mxfp4_codes_have_the_values_of_transformers():
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (3, 10, 2, 16), dtype=np.uint8)
     scales = random.integers(100, 140, (3, 10, 2), dtype=np.uint8)
-    ours = mxfp4.values(lazy_array.lazy(blocks), lazy_array.lazy(scales), np.float32)
-    theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
-    assert np.array_equal(ours, theirs)
-    assert np.array_equal(ours[1:, 5:40, 2:3], theirs[1:, 5:40, 2:3])
+    actual = mxfp4.values(lazy_array.lazy(blocks), lazy_array.lazy(scales), np.float32)
+    expected = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
+    assert np.array_equal(actual, expected)
+    assert np.array_equal(actual[1:, 5:40, 2:3], expected[1:, 5:40, 2:3])
 
 
 @pytest.fixture(scope="module")
 def in_mxfp4(tmp_path_factory):
-    """A folder of gpt-oss whose experts are in MXFP4, and the values of their codes by transformers."""
+    """Return a gpt-oss folder with experts in MXFP4, and the values of their codes by transformers."""
     random, folder = np.random.default_rng(0), tmp_path_factory.mktemp("mxfp4")
     config = transformers.GptOssConfig(**FAMILIES["gpt_oss"] | {"hidden_size": 32, "intermediate_size": 64})
     model = transformers.GptOssForCausalLM(config)
@@ -89,31 +89,31 @@ def test_a_folder_in_mxfp4_is_read_into_plain_weights_on_both_engines(in_mxfp4, 
     net = hub.network(load_config(str(folder)), "causal")
     params = loading.load(net, str(folder))
     model = load_pretrained(transformers.AutoModelForCausalLM, str(folder))
-    ours, theirs = net.to_torch(params), dict(model.named_parameters())
-    assert list(ours) == list(theirs) and all(torch.equal(theirs[key], value) for key, value in values.items())
-    assert all(np.array_equal(ours[key], value.detach().numpy()) for key, value in theirs.items())
+    actual, expected = net.to_torch(params), dict(model.named_parameters())
+    assert list(actual) == list(expected) and all(torch.equal(expected[key], value) for key, value in values.items())
+    assert all(np.array_equal(actual[key], value.detach().numpy()) for key, value in expected.items())
     hub.save(net, params, tmp_path / "jax")
     export.save(model, tmp_path / "torch", False, None, True)
     for engine in ("jax", "torch"):
         assert "quantization_config" not in json.loads((tmp_path / engine / "config.json").read_text())
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / engine)
-        assert all(torch.equal(value, theirs[key]) for key, value in again.named_parameters())
+        assert all(torch.equal(value, expected[key]) for key, value in again.named_parameters())
 
 
 def test_mxfp4_is_quantised_anew_where_that_is_asked_for(in_mxfp4):
     folder, values = in_mxfp4
     net = hub.network(load_config(str(folder)), "causal")
-    ours = flatten(loading.load(net, str(folder), quantize="nf4"))
+    actual = flatten(loading.load(net, str(folder), quantize="nf4"))
     model = load_pretrained(transformers.AutoModelForCausalLM, str(folder), quantize="nf4", frozen=True)
     plain = load_pretrained(transformers.AutoModelForCausalLM, str(folder), frozen=True)
     for name in ("gate_up_proj", "down_proj"):
-        matrices = np.asarray(ours["layers", "moe", "experts", name].astype(np.float32))
+        matrices = np.asarray(actual["layers", "moe", "experts", name].astype(np.float32))
         for layer in range(2):
             key = f"model.layers.{layer}.mlp.experts"
-            wanted = F.dequantize_4bit(*F.quantize_4bit(values[f"{key}.{name}"], quant_type="nf4",
-                                                        compress_statistics=True))
-            assert torch.equal(getattr(model.get_submodule(key), name), wanted)
-            assert np.allclose(matrices[layer], wanted, rtol=1e-5, atol=1e-6)
+            expected = F.dequantize_4bit(*F.quantize_4bit(values[f"{key}.{name}"], quant_type="nf4",
+                                                          compress_statistics=True))
+            assert torch.equal(getattr(model.get_submodule(key), name), expected)
+            assert np.allclose(matrices[layer], expected, rtol=1e-5, atol=1e-6)
     copy_dequantized(model, plain)
     ids = torch.tensor([[3, 9, 4, 7]])
     assert torch.allclose(plain(ids).logits, model(ids).logits, atol=1e-4)

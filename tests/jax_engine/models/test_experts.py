@@ -1,4 +1,4 @@
-"""Mixtures of experts: their forms against each other, devices that share them, adapters."""
+"""Mixtures of experts: implementations against each other, experts divided over devices, adapters."""
 
 import copy
 import dataclasses
@@ -29,7 +29,7 @@ def in_form(net, form):
 
 
 def with_adapters(ref, quantize=None):
-    """The network with random adapters on its attention and experts, and its parameters."""
+    """Return the network with random adapters on its attention and experts, and its parameters."""
     net = hub.network(ref.net.config, "causal", lora=LoRA(rank=2, target_parameters=[
         "experts.gate_up_proj", "experts.down_proj"]))
     random = np.random.default_rng(0)
@@ -51,34 +51,35 @@ def test_the_sorted_forms_are_the_dense_one(make_ref, name, form, monkeypatch):
         value, grads = run(params)
         return {"loss": value, **flatten(grads)}
 
-    ours, dense = gradients(in_form(net, form)), gradients(in_form(net, "dense"))
+    actual, dense = gradients(in_form(net, form)), gradients(in_form(net, "dense"))
     for path, leaf in dense.items():
-        assert np.abs(ours[path] - leaf).max() <= 2e-5 * max(np.abs(leaf).max(), 1e-3), path
+        assert np.abs(actual[path] - leaf).max() <= 2e-5 * max(np.abs(leaf).max(), 1e-3), path
 
 
 def test_all_tokens_may_like_one_expert_and_others_may_have_none():
     random = np.random.default_rng(0)
-    tokens, shares = random.normal(size=(1, 7, 4)), random.uniform(size=(1, 7, 2))
+    tokens, weights = random.normal(size=(1, 7, 4)), random.uniform(size=(1, 7, 2))
     matrices = {"gate_up_proj": random.normal(size=(3, 6, 4)), "down_proj": random.normal(size=(3, 4, 3))}
-    tokens, shares, matrices = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (tokens, shares, matrices))
+    tokens, weights, matrices = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (tokens, weights, matrices))
     inner = lambda x: x[..., :3] * x[..., 3:]  # noqa: E731
     up, down = (np.asarray(matrices[name], np.float64) for name in ("gate_up_proj", "down_proj"))
     for chosen in ([[1, 1]] * 7, [[0, 2]] * 7, [[0, 1], [2, 1], [9, 2], [-1, 0], [2, 0], [1, 2], [2, 9]]):
-        dense, *sorted_forms = (experts._mix(inner, form, False, tokens, shares, jnp.array([chosen]), matrices)
-                                for form in ("dense", "ragged", "blocks"))
+        dense, *sorted_forms = (
+            experts._apply_experts(inner, form, False, tokens, weights, jnp.array([chosen]), matrices)
+            for form in ("dense", "ragged", "blocks"))
         exact = np.zeros(tokens.shape)
-        for place, expert in np.ndenumerate(chosen):
+        for (token, rank), expert in np.ndenumerate(chosen):
             if 0 <= expert < 3:
-                exact[0, place[0]] += float(shares[0][place]) * down[expert] @ inner(up[expert] @ tokens[0, place[0]])
-        for found in sorted_forms:
-            assert_as_close(found, dense, exact)
+                exact[0, token] += float(weights[0, token, rank]) * down[expert] @ inner(up[expert] @ tokens[0, token])
+        for actual in sorted_forms:
+            assert_as_close(actual, dense, exact)
 
 
 MESHES = {
     "expert2-sequence3": ({"expert": 2, "sequence": 3}, "ragged", None, 6),
     "data2-expert2-tensor2-lora": ({"data": 2, "expert": 2, "tensor": 2}, "blocks", "lora", 4),
     "fsdp2-expert2-tensor2-nf4": ({"fsdp": 2, "expert": 2, "tensor": 2}, "blocks", "nf4", 8),
-    "expert2-tensor4": ({"expert": 2, "tensor": 4}, "ragged", None, 2),  # four experts do not go eight ways
+    "expert2-tensor4": ({"expert": 2, "tensor": 4}, "ragged", None, 2),  # eight does not divide four experts
 }
 
 SMALL = {"qwen3_moe": {"num_hidden_layers": 1},
@@ -91,9 +92,9 @@ SMALL = {"qwen3_moe": {"num_hidden_layers": 1},
     *(pytest.param("qwen3_moe", *case, id=key) for key, case in MESHES.items()),
     pytest.param("gemma4_text", {"fsdp": 2, "expert": 2}, "blocks", None, 4, id="gemma4_text")])
 def test_devices_that_share_experts_compute_what_one_does(make_ref, name, sizes, form, adapts, shards):
-    """Loss, balance, load and gradients of packed rows; all parameters train, or adapters beside frozen experts."""
-    wide = {"hidden_size": 64, "moe_intermediate_size": 64} if adapts == "nf4" else {}  # rows of whole blocks
-    ref, task = make_ref(name, **SMALL[name], **wide), SFT(pretrained="-", balance_loss=0.3)
+    """Compare loss, balance, load and gradients of packed rows; all parameters train, or adapters on frozen experts."""
+    changes = {"hidden_size": 64, "moe_intermediate_size": 64} if adapts == "nf4" else {}  # rows of whole blocks
+    ref, task = make_ref(name, **SMALL[name], **changes), SFT(pretrained="-", balance_loss=0.3)
     net, params = with_adapters(ref, "nf4" if adapts == "nf4" else None) if adapts else (ref.net, ref.params)
     task.network = in_form(net, form)
     mesh = ShardedMesh(**{"fsdp": 1} | sizes, devices=jax.devices()[:math.prod(sizes.values())])
@@ -115,28 +116,28 @@ def test_devices_that_share_experts_compute_what_one_does(make_ref, name, sizes,
 
     trees = task.network.split(params)
     placed = [mesh.put_state(tree) for tree in trees]
-    held = merge(*placed)["layers"]["moe"]["experts"]["down_proj"]
-    held = held.packed if adapts == "nf4" else held
-    assert held.addressable_shards[0].data.size * shards == held.size
-    whole = jax.tree.leaves(mesh.fetch_state(placed))  # which is what a checkpoint holds
+    leaf_on_mesh = merge(*placed)["layers"]["moe"]["experts"]["down_proj"]
+    leaf_on_mesh = leaf_on_mesh.packed if adapts == "nf4" else leaf_on_mesh
+    assert leaf_on_mesh.addressable_shards[0].data.size * shards == leaf_on_mesh.size
+    whole = jax.tree.leaves(mesh.fetch_state(placed))  # as in a checkpoint
     assert all(np.array_equal(a, b) for a, b in zip(whole, jax.tree.leaves(trees), strict=True))
     step = mesh.compile(gradients, ("state", "state", "batch"), ("state", "scalar"))
-    found, sums = step(*placed, mesh.put_batch(batch))
-    wanted, one = jax.jit(gradients)(*trees, batch)
+    actual, sums = step(*placed, mesh.put_batch(batch))
+    expected, one = jax.jit(gradients)(*trees, batch)
     assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(jax.tree.leaves(sums), jax.tree.leaves(one), strict=True))
-    found, wanted = flatten(mesh.fetch_state(found)), flatten(wanted)
-    largest = max(np.abs(leaf).max() for leaf in wanted.values())
-    for path, leaf in wanted.items():
-        assert np.abs(found[path] - leaf).max() <= 1e-5 * max(np.abs(leaf).max(), 0.01 * largest), path
+    actual, expected = flatten(mesh.fetch_state(actual)), flatten(expected)
+    largest = max(np.abs(leaf).max() for leaf in expected.values())
+    for path, leaf in expected.items():
+        assert np.abs(actual[path] - leaf).max() <= 1e-5 * max(np.abs(leaf).max(), 0.01 * largest), path
 
 
 @pytest.mark.parametrize(("name", "says"), [
     ("llama", "llama has no experts"), ("mixtral", "mixtral has 5 experts .* 2 does not")])
 def test_experts_that_devices_cannot_share_are_refused(make_ref, name, says):
-    found = make_ref(name).net.arch.experts
+    mixture = make_ref(name).net.arch.experts
     with pytest.raises(UserError, match=f"mesh size expert is 2, but {says}"):
-        experts.check_shared(ShardedMesh(expert=2).expert_size, name, found)
-    experts.check_shared(ShardedMesh().expert_size, name, found)
+        experts.check_shared(ShardedMesh(expert=2).expert_size, name, mixture)
+    experts.check_shared(ShardedMesh().expert_size, name, mixture)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
@@ -146,7 +147,7 @@ def test_all_linear_leaves_out_experts_and_routers_on_both_engines(make_ref, nam
     net = hub.network(ref.net.config, "causal", lora=lora)
     trained = {key for key, path, _ in net.names() if net.trains(path)}
     assert trained == {key for key, parameter in model.named_parameters() if parameter.requires_grad}
-    if name == "gemma4_text":  # with an MLP and an input in each layer; the router has a linear layer there
+    if name == "gemma4_text":  # each layer has an MLP and an input; its router has a linear layer
         assert any(".mlp." in key for key in trained) and not any(
             ".router." in key or ".experts." in key for key in trained)
     else:

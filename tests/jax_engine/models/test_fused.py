@@ -1,6 +1,6 @@
-"""The fused kernel's calls against plain attention, with XLA's implementation in its place, and its check.
+"""Calls of the fused kernel, replaced by XLA's implementation, against plain attention; and the kernel's check.
 
-cuDNN's kernel itself runs on GPUs only; there a check compares it each time a network is built.
+cuDNN's kernel runs only on GPUs; there a check compares it each time a network is built.
 """
 
 import re
@@ -55,8 +55,8 @@ def test_calls_are_plain_attention_for_real_tokens(kind, causal, window):
         return [np.asarray(mixed)[real], *gradients]
 
     plain = run(lambda *qkv: attend(*qkv, attention_mask(batch, causal, window), 0.3, 0.0, None))
-    for ours, theirs in zip(run(kernel.for_batch(batch)), plain, strict=True):
-        assert np.allclose(ours, theirs, atol=1e-5)
+    for actual, expected in zip(run(kernel.for_batch(batch)), plain, strict=True):
+        assert np.allclose(actual, expected, atol=1e-5)
 
 
 def test_no_mask_is_made_for_padded_rows_of_a_causal_network(monkeypatch):
@@ -90,7 +90,7 @@ def test_network_with_the_kernel_is_the_network_without(make_ref, name, head, ki
     def run(kernel):
         net.fused, calls = kernel, []
         if kernel is not None:
-            net.fused = SimpleNamespace(over=lambda batch: calls.append(1) or kernel.for_batch(batch))
+            net.fused = SimpleNamespace(for_batch=lambda batch: calls.append(1) or kernel.for_batch(batch))
 
         def loss(params):
             logits = net.logits(params, net.hidden(params, batch))
@@ -101,10 +101,10 @@ def test_network_with_the_kernel_is_the_network_without(make_ref, name, head, ki
         return np.asarray(logits)[real], gradients
 
     try:
-        (plain, plain_gradients), (ours, gradients) = run(None), run(kernel)
+        (plain, plain_gradients), (actual, gradients) = run(None), run(kernel)
     finally:
         net.fused = None
-    assert np.allclose(ours, plain, atol=1e-4 * np.abs(plain).max())
+    assert np.allclose(actual, plain, atol=1e-4 * np.abs(plain).max())
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(plain_gradients))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * largest), gradients, plain_gradients)
 
@@ -116,13 +116,13 @@ def test_rows_and_heads_stay_laid_out_over_a_mesh(kind, sizes, shape):
     q, k, v = (jnp.asarray(RANDOM.normal(size=(8, 10, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     expected = CAUSAL.for_batch(batch)(q, k, v)
     with jax.set_mesh(ShardedMesh(data=2, fsdp=2, **sizes).mesh):
-        found = jax.jit(lambda batch, *qkv: CAUSAL.for_batch(batch)(*qkv))(batch, q, k, v)
-    assert found.sharding.spec[0] == ("data", "fsdp") and found.addressable_shards[0].data.shape == shape
-    assert np.allclose(found, expected, atol=1e-5)
+        actual = jax.jit(lambda batch, *qkv: CAUSAL.for_batch(batch)(*qkv))(batch, q, k, v)
+    assert actual.sharding.spec[0] == ("data", "fsdp") and actual.addressable_shards[0].data.shape == shape
+    assert np.allclose(actual, expected, atol=1e-5)
 
 
 def test_parts_of_rows_are_traded_for_heads_and_never_gathered():
-    """Forward and backward, with what comes before and after: weights, which each device has whole."""
+    """Check forward and backward passes, with products before and after; each device has all weights."""
     def loss(x, weights):
         q, k, v = (jnp.einsum("btd,dhk->bthk", x, weight) for weight in weights[:3])
         mixed = CAUSAL.for_batch({"input_ids": x[..., 0]})(q, k, v)
@@ -138,7 +138,7 @@ def test_parts_of_rows_are_traded_for_heads_and_never_gathered():
 
 @pytest.mark.parametrize(("kind", "sizes"), [("packed", {"sequence": 2}), ("padded", {"sequence": 2, "tensor": 2})])
 def test_rows_cut_along_the_sequence_that_the_kernel_leaves_alone(kind, sizes):
-    """Documents in rows, whose mask would grow with the square of the length; fewer heads than devices."""
+    """Packed rows, which need a mask quadratic in the length; and fewer heads than devices."""
     with jax.set_mesh(ShardedMesh(**sizes).mesh):
         assert CAUSAL.for_batch(rows(kind)) is None
 
@@ -151,7 +151,7 @@ def test_rows_cut_along_the_sequence_that_the_kernel_leaves_alone(kind, sizes):
     ("packed", {"window": 3}, ("fmhaScaleBiasSoftmax", "CAUSAL", 0)),
 ])
 def test_the_program_for_a_gpu_calls_cudnn(monkeypatch, kind, changes, called, replicated):
-    """Made here, not run: which kernel it calls forward and backward, with which mask and window."""
+    """Compile without running: which kernel the program calls forward and backward, with which mask and window."""
     for name, answer in {"check_cudnn_version": 91000, "check_compute_capability": True}.items():
         monkeypatch.setattr(f"jax._src.cudnn.fused_attention_stablehlo.{name}", lambda *_, answer=answer: answer)
     kernel = replace(CAUSAL, dtype="bfloat16", implementation="cudnn", **changes)
@@ -159,7 +159,7 @@ def test_the_program_for_a_gpu_calls_cudnn(monkeypatch, kind, changes, called, r
     def gradient(batch, *qkv):
         return jax.grad(lambda *qkv: kernel.for_batch(batch)(*qkv).astype(jnp.float32).sum(), (0, 1, 2))(*qkv)
 
-    if replicated:  # as jax.pmap, which cannot make programs for other devices
+    if replicated:  # like jax.pmap, which cannot compile for other devices
         mesh, everywhere = jax.make_mesh((1,), ("replica",)), jax.sharding.PartitionSpec()
         gradient = jax.shard_map(gradient, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
     qkv = [jnp.ones((2, 10, heads, 8), jnp.bfloat16) for heads in (4, 2, 2)]
@@ -175,9 +175,9 @@ def test_the_program_for_a_gpu_calls_cudnn(monkeypatch, kind, changes, called, r
 
 @pytest.fixture
 def gpu(make_ref, monkeypatch):
-    """A backend that calls itself a GPU, and XLA's implementation for the kernel."""
+    """Report a GPU as the target, and use XLA's implementation as the kernel."""
     for name, head in (("mistral", "causal"), ("llama", "causal"), ("bert", "qa")):
-        make_ref(name, head)  # whose own networks are built, and spoken of, before
+        make_ref(name, head)  # build their networks, with their log lines, before
     monkeypatch.setattr(target, "present_target", lambda: Target("gpu", "a GPU", 1, 0))
     monkeypatch.setattr(fused, "Fused", lambda *args: Fused(*args, implementation="xla"))
     for cached in (fused.find_mismatch, fused._report):
@@ -271,9 +271,9 @@ def test_trial_finds_a_wrong_kernel(monkeypatch, wrong, kernel, by_mask, problem
     assert find_mismatch(kernel, by_mask) is None
     fused.find_mismatch.cache_clear()
     monkeypatch.setattr(jax.nn, "dot_product_attention", wrong)
-    found = find_mismatch(kernel, by_mask)
+    actual = find_mismatch(kernel, by_mask)
     fused.find_mismatch.cache_clear()
-    assert found.startswith(problem) and "\n" not in found
+    assert actual.startswith(problem) and "\n" not in actual
 
 
 def test_lengths_of_an_encoder_are_checked():

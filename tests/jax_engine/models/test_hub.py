@@ -1,4 +1,4 @@
-"""Configurations in, folders out, and every architecture or field that is refused."""
+"""Networks from configurations, saved folders, and every architecture or field that is not supported."""
 
 import json
 
@@ -75,8 +75,8 @@ def test_what_is_not_supported_is_refused_by_name(config, head, message):
 def test_the_supported_families_are_all_tested():
     assert hub.list_supported() == sorted(FAMILIES)
     heads = {name: {head for family, head in PAIRS if family == name} for name in FAMILIES}
-    assert heads == {name: set(hub.family_of(transformers.CONFIG_MAPPING[name](), next(iter(found))).classes)
-                     for name, found in heads.items()}
+    assert heads == {name: set(hub.family_of(transformers.CONFIG_MAPPING[name](), next(iter(tested))).classes)
+                     for name, tested in heads.items()}
 
 
 def test_the_page_has_the_table_of_what_is_tested():

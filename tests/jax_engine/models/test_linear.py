@@ -1,4 +1,4 @@
-"""Norms, activations, embeddings against torch."""
+"""Norms, activations, embeddings and products against torch."""
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +42,11 @@ def test_norms_are_torchs():
 @pytest.mark.parametrize("padding_id", [None, 2, -1])
 def test_the_padding_row_has_no_gradient(padding_id):
     ids = np.array([[0, 2, 4], [4, 4, 2]])
-    ours, theirs = Embedding(5, 6, std=1.0, padding_id=padding_id), torch.nn.Embedding(5, 6, padding_idx=padding_id)
-    graph, state = nnx.split(ours)
+    actual, expected = Embedding(5, 6, std=1.0, padding_id=padding_id), torch.nn.Embedding(5, 6, padding_idx=padding_id)
+    graph, state = nnx.split(actual)
     gradient = jax.grad(lambda s: (nnx.merge(graph, s)(ids) * X[:2, :3]).sum())(nnx.to_pure_dict(state))["weight"]
-    (theirs(torch.tensor(ids)) * torch.tensor(X[:2, :3])).sum().backward()
-    assert np.allclose(gradient, theirs.weight.grad, atol=1e-6)
+    (expected(torch.tensor(ids)) * torch.tensor(X[:2, :3])).sum().backward()
+    assert np.allclose(gradient, expected.weight.grad, atol=1e-6)
 
 
 def test_an_id_outside_the_table_is_not_silent():
@@ -61,9 +61,10 @@ def test_products_and_their_gradients_are_torchs(sizes, conv1d, cpu_forms):
     x, matrix, weights = (random.normal(size=shape).astype(np.float32) for shape in
                           ((3, 4, sizes[0]), sizes if conv1d else sizes[::-1], (3, 4, sizes[1])))
     build = Build(jnp.dtype("float32"), cpu_forms=cpu_forms)
-    ours, back = jax.vjp(lambda x, matrix: product(x, matrix, build, conv1d), x, matrix)
-    wide, other = (torch.tensor(array, requires_grad=True) for array in (x, matrix))
-    theirs = wide @ (other if conv1d else other.T)
-    (theirs * torch.tensor(weights)).sum().backward()
-    for mine, yours in zip((ours, *back(jnp.asarray(weights))), (theirs.detach(), wide.grad, other.grad), strict=True):
-        assert np.allclose(mine, yours, atol=1e-5)
+    actual, back = jax.vjp(lambda x, matrix: product(x, matrix, build, conv1d), x, matrix)
+    left, right = (torch.tensor(array, requires_grad=True) for array in (x, matrix))
+    expected = left @ (right if conv1d else right.T)
+    (expected * torch.tensor(weights)).sum().backward()
+    values, expected_values = (actual, *back(jnp.asarray(weights))), (expected.detach(), left.grad, right.grad)
+    for value, expected_value in zip(values, expected_values, strict=True):
+        assert np.allclose(value, expected_value, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Weights from folders: old spellings, shards, mixed dtypes, pickles, missing heads, and every strict refusal."""
+"""Weights from folders: old spellings, shards, mixed dtypes, pickles, missing heads, and every error."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from tests.image_models import save_image_model
 
 
 def rewritten(ref, folder, change):
-    """A copy of the ref's folder with its tensors changed by a function."""
+    """Load a copy of the ref's folder with its tensors changed by a function."""
     shutil.copy(ref.folder / "config.json", folder)
     tensors = change(load_file(ref.folder / "model.safetensors"))
     save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
@@ -103,8 +103,8 @@ def test_a_missing_head_starts_at_random_and_is_reported(make_ref, tmp_path, cap
     ref = make_ref(name, head)
     getattr(transformers, base)(ref.config).save_pretrained(tmp_path)
     first = loading.load(ref.net, str(tmp_path), seed=1)
-    told = capsys.readouterr().out
-    assert "these are initialised randomly" in told
+    output = capsys.readouterr().out
+    assert "these are initialised randomly" in output
     assert jax.tree.structure(first) == jax.tree.structure(ref.params)
     again, other = loading.load(ref.net, str(tmp_path), seed=1), loading.load(ref.net, str(tmp_path), seed=2)
     assert same(first, again) and same(first["layers"], other["layers"])
@@ -117,14 +117,14 @@ def test_a_head_with_other_labels_starts_at_random_and_is_reported(make_ref, tmp
     ref = make_ref(name, head)
     config = load_config(str(ref.folder), {"id2label": dict(enumerate("abc"))})
     net = hub.network(config, head)
-    found = loading.load(net, str(ref.folder), seed=1)
-    told = capsys.readouterr().out
-    assert "Not needed" in told and "these are initialised randomly" in told
-    assert same({**found, "head": {}}, {**ref.params, "head": {}})
-    assert found["head"]["weight"].shape[0] == 3
-    if "dense" in found["head"]:  # which has nothing to do with the labels
-        assert same(found["head"]["dense"], ref.params["head"]["dense"])
-    hub.save(net, found, tmp_path)
+    params = loading.load(net, str(ref.folder), seed=1)
+    output = capsys.readouterr().out
+    assert "Not needed" in output and "these are initialised randomly" in output
+    assert same({**params, "head": {}}, {**ref.params, "head": {}})
+    assert params["head"]["weight"].shape[0] == 3
+    if "dense" in params["head"]:  # this layer does not depend on the labels
+        assert same(params["head"]["dense"], ref.params["head"]["dense"])
+    hub.save(net, params, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["id2label"] == {"0": "a", "1": "b", "2": "c"}
 
 
@@ -161,9 +161,9 @@ def test_folders_without_weights_or_config(make_ref, tmp_path):
 def test_keys_and_values_of_layers_that_borrow_them_are_not_needed(make_ref, tmp_path, capsys):
     """Checkpoints of Gemma 4 have them, and transformers ignores them."""
     ref = make_ref("gemma4_text", "causal")
-    more = {f"model.layers.{layer}.self_attn.{part}.weight": torch.ones(12, 16) for layer in (2, 3)
-            for part in ("k_proj", "v_proj", "k_norm")}
-    assert same(rewritten(ref, tmp_path, lambda tensors: tensors | more), ref.params)
+    extra = {f"model.layers.{layer}.self_attn.{part}.weight": torch.ones(12, 16) for layer in (2, 3)
+             for part in ("k_proj", "v_proj", "k_norm")}
+    assert same(rewritten(ref, tmp_path, lambda tensors: tensors | extra), ref.params)
     assert "Not needed" in capsys.readouterr().out
     with pytest.raises(UserError, match="Not expected: model.layers.1.self_attn.v_proj.weight"):
         rewritten(ref, tmp_path, lambda tensors: tensors | {"model.layers.1.self_attn.v_proj.weight": torch.ones(1)})
@@ -180,7 +180,7 @@ def test_what_predicts_further_tokens_is_not_needed(make_ref, tmp_path, capsys):
 def test_of_checkpoints_with_images_the_text_is_loaded(model_type, tmp_path, capsys):
     text = save_image_model(model_type, tmp_path).model.language_model
     network = hub.network(load_config(str(tmp_path)), "causal")
-    found = network.to_torch(loading.load(network, str(tmp_path)))
-    assert found.keys() == {f"model.{name}" for name, _ in text.named_parameters()}  # without constants
-    assert all(np.array_equal(found[f"model.{name}"], param.detach()) for name, param in text.named_parameters())
+    named = network.to_torch(loading.load(network, str(tmp_path)))
+    assert named.keys() == {f"model.{name}" for name, _ in text.named_parameters()}  # without constants
+    assert all(np.array_equal(named[f"model.{name}"], param.detach()) for name, param in text.named_parameters())
     assert capsys.readouterr().out == ""

@@ -1,4 +1,4 @@
-"""The key table both ways, on trees that are not parameters and on parts of trees."""
+"""The key table in both directions, for trees like the parameters and for parts of trees."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from lmmods.core.errors import UserError
 
 @pytest.mark.parametrize("name", ["albert", "modernbert", "xlm-roberta"])
 def test_any_tree_of_this_shape_goes_both_ways(make_ref, name):
-    """Also where layers are shared, a layer lacks what others have, or torch has two names of one leaf."""
+    """Shared layers, a layer without a module that others have, and a leaf with two torch names."""
     net, params = make_ref(name, "masked").net, make_ref(name, "masked").params
     moments = jax.tree.map(lambda leaf: leaf**2, params)
     again = net.from_torch(net.to_torch(moments))
@@ -21,7 +21,7 @@ def test_part_of_a_tree_goes_both_ways(make_ref):
     net, params = make_ref("albert", "masked").net, make_ref("albert", "masked").params
     part = {"layers": {"attn": {"q": params["layers"]["attn"]["q"]}}}
     query = "albert.encoder.albert_layer_groups.{}.albert_layers.{}.attention.query.{}"
-    assert set(net.to_torch(part)) == {query.format(group, place, leaf) for group in (0, 1) for place in (0, 1)
+    assert set(net.to_torch(part)) == {query.format(group, position, leaf) for group in (0, 1) for position in (0, 1)
                                        for leaf in ("weight", "bias")}
     assert jax.tree.structure(net.from_torch(net.to_torch(part))) == jax.tree.structure(part)
 

@@ -1,4 +1,4 @@
-"""Rules of the tree and of programs that one family or two are enough to show; `test_jax_families.py` has the rest."""
+"""Rules of the tree and of programs that one or two families can show; `test_jax_families.py` has the others."""
 
 import copy
 
@@ -30,7 +30,7 @@ def test_remat_and_unroll_change_no_gradient(make_ref, name):
         gradient = jax.jit(jax.grad(lambda p: our_loss(net, p, batch, labels, True)[0]))
         return gradient(ref.params), str(jax.make_jaxpr(gradient)(ref.params)).count("remat")
 
-    plain, of_parts = gradients()  # norms and gated activations are computed again in any case
+    plain, of_parts = gradients()  # norms and gated activations are always recomputed
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain))
     for options in ({"remat": "minimal"}, {"remat": "full"}, {"unroll": 3}):
         other, num_remats = gradients(**options)
@@ -63,9 +63,9 @@ def test_half_precision_products_keep_float32_where_it_matters(make_ref):
     net = hub.network(ref.net.config, "causal", compute_dtype="bfloat16")
     hidden = net.hidden(ref.params, batch)
     logits = net.logits(ref.params, hidden)
-    assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32  # the head multiplies what it is given
+    assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32  # the head multiplies in the dtype of its input
     between = jax.make_jaxpr(lambda params: net.hidden(params, batch))(ref.params)
-    assert "float32" in str(between.eqns[-1].invars[0].aval.dtype)  # what layers hand on
+    assert "float32" in str(between.eqns[-1].invars[0].aval.dtype)  # the residual stream
     exact = np.asarray(ref.net.logits(ref.params, ref.net.hidden(ref.params, batch)))
     real = batch["attention_mask"] > 0
     assert 0 < np.abs(np.asarray(logits) - exact)[real].max() < 0.03 * np.abs(exact).max()
@@ -75,7 +75,7 @@ def test_half_precision_products_keep_float32_where_it_matters(make_ref):
 
 @jax.tree_util.register_pytree_node_class
 class Halves:
-    """A weight kept as two summands, as a quantised one is kept as codes and scales."""
+    """A weight stored as two summands, like a quantised one, which is stored as codes and scales."""
 
     def __init__(self, *parts):
         self.parts = parts
@@ -96,11 +96,11 @@ def test_a_weight_may_be_kept_in_another_form(make_ref, name, head):
     ref = make_ref(name, head)
     batch = ref.batch()
     leaves = flatten(ref.params)
-    kept = unflatten({path: Halves(leaf / 4, 3 * leaf / 4) if path[1] in ("attn", "mlp") and path[-1] == "weight"
-                      and len(path) == 4 and "norm" not in path[2] else leaf for path, leaf in leaves.items()})
+    stored = unflatten({path: Halves(leaf / 4, 3 * leaf / 4) if path[1] in ("attn", "mlp") and path[-1] == "weight"
+                        and len(path) == 4 and "norm" not in path[2] else leaf for path, leaf in leaves.items()})
     hidden = jax.jit(ref.net.hidden)
-    assert np.allclose(hidden(kept, batch), hidden(ref.params, batch), atol=1e-4)
-    assert flatten(ref.net.split(kept)[0]).keys() == flatten(ref.net.decays(kept)).keys() == leaves.keys()
+    assert np.allclose(hidden(stored, batch), hidden(ref.params, batch), atol=1e-4)
+    assert flatten(ref.net.split(stored)[0]).keys() == flatten(ref.net.decays(stored)).keys() == leaves.keys()
 
 
 def test_a_row_of_padding_gives_finite_gradients(make_ref):
@@ -116,7 +116,7 @@ def test_a_row_of_padding_gives_finite_gradients(make_ref):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_deep_network_is_no_larger_a_program(make_ref, name):
-    """Layers are one body of a loop, also where windows and positions alternate; compiling takes time by the text."""
+    """Layers are the body of one loop, also if windows and positions alternate. Compile time grows with the program."""
     texts, batch = {}, {"input_ids": np.zeros((1, 6), np.int32)}
     for depth in (2, 32):
         config = copy.deepcopy(make_ref(name, "causal").config)
@@ -136,35 +136,35 @@ def test_chunked_losses_scale_and_cap_logits_too(make_ref, name, monkeypatch):
     batch = ref.batch()
     labels = labels_of(batch)
 
-    def total(log_probs, picked):  # the second as a preference loss needs it: of rows, and not linear
+    def total(log_probs, picked):  # the second is like a preference loss: per row, and not linear
         return -picked.sum() + (log_probs.sum(1) ** 2).sum() / 100
 
-    def ours(params):
+    def chunked(params):
         hidden = ref.net.hidden(params, batch)
         arguments = hidden, losses.shift_labels(labels), lambda h: ref.net.logits(params, h), 37
         return total(losses.token_log_probs(*arguments), -losses.token_loss(*arguments).total)
 
-    value, grads = jax.jit(jax.value_and_grad(ours))(ref.params)
+    value, grads = jax.jit(jax.value_and_grad(chunked))(ref.params)
     ref.torch.zero_grad()
     logits = ref.torch(**{key: torch.tensor(part) for key, part in batch.items()}).logits[:, :-1]
-    wanted = torch.tensor(labels[:, 1:])
-    log_probs = logits.log_softmax(-1).gather(-1, wanted.clamp(min=0)[..., None])[..., 0].where(wanted >= 0, 0)
+    targets = torch.tensor(labels[:, 1:])
+    log_probs = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0].where(targets >= 0, 0)
     expected = total(log_probs, log_probs)
     expected.backward()
     assert abs(float(value) - expected.item()) <= 1e-4 * abs(expected.item())
-    theirs = {key: parameter.grad.numpy() for key, parameter in ref.torch.named_parameters()}
-    largest = max(np.abs(gradient).max() for gradient in theirs.values())
+    reference = {key: parameter.grad.numpy() for key, parameter in ref.torch.named_parameters()}
+    largest = max(np.abs(gradient).max() for gradient in reference.values())
     for key, gradient in ref.net.to_torch(grads).items():
-        assert np.abs(gradient - theirs[key]).max() <= 1e-4 * max(np.abs(theirs[key]).max(), 1e-3 * largest), key
+        assert np.abs(gradient - reference[key]).max() <= 1e-4 * max(np.abs(reference[key]).max(), 1e-3 * largest), key
 
 
 def test_rows_longer_than_the_positions_are_refused(make_ref):
     from lmmods.core.errors import UserError
 
-    for name, head, room in (("gpt2", "causal", 32), ("roberta", "masked", 28)):
+    for name, head, num_positions in (("gpt2", "causal", 32), ("roberta", "masked", 28)):
         ref = make_ref(name, head)
-        ids = np.ones((1, room + 1), int)
-        with pytest.raises(UserError, match=f"{room} positions"):
+        ids = np.ones((1, num_positions + 1), int)
+        with pytest.raises(UserError, match=f"{num_positions} positions"):
             ref.net.hidden(ref.params, {"input_ids": ids, "attention_mask": ids})
         ref.net.hidden(ref.params, {"input_ids": ids[:, 1:], "attention_mask": ids[:, 1:]})
     with pytest.raises(UserError, match="token_type_ids"):

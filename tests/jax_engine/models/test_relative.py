@@ -1,4 +1,4 @@
-"""Relative positions: their buckets, and what DeBERTa's configurations choose, against transformers."""
+"""Relative positions: their buckets, and the options of DeBERTa's configurations, against transformers."""
 
 import jax
 import numpy as np
@@ -12,9 +12,9 @@ from jax_engine.models.relative import Relative
 @pytest.mark.parametrize(("buckets", "longest"), [(256, 512), (32, 128), (4, 32), (-1, 64)])
 def test_buckets_are_transformers(buckets, longest):
     rows, span = torch.zeros(1, 600, 1), buckets if buckets > 0 else longest
-    theirs = build_relative_position(rows, rows, buckets, longest)[0].numpy()
-    ours = Relative(span, longest if buckets > 0 else None, (), False, False).buckets(600)
-    assert np.array_equal(ours, np.clip(theirs + span, 0, 2 * span - 1))
+    expected = build_relative_position(rows, rows, buckets, longest)[0].numpy()
+    actual = Relative(span, longest if buckets > 0 else None, (), False, False).buckets(600)
+    assert np.array_equal(actual, np.clip(expected + span, 0, 2 * span - 1))
 
 
 @pytest.mark.parametrize("changes", [
@@ -27,8 +27,8 @@ def test_the_choices_of_configurations(make_ref, changes):
     ref = make_ref("deberta-v2", "masked", **changes)
     batch = ref.batch()
     with torch.no_grad():
-        theirs = ref.torch(**{key: torch.tensor(value) for key, value in batch.items()}).logits.numpy()
-    ours = np.asarray(jax.jit(lambda p: ref.net.logits(p, ref.net.hidden(p, batch)))(ref.params))
+        expected = ref.torch(**{key: torch.tensor(value) for key, value in batch.items()}).logits.numpy()
+    actual = np.asarray(jax.jit(lambda p: ref.net.logits(p, ref.net.hidden(p, batch)))(ref.params))
     real = batch["attention_mask"] > 0
-    assert np.abs(ours - theirs)[real].max() <= 1e-4 * np.abs(theirs).max()
+    assert np.abs(actual - expected)[real].max() <= 1e-4 * np.abs(expected).max()
     assert list(ref.net.to_torch(ref.params)) == [name for name, _ in ref.torch.named_parameters()]

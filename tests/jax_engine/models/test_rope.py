@@ -1,4 +1,4 @@
-"""Rotary positions of every kind against transformers' own modules, in short texts and long ones, and by text."""
+"""Rotary positions of every type against transformers' modules, in short and long texts; lengths of texts."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,11 +39,11 @@ CASES += [
 
 @pytest.mark.parametrize(("config", "module", "kind", "options"), CASES)
 def test_queries_turn_as_in_transformers(config, module, kind, options):
-    rope, theirs = rope_of(config, **options), kind(config)
+    rope, reference = rope_of(config, **options), kind(config)
     for length in (20, 64, 200):
         positions = np.arange(length)[None]
         q = RANDOM.normal(size=(1, length, 3, 32)).astype(np.float32)
-        cos, sin = theirs(torch.tensor(q), torch.tensor(positions))
+        cos, sin = reference(torch.tensor(q), torch.tensor(positions))
         expected, _ = module.apply_rotary_pos_emb(torch.tensor(q), torch.tensor(q), cos, sin, unsqueeze_dim=2)
         angles = rope.angles(jnp.asarray(positions), jnp.full((1, 1), length))
         assert np.allclose(rotate(jnp.asarray(q), angles, rope.interleaved), expected, atol=1e-4)

@@ -51,8 +51,8 @@ def test_splash_is_plain_attention_for_real_tokens(interpreted, name, rows, caus
         return [np.asarray(mixed)[rows > 0], *gradients]
 
     plain = run(lambda *qkv: attend(*qkv, attention_mask(batch, causal, window), 0.3))
-    for ours, theirs in zip(run(kernel.for_batch(batch)), plain, strict=True):
-        assert np.allclose(ours, theirs, atol=1e-5)
+    for actual, expected in zip(run(kernel.for_batch(batch)), plain, strict=True):
+        assert np.allclose(actual, expected, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_splash_passes_its_check(interpreted):
 @pytest.mark.parametrize(("sizes", "part"), [(None, "2x4"), ({"fsdp": 2, "tensor": 2}, "2"),
                                              ({"fsdp": 1, "tensor": 4}, "2x4")])
 def test_the_program_for_a_tpu_calls_splash(sizes, part):
-    """Made here, not run; on a mesh for each device's rows, and for its heads where keys' heads divide."""
+    """Compile without running; on a mesh for each device's rows, and for its heads if key heads are divisible."""
     batch = {"input_ids": jnp.zeros((2, LENGTH), jnp.int32), "segment_ids": jnp.asarray(DOCUMENTS, jnp.int32)}
     kernel = replace(CAUSAL, dtype="bfloat16")
 
