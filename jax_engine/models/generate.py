@@ -97,9 +97,9 @@ def sample_answers(network: Network, params: Tree, prompts: Sequence[Sequence[in
     lengths = [len(prompt) for prompt in prompts]
     check_length(network, min(lengths), settings)
     check_length(network, max(lengths), settings)
-    width = round_up(max(lengths), BUCKET)
+    width = next_power_of_two(max(lengths), BUCKET)
     programs = _compiled(network, width, astuple(settings), tuple(sorted(ends)), temperature)
-    outputs = _run_single_search(programs, params, prompts, width, pad, uniforms, round_up(len(prompts)))
+    outputs = _run_single_search(programs, params, prompts, width, pad, uniforms, next_power_of_two(len(prompts)))
     is_end = np.isin(outputs["tokens"], list(ends))
     has_ended = is_end.any(1)
     lengths = np.where(has_ended, is_end.argmax(1) + 1, max_new_tokens)
@@ -136,7 +136,7 @@ def _run_single_search(programs: tuple[Callable, ...], params: Tree, prompts: Se
     distinct = list(indices)
     are_distinct = len(distinct) == num
     # Round up the number of distinct prompts, so that few shapes are compiled.
-    distinct += distinct[:1] * ((size if are_distinct else min(round_up(len(distinct)), size)) - len(distinct))
+    distinct += distinct[:1] * ((size if are_distinct else min(next_power_of_two(len(distinct)), size)) - len(distinct))
     state = start(params, *_pad(distinct, width, pad), None if are_distinct else copies, None if size == num else num)
     uniforms, rows = np.pad(uniforms, ((0, size - num), (0, 0))), np.arange(size)
     outputs = {name: np.zeros(uniforms.shape, state[name].dtype) for name in ("tokens", *SCORES) if name in state}
@@ -148,7 +148,7 @@ def _run_single_search(programs: tuple[Callable, ...], params: Tree, prompts: Se
         if has_ended.all() or int(state["index"]) == width + uniforms.shape[1]:
             return {name: values[:num] for name, values in outputs.items()}
         # Unfinished rows first, then as many finished ones as fill a size that depends only on the batch size.
-        kept = np.argsort(has_ended, kind="stable")[:round_up(int(ACTIVE_FRACTION * len(has_ended)))]
+        kept = np.argsort(has_ended, kind="stable")[:next_power_of_two(int(ACTIVE_FRACTION * len(has_ended)))]
         state, rows = select(state, kept), rows[kept]
 
 
@@ -313,9 +313,9 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
     check_supported(settings)
     check_length(network, len(prompt), settings)
     # A growing conversation rarely recompiles.
-    width, max_new_tokens = round_up(len(prompt), BUCKET), settings.max_new_tokens
+    width, max_new_tokens = next_power_of_two(len(prompt), BUCKET), settings.max_new_tokens
     fields = astuple(replace(settings, max_new_tokens=1))  # part of the cache key, but unused by the programs
-    total = width + round_up(max_new_tokens, BUCKET)
+    total = width + next_power_of_two(max_new_tokens, BUCKET)
     prefill, step = _compiled_steps(network, width, total, fields, tuple(sorted(eos)))
     # The same random numbers as in `generate`, so that a streamed answer is the same.
     state, uniforms = prefill(params, *_pad([prompt], width, pad)), draws(seed, [row], max_new_tokens)
@@ -329,8 +329,8 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
     return False
 
 
-def round_up(count: int, minimum: int = 1) -> int:
-    """Round up to a power of two, at least `minimum`, so that few shapes are compiled."""
+def next_power_of_two(count: int, minimum: int = 1) -> int:
+    """Return the power of two at or above a count, at least `minimum`, so that few shapes are compiled."""
     return max(minimum, 1 << (int(count) - 1).bit_length())
 
 
