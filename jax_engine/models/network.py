@@ -430,7 +430,7 @@ class Network(Names):
         # Most networks have one stack; mixtures of experts with dense layers may have several.
         for stack in self._stacks:
             x, stack_outputs = jax.lax.scan(partial(body, stack), x, stack.select_inputs(steps, arch),
-                                       unroll=self.unroll if cache is None else self._unroll_cached)
+                                            unroll=self.unroll if cache is None else self._unroll_cached)
             # A layer that lends is the only one of its kind, so its stack has one iteration.
             lent |= {kind.attention: jax.tree.map(lambda leaf: leaf[0], leaves)
                      for kind, leaves in zip(stack.kinds, stack_outputs[2], strict=True) if leaves is not None}
