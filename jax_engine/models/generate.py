@@ -521,7 +521,7 @@ def beam_search(network: Network, width: int, settings: Generation, ends: Array)
     """
     num_groups, new = settings.num_beam_groups, settings.max_new_tokens
     size, total = settings.num_beams // num_groups, width + new
-    forward, group = Forward(network, settings.use_cache), _Group(width, settings, ends, size)
+    forward, group = Forward(network, settings.use_cache), _BeamGroup(width, settings, ends, size)
 
     def program(params: Tree, ids: Array, mask: Array, row_keys: Array) -> Array:
         batch = ids.shape[0]
@@ -568,7 +568,7 @@ def beam_search(network: Network, width: int, settings: Generation, ends: Array)
     return program
 
 
-class _Group:
+class _BeamGroup:
     """Beam search with S beams for each of B prompts; `advance` extends its state by one token."""
 
     def __init__(self, width: int, settings: Generation, ends: Array, size: int):

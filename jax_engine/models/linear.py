@@ -354,7 +354,7 @@ def parameter(shape: tuple[int, ...], initialiser: Initialiser) -> nnx.Param:
     return nnx.Param(jnp.zeros(shape), initialiser=initialiser)
 
 
-def initialisers(module: nnx.Module) -> dict[tuple[str, ...], Initialiser]:
+def collect_initialisers(module: nnx.Module) -> dict[tuple[str, ...], Initialiser]:
     """Return the initialisers of a module's parameters, by path."""
     return {path: node.get_metadata("initialiser") for path, node in nnx.iter_graph(module)
             if isinstance(node, nnx.Param)}

@@ -82,7 +82,7 @@ def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, do
     since = jnp.exp(_product("il,nbhgl->nbhgi", up_to, decay)) * continues[:, :, None, None]
     system = rate[..., None] * between * _product("nbhid,nbhjd->nbhij", k, k)[:, :, :, None]
     inputs = jnp.concatenate([v, since[..., None] * k[:, :, :, None]], -1) * rate[..., None]
-    solved = _product("nbhgij,nbhgje->nbhgie", unit_lower_inverse(system), inputs)
+    solved = _product("nbhgij,nbhgje->nbhgie", invert_unit_lower(system), inputs)
     scores = between * _product("nbhid,nbhjd->nbhij", q, k)[:, :, :, None]
     steps = q, k, solved[..., :out_size], solved[..., out_size:], scores, since, between[..., -1, :]
 
@@ -100,7 +100,7 @@ def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array, do
 
 
 @jax.custom_vjp
-def unit_lower_inverse(matrix: Array) -> Array:
+def invert_unit_lower(matrix: Array) -> Array:
     """Invert lower triangular matrices [..., C, C] with ones on the diagonal; C is a power of two.
 
     Only the part below the diagonal is read. Blocks double in size: the inverse of [[A, 0], [B, D]] is
@@ -117,7 +117,7 @@ def unit_lower_inverse(matrix: Array) -> Array:
 
 
 def _inverse_forward(matrix: Array) -> tuple[Array, Array]:
-    inverse = unit_lower_inverse(matrix)
+    inverse = invert_unit_lower(matrix)
     return inverse, inverse
 
 
@@ -125,7 +125,7 @@ def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
     return jnp.tril(-_product("...ji,...jk,...lk->...il", inverse, gradient, inverse), -1),
 
 
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+invert_unit_lower.defvjp(_inverse_forward, _inverse_backward)
 
 
 def normalise(x: Array) -> Array:

@@ -66,7 +66,7 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
     # A new head always trains in full, named or not.
     lora = dataclasses.replace(lora, modules_to_save=_exclude_head(network, lora.modules_to_save) or None)
     adapted = adapted_paths(network, lora)
-    in_full, matrices = modules_in_full(lora, modules, linear), _expert_matrices(network)
+    in_full, matrices = modules_in_full(lora, modules, linear), _find_expert_matrices(network)
     adapted_matrices = _check_every_layer("lora.target_parameters", adapted_parameters(lora, matrices, in_full),
                                           matrices)
     to_save = _check_every_layer("lora.modules_to_save", in_full, modules)
@@ -146,7 +146,7 @@ def trainable_rows(network: Network, lora: LoRA, tokens: list[int]) -> dict[str,
         UserError: PEFT cannot train these rows.
     """
     linear, modules = _map_torch_names(network)
-    embedding, output = _vocabulary_modules(network)
+    embedding, output = _find_vocabulary_modules(network)
     return trained_rows(tokens, embedding, output, modules_in_full(lora, modules, linear),
                         tied=HEADS[network.head].shares_table or network.arch.tied,
                         has_bias=HEADS[network.head].shares_table or network.arch.head_bias)
@@ -159,7 +159,7 @@ def _map_torch_names(network: Network) -> tuple[dict[str, str], dict[str, str]]:
                  for modules in (network.linears(), {*network.modules(), "head"}))
 
 
-def _vocabulary_modules(network: Network) -> tuple[str, str | None]:
+def _find_vocabulary_modules(network: Network) -> tuple[str, str | None]:
     """Return torch's names of the token embedding and of the output layer; None if its outputs are not tokens."""
     return (network.torch_modules("embed.tokens")[0],
             network.torch_modules("head")[0] if HEADS[network.head].vocabulary else None)
@@ -167,11 +167,11 @@ def _vocabulary_modules(network: Network) -> tuple[str, str | None]:
 
 def _exclude_head(network: Network, names: list[str] | None) -> list[str]:
     """Return the names of modules to save, without those of a head that trains in full anyway."""
-    head_modules = _head_modules(network)
+    head_modules = _find_head_modules(network)
     return [name for name in names or [] if not _matches_any(name, head_modules)]
 
 
-def _head_modules(network: Network) -> set[str]:
+def _find_head_modules(network: Network) -> set[str]:
     """Return torch's names of the modules of a head that train in full alongside any adapter."""
     return {name for module in HEADS[network.head].in_full if module in network.modules()
             for name in (network.torch_modules(module)[0], network.head_module(module))}
@@ -182,7 +182,7 @@ def _matches_any(target: str, names: Collection[str]) -> bool:
     return any(f".{name}".endswith(f".{target}") for name in names)
 
 
-def _expert_matrices(network: Network) -> dict[str, str]:
+def _find_expert_matrices(network: Network) -> dict[str, str]:
     """Return `gate_up_proj` or `down_proj` for each torch name of stacked expert matrices, one per layer."""
     modules = network.torch_modules(EXPERTS) if network.arch.experts is not None else []
     return {f"{module}.{name}": name for module in modules for name in MATRICES}
@@ -262,7 +262,7 @@ def save_adapter(network: Network, params: Tree, folder: str | Path, base: str |
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_dora": lora.dora,
         "use_rslora": lora.rslora, "target_modules": adapted if lora.targets == "all-linear" else lora.targets,
         "target_parameters": lora.target_parameters, "modules_to_save": to_save or None, "bias": "none",
-        "trainable_token_indices": token_indices(rows, _vocabulary_modules(network)[0]),
+        "trainable_token_indices": token_indices(rows, _find_vocabulary_modules(network)[0]),
         "fan_in_fan_out": network.arch.conv1d, "init_lora_weights": True, "inference_mode": True}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
@@ -276,7 +276,7 @@ def adapter_settings(folder: str | Path, network: Network) -> LoRA:
     Raises:
         UserError: There is no adapter, or the JAX engine does not support its type.
     """
-    config, head_modules = adapter_config(folder), _head_modules(network)
+    config, head_modules = adapter_config(folder), _find_head_modules(network)
     if HEADS[network.head].in_full:
         check_head(folder, network.torch_modules("head")[0])
     excluded = config.get("exclude_modules")
@@ -320,7 +320,7 @@ def adapter_rows(network: Network, lora: LoRA, folder: str | Path) -> dict[str, 
     saved = adapter_config(folder).get("trainable_token_indices")
     if not saved:
         return {}
-    tables = [name for name in _vocabulary_modules(network) if name]
+    tables = [name for name in _find_vocabulary_modules(network) if name]
     by_key = saved if isinstance(saved, dict) else {tables[0]: saved}
     rows = {next((name for name in tables if name.endswith(key)), key): ids for key, ids in by_key.items()}
     # For tied tables, PEFT records the rows of both; here there is one table.

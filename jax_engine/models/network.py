@@ -34,7 +34,7 @@ from jax_engine.models.linear import (
     Linear,
     Norm,
     apply_gate,
-    initialisers,
+    collect_initialisers,
     parameter,
 )
 from jax_engine.models.linear_attention import LinearAttention, Texts, empty_cache
@@ -258,7 +258,8 @@ class Network(Names):
         for name, part in self._parts().items():
             module = nnx.eval_shape(part)
             root = "layers" if isinstance(name, LayerKind) else name
-            self._initialisers |= {(root, *path): initialiser for path, initialiser in initialisers(module).items()}
+            initialisers = collect_initialisers(module)
+            self._initialisers |= {(root, *path): initialiser for path, initialiser in initialisers.items()}
             self._linears += [node.path for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
             self._graphs[name], state = nnx.split(module)
             # Blocks of all kinds are `layers`; leaves that several kinds have are stacked together.
@@ -576,7 +577,7 @@ def _select(options: list[Any], index: Array | None) -> Any:
 
 
 class MLP(nnx.Module):
-    """down(act(up(x))); if gated (Shazeer 2020), down(act(gate(x)) * up(x))."""
+    """MLP down(act(up(x))); if gated (Shazeer 2020), down(act(gate(x)) * up(x))."""
 
     def __init__(self, arch: Architecture, build: Build, kind: LayerKind):
         self.activation, self.gated, self.fused = arch.activation, arch.gated, arch.fused_gate_up
