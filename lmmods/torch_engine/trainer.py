@@ -1,4 +1,4 @@
-"""Lightning's Trainer extended by this project's run folder, exact resume and clean interruption."""
+"""Lightning's Trainer with this project's run folder, exact resume and clean interruption."""
 
 import functools
 import os
@@ -74,19 +74,19 @@ class Trainer(L.Trainer):
         check_length(max_epochs, max_steps)
         check_timeout(heartbeat_timeout)
         checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
-        callbacks = [SharedEarlyStopping.instead_of(callback) for callback in callbacks if callback not in checkpoints]
+        callbacks = [SharedEarlyStopping.replace(callback) for callback in callbacks if callback not in checkpoints]
         if enable_checkpointing:
             callbacks += checkpoints or [Checkpoint()]
         progress = Progress() if enable_progress_bar else None
         self._metrics = metrics = Metrics(progress.show) if progress else Metrics()
-        # The order matters: StartReport prepares the folder, and RunEvents saves the state of all before it.
+        # The order matters: StartReport prepares the folder, and RunEvents saves the state of all callbacks before it.
         self._run_events = RunEvents(metrics, callbacks)
         callbacks = [StartReport(), metrics, *([RunTimer(max_time)] if max_time is not None else []), *callbacks,
                      self._run_events, PredictionWriter()]
         callbacks += [progress] if progress else []
         plugins = list(plugins) if isinstance(plugins, list) else [plugins] if plugins else []
         if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
-            # Lightning's requeueing writes its own checkpoint, which a later start would load instead of ours.
+            # Lightning's requeueing writes its own checkpoint, which a later start would load instead of this run's.
             plugins.append(SLURMEnvironment(auto_requeue=False))
         try:
             super().__init__(
@@ -141,10 +141,9 @@ class Trainer(L.Trainer):
 
     def fit(self, model, train_dataloaders=None, val_dataloaders=None, datamodule=None,
             ckpt_path: str | None = None, overwrite: bool = False, stop_at: int | None = None) -> None:
-        """Train."""
         self.interruption.stop_at = stop_at
         check = functools.partial(self.run_folder.check_fit, ckpt_path, overwrite, self.recipe, stop_at)
-        with self._run_folder("fit", check), self.fast_products(model):
+        with self._lock_run_folder("fit", check), self.fast_products(model):
             self.resumed_from = checkpoint = find_resumed(self.run_folder, ckpt_path)
             if checkpoint:
                 datamodule.resume_from(read_plain(checkpoint))
@@ -156,30 +155,30 @@ class Trainer(L.Trainer):
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=checkpoint)
 
     def validate(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
-        """Evaluate on the validation set."""
-        with self._run_folder("validate"), self.fast_products(model):
-            checkpoint = self._checkpoint(ckpt_path, datamodule)
-            found = super().validate(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
-        check_evaluated(found)
-        return found
+        """Evaluate on the validation set and return Lightning's metrics, one dict per loader."""
+        with self._lock_run_folder("validate"), self.fast_products(model):
+            checkpoint = self._prepare_checkpoint(ckpt_path, datamodule)
+            metrics = super().validate(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
+        check_evaluated(metrics)
+        return metrics
 
     def test(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> Any:
-        """Evaluate on the test set."""
-        with self._run_folder("test"), self.fast_products(model):
-            checkpoint = self._checkpoint(ckpt_path, datamodule)
+        """Evaluate on the test set and return Lightning's metrics, one dict per loader."""
+        with self._lock_run_folder("test"), self.fast_products(model):
+            checkpoint = self._prepare_checkpoint(ckpt_path, datamodule)
             return super().test(model, dataloaders, checkpoint, verbose=False, datamodule=datamodule)
 
     def predict(self, model=None, dataloaders=None, datamodule=None, ckpt_path: str | None = None) -> None:
-        """Write predictions.jsonl."""
+        """Run the model on the predict set and write predictions.jsonl."""
         check = functools.partial(self.run_folder.check_results, self.recipe)
-        with self._run_folder("predict", check), self.fast_products(model):
+        with self._lock_run_folder("predict", check), self.fast_products(model):
             super().predict(model, dataloaders, datamodule, return_predictions=False,
-                            ckpt_path=self._checkpoint(ckpt_path, datamodule))
+                            ckpt_path=self._prepare_checkpoint(ckpt_path, datamodule))
 
     def inspect(self, model=None, datamodule=None, rows: int = 4,
                 which: Literal["first", "longest", "most_cut", "most_unknown"] | list[int] = "first",
                 recipe: bool = False) -> None:
-        """Show what would be trained on, and train nothing."""
+        """Show training rows, sizes and memory, without training."""
         self._say_engine()
         datamodule.trainer = self
         datamodule.prepare_data()
@@ -192,21 +191,21 @@ class Trainer(L.Trainer):
             show_recipe(self.recipe, datamodule)
 
     def measure(self, model: Any, datamodule: DataModule, rows: list[Row], folder: Path) -> None:
-        """Write torch's results for the given rows into a folder, for comparison with JAX; nothing is trained."""
+        """Write torch's loss, logits and gradient of the given rows to a folder, to compare with JAX."""
         self._say_engine()
         self._build(model, datamodule)
         self.strategy.model_to_device()
         measure(model, rows, folder)
 
     def _build(self, model: Any, datamodule: DataModule) -> None:
-        """Build the network outside Lightning's loops."""
+        """Build the network without running Lightning's loops."""
         model.trainer = datamodule.trainer = self
         self.strategy.connect(model)
         with self.strategy.tensor_init_context():
             self.datamodule = datamodule
             model.configure_model()
 
-    def _checkpoint(self, ckpt_path: str | None, datamodule: DataModule) -> Path | None:
+    def _prepare_checkpoint(self, ckpt_path: str | None, datamodule: DataModule) -> Path | None:
         if ckpt_path is None:
             return None
         checkpoint = self.run_folder.resolve(ckpt_path)
@@ -216,29 +215,29 @@ class Trainer(L.Trainer):
         return checkpoint
 
     @contextmanager
-    def _run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Hold the run folder for one command. Processes started by a launcher learn of a problem in `setup`."""
+    def _lock_run_folder(self, command: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Lock the run folder for one command. Processes started by a launcher learn of a problem in `setup`."""
         self._say_engine()
-        launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
+        is_launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
         try:
             with Peers.current().end_together(), self.run_folder.lock(command, check, self.is_global_zero,
-                                                                      tells_later=launched):
+                                                                      tells_later=is_launched):
                 yield
         except torch.distributed.DistError as error:
-            # Once the group exists, a collective of the run has failed; before, processes have not found each other.
+            # Once the group exists, a collective of the run has failed; before that, processes could not connect.
             if torch.distributed.is_initialized():
                 raise
-            place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-            raise cannot_meet(*place, first_line(error)) from error
+            address = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+            raise cannot_meet(*address, first_line(error)) from error
 
     def fast_products(self, model: Any) -> AbstractContextManager[None]:
-        """Return the context that a command computes in, as `model.fast_kernels` says."""
+        """Return the context that a command computes in: fast products if `model.fast_kernels` is set."""
         return fast_products(self.strategy.root_device) if model.fast_kernels else nullcontext()
 
     def _say_engine(self) -> None:
         device = self.strategy.root_device
-        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-        say_engine("torch", self.world_size, kind, self.precision, self._precision_reason)
+        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+        say_engine("torch", self.world_size, device_name, self.precision, self._precision_reason)
 
     # Metrics ---------------------------------------------------------------------------------------------------------
 
@@ -247,8 +246,8 @@ class Trainer(L.Trainer):
         self._metrics.steps.log(metrics, self.global_step)
 
     def log_rollout(self, metrics: dict[str, float], rollout: Any) -> None:
-        """Log the metrics of a rollout at the step after which it was drawn."""
-        self._metrics.steps.fetch()  # those of the steps before
+        """Log the metrics of a rollout at the step after which it was sampled."""
+        self._metrics.steps.fetch()  # metrics of earlier steps come first
         self._metrics.steps.log(metrics, self.global_step)
         if self.is_global_zero:
             self._rollout_table.log(self.loggers, rollout.lines(), self.global_step,
@@ -258,16 +257,16 @@ class Trainer(L.Trainer):
 
     @property
     def num_data_ranks(self) -> int:
-        """Micro-batches computed in parallel: one per process, or per group of processes that share a micro-batch."""
+        """Number of micro-batches computed in parallel: one per process, or per group that shares a micro-batch."""
         return self.world_size // model_parallel_size(self.strategy)
 
     @property
     def batches_per_step(self) -> int:
-        """Micro-batches of an optimiser step, over all processes."""
+        """Number of micro-batches per optimiser step, over all processes."""
         return self.accumulate * self.num_data_ranks
 
     def batch_split(self, data: DataModule) -> BatchSplit:
-        """Return how optimiser steps are divided into micro-batches; `data` is the DataModule."""
+        """Return how optimiser steps are split into micro-batches."""
         return BatchSplit(data.batch_size, self.accumulate, self.num_data_ranks)
 
     @property
@@ -277,15 +276,15 @@ class Trainer(L.Trainer):
 
     # Interruption ----------------------------------------------------------------------------------------------------
 
-    def interrupt_requested(self) -> bool:
+    def is_interrupted(self) -> bool:
         """True if any process has been asked to stop. A collective call: every process must make it."""
         if self.world_size == 1:
             return self.interruption.is_due
-        # One process may have been signalled before the others: all stop if any is asked to.
-        asked = torch.tensor(float(self.interruption.is_due), device=self.strategy.root_device)
-        return bool(sum_over_processes(asked, self.strategy) > 0)
+        # One process may receive the signal before the others, so all stop if any has received it.
+        is_due = torch.tensor(float(self.interruption.is_due), device=self.strategy.root_device)
+        return bool(sum_over_processes(is_due, self.strategy) > 0)
 
-    def stop_if_asked(self) -> None:
+    def stop_if_requested(self) -> None:
         """Abandon the current step if this process, the only one of the run, has been asked to stop."""
         if self.world_size == 1 and self.interruption.is_due:
             self._run_events.abandon_step(self, self.lightning_module)
@@ -294,22 +293,22 @@ class Trainer(L.Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int:
-        """Optimiser steps of the run; loads the data."""
+        """Number of optimiser steps of the run; loads the data."""
         self.fit_loop.setup_data()
         return self.num_steps
 
     @functools.cached_property
     def num_steps(self) -> int:
-        """Optimiser steps of the run; for use in fit, once the data is loaded."""
+        """Number of optimiser steps of the run; for use in fit, once the data is loaded."""
         return self.schedule().num_steps
 
     @property
-    def stops(self) -> bool:
-        """True if `should_stop` ends the run after this step, as its least lengths are reached."""
+    def is_stopping(self) -> bool:
+        """True if `should_stop` ends the run after this step: its minimum length is reached."""
         return self.should_stop and self.global_step >= (self.min_steps or 0) and self.current_epoch >= self.min_epochs
 
     def end(self) -> None:
-        """End the run with the step just done, whatever its least lengths."""
+        """End the run after the step just done, whatever its minimum length."""
         self.should_stop = True
         self.fit_loop.min_epochs = self.fit_loop.epoch_loop.min_steps = 0
 
@@ -321,24 +320,25 @@ class Trainer(L.Trainer):
         """
         if self.resumed_from is None:
             return
-        # Why stopping rules keep the resumed run stopped; an empty string for those that do not.
-        stopped = [callback.rule.begin(self.validates) for callback in self.callbacks
-                   if isinstance(callback, SharedEarlyStopping)]
-        out_of_time = any(callback.time_remaining() <= 0 for callback in self.callbacks if isinstance(callback, Timer))
-        if ((self.global_step >= self.num_steps or any(stopped) or out_of_time)
-                and self.run_folder.was_complete(self.global_step, *self.length, stopped, out_of_time)):
+        # For each stopping rule, why it keeps the resumed run stopped; empty if it does not.
+        stop_reasons = [callback.rule.begin(self.has_validation) for callback in self.callbacks
+                        if isinstance(callback, SharedEarlyStopping)]
+        is_out_of_time = any(callback.time_remaining() <= 0
+                             for callback in self.callbacks if isinstance(callback, Timer))
+        if ((self.global_step >= self.num_steps or any(stop_reasons) or is_out_of_time)
+                and self.run_folder.was_complete(self.global_step, *self.length, stop_reasons, is_out_of_time)):
             raise CompleteRun
 
     def schedule(self, batches_per_epoch: int | None = None) -> Schedule:
         """Return the schedule of the run: its length, and when it validates.
 
         Args:
-            batches_per_epoch: Micro-batches of a device per epoch; None takes those of the loader, once it is loaded.
+            batches_per_epoch: Micro-batches per device and epoch. Default: the loader's number, once it is loaded.
         """
         max_steps, max_epochs = self.length
         return Schedule.from_keys(
             batches_per_epoch=batches_per_epoch or self.train_dataloader.num_batches,
-            batches_per_step=self.accumulate, num_val_batches=int(self.validates),
+            batches_per_step=self.accumulate, num_val_batches=int(self.has_validation),
             max_epochs=max_epochs, max_steps=max_steps, val_check_interval=self.val_check_interval,
             val_epochs=self.check_val_every_n_epoch)
 
@@ -355,22 +355,22 @@ class Trainer(L.Trainer):
     # Position --------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def validates(self) -> bool:
-        """True if there is validation data; for use in fit."""
+    def has_validation(self) -> bool:
+        """True if the run has validation data; for use in fit."""
         return bool(self.limit_val_batches and self.datamodule.val_dataloader())
 
     @property
     def progress(self) -> RunProgress:
-        """Steps done; for use from `on_train_batch_end` to the next step, and at the start of a new run."""
+        """Position of the run; for use from `on_train_batch_end` to the next step, and at the start of a new run."""
         return RunProgress(self.current_epoch, self.fit_loop.batch_idx + 1, self.global_step, self.is_last_batch)
 
     def validation_is_due(self) -> bool:
         """True if a validation follows this step; for use in `on_train_batch_end`."""
-        return self.validates and (self.stops or self.schedule().validates_after(self.progress))
+        return self.has_validation and (self.is_stopping or self.schedule().validates_after(self.progress))
 
 
 class CompleteRun(Exception):
-    """A run that was resumed is complete; nothing is changed."""
+    """Raised when a resumed run is already complete; nothing is changed."""
 
 
 class RunTimer(Timer):
@@ -381,7 +381,7 @@ class RunTimer(Timer):
         return Timer.__qualname__
 
     def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Not here, where Lightning would return from `fit` at once."""
+        """Do nothing: if time is up here, Lightning returns from `fit` at once."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         super().on_train_start(trainer, module)
@@ -390,27 +390,27 @@ class RunTimer(Timer):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Devices: check that those of a recipe are available, and describe them for manifest.json.
+# Devices: check that the recipe's devices are available, and describe them for manifest.json.
 
 def check_accelerator(accelerator: str, devices: list[int] | int | str) -> None:
-    """Raise UserError if torch finds no such devices, or too few, on this machine. Lightning checks the rest."""
+    """Raise UserError if torch does not find these devices, or finds too few. Lightning checks the rest."""
     if accelerator == "tpu":
-        raise UserError("trainer.accelerator is tpu, on which the torch engine trains nothing. Take --engine jax.")
+        raise UserError("trainer.accelerator is tpu, which the torch engine does not support. Use --engine jax.")
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if not {"gpu": cuda or mps, "cuda": cuda, "mps": mps}.get(accelerator, True):
         raise no_device(accelerator, "torch")
     indices = devices if isinstance(devices, list) else range(devices) if isinstance(devices, int) else []
     if accelerator == "cpu" or not cuda:
         if isinstance(devices, list) and not mps:
-            raise UserError(f"trainer.devices is {devices}, indices of GPUs, but torch finds none on this machine. "
+            raise UserError(f"trainer.devices is {devices}, indices of GPUs, but torch finds no GPU on this machine. "
                             "Set it to auto.")
-    elif (number := torch.cuda.device_count()) <= max(indices, default=-1):
-        raise UserError(f"trainer.devices is {devices}, but this machine has {number} (cuda). Lower it, or set it to "
-                        "auto.")
+    elif (num_gpus := torch.cuda.device_count()) <= max(indices, default=-1):
+        raise UserError(f"trainer.devices is {devices}, but this machine has {num_gpus} CUDA GPUs. Lower it, or set "
+                        "it to auto.")
 
 
 def describe_machine(trainer: L.Trainer) -> dict[str, Any]:
-    """Return devices and settings of a run about to train; same keys as in the JAX engine."""
+    """Return devices and settings of a run about to start, with the JAX engine's keys."""
     device = trainer.strategy.root_device
     settings: dict[str, Any] = {
         "threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -130,7 +130,7 @@ VALUES = [
     ("trainer__devices", [0, 1], r"trainer\.devices.*\[0, 1\]"),
     ("trainer__devices", [], r"trainer\.devices.*\[\]"),
     ("trainer__devices", "2,3", r"trainer\.devices.*2,3"),
-    ("trainer__accelerator", "tpu", r"trainer\.accelerator is tpu, on which the torch engine trains nothing"),
+    ("trainer__accelerator", "tpu", r"trainer\.accelerator is tpu, which the torch engine does not support"),
     ("model__init_args__pretrained", "", r"model\.pretrained is '', but must be a path or a name"),
     ("data__init_args__tokenizer", " ", r"data\.tokenizer is ' ', but must be a path or a name"),
     ("data__init_args__cache_dir", "", r"data\.cache_dir is ''"),

@@ -22,7 +22,7 @@ from lmmods.runs.checkpoint import (
     write_checkpoint,
     write_manifest,
 )
-from lmmods.torch_engine.callbacks.checkpoint import TORCH, frozen
+from lmmods.torch_engine.callbacks.checkpoint import TORCH, copy_to_cpu
 from tests.forks import Fork
 from tests.runs.test_checkpoint_format import same
 
@@ -99,8 +99,8 @@ def test_what_torch_writes_beside_training_is_as_it_was(tmp_path):
     writers = BackgroundWriter(), BackgroundWriter()
     for rank, writer in enumerate(writers):
         shard = Shards((4, 3), (((3 * rank, 0), weights[:3] if rank == 0 else weights[3:]),))
-        content = frozen({"state_dict": {"w": shard}, "optimizer_states": [{"state": {0: {"step": step}}}],
-                          "callbacks": {"Checkpoint": {"best": best}}})
+        content = copy_to_cpu({"state_dict": {"w": shard}, "optimizer_states": [{"state": {0: {"step": step}}}],
+                               "callbacks": {"Checkpoint": {"best": best}}})
         step += 1
         best.append([0.4, "step=4"])
         writer.save(tmp_path / "c", content, writer_rank=WriterRank(rank, 2), library=TORCH)

@@ -1,8 +1,8 @@
-"""Checkpoints of a torch run: save, then resume. The folders are those of both engines (lmmods.runs.checkpoint).
+"""Save and load checkpoints of a torch run, in the format of both engines (lmmods.runs.checkpoint).
 
 Save: `RunEvents` calls `Checkpoint.save`, and this Lightning's `save_checkpoint`, which collects the states of model,
 optimiser and callbacks. `Checkpoint.on_save_checkpoint` adds progress, position in the data and the run's identity;
-`TaskModule.on_save_checkpoint` leaves frozen parameters out; the strategy passes the result to `FolderCheckpointIO`.
+`TaskModule.on_save_checkpoint` removes frozen parameters; the strategy passes the result to `FolderCheckpointIO`.
 
 Resume: `Trainer.fit` gives Lightning the folder. The strategy reads it through `FolderCheckpointIO`, which adds the
 state of Lightning's loops. `TaskModule.on_load_checkpoint` checks the parameters; Lightning restores the rest.
@@ -44,7 +44,7 @@ from lmmods.torch_engine.compat.lightning import correct_logged_step, loops_stat
 
 
 class Checkpoint(CheckpointPolicy, L.Callback):
-    """Save what a run needs to go on exactly."""
+    """Callback that saves what a run needs to resume exactly."""
 
     _latest: Path | None = None
     _position: dict[str, Any] = {}  # progress, and state of the data, after the last step done
@@ -52,22 +52,21 @@ class Checkpoint(CheckpointPolicy, L.Callback):
     # Save; called by RunEvents ---------------------------------------------------------------------------------------
 
     def path(self, trainer: L.Trainer) -> Path:
-        """Return the path of a checkpoint of the last step done."""
+        """Return the checkpoint path of the last step done."""
         return trainer.run_folder.checkpoint(checkpoint_name(trainer.global_step))
 
     def note_position(self, trainer: L.Trainer) -> None:
-        """Remember the position after a step, to be saved with what does not change before the next step is complete.
-        """
+        """Record the position after a step: a later save must not see the loader's progress within the next step."""
         data = trainer.datamodule
         self._position = {"progress": trainer.progress.state(), type(data).__qualname__: data.state_dict()}
 
-    def rank_now(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def rank_current(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Rank the checkpoint about to be written by the monitored metric."""
         self.rank({name: value.item() for name, value in trainer.callback_metrics.items()}, self.path(trainer).name)
 
     def save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Write a checkpoint of the last step done, update `last` and `best`, and remove checkpoints not kept."""
-        # A checkpoint of weights that are not finite could replace the last good one.
+        # A checkpoint with non-finite weights could replace the last good one.
         module.check_finite(trainer.global_step)
         path = self._latest = self.path(trainer)
         kept = self.decide(path.name)
@@ -88,12 +87,12 @@ class Checkpoint(CheckpointPolicy, L.Callback):
         del checkpoint["loops"]
 
     def is_saved(self, trainer: L.Trainer) -> bool:
-        """True if a checkpoint of the current position exists or is being written."""
+        """True if a checkpoint of the current step exists or is being written."""
         path = self.path(trainer)
         return path == self._latest or path.is_dir()
 
     def check(self, trainer: L.Trainer) -> None:
-        """Raise the error of the latest checkpoint if writing it has failed by now; does not wait."""
+        """Raise the error of the latest checkpoint if writing it has already failed; does not wait."""
         writer = trainer.strategy.checkpoint_io.writer
         if writer is not None:
             writer.check()
@@ -103,17 +102,17 @@ class Checkpoint(CheckpointPolicy, L.Callback):
         writer = trainer.strategy.checkpoint_io.writer
         if writer is not None:
             writer.wait()
-            trainer.strategy.barrier("checkpoint stands")
+            trainer.strategy.barrier("checkpoint complete")
 
     # Resume ----------------------------------------------------------------------------------------------------------
 
     def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: CheckpointContent) -> None:
-        """Take over its position, which is that of the run until a step is done."""
+        """Restore the position, which the run keeps until its next step is done."""
         key = type(trainer.datamodule).__qualname__
         self._position = {name: checkpoint[name] for name in ("progress", key) if name in checkpoint}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """After StartReport has made the run folder ready."""
+        # StartReport has prepared the run folder by now.
         if trainer.resumed_from and trainer.is_global_zero:
             self.resume(trainer.run_folder, trainer.resumed_from)
 
@@ -139,14 +138,14 @@ class FolderCheckpointIO(CheckpointIO):
         if self.writer is None:
             self.writer = BackgroundWriter()
         # A copy, as training changes the tensors while they are being written.
-        self.writer.save(path, frozen(checkpoint), then or (lambda: None), writer_rank, barrier, TORCH)
+        self.writer.save(path, copy_to_cpu(checkpoint), then or (lambda: None), writer_rank, barrier, TORCH)
 
     def load_checkpoint(self, path: str | os.PathLike, map_location: Any = None, weights_only: bool | None = None
                         ) -> dict[str, Any]:
-        return _of_lightning(read_checkpoint(Path(path), TORCH))
+        return _to_lightning(read_checkpoint(Path(path), TORCH))
 
     def open_checkpoint(self, path: Path, gather: Callable[[dict], dict], writer_rank: WriterRank) -> dict[str, Any]:
-        """Load a checkpoint with lazy arrays. A collective call: each process verifies a share of the files.
+        """Load a checkpoint with lazy arrays. A collective call: each process verifies some of the files.
 
         Args:
             gather: Merges the processes' dictionaries, which are keyed by rank.
@@ -156,28 +155,28 @@ class FolderCheckpointIO(CheckpointIO):
         """
         problems = {}
         try:
-            # Each process verifies a share of the files. All raise the same error, so that none waits for the others.
+            # All processes raise the same error, so that none waits for the others.
             check_manifest(path, share=(writer_rank.rank, writer_rank.size))
         except UserError as error:
             problems = {writer_rank.rank: str(error)}
         if problems := gather(problems):
             raise UserError(problems[min(problems)])
-        return _of_lightning(open_checkpoint(path, TORCH))
+        return _to_lightning(open_checkpoint(path, TORCH))
 
     def remove_checkpoint(self, path: str | os.PathLike) -> None:
         remove_checkpoint(Path(path))
 
 
-def frozen(content: CheckpointContent) -> CheckpointContent:
+def copy_to_cpu(content: CheckpointContent) -> CheckpointContent:
     """Copy a checkpoint's data and tensors to the CPU, so that training cannot change them; `Shards` are copies."""
     tree, arrays = split_shards(content, TORCH)
     return join(tree, {path: array.detach().to("cpu", copy=True) if torch.is_tensor(array) else array
                        for path, array in arrays.items()})
 
 
-def _of_lightning(content: CheckpointContent) -> dict[str, Any]:
+def _to_lightning(content: CheckpointContent) -> dict[str, Any]:
     content = update_checkpoint(content)
-    # Lightning requires the version that wrote a checkpoint, which those of the JAX engine do not have.
+    # Lightning requires the version that wrote a checkpoint, which the JAX engine does not save.
     return {"pytorch-lightning_version": L.__version__, **content,
             "loops": loops_state(Progress(**content["progress"]))}
 
@@ -185,8 +184,8 @@ def _of_lightning(content: CheckpointContent) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 # torch's operations on the arrays of a checkpoint.
 
-def _memory_of(tensor: torch.Tensor) -> Hashable:
-    """Return a key by which shared tensors are found: bitsandbytes' 8-bit optimisers share their code books."""
+def _memory_key(tensor: torch.Tensor) -> Hashable:
+    """Return a key that is equal for tensors that share memory: bitsandbytes' 8-bit optimisers share code books."""
     if not tensor.numel():
         return id(tensor)  # empty tensors have no memory
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
@@ -209,4 +208,4 @@ def _read(array: LazyArray) -> torch.Tensor:
     return array[(slice(None),) * array.ndim].clone()  # a copy, not the file's mapped memory
 
 
-TORCH = ArrayLibrary(torch.is_tensor, _save, load_file, torch.cat, torch.Tensor.new_empty, _open, _read, _memory_of)
+TORCH = ArrayLibrary(torch.is_tensor, _save, load_file, torch.cat, torch.Tensor.new_empty, _open, _read, _memory_key)

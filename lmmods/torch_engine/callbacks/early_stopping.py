@@ -13,14 +13,14 @@ _FIELDS = ("monitor", "patience", "verbose", "mode", "strict", "check_finite", "
 
 
 class SharedEarlyStopping(L.Callback):
-    """Replaces Lightning's early stopping by the rule shared with the JAX engine, so that both stop alike."""
+    """Early stopping by the rule shared with the JAX engine, so that both engines stop at the same step."""
 
     def __init__(self, rule: EarlyStoppingRule) -> None:
         self.rule = rule
 
     @classmethod
-    def instead_of(cls, callback: L.Callback) -> L.Callback:
-        """Replace a callback of Lightning's class EarlyStopping; others, subclasses included, are returned as is."""
+    def replace(cls, callback: L.Callback) -> L.Callback:
+        """Replace Lightning's EarlyStopping by this class; return other callbacks, subclasses included, as they are."""
         if type(callback) is not EarlyStopping:
             return callback
         # Lightning has negated min_delta for mode "min": undo that.
@@ -40,12 +40,12 @@ class SharedEarlyStopping(L.Callback):
         self.rule.load_state_dict(state)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self.rule.begin(trainer.validates):
+        if self.rule.begin(trainer.has_validation):
             trainer.should_stop = True
 
     def check(self, trainer: L.Trainer, validated: bool) -> None:
         """Check the metrics if due, after a validation or at the end of an epoch without one."""
         if self.rule.is_due(validated, trainer.is_last_batch) and not trainer.fast_dev_run:
-            found = self.rule.check({name: value.item() for name, value in trainer.callback_metrics.items()})
+            must_stop = self.rule.check({name: value.item() for name, value in trainer.callback_metrics.items()})
             # All processes stop together, even if their metrics differ by rounding.
-            trainer.should_stop = trainer.strategy.reduce_boolean_decision(found, all=False) or trainer.should_stop
+            trainer.should_stop = trainer.strategy.reduce_boolean_decision(must_stop, all=False) or trainer.should_stop

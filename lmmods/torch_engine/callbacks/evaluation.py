@@ -20,7 +20,7 @@ from lmmods.torch_engine.tasks.causal_task import generation_config
 
 
 class MMLU(MMLUEvaluator, L.Callback):
-    """Ask without side effects on training."""
+    """Evaluation on MMLU questions, without side effects on training."""
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if stage in ("fit", "validate", "test"):
@@ -28,40 +28,40 @@ class MMLU(MMLUEvaluator, L.Callback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self.is_on and trainer.state.fn == "validate":
-            self._ask_and_keep(trainer, module)
+            self._ask_and_save(trainer, module)
 
     def on_test_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self.is_on:
-            self._ask_and_keep(trainer, module)
+            self._ask_and_save(trainer, module)
 
-    def _ask_and_keep(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        found = self.ask(trainer, module)
+    def _ask_and_save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        scores = self.ask(trainer, module)
         if trainer.is_global_zero:
-            trainer.run_folder.merge_metrics(found)
+            trainer.run_folder.merge_metrics(scores)
 
     def ask(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
-        """Ask, and log the scores for other callbacks to monitor."""
-        found = self.ask_at_end(trainer, module)
-        for name, value in found.items():
+        """Ask the questions, and log the scores for other callbacks to monitor."""
+        scores = self.ask_at_end(trainer, module)
+        for name, value in scores.items():
             module.log(name, value, logger=False, rank_zero_only=False)
-        return found
+        return scores
 
     def ask_at_end(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
-        """Ask in hooks in which Lightning no longer allows callbacks to log."""
-        found = self._evaluate(trainer, module)
-        trainer.log_evaluation(found)
-        return found
+        """Ask the questions in hooks in which Lightning does not allow callbacks to log."""
+        scores = self._evaluate(trainer, module)
+        trainer.log_evaluation(scores)
+        return scores
 
     def _evaluate(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
-        """Answer the questions. A collective call: each process answers a part, and sharded parameters are gathered."""
+        """Answer the questions and return the scores. A collective call: each process answers some of the questions."""
         logits: dict[int, Any] = {}
         with evaluation_mode(trainer, module):
             choices = torch.from_numpy(self.choice_ids).to(module.device)
             for batch in self.batches(trainer.datamodule, trainer.data_rank, trainer.num_data_ranks):
-                batch = {name: part.to(module.device) for name, part in batch.items()}
-                found = module(choice_logits, module.model, module.head, batch, choices).cpu().numpy()
-                # Negative indices are filler rows that even out the processes.
-                logits |= {index: row for index, row in zip(batch["index"].tolist(), found) if index >= 0}
+                batch = {name: values.to(module.device) for name, values in batch.items()}
+                outputs = module(choice_logits, module.model, module.head, batch, choices).cpu().numpy()
+                # Negative indices are filler rows that give all processes equally many batches.
+                logits |= {index: row for index, row in zip(batch["index"].tolist(), outputs) if index >= 0}
             logits = gather(logits, trainer.world_size)
         return self.score(trainer.global_step, logits)
 
@@ -70,14 +70,14 @@ class MMLU(MMLUEvaluator, L.Callback):
 # Samples.
 
 class Samples(SampleWriter, L.Callback):
-    """Sample without side effects on training."""
+    """Generation of samples, without side effects on training."""
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             self.prepare(trainer.datamodule, module.max_positions())
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """After StartReport has made the run folder ready."""
+        # StartReport has prepared the run folder by now.
         if trainer.is_global_zero:
             self.begin(trainer.run_folder, trainer.global_step if trainer.resumed_from else None)
 
@@ -97,34 +97,35 @@ class Samples(SampleWriter, L.Callback):
         data = trainer.datamodule
         config = generation_config(self.generation, data.tokenizer, data.codec.stop_token_ids)
         rows = [torch.tensor(ids, device=module.device) for ids in self.prompt_ids]
-        ids, mask = (pad_sequence(part, batch_first=True, padding_value=value, padding_side="left") for part, value in
-                     ((rows, data.tokenizer.pad_token_id), ([torch.ones_like(row) for row in rows], 0)))
+        ids, mask = (pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left")
+                     for tensors, value in ((rows, data.tokenizer.pad_token_id),
+                                            ([torch.ones_like(row) for row in rows], 0)))
         tokens = module(generate, module.model, ids, mask, config, module.device_mesh is not None)
         return tokens[:, ids.shape[1]:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Use of the network by callbacks during training, without side effects on training.
+# Running the network in callbacks, without side effects on training.
 
 @contextmanager
 def evaluation_mode(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
-    """Disable dropout and gradients, take averaged parameters and pause the stopwatch; undo all of it afterwards."""
+    """Disable dropout and gradients, use averaged parameters and pause the stopwatch; restore all of it afterwards."""
     # Also synchronises with the device before the stopwatch is paused.
     module.check_finite(trainer.global_step)
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     with (trainer.stopwatch.paused(), isolate_rng(), torch.no_grad(), module.averaged(),
           trainer.precision_plugin.forward_context()):
         yield
-    for part, training in modes:
-        part.training = training
+    for submodule, was_training in modes:
+        submodule.training = was_training
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# predictions.jsonl and its companions: results of predict, one row each.
+# predictions.jsonl and other files of predict.
 
 class PredictionWriter(L.Callback):
-    """Collect the outputs of predict, let the data module turn them into rows, and write these in data order."""
+    """Callback that collects the outputs of predict and writes the data module's rows of them, in data order."""
 
     def __init__(self) -> None:
         self._outputs: dict[int, Any] = {}
@@ -136,6 +137,6 @@ class PredictionWriter(L.Callback):
     def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         outputs = gather(trainer.datamodule.complete(self._outputs), trainer.world_size)
         if trainer.is_global_zero:
-            found = trainer.datamodule.predictions(outputs)
-            say(trainer.run_folder.write_predictions(found))
-            log_predictions(trainer.run_loggers, found.rows)
+            predictions = trainer.datamodule.predictions(outputs)
+            say(trainer.run_folder.write_predictions(predictions))
+            log_predictions(trainer.run_loggers, predictions.rows)

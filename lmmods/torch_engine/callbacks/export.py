@@ -1,4 +1,4 @@
-"""Output of a finished run: model folder, model card and loss plot; uploads to the hub."""
+"""Export a finished run: model folder, model card and loss plot; upload to the hub."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,17 +26,17 @@ def export_run(trainer: L.Trainer, module: L.LightningModule) -> None:
     trainer.strategy.barrier("export")
 
 
-def write_model(trainer: L.Trainer, module: L.LightningModule, make_room: Callable[[], Path]) -> Path:
-    """Write model or adapter with its companion files; returns the folder. A collective call.
+def write_model(trainer: L.Trainer, module: L.LightningModule, make_folder: Callable[[], Path]) -> Path:
+    """Write the model or adapter with its model card and return the folder. A collective call.
 
     Args:
-        make_room: Creates the folder to write into; called by the first process.
+        make_folder: Creates the folder to write to; called by the first process.
     """
-    folder = trainer.strategy.broadcast(make_room() if trainer.is_global_zero else None)
+    folder = trainer.strategy.broadcast(make_folder() if trainer.is_global_zero else None)
     trained = [(param, param.data) for param in module.trainable().values()]
     with module.averaged():
         module.export(folder)  # sharded parameters are gathered by all processes
-        for param, data in trained:  # export has cast them to model.save_dtype, and training may continue
+        for param, data in trained:  # export has cast it to model.save_dtype, and training may continue
             param.data = data
     if trainer.is_global_zero:
         complete_model(folder, trainer.run_folder, module, module.auto_class, trainer.datamodule)
@@ -47,7 +47,7 @@ def write_model(trainer: L.Trainer, module: L.LightningModule, make_room: Callab
 # Uploads to the hub.
 
 class Publish(Publisher, L.Callback):
-    """Upload the model of each checkpoint, or of the finished run."""
+    """Upload of the model of each checkpoint, or of the finished run."""
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if self.repo is None or stage != "fit":

@@ -14,10 +14,10 @@ from lmmods.runs.wandb import log_classes
 
 
 class Metrics(L.Callback):
-    """Log every `log_every_n_steps` optimiser steps and after each evaluation.
+    """Callback that logs every `log_every_n_steps` optimiser steps and after each evaluation.
 
     Args:
-        show: Displays a step and its metrics in short.
+        show: Displays a step and a short form of its metrics.
     """
 
     steps: StepMetrics
@@ -31,12 +31,12 @@ class Metrics(L.Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
 
-        def flops_share() -> float | None:
+        def flops_fraction() -> float | None:
             device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else "CPU"
             peak = peak_flops(device)
             return None if peak is None else module.flops_per_token() / (peak * trainer.world_size)
 
-        self.steps = StepMetrics(self.stopwatch, trainer.log_every_n_steps, flops_share, report, self._show,
+        self.steps = StepMetrics(self.stopwatch, trainer.log_every_n_steps, flops_fraction, report, self._show,
                                  skips_overflows=trainer.precision == "16-mixed")
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Metrics(L.Callback):
         epoch = progress.epoch + progress.epoch_step / trainer.num_training_batches
         self.steps.add(trainer.global_step, epoch, module.last_step.step_metrics)
         if trainer.global_step % self.steps.every == 0:
-            self._put(module, self.steps.fetch())
+            self._set_callback_metrics(module, self.steps.fetch())
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict) -> None:
         """Update the saved state with the steps since the last row: Lightning called `state_dict` before this hook."""
@@ -66,7 +66,7 @@ class Metrics(L.Callback):
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        # Pending steps are counted up to here, so that no validation counts in their time.
+        # Record pending steps before the validation, so that their time does not include it.
         self.steps.fetch()
         self.stopwatch.stop()
 
@@ -81,14 +81,14 @@ class Metrics(L.Callback):
 
     def _evaluate(self, trainer: L.Trainer, module: L.LightningModule, prefix: str) -> None:
         # Also resets the sums, and gathers over all processes, so it comes before the sanity check returns.
-        found, files = module.eval_results(prefix)
+        metrics, files = module.eval_results(prefix)
         if trainer.sanity_checking:
             return
-        results = {f"{prefix}/{name}": value for name, value in found.items()}
+        results = {f"{prefix}/{name}": value for name, value in metrics.items()}
         if trainer.is_global_zero:
             trainer.run_folder.write_files(files)
             log_classes(trainer.loggers, files, prefix, trainer.global_step)
-        self._put(module, results)
+        self._set_callback_metrics(module, results)
         self.steps.log(results, trainer.global_step)
         if trainer.state.fn != "fit" and trainer.is_global_zero:
             trainer.run_folder.merge_metrics(results)
@@ -96,8 +96,8 @@ class Metrics(L.Callback):
     # Everywhere ------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _put(module: L.LightningModule, metrics: dict[str, float]) -> None:
-        """Add metrics to Lightning's `callback_metrics`, used by early stopping, checkpoint ranking and progress."""
+    def _set_callback_metrics(module: L.LightningModule, metrics: dict[str, float]) -> None:
+        """Add metrics to Lightning's `callback_metrics`, for early stopping, checkpoint ranking and the bar."""
         for name, value in metrics.items():
             module.log(name, value, logger=False, rank_zero_only=False)
 

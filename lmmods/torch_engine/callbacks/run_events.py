@@ -1,4 +1,4 @@
-"""Lightning hooks that perform the events due at each point of a run, as decided by lmmods/runs/events.py."""
+"""Lightning hooks that perform the events that lmmods/runs/events.py schedules."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,23 +16,23 @@ from lmmods.torch_engine.callbacks.evaluation import MMLU, Samples
 from lmmods.torch_engine.callbacks.export import Publish, export_run
 from lmmods.torch_engine.callbacks.metrics import Metrics
 
-NEEDS_CHECKPOINT = (Event.STOP, Event.UPLOAD, Event.FINISH)  # the latest one must be complete
+NEEDS_CHECKPOINT = (Event.STOP, Event.UPLOAD, Event.FINISH)  # the latest checkpoint must be complete
 Performer = Callable[[L.Trainer, L.LightningModule], None]
 
 
 class RunEvents(L.Callback):
-    """Performs the events of a run; must come after all callbacks whose state is part of a checkpoint it writes.
+    """Callback that performs the events of a run. Must come after all callbacks whose state is part of a checkpoint.
 
     Args:
-        callbacks: Callbacks of the run; those of this project's classes perform their events.
+        callbacks: The run's callbacks; this project's classes perform their events.
     """
 
     def __init__(self, metrics: Metrics, callbacks: list[L.Callback]):
-        def one(kind: type, default: Any) -> Any:
-            return next((callback for callback in callbacks if isinstance(callback, kind)), default)
+        def find(cls: type, default: Any) -> Any:
+            return next((callback for callback in callbacks if isinstance(callback, cls)), default)
 
-        samples, self._mmlu, publish = one(Samples, Samples()), one(MMLU, MMLU()), one(Publish, Publish())
-        self._metrics, self._checkpoint = metrics, one(Checkpoint, None)
+        samples, self._mmlu, publish = find(Samples, Samples()), find(MMLU, MMLU()), find(Publish, Publish())
+        self._metrics, self._checkpoint = metrics, find(Checkpoint, None)
         self._early_stopping = [callback for callback in callbacks if isinstance(callback, SharedEarlyStopping)]
         self._events = Events(self._checkpoint, samples, self._mmlu, publish, bool(self._early_stopping))
         self._performers: dict[Event, Performer] = {
@@ -47,16 +47,16 @@ class RunEvents(L.Callback):
             Event.PUBLISH: publish.publish,
         }
         if self._checkpoint is not None:
-            self._performers |= {Event.RANK: self._checkpoint.rank_now, Event.SAVE: self._checkpoint.save}
+            self._performers |= {Event.RANK: self._checkpoint.rank_current, Event.SAVE: self._checkpoint.save}
 
     # Hooks -----------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._began = trainer.global_step, time.perf_counter()
+        self._start = trainer.global_step, time.perf_counter()
         if self._checkpoint is not None and trainer.resumed_from is None:
             self._checkpoint.note_position(trainer)
         if trainer.global_step >= trainer.num_steps:
-            trainer.end()  # resumed after the last step: only the end of the run is left
+            trainer.end()  # resumed after the last step: only the final events are left
         self._perform(self._events.at_start(trainer.resumed_from is not None), trainer, module)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
@@ -64,20 +64,20 @@ class RunEvents(L.Callback):
             trainer.end()
         else:
             trainer.interruption.note_step(trainer.global_step)
-        # An error of the background writer ends the run now, not at the next checkpoint.
+        # Raise an error of the background writer now, not at the next checkpoint.
         if self._checkpoint is not None:
             self._checkpoint.check(trainer)
             self._checkpoint.note_position(trainer)
         self._perform(self._events.after_step(self._run_state(trainer)), trainer, module)
-        if trainer.stops and trainer.check_val_every_n_epoch is not None:
-            trainer.check_val_every_n_epoch = 1  # the final metrics are the final model's, whatever the epoch
+        if trainer.is_stopping and trainer.check_val_every_n_epoch is not None:
+            trainer.check_val_every_n_epoch = 1  # validate the final model, whatever the epoch
 
     def abandon_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Stop inside a step, with the state before it."""
+        """Stop within a step; the saved state is the one before the step."""
         self._perform(self._events.inside_step(self._run_state(trainer)), trainer, module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Perform events that log metrics: in later hooks Lightning does not allow callbacks to log."""
+        """Perform events that log metrics: later hooks may not log in Lightning."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._perform(self._events.in_validation(), trainer, module)
 
@@ -89,9 +89,9 @@ class RunEvents(L.Callback):
         at_end = {Event.ASK: self._mmlu.ask_at_end}
         self._perform(self._events.at_end(self._run_state(trainer)), trainer, module, self._performers | at_end)
         if trainer.is_global_zero:
-            first_step, began = self._began
+            first_step, start = self._start
             RunEnd(trainer.run_folder, module, trainer.datamodule, self._metrics.steps, self._checkpoint, first_step,
-                   trainer.global_step, time.perf_counter() - began, trainer.loggers).say()
+                   trainer.global_step, time.perf_counter() - start, trainer.loggers).say()
 
     # Events ----------------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class RunEvents(L.Callback):
             epoch_ends=trainer.is_last_batch,
             validates=trainer.validation_is_due,
             run_ends=lambda: trainer.global_step >= trainer.num_steps,
-            is_interrupted=trainer.interrupt_requested,
+            is_interrupted=trainer.is_interrupted,
             is_saved=lambda: self._checkpoint.is_saved(trainer))
 
     def _perform(self, events: Iterator[Event], trainer: L.Trainer, module: L.LightningModule,
@@ -127,13 +127,13 @@ class RunEvents(L.Callback):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Start of a run: prepare the run folder, attach the loggers, report what will be trained.
+# Start of a run.
 
 class StartReport(L.Callback):
-    """Prepare the run folder, attach the loggers and print a summary of the run."""
+    """Callback that prepares the run folder, attaches the loggers and prints a summary of the run."""
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Stop all processes with the same error if the first one could not take the run folder."""
+        """Connect the processes. Raise the same UserError on all of them if the first could not lock the run folder."""
         Peers.current().connect_all(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast,
                                     trainer.heartbeat_timeout)
         problem = trainer.strategy.broadcast(str(trainer.run_folder.problem or ""))

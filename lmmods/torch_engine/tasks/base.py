@@ -186,7 +186,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         optimizer = self.optimizers()
 
         def backward(loss: Tensor) -> None:
-            self.trainer.stop_if_asked()  # a step that is abandoned here is computed again
+            self.trainer.stop_if_requested()  # a step that is abandoned here is computed again
             self.manual_backward(loss)
 
         with full_precision(self.device):
