@@ -84,7 +84,7 @@ def test_attention_that_is_not_there(name, scratch, recipe, llama_folder, capsys
                     "model__init_args__config": str(llama_folder), "data__init_args__tokenizer": str(llama_folder)}
     assert main(["fit", *recipe(**changes)]) == 2
     said = capsys.readouterr().err
-    assert f"model.attention is '{name}', which cannot be used here" in said and "sdpa, eager or null" in said
+    assert f"model.attention is '{name}', which does not work here" in said and "sdpa, eager or null" in said
     assert ("Install the package flash-attn" in said) == name.startswith("flash")
     assert main(["fit", *recipe(engine="jax", **changes)]) == 2
     assert "model.attention" in capsys.readouterr().err

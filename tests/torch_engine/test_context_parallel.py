@@ -58,12 +58,12 @@ def whole_loss(network: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torc
 def agree_by_row(network: torch.nn.Module, rows: ContextParallel, batch: dict[str, torch.Tensor]) -> None:
     """Log-probabilities of rows, of which each process has some tokens, and the gradient of a loss of all of them."""
     found = []
-    for part in (batch, rows.cut(batch)):
+    for part in (batch, rows.split(batch)):
         network.zero_grad()
         logps, _ = causal_logps(network, LMHead.from_model(network), part)
         if part is not batch:
-            logps = rows.total(logps)
-        rows.share(LossSums((logps / 10).exp().sum(), logps.new_tensor(2))).total.backward()
+            logps = rows.sum(logps)
+        rows.divide(LossSums((logps / 10).exp().sum(), logps.new_tensor(2))).total.backward()
         weight = network.get_output_embeddings().weight.grad
         torch.distributed.all_reduce(weight)
         found.append((logps.detach(), weight.clone()))
@@ -94,7 +94,7 @@ def agree(*families: str) -> None:
             wanted = {"loss": loss.detach()} | {name: p.grad.clone() for name, p in network.named_parameters()}
             rows = ContextParallel.over(network, mesh, 2)
             network.zero_grad()
-            part = rows.cut(batch)
+            part = rows.split(batch)
             assert part["input_ids"].shape == (2, 8)
             loss = causal_loss(network, LMHead.from_model(network), part).total
             loss.backward()
@@ -115,10 +115,10 @@ class OneOfThree(ContextParallel):
         self.rank, self.size, self._last, self._known = rank, 3, (None, []), known
         self._device, self._one_document = None, False
 
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._known
 
-    def summed(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         self.sums = x
         return x[: len(x) // self.size]
 
@@ -143,7 +143,7 @@ def test_attention_in_blocks_of_queries(monkeypatch, block, window):
     found, sums = {"mixed": torch.empty_like(q), "q": torch.empty_like(q)}, 0
     for rank in range(3):
         rows = OneOfThree(rank, torch.stack([k, v]).movedim(3, 0).detach())
-        own = torch.tensor(sum(map(list, rows._own(24)), []))
+        own = torch.tensor(sum(map(list, rows._local_chunks(24)), []))
         parts = [x[:, :, own].detach().requires_grad_() for x in (q, k, v)]
         mixed, _ = rows.attend(None, *parts, segments[:, None, None], scaling=0.3, sliding_window=window)
         mixed.backward(grad[:, :, own].transpose(1, 2))
@@ -154,7 +154,7 @@ def test_attention_in_blocks_of_queries(monkeypatch, block, window):
 
 
 @pytest.mark.parametrize(("changes", "names"), [
-    ({"model_type": "bert"}, "not known to be right for bert"), ({"attn_pdrop": 0.1}, "dropout of attention"),
+    ({"model_type": "bert"}, "is not supported for bert"), ({"attn_pdrop": 0.1}, "attention dropout"),
     ({"rope_parameters": {"rope_type": "longrope"}}, "rope type longrope"),
     ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope type dynamic")])
 def test_networks_whose_rows_no_processes_cut(changes, names):

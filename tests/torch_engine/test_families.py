@@ -130,5 +130,5 @@ def test_the_fast_forms_compute_what_transformers_does(name, adapted, monkeypatc
 def test_attention_without_a_kernel_is_said(name, capsys):
     say_eager(make(name))
     assert capsys.readouterr().out == (
-        "" if name != "gemma2" else "Attention: eager, the plain one with all scores in memory, for gemma2: its scores "
-        "are capped at 1.5, which sdpa cannot do.\n")
+        "" if name != "gemma2" else "Attention: gemma2 uses eager, which keeps all scores in memory: sdpa cannot cap "
+        "scores at 1.5.\n")

@@ -46,7 +46,7 @@ def packed() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_loss_and_gradients_are_those_of_sdpa(kind, adapted, capsys, monkeypatch):
     model = make(kind).float()
-    monkeypatch.setattr(attention, "_unfit", lambda model: None)  # which asks for half precision
+    monkeypatch.setattr(attention, "_unsupported_reason", lambda model: None)  # which asks for half precision
     if adapted:
         model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False, r=4))
 

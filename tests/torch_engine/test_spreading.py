@@ -91,7 +91,7 @@ def assert_close(run: RunFolder, other: RunFolder) -> None:
     ({"model__init_args__max_memory": {"cpu": "100KB"}}, "not all of the model finds room"),
     ({"model__init_args__max_memory": {"cpu": "100KB"}, "model__init_args__quantize": None},
      "not all of the model finds room"),
-    ({"model__init_args__max_memory": {"cpu": "1GiB"}, "trainer__strategy": "ddp"}, "within one process"),
+    ({"model__init_args__max_memory": {"cpu": "1GiB"}, "trainer__strategy": "ddp"}, "the GPUs of one process"),
     ({"model__init_args__max_memory": {"cpu": "1GiB"}, "engine": "jax"}, "which the JAX engine does not support"),
 ])
 def test_where_it_cannot_work(recipe, tmp_path, capfd, changes, message):

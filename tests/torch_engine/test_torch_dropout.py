@@ -241,7 +241,7 @@ def test_the_head_of_a_masked_lm_drops_nothing(capsys):
         model = get_peft_model(made("bert"), LoraConfig(r=4, lora_dropout=0.9, target_modules=targets)).train()
         TokenDropout(model).begin(batch)
         head = MLMHead(model)
-        assert ("the head, which sees masked positions" in capsys.readouterr().out) is told
+        assert ("the head runs on masked positions" in capsys.readouterr().out) is told
         for key, param in model.named_parameters():
             if "lora_B" in key:
                 param.data.normal_()

@@ -114,7 +114,7 @@ def evaluation_mode(trainer: L.Trainer, module: L.LightningModule) -> Iterator[N
     module.check_finite(trainer.global_step)
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
-    with (trainer.stopwatch.paused(), isolate_rng(), torch.no_grad(), module.averaged(),
+    with (trainer.stopwatch.paused(), isolate_rng(), torch.no_grad(), module.use_averages(),
           trainer.precision_plugin.forward_context()):
         yield
     for submodule, was_training in modes:

@@ -34,7 +34,7 @@ def write_model(trainer: L.Trainer, module: L.LightningModule, make_folder: Call
     """
     folder = trainer.strategy.broadcast(make_folder() if trainer.is_global_zero else None)
     trained = [(param, param.data) for param in module.trainable().values()]
-    with module.averaged():
+    with module.use_averages():
         module.export(folder)  # sharded parameters are gathered by all processes
         for param, data in trained:  # export has cast it to model.save_dtype, and training may continue
             param.data = data

@@ -1,10 +1,10 @@
-"""Attention kernels preferred to transformers' choice, registered as attention implementations.
+"""Attention kernels that replace transformers' default, registered as attention implementations.
 
-Packed rows on CUDA: flash attention per document instead of a mask [B, 1, T, T]. Transformers turns restarting
-`position_ids` into such a mask, with which torch cannot use its flash kernel. torch's kernel for sequences of varying
-length only needs the start of each document.
+Packed rows on CUDA: flash attention per document. From `position_ids` that restart, transformers makes a mask
+[B, 1, T, T], which torch's flash kernel does not support. torch's kernel for sequences of varying length only needs the
+start of each document.
 
-Short rows on CPUs: float32, and plain matrix products instead of torch's flash kernel, where they are faster.
+Short rows on CPUs: float32, and matrix products instead of torch's flash kernel, where these are faster.
 """
 
 import inspect
@@ -22,30 +22,30 @@ from lmmods.torch_engine.compat.transformers import attention_of, can_change_att
 from lmmods.torch_engine.nn.cpu_kernels import thin_products, uses_onednn
 
 VARLEN, CPU = "varlen", "sdpa_cpu"
-# Measured with torch 2.13, forward and backward, 6 heads of size 64, two Zen 4 cores: float32 takes 33-50 % of the time
-# of bfloat16 at 112 to 168 tokens, 100 % at 320 to 512, and 150 % from 1,024 on.
+# Maximum number of tokens for float32. Measured with torch 2.13, forward and backward, 6 heads of size 64, two Zen 4
+# cores: float32 takes 33-50 % of bfloat16's time at 112 to 168 tokens, 100 % at 320 to 512, and 150 % from 1,024.
 FLOAT32_LENGTH = 384
-# Scores of a row, over all heads, up to which whole matrix products by oneDNN take less time than the flash kernel:
-# 60 to 75 % on a Zen 5 core.
-MOST_SCORES = 2**20
-# The same without gradients, of a head: up to 160 tokens products take 15 to 70 % of the kernel's time, and from 256 on
-# about twice as much, as the kernel keeps no weights there.
-MOST_SCORES_FORWARD = 160**2
+# Maximum number of scores of a row, over all heads, for which matrix products by oneDNN are faster than the flash
+# kernel: they take 60 to 75 % of its time on a Zen 5 core.
+MAX_SCORES = 2**20
+# Maximum number of scores per head without gradients: up to 160 tokens products take 15 to 70 % of the kernel's time,
+# from 256 on about twice its time, as the kernel then stores no weights.
+MAX_SCORES_FORWARD = 160**2
 Kernel = Callable[..., Tensor]
 
 
 @contextmanager
-def choosing_attention(name: str | None) -> Iterator[None]:
-    """Turn transformers' errors about the implementation named by `model.attention` into a UserError."""
+def attention_errors(name: str | None) -> Iterator[None]:
+    """Convert transformers' errors about `model.attention` to UserError."""
     try:
         yield
     except (ImportError, ValueError) as error:
         if name is None or isinstance(error, ValueError) and "attention" not in str(error) and "attn" not in str(error):
             raise
         package = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}.get(name)
-        raise UserError(f"model.attention is {name!r}, which cannot be used here: {one_line(error)[:300]} "
+        raise UserError(f"model.attention is {name!r}, which does not work here: {one_line(error)[:300]} "
                         + (f"Install the package {package} (for CUDA), or set" if package else "Set")
-                        + " model.attention to sdpa, eager or null; null takes the fastest that is there.") from error
+                        + " model.attention to sdpa, eager or null; null uses the fastest available.") from error
 
 
 def say_eager(model: nn.Module) -> None:
@@ -54,15 +54,15 @@ def say_eager(model: nn.Module) -> None:
         return
     config = model.config.get_text_config()
     cap = getattr(config, "attn_logit_softcapping", None)
-    why = f"its scores are capped at {cap:g}, which sdpa cannot do" if cap else "transformers has no sdpa for it"
-    say(f"Attention: eager, the plain one with all scores in memory, for {config.model_type}: {why}.")
+    reason = f"sdpa cannot cap scores at {cap:g}" if cap else "transformers has no sdpa for it"
+    say(f"Attention: {config.model_type} uses eager, which keeps all scores in memory: {reason}.")
 
 
 def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
-    """Switch `model` from sdpa to the kernel for packed rows if it is applicable and agrees with sdpa; reports which.
+    """Switch `model` from sdpa to the kernel for packed rows if it applies and agrees with sdpa; report the choice.
 
     Args:
-        kernel: Replacement for torch.nn.attention.varlen.varlen_attn, which requires CUDA.
+        kernel: Replaces torch.nn.attention.varlen.varlen_attn, which requires CUDA.
     """
     cuda = model.get_input_embeddings().weight.device.type == "cuda"
     if attention_of(model) != "sdpa" or not (cuda or kernel):
@@ -70,25 +70,25 @@ def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    problem = _unfit(model)
+    problem = _unsupported_reason(model)
     if problem is None:
         AttentionInterface.register(VARLEN, _Varlen(kernel or varlen_attn))
         AttentionMaskInterface.register(VARLEN, _mask)
-        # Logits of a packed row before and after the switch decide whether it stays.
-        before = _packed_logits(model)
+        # Keep the kernel only if it does not change the logits of a packed row.
+        expected = _packed_logits(model)
         model.set_attn_implementation(VARLEN)
-        problem = _disagreement(model, before)
+        problem = _disagreement(model, expected)
         if problem is not None:
             model.set_attn_implementation("sdpa")
     say("Attention: " + ("torch's flash kernel for documents of packed rows, which agrees with sdpa." if problem is None
-                         else f"sdpa, as the kernel for packed rows {problem}."))
+                         else f"sdpa, because the kernel for packed rows {problem}."))
 
 
 def prefer_cpu_kernels(model: nn.Module, precision: str) -> None:
-    """Switch `model` from sdpa to the kernels that are fastest for short rows on a CPU.
+    """Switch `model` from sdpa to the fastest kernels for short rows on a CPU.
 
     Args:
-        precision: Lightning's name. Under bfloat16, short rows attend in float32, which is reported.
+        precision: Lightning's name. Under bfloat16, attention of short rows uses float32, which is reported.
     """
     if attention_of(model) != "sdpa" or not can_change_attention(model):
         return
@@ -99,14 +99,13 @@ def prefer_cpu_kernels(model: nn.Module, precision: str) -> None:
     AttentionMaskInterface.register(CPU, sdpa_mask)
     model.set_attn_implementation(CPU)
     if precision.startswith("bf16"):
-        say(f"Attention: in float32 for rows of up to {FLOAT32_LENGTH} tokens, which on CPUs is faster than in "
-            "bfloat16.")
+        say(f"Attention: float32 for rows of up to {FLOAT32_LENGTH} tokens, which is faster than bfloat16 on CPUs.")
 
 
 def _attend_on_cpu(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **options: Any
                    ) -> tuple[Tensor, None]:
-    """Attention function of transformers; queries are [B, heads, T, D]."""
+    """Attention function for transformers; queries are [B, heads, T, D]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     dtype, length = compute_dtype(value), max(query.shape[2], key.shape[2])
@@ -115,40 +114,40 @@ def _attend_on_cpu(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.float()  # sdpa requires the dtype of the queries
     query, key, value = query.float(), key.float(), value.float()
-    # Autocast would cast them back to 16 bits.
+    # Autocast would cast queries and keys back to 16 bits.
     with torch.autocast(query.device.type, enabled=False):
-        if not dropout and options.get("position_bias") is None and _takes_products(query, key, attention_mask):
-            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            if attention_mask is None and causal and query.shape[2] > 1:
+        if not dropout and options.get("position_bias") is None and _prefers_products(query, key, attention_mask):
+            has_causal_mask = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            if attention_mask is None and has_causal_mask and query.shape[2] > 1:
                 attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             with thin_products() if query.shape[2] == 1 else nullcontext():
-                mixed = _Attention.apply(query, key, value, attention_mask, scale).transpose(1, 2)
+                output = _Attention.apply(query, key, value, attention_mask, scale).transpose(1, 2)
         else:
-            mixed, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal,
-                                              **options)
-    return mixed.to(dtype), None
+            output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal,
+                                               **options)
+    return output.to(dtype), None
 
 
-def _takes_products(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """True if `_Attention` is faster than the flash kernel and can take the mask."""
+def _prefers_products(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """True if `_Attention` is faster than the flash kernel and supports the mask."""
     scores = query.shape[2] * key.shape[2]
-    few = query.shape[1] * scores <= MOST_SCORES if torch.is_grad_enabled() else scores <= MOST_SCORES_FORWARD
-    # A single mask for all heads, a constant. Without a mask, `tril` is causal for square scores only.
-    plain = (query.shape[2] in (1, key.shape[2]) if mask is None
-             else mask.ndim == 4 and mask.shape[1] == 1 and not mask.requires_grad)
-    return uses_onednn() and few and plain
+    is_small = query.shape[1] * scores <= MAX_SCORES if torch.is_grad_enabled() else scores <= MAX_SCORES_FORWARD
+    # The mask must be constant and the same for all heads. Without a mask, `tril` is causal only for square scores.
+    is_plain = (query.shape[2] in (1, key.shape[2]) if mask is None
+                else mask.ndim == 4 and mask.shape[1] == 1 and not mask.requires_grad)
+    return uses_onednn() and is_small and is_plain
 
 
 class _Attention(torch.autograd.Function):
-    """softmax(scale Q K^T + mask) V by whole matrix products.
+    """softmax(scale Q K^T + mask) V by matrix products.
 
-    The weights are computed again in the backward pass, so that memory holds those of one layer at a time.
+    The weights are recomputed in the backward pass, so that only one layer's weights are in memory at a time.
 
     Args:
         query: [B, H, T, D].
         key, value: [B, K, S, D] and [B, K, S, E], each for H / K heads of queries.
-        mask: [B, 1, T, S] or broadcast to it: True where a query attends, or what is added to the scores; None for all.
+        mask: [B, 1, T, S] or broadcast to it: True where a query attends, or values added to the scores; or None.
 
     Returns:
         [B, H, T, E].
@@ -176,25 +175,25 @@ class _Attention(torch.autograd.Function):
 
 
 def _by_group(x: Tensor, key: Tensor) -> Tensor:
-    """Reshape [B, H, T, D] to [B K, H / K T, D]: the queries of a head of keys below each other."""
+    """Reshape [B, H, T, D] to [B K, H / K T, D], which concatenates the queries of a key head."""
     return x.reshape(key.shape[0] * key.shape[1], -1, x.shape[-1])
 
 
 def _weights(queries: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return the attention weights [B K, H / K T, S] of queries that are ordered by `_by_group`."""
+    """Return the attention weights [B K, H / K T, S] of queries reshaped by `_by_group`."""
     scores = torch.bmm(queries, key.flatten(0, 1).mT).mul_(scale)
     if mask is not None:
-        # [B, K, H / K, T, S], which the mask [B, 1, T, S] broadcasts to.
+        # [B, K, H / K, T, S]; the mask [B, 1, T, S] is broadcast to it.
         by_head = scores.view(*key.shape[:2], -1, *mask.shape[-2:])
         mask = mask.unsqueeze(1)
-        if mask.dtype == torch.bool:  # not -inf, whose softmax over a row of padding would be NaN
+        if mask.dtype == torch.bool:  # not -inf: its softmax over a row of padding is NaN
             by_head.masked_fill_(~mask, torch.finfo(scores.dtype).min)
         else:
             by_head.add_(mask)
     return torch.softmax(scores, -1)
 
 
-def _unfit(model: nn.Module) -> str | None:
+def _unsupported_reason(model: nn.Module) -> str | None:
     config, dtype = model.config.get_text_config(), compute_dtype(model.get_input_embeddings().weight)
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16 bits, not in {dtype}"
@@ -205,31 +204,31 @@ def _unfit(model: nn.Module) -> str | None:
     return None
 
 
-def _disagreement(model: nn.Module, before: Tensor) -> str | None:
+def _disagreement(model: nn.Module, expected: Tensor) -> str | None:
     try:
-        apart = ((_packed_logits(model) - before).norm() / before.norm()).item()
-    except (RuntimeError, ValueError, TypeError) as error:  # another GPU or version of torch
+        difference = ((_packed_logits(model) - expected).norm() / expected.norm()).item()
+    except (RuntimeError, ValueError, TypeError) as error:  # depends on the GPU and torch's version
         return f"fails: {first_line(error)}"
-    return None if apart <= 0.05 else f"gives logits that differ by {apart:.1%}"
+    return None if difference <= 0.05 else f"gives logits that differ by {difference:.1%}"
 
 
 @torch.no_grad()
 def _packed_logits(model: nn.Module) -> Tensor:
     weight = model.get_input_embeddings().weight
-    # A row of 64 tokens in three documents, to be compared between kernels.
+    # A row of 64 tokens in three documents.
     positions = torch.cat([torch.arange(length, device=weight.device) for length in (40, 7, 17)]).unsqueeze(0)
     ids = torch.arange(64, device=weight.device).unsqueeze(0) % model.config.get_text_config().vocab_size
     return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of attention: autocast's if it is enabled, else that of x."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    """Return the dtype of attention: autocast's if it is enabled, otherwise that of x."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
 def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    """Mask function of transformers: no mask for packed rows, whose documents `_Varlen` finds by `position_ids`."""
+    """Mask function for transformers: None for packed rows; `_Varlen` separates documents by `position_ids`."""
     from transformers.masking_utils import sdpa_mask
 
     if attention_mask is None and q_length == kv_length:  # no padding, no cache
@@ -238,7 +237,7 @@ def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None
 
 
 class _Varlen:
-    """Attention function of transformers: rows without a mask per document, others (generation) through sdpa."""
+    """Attention function for transformers: per document without a mask; through sdpa with one, as in generation."""
 
     def __init__(self, kernel: Kernel):
         self._kernel = kernel
@@ -252,27 +251,27 @@ class _Varlen:
         if attention_mask is not None or positions is None or query.shape[2] != key.shape[2]:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
         dtype = compute_dtype(value)  # rotary embeddings return float32 under autocast
-        # [B, heads, T, D] -> [B * T, heads, D], the rows one after another.
+        # [B, heads, T, D] -> [B * T, heads, D], concatenated rows.
         rows = [x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (query, key, value)]
-        starts, longest = self._documents(positions, len(query))
-        # torch 2.11's kernel supports grouped query attention without an argument
-        grouped = query.shape[1] != key.shape[1] and "enable_gqa" in inspect.signature(self._kernel).parameters
-        # window_size (-1, 0): any number of tokens back and none ahead, the causal mask within a document.
-        mixed = self._kernel(*rows, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0),
-                             **{"enable_gqa": True} if grouped else {})
-        return mixed.view(len(query), -1, *mixed.shape[1:]), None  # [B, T, heads, D]
+        starts, max_length = self._documents(positions, len(query))
+        # torch 2.11's kernel supports grouped query attention without this argument.
+        is_grouped = query.shape[1] != key.shape[1] and "enable_gqa" in inspect.signature(self._kernel).parameters
+        # window_size (-1, 0): all earlier tokens and no later ones, a causal mask within a document.
+        output = self._kernel(*rows, starts, starts, max_length, max_length, scale=scaling, window_size=(-1, 0),
+                              **{"enable_gqa": True} if is_grouped else {})
+        return output.view(len(query), -1, *output.shape[1:]), None  # [B, T, heads, D]
 
     def _documents(self, positions: Tensor, num_rows: int) -> tuple[Tensor, int]:
-        """Return the starts of documents in the concatenated rows, with their total length, int32; and the longest one.
+        """Return the starts of documents in the concatenated rows, then their end, and the maximum document length.
 
-        Cached for the other layers of a forward pass, as it synchronises with the device.
+        The result is cached for the other layers of a forward pass, as it synchronises with the device.
         """
         if self._last[0] is not positions:
-            every = positions.expand(num_rows, -1)
-            begins = torch.ones_like(every, dtype=torch.bool)
-            # The first token of a row always begins a document; another does where positions do not go on by 1.
-            begins[:, 1:] = every.diff(dim=1) != 1
+            row_positions = positions.expand(num_rows, -1)
+            is_start = torch.ones_like(row_positions, dtype=torch.bool)
+            # A document starts at the first token of a row, and where positions do not increase by 1.
+            is_start[:, 1:] = row_positions.diff(dim=1) != 1
             # Cumulative lengths of the documents, 0 first: [documents + 1].
-            starts = F.pad(begins.flatten().nonzero().squeeze(1), (0, 1), value=every.numel()).int()
+            starts = F.pad(is_start.flatten().nonzero().squeeze(1), (0, 1), value=row_positions.numel()).int()
             self._last = positions, (starts, int(starts.diff().max()))
         return self._last[1]

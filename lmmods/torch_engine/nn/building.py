@@ -15,7 +15,7 @@ from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_field
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import TaskFields
 from lmmods.torch_engine.compat.peft import adapts_parameters
-from lmmods.torch_engine.nn.attention import choosing_attention, prefer_cpu_kernels, say_eager
+from lmmods.torch_engine.nn.attention import attention_errors, prefer_cpu_kernels, say_eager
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.experts import packed_names
@@ -104,7 +104,7 @@ def _base(fields: TaskFields, overrides: dict[str, Any] | None, auto_class: str,
             return auto.from_config(config, dtype=dtype, attn_implementation=fields.attention,
                                     trust_remote_code=fields.trust_remote_code)
 
-        with _sizes_checked(), choosing_attention(fields.attention):
+        with _sizes_checked(), attention_errors(fields.attention):
             return make() if abstract else from_config(make, seed, by_parts)
     return load_pretrained(auto, fields.pretrained, overrides=overrides, revision=fields.revision,
                            trust_remote_code=fields.trust_remote_code, quantize=fields.quantize,

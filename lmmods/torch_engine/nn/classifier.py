@@ -1,4 +1,4 @@
-"""Classification heads: the scores of rows, tokens or choices by the networks of transformers, and their losses."""
+"""Classification heads of transformers' networks: scores of rows, tokens or choices, and their losses."""
 
 import inspect
 from typing import Any
@@ -10,18 +10,18 @@ from torch.nn import functional as F
 from lmmods.data.base import DataModule
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 
-# Ends of the names of transformers' classes whose head is new to most files, so that it trains in full.
+# Suffixes of transformers' classes whose head most checkpoints lack, so that it is initialised and fully trained.
 NEW_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice")
-NUM_PROBED = 8  # tokens of a row that shows how a network pools
+NUM_PROBED = 8  # number of tokens of the row with which a network's pooling is detected
 
 
 def has_new_head(model: nn.Module) -> bool:
-    """True if a network of transformers, not wrapped by PEFT, has a head that most files lack."""
+    """True if a network of transformers, not wrapped by PEFT, has a head that most checkpoints lack."""
     return type(model).__name__.endswith(NEW_HEADS)
 
 
 def head_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules of a head: those outside of the base network, and the base's pooler.
+    """Return the names of a head's modules: the modules outside the base network, and the base's pooler.
 
     Args:
         model: A network of transformers with a head, not wrapped by PEFT.
@@ -34,26 +34,25 @@ def head_modules(model: nn.Module) -> list[str]:
 
 
 class Classifier:
-    """A network with a classification head, whose scores depend on no padding.
+    """A network with a classification head whose scores do not depend on padding.
 
-    Decoders are pooled at the last token that the attention mask marks as real. transformers looks for the last token
-    that is not the padding id, which is an earlier one where a row ends in that token, as where padding is the end
-    token.
+    Decoders are pooled at the last real token of the attention mask. transformers uses the last token that differs
+    from the padding id, which is wrong if a row ends in that token, for example if it is also the end token.
 
     Args:
-        model: A network for sequence classification, token classification or multiple choice, also wrapped by PEFT.
+        model: A network for sequence classification, token classification or multiple choice, with or without PEFT.
     """
 
     def __init__(self, model: nn.Module):
-        # PEFT's wrappers may drop inputs; adapters are inside the network itself.
+        # PEFT's wrappers may drop inputs; their adapters are inside the network.
         self.network = model.get_base_model() if hasattr(model, "get_base_model") else model
-        # Decoders would fill a cache of keys and values, which nothing reads.
-        caches = "use_cache" in inspect.signature(type(self.network).forward).parameters
-        self._options = {"use_cache": False} if caches else {}
-        self._output = self._pooled_output()
+        # By default decoders fill a cache of keys and values, which is not used here.
+        has_cache = "use_cache" in inspect.signature(type(self.network).forward).parameters
+        self._options = {"use_cache": False} if has_cache else {}
+        self._output = self._find_pooled_output()
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the scores in float32: [B, K] of rows, [B, T, K] of tokens, [B, C] of choices.
+        """Return the scores in float32: [B, K] for rows, [B, T, K] for tokens, [B, C] for choices.
 
         Args:
             batch: `input_ids` and `attention_mask` [B, T] or, for choices, [B, C, T]; `token_type_ids` if the model has
@@ -71,58 +70,58 @@ class Classifier:
         return self.network.base_model(**inputs, **self._options).last_hidden_state
 
     @torch.no_grad()
-    def _pooled_output(self) -> str | None:
-        """Return the name of the layer that scores each token where the network then takes one of them, else None."""
+    def _find_pooled_output(self) -> str | None:
+        """Return the name of the layer that scores every token before the network selects one, or None."""
         if not type(self.network).__name__.endswith("ForSequenceClassification"):
             return None
         base, config = self.network.base_model, self.network.config.get_text_config()
-        # PEFT wraps a layer that trains in full, and keeps the original in it.
+        # PEFT wraps a fully trained layer, and keeps the original in it.
         layers = [(name, child) for name, child in self.network.named_children() if child is not base
                   and isinstance(getattr(child, "original_module", child), nn.Linear)]
         if len(layers) != 1:
             return None
-        (name, layer), seen = layers[0], []
-        handle = layer.register_forward_hook(lambda _, inputs, output: seen.append(output.ndim))
+        (name, layer), output_ndims = layers[0], []
+        handle = layer.register_forward_hook(lambda _, inputs, output: output_ndims.append(output.ndim))
         try:
             ids = torch.arange(NUM_PROBED, device=next(layer.parameters()).device).unsqueeze(0) % config.vocab_size
             logits = self.network(input_ids=ids, attention_mask=torch.ones_like(ids), **self._options).logits
         finally:
             handle.remove()
-        return name if logits.ndim == 2 and seen == [3] else None
+        return name if logits.ndim == 2 and output_ndims == [3] else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Losses, as sums over a batch.
 
 def label_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> LossSums:
-    """Return the summed loss of labels, chosen by their type and shape.
+    """Return the summed loss of labels; their type and shape determine the loss.
 
-    Integers are classes: cross-entropy, weighted by class. Floats like the logits are a yes or no for each class: the
-    mean over classes of the binary cross-entropy. One float per row is a value: its squared error.
+    Integers are classes: cross-entropy, weighted by class. Floats in the logits' shape are 0 or 1 for each class:
+    binary cross-entropy, averaged over classes. One float per row is a value: squared error.
 
     Args:
         logits: [..., K] float32.
-        labels: [...] int64, IGNORED where nothing is scored; or [B, K] or [B] float32, NaN in rows that do not count.
-        weights: [K] float32, weight of each class; None for 1.
+        labels: [...] int64, IGNORED without target; or [B, K] or [B] float32, NaN in rows without target.
+        weights: [K] float32, weight of each class. Default: 1.
     """
     if not labels.is_floating_point():
         logits, labels = logits.flatten(0, -2), labels.flatten()
-        scored = (labels != IGNORED).float()
-        weight = scored if weights is None else scored * weights[labels.clamp(min=0)]
+        is_target = (labels != IGNORED).float()
+        weight = is_target if weights is None else is_target * weights[labels.clamp(min=0)]
         losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")  # 0 where IGNORED
         return LossSums((losses * weight).sum(), weight.sum())
-    scored = scored_values(labels)
-    known = labels.nan_to_num()
+    is_target = has_values(labels)
+    values = labels.nan_to_num()
     if labels.ndim == 1:
-        losses = (logits.squeeze(-1) - known).square()
+        losses = (logits.squeeze(-1) - values).square()
     else:
-        losses = F.binary_cross_entropy_with_logits(logits, known, reduction="none")  # [B, K]
+        losses = F.binary_cross_entropy_with_logits(logits, values, reduction="none")  # [B, K]
         losses = losses.mean(1) if weights is None else losses @ (weights / weights.sum())
-    return LossSums((losses * scored).sum(), scored.sum().float())
+    return LossSums((losses * is_target).sum(), is_target.sum().float())
 
 
-def scored_values(labels: Tensor) -> Tensor:
-    """Return which rows count, [B] bool, for labels [B] or [B, K] float32: those that are not NaN."""
+def has_values(labels: Tensor) -> Tensor:
+    """Return which rows of labels [B] or [B, K] float32 are not NaN, [B] bool."""
     return ~labels.isnan() if labels.ndim == 1 else ~labels.isnan().any(1)
 
 
@@ -131,18 +130,18 @@ def reward_loss(scores: Tensor, margins: Tensor, center: float = 0.0) -> LossSum
     margin of Touvron et al. 2023; the centring of Eisenstein et al. 2023).
 
     Args:
-        scores: [B, 2] float32, of the better and the worse answer.
-        margins: [B] float32, NaN in rows that do not count.
+        scores: [B, 2] float32, scores of the better and the worse answer.
+        margins: [B] float32, NaN in rows without target.
     """
     better, worse = scores.unbind(1)
-    scored = ~margins.isnan()
+    is_target = ~margins.isnan()
     losses = -F.logsigmoid(better - worse - margins.nan_to_num())
     if center:
         losses = losses + center * (better + worse).square()
-    return LossSums((losses * scored).sum(), scored.sum().float())
+    return LossSums((losses * is_target).sum(), is_target.sum().float())
 
 
 def class_weights(datamodule: DataModule, setting: Any, device: torch.device) -> Tensor | None:
-    """Return the weight of each class, [K] float32, that `model.class_weights` asks for; None for equal ones."""
-    found = datamodule.class_weights(setting)
-    return None if found is None else torch.from_numpy(found).float().to(device)
+    """Return the weight of each class, [K] float32, from the setting `model.class_weights`; None for equal weights."""
+    weights = datamodule.class_weights(setting)
+    return None if weights is None else torch.from_numpy(weights).float().to(device)

@@ -39,7 +39,7 @@ from lmmods.torch_engine.compat.bitsandbytes import (
 )
 from lmmods.torch_engine.compat.torch import never_move
 from lmmods.torch_engine.compat.transformers import layers_to_quantize, quantising, quiet_loading, reading_parts
-from lmmods.torch_engine.nn.attention import choosing_attention
+from lmmods.torch_engine.nn.attention import attention_errors
 from lmmods.torch_engine.nn.classifier import NEW_HEADS, head_modules
 from lmmods.torch_engine.nn.experts import is_stacked, pack
 from lmmods.torch_engine.nn.initialization import missing_weights
@@ -120,7 +120,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         quantize_in_chunks()
     check_weights(pretrained)
     with (reading_weights(pretrained), hub.loading("model.pretrained", pretrained, revision=revision),
-          choosing_attention(attention), missing_weights(seed), quiet_loading(),
+          attention_errors(attention), missing_weights(seed), quiet_loading(),
           _reading(by_parts and saved != "int8", pretrained, device or torch.device("cpu")),
           quantising(is_stacked, saved == MXFP4, functools.partial(_codes, device=device),
                      before_quantising) as states):
@@ -175,7 +175,7 @@ def _let_go_of_files(model: nn.Module) -> None:
 def _build_outline(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None, trust: bool,
                    quantization: Any, float32_norms: bool) -> nn.Module:
     """Build the network from its configuration, with arbitrary values."""
-    with choosing_attention(attention):
+    with attention_errors(attention):
         model = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
     if quantization is not None and hasattr(quantization, "bnb_4bit_quant_type"):
         # What from_pretrained's quantiser does as weights arrive, done here without values.

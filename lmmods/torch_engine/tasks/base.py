@@ -60,7 +60,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
 
     auto_class = "AutoModel"
     task_type: str | None = None
-    metric_names: tuple[str, ...] = ()  # of the sums in `LossSums.metrics`
+    metric_names: tuple[str, ...] = ()  # names of `LossSums.metrics`
 
     def __post_init__(self) -> None:
         L.LightningModule.__init__(self)  # takes none of the dataclass fields
@@ -68,13 +68,13 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         require(self.gradient_checkpointing != "minimal", "model.gradient_checkpointing", "minimal",
                 "true or false in the torch engine")
         self.model: nn.Module | None = None
-        self.teacher_model: nn.Module | None = None  # frozen, of `model.teacher`
-        self.built_for: torch.device | None = None  # its kind chooses block sizes; None for that of the tensors
-        # Checkpoints hold trainable parameters only; `on_load_checkpoint` checks their names and shapes strictly.
+        self.teacher_model: nn.Module | None = None  # the frozen network of `model.teacher`
+        self.built_for: torch.device | None = None  # its type determines block sizes; None uses the tensors' device
+        # Checkpoints contain only trainable parameters; `on_load_checkpoint` checks their names and shapes.
         self.strict_loading = False
-        self._is_averaged = False  # see `averaged`
+        self._is_averaged = False  # see `use_averages`
         self._dropout: TokenDropout | None = None
-        self.context_parallel: ContextParallel | None = None  # set where rows are cut over processes
+        self.context_parallel: ContextParallel | None = None  # set if rows are split over processes
         self.automatic_optimization = False
         self.last_step: StepSums | None = None  # sums of the last optimiser step
         self.eval_metrics = nn.ModuleDict({name: WeightedMean() for name in ("loss", "accuracy")})
@@ -89,18 +89,18 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             self.prepare_model()
 
     def link(self, datamodule: DataModule) -> None:
-        """Hook before the data module makes the training loader: hand it what it needs of the task."""
+        """Hook called before the data module makes the training loader, to give it what it needs from the task."""
 
     def build_model(self, abstract: bool = False) -> None:
-        """Build the network of this process: all of it, not sharded yet.
+        """Build the whole network on this process, not sharded yet.
 
         Args:
             abstract: As in `build_network`.
         """
         if self.max_memory is not None and not isinstance(self.trainer.strategy, SingleDeviceStrategy):
-            raise UserError("model.max_memory spreads the model over the GPUs within one process: set trainer.devices "
-                            "to 1, or take it out and shard the model with trainer.strategy: fsdp.")
-        # Deferred weights are read by rows, but tensor parallelism cuts matrices in two dimensions.
+            raise UserError("model.max_memory spreads the model over the GPUs of one process. Set trainer.devices to "
+                            "1, or remove model.max_memory and set trainer.strategy to fsdp.")
+        # Deferred weights are read by rows, but tensor parallelism splits matrices in two dimensions.
         by_parts = self.device_mesh is not None and sharding.tensor_parallel_size(self.trainer.strategy) == 1
         self.built_for = self.trainer.strategy.root_device
         self.model = build_network(self, self.auto_class, self.task_type, self.trainer.datamodule,
@@ -118,11 +118,11 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             self.trainer.datamodule.add_column(PLACES)
 
     def build_teacher(self, abstract: bool = False) -> nn.Module:
-        """Return the teacher's network, frozen; argument as of `build_model`."""
+        """Return the teacher's network, frozen; `abstract` as in `build_model`."""
         network = build_network(self.teacher_fields, self.auto_class, self.task_type, self.trainer.datamodule,
                                 precision=self.trainer.precision, device=self.built_for, seed=base_seed(), frozen=True,
                                 abstract=abstract)
-        return network.requires_grad_(False)  # an adapter on it, too
+        return network.requires_grad_(False)  # an adapter may train
 
     def shard_model(self, one_document: bool = False) -> None:
         """Shard the network over the device mesh, if there is one.
@@ -132,25 +132,25 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """
         if self.device_mesh is None:
             return
-        if (num_pieces := sharding.context_parallel_size(self.trainer.strategy)) > 1:
-            self.context_parallel = ContextParallel.over(self.model, self.device_mesh, num_pieces, self.built_for,
+        if (num_parts := sharding.context_parallel_size(self.trainer.strategy)) > 1:
+            self.context_parallel = ContextParallel.over(self.model, self.device_mesh, num_parts, self.built_for,
                                                          one_document)
-        # Sharded without values, then filled: each process reads only its own rows.
+        # Shard the network without values, then fill it, so that each process reads only its own rows.
         stored = waiting(self.model)
         sharding.shard(self, self.model, self.device_mesh, self.teacher_model)
         read_shards(self.model, stored)
 
     def prepare_model(self) -> None:
-        """Prepare what else the task needs for its steps, by running the network."""
+        """Run the network to prepare the rest of the task, such as its head."""
         with self.trainer.precision_plugin.forward_context():
             self(self.on_model_ready)
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function that uses the network. Sharded parameters are gathered only while it runs."""
+        """Call a function that uses the network. Sharded parameters are gathered only during this call."""
         return function(*args)
 
     def on_model_ready(self) -> None:
-        """Hook called once the network is built, inside `forward`, so it may run the network."""
+        """Hook called within `forward` once the network is built, so it may run the network."""
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters by name; a tied parameter appears once."""
@@ -159,7 +159,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     # Training step: the gradient of the mean loss over a step's micro-batches, on all processes -----------------------
 
     def loss_of_tokens(self, teacher: TeacherStates | TeacherTopK | None, is_training: bool) -> Callable[..., LossSums]:
-        """Return `token_loss` or `distillation_loss` with the task's settings; the plain one in evaluation."""
+        """Return `token_loss` or `distillation_loss` with the task's settings; evaluation uses plain cross-entropy."""
         form = self.token_loss if is_training else TokenLoss()
         if teacher is None:
             return partial(token_loss, form=form)
@@ -171,22 +171,22 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Return summed loss and weight of a micro-batch."""
 
     def target_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the weight of a whole micro-batch in `batch_loss`, a scalar, before its loss is computed."""
+        """Return the total weight of a micro-batch in `batch_loss`, a scalar, before its loss is computed."""
         return (batch["labels"] != IGNORED).sum()
 
     def complete(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the batch with the further inputs of the task's loss, computed without gradient."""
+        """Return the batch with additional inputs of the task's loss, computed without gradient."""
         return batch
 
     def survey(self, batches: Iterable[dict[str, Tensor]]) -> None:
-        """Collect what each loss needs to know of all micro-batches of a step; called before the first of them."""
+        """Compute statistics of all micro-batches that their losses need; called at the start of a step."""
 
     def training_step(self, batches: list[dict[str, Tensor]], batch_idx: int) -> None:
-        """Take an optimiser step on its micro-batches; `batch_idx` is the number of the step in its epoch."""
+        """Take an optimiser step on these micro-batches; `batch_idx` is the index of the step in its epoch."""
         optimizer = self.optimizers()
 
         def backward(loss: Tensor) -> None:
-            self.trainer.stop_if_requested()  # a step that is abandoned here is computed again
+            self.trainer.stop_if_requested()  # a step abandoned here is computed again on resume
             self.manual_backward(loss)
 
         with full_precision(self.device):
@@ -197,57 +197,57 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             self.lr_schedulers().step()
 
     def add_gradients(self, batches: list[dict[str, Tensor]], step: int, backward: Callable[[Tensor], None]) -> None:
-        """Add the gradients of a step's mean loss over all processes to those of the parameters.
+        """Add the gradient of a step's mean loss over all processes to the parameters' gradients.
 
         Args:
-            step: Number of the step in its epoch.
+            step: Index of the step in its epoch.
             backward: Computes the gradients of a part of the loss.
         """
         trainer, strategy = self.trainer, self.trainer.strategy
         weight = torch.stack([self.target_weight(batch) for batch in batches]).sum().double().to(self.device)
-        # Processes that share micro-batches have all counted the same.
+        # Processes that share a micro-batch have each counted all of its weight.
         weight = sum_over_processes(weight, strategy) / sharding.model_parallel_size(strategy)
         self._weight = weight
         # Strategies average gradients over processes. A step without labels has gradient 0, not NaN.
         scale = sharding.num_losses(strategy) / torch.where(weight > 0, weight, 1)
-        first, size, sums = step * trainer.accumulate, self.chunk_tokens(), []
-        # DeepSpeed's engine has to be entered for each backward pass.
+        start, size, sums = step * trainer.accumulate, self.chunk_tokens(), []
+        # DeepSpeed needs a forward pass through its engine before each backward pass.
         run = getattr(strategy, "run_forward", self)
-        for number, batch in enumerate(batches):
-            # Randomness other than dropout (noise, stochastic depth) depends on seed and position only, so neither an
-            # evaluation nor a resume changes it. The position is that among the micro-batches of all processes.
-            seed_step(base_seed(), trainer.current_epoch, (first + number) * trainer.num_data_ranks + trainer.data_rank)
+        for index, batch in enumerate(batches):
+            # Randomness other than dropout (noise, stochastic depth) depends only on the seed and on the position among
+            # the micro-batches of all processes, so neither an evaluation nor a resume changes it.
+            seed_step(base_seed(), trainer.current_epoch, (start + index) * trainer.num_data_ranks + trainer.data_rank)
             chunks = split_rows(batch, size) if size else [batch]
             for chunk in chunks:
-                is_last = number == len(batches) - 1 and chunk is chunks[-1]
+                is_last = index == len(batches) - 1 and chunk is chunks[-1]
                 self._dropout.begin(chunk)
                 # DDP sums the gradients of processes in a step's last backward pass.
                 with nullcontext() if is_last else getattr(strategy, "block_backward_sync", nullcontext)():
                     with trainer.precision_plugin.forward_context():
                         loss = run(self.batch_loss, self.complete(chunk))
                     backward(loss.total * scale.to(loss.total))
-                sums.append(stack_sums(loss, *self._counts(chunk)))
-        # A tensor-parallel group has computed the same loss, which counts once.
+                sums.append(stack_sums(loss, *self._count_rows(chunk)))
+        # All processes of a tensor-parallel group have computed the same loss, so count it once.
         self._sums = sum_over_processes(torch.stack(sums).sum(0), strategy) / sharding.tensor_parallel_size(strategy)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure and clip the gradient."""
-        trainer, num_repeats = self.trainer, sharding.tensor_parallel_size(self.trainer.strategy)
+        trainer, tensor_parallel_size = self.trainer, sharding.tensor_parallel_size(self.trainer.strategy)
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = total_norm([p.grad for p in params])
         self.finish_step(norm, recipe_lr(optimizer, self.optimizer))
-        # On a CPU the check waits for no device, so it comes before weights change. 16-mixed skips such steps itself.
+        # On a CPU the check need not synchronise, so run it before weights change. 16-mixed skips such steps itself.
         if self.device.type == "cpu" and trainer.precision != "16-mixed":
             self.check_finite(trainer.global_step + 1)
         if trainer.clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
-            # Under tensor parallelism gradients are on several meshes, which no foreach kernel combines.
+            # Under tensor parallelism gradients are on several meshes, which foreach kernels do not support.
             torch.nn.utils.clip_grads_with_norm_(params, trainer.clip_val, norm,
-                                                 foreach=False if num_repeats > 1 else None)
+                                                 foreach=False if tensor_parallel_size > 1 else None)
         elif trainer.clip_val:
             self.clip_gradients(optimizer, trainer.clip_val, trainer.gradient_clip_algorithm)
 
     def finish_step(self, grad_norm: Tensor, lr: float) -> None:
-        """Record the sums of the step; `grad_norm` is the norm of its gradient before clipping."""
+        """Record the sums of the step; `grad_norm` is the gradient norm before clipping."""
         if hasattr(grad_norm, "full_tensor"):  # sharded gradients
             grad_norm = grad_norm.full_tensor()
         self.last_step = StepSums(torch.cat([self._sums, grad_norm.to(self._sums).unsqueeze(0)]), self._weight, lr,
@@ -257,50 +257,50 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         """Raise UserError if the last step's loss or gradient norm is not finite. Synchronises with the device.
 
         Raises:
-            RuntimeError: `target_weight` is not the weight of the losses, so gradients have another scale.
+            RuntimeError: `target_weight` differs from the weight of the losses, so gradients are scaled wrongly.
         """
         if self.last_step is None:
             return
         metrics, weight = self.last_step.step_metrics(), self.last_step.target_weight.item()
         check_finite(metrics, step, self.trainer.current_epoch)
         if abs(metrics["weight"] - weight) > 1e-3 * metrics["weight"]:
-            raise RuntimeError(f"{type(self).__name__}: the losses of step {step} weigh {metrics['weight']}, "
-                               f"but target_weight came to {weight}")
+            raise RuntimeError(f"{type(self).__name__}: the losses of step {step} have weight {metrics['weight']}, "
+                               f"but target_weight returned {weight}. Make them equal.")
 
     def chunk_tokens(self) -> int:
-        """Return the tokens per chunk of a micro-batch; 0 for no chunks. Raises UserError as `tokens_per_piece`."""
+        """Return the number of tokens per chunk of a micro-batch, 0 for no chunks; see `tokens_per_piece`."""
         is_whole = isinstance(self.trainer.strategy, SingleDeviceStrategy) or type(self.trainer.strategy) is DDPStrategy
         hidden_size = self.model.config.get_text_config().hidden_size
         return tokens_per_piece(self.piece_tokens, is_whole, self.device, hidden_size)
 
-    def _counts(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return real tokens of scored rows, and their number; the other rows only even out the processes.
+    def _count_rows(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the number of real tokens in rows with targets, and of these rows; others only fill up processes.
 
-        Under context parallelism only the first process of a group counts, as all of them see the same rows.
+        Under context parallelism only the first process of a group counts, as all of them have the same rows.
         """
-        scored = self.scored_rows(batch) * (self.context_parallel is None or self.context_parallel.rank == 0)
-        return (batch["attention_mask"].flatten(1).sum(1) * scored).sum(), scored.sum()
+        is_counted = self.scored_rows(batch) * (self.context_parallel is None or self.context_parallel.rank == 0)
+        return (batch["attention_mask"].flatten(1).sum(1) * is_counted).sum(), is_counted.sum()
 
     def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return which rows have a label, [B] bool."""
+        """Return which rows have a target, [B] bool."""
         return (batch["labels"] != IGNORED).any(dim=1)
 
     # Optimiser -------------------------------------------------------------------------------------------------------
 
     def configure_optimizers(self):
         optimizer = build_optimizer(self.named_parameters(), self.optimizer)
-        # From before a checkpoint overwrites them, for `on_train_start`.
+        # Recorded for `on_train_start` before a checkpoint overwrites them.
         self._group_settings = group_settings(optimizer)
         schedule = build_schedule(optimizer, self.optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Restore the recipe's settings over those of a loaded checkpoint."""
+        """Replace the settings of a loaded checkpoint by the recipe's."""
         follow_recipe(self.trainer.optimizers[0], self.lr_schedulers(), self._group_settings)
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Give the network the average of its parameters, if the run keeps one; may be nested."""
+    def use_averages(self) -> Iterator[None]:
+        """Use the averages of the parameters, if the run keeps them; may be nested."""
         if self.optimizer.ema_decay is None or self._is_averaged or not self.trainer.optimizers:
             yield
             return
@@ -311,18 +311,18 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         finally:
             self._is_averaged = False
 
-    # Lightning calls these after and before the hooks of callbacks, of which the last saves a checkpoint.
+    # Lightning calls the first hook after those of callbacks, and the second before them; the last callback saves.
 
     def on_validation_epoch_start(self) -> None:
         if self.trainer.state.fn == "fit":
             self._validation = ExitStack()
-            self._validation.enter_context(self.averaged())
+            self._validation.enter_context(self.use_averages())
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.state.fn == "fit":
             self._validation.close()
 
-    # Validation and test; prediction is each task's own --------------------------------------------------------------
+    # Validation and test; each task implements prediction -------------------------------------------------------------
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         sums = self(self.batch_loss, batch, True)
@@ -334,7 +334,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
     test_step = validation_step
 
     def eval_results(self, role: str) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return the metrics of an evaluation (`val` or `test`) over all ranks, and JSON files; resets the sums."""
+        """Return the metrics of an evaluation (`val` or `test`) over all ranks, and JSON files; reset the sums."""
         results = {name: metric.compute().item() for name, metric in self.eval_metrics.items()}
         results["perplexity"] = perplexity(results["loss"])
         for metric in self.eval_metrics.values():
@@ -374,7 +374,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         return describe_teacher(self.teacher.pretrained, sizes.num_params, sizes.dtypes)
 
     def copied_bytes(self) -> int:
-        """Return the bytes of weights that the task holds outside of the network."""
+        """Return the size in bytes of the weights that the task keeps outside the network."""
         return 0 if self.teacher_model is None else summary.summarize(self.teacher_model).weight_bytes
 
     def step_memory(self) -> StepMemory:
@@ -393,9 +393,9 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         return summary.step_memory(self.model, step, tokens, self.device, self.copied_bytes())
 
     def flops_per_token(self) -> int:
-        """Return the FLOPs per training token."""
+        """Return the number of FLOPs per training token."""
         teacher = self.teacher_model
-        # Of a frozen network half of the FLOPs are those of the backward pass.
+        # A frozen network has no backward pass, which is half of its FLOPs.
         return summary.training_flops(self.model) + (0 if teacher is None else summary.training_flops(teacher) // 2)
 
     # Export ----------------------------------------------------------------------------------------------------------
@@ -419,22 +419,22 @@ def base_seed() -> int:
 
 def seed_step(*position: int) -> None:
     """Seed torch, numpy and python from the run's seed and a position in it, so no generator state is saved."""
-    mixed = np.random.SeedSequence(position).generate_state(1, np.uint32)[0].item()
+    seed = np.random.SeedSequence(position).generate_state(1, np.uint32)[0].item()
     # Not torch.manual_seed: for each uninitialised device it would queue a call with a traceback, at every step.
-    torch.default_generator.manual_seed(mixed)
+    torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(mixed)
+        torch.cuda.manual_seed_all(seed)
     if torch.backends.mps.is_available():
-        torch.mps.manual_seed(mixed)
-    np.random.seed(mixed)
-    random.seed(mixed)
+        torch.mps.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Means of an evaluation.
+# Metrics of an evaluation.
 
 class WeightedMean(torchmetrics.Metric):
-    """Sum of values over sum of weights, over all batches and ranks; float64, so that order hardly matters."""
+    """Sum of values divided by sum of weights, over all batches and ranks; float64, so that order hardly matters."""
 
     full_state_update = False
 

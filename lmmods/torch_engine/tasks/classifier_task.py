@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmmods.torch_engine.nn.classifier import Classifier, class_weights, label_loss, scored_values
+from lmmods.torch_engine.nn.classifier import Classifier, class_weights, has_values, label_loss
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.tasks.by_row import RowModule
 
 
 class ClassifierModule(RowModule):
-    """A task on a network with a classification head."""
+    """Base class of tasks on a network with a classification head."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -25,13 +25,13 @@ class ClassifierModule(RowModule):
 
 
 class LabelModule(ClassifierModule):
-    """A task whose rows or tokens have labels; classes may have weights in the loss."""
+    """Base class of tasks whose rows or tokens have labels; classes may be weighted in the loss."""
 
-    class_weights: Any  # a field of these tasks
+    class_weights: Any  # a field of the subclasses
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.weights: torch.Tensor | None = None  # of the classes, [K]
+        self.weights: torch.Tensor | None = None  # class weights, [K]
 
     def on_model_ready(self) -> None:
         super().on_model_ready()
@@ -40,9 +40,9 @@ class LabelModule(ClassifierModule):
     def target_weight(self, batch: dict[str, Tensor]) -> Tensor:
         labels = batch["labels"]
         if labels.is_floating_point():
-            return scored_values(labels).sum()
-        scored = (labels != IGNORED).float()
-        return (scored if self.weights is None else scored * self.weights[labels.clamp(min=0)]).sum()
+            return has_values(labels).sum()
+        is_target = (labels != IGNORED).float()
+        return (is_target if self.weights is None else is_target * self.weights[labels.clamp(min=0)]).sum()
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> LossSums:
         return label_loss(outputs, batch["labels"], self.weights)

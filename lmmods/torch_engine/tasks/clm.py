@@ -5,4 +5,4 @@ from lmmods.torch_engine.tasks.causal_task import CausalModule
 
 
 class CLM(CLMFields, CausalModule):
-    """Train a causal LM on text; predict goes on from the texts it is given."""
+    """Train a causal LM on text; predict continues texts."""

@@ -1,4 +1,4 @@
-"""Reinforcement learning with checkable rewards: GRPO and its relatives, on answers that the network draws."""
+"""Reinforcement learning with verifiable rewards: GRPO and related losses, on answers sampled from the network."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from lmmods.rollouts.rollout import Rollout
 from lmmods.torch_engine.nn.lm_head import token_logps
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights
 from lmmods.torch_engine.nn.micro_batches import split_rows
-from lmmods.torch_engine.nn.reference import Reference, evaluating
+from lmmods.torch_engine.nn.reference import Reference, eval_mode
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 from lmmods.torch_engine.tasks.sampler import TorchSampler
 
@@ -38,7 +38,7 @@ class GRPO(GRPOFields, CausalModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._reference: Reference | None = None
-        self._evaluated: list[int] = []  # prompts of this process in the current evaluation
+        self._evaluated: list[int] = []  # indices of this process's prompts in the current evaluation
 
     @property
     def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -58,7 +58,7 @@ class GRPO(GRPOFields, CausalModule):
 
     def prepare_model(self) -> None:
         super().prepare_model()
-        if self.reference_kind is not None:  # before a checkpoint is loaded: what training starts from
+        if self.reference_kind is not None:  # before a checkpoint is loaded, so that it is the initial network
             self._reference = Reference(self.model, self.reference_kind, self.trainable())
 
     def copied_bytes(self) -> int:
@@ -70,8 +70,8 @@ class GRPO(GRPOFields, CausalModule):
         rows, columns = batch, {name: shift_weights(batch[name]) for name in token_columns(self)}
         context, row_sums = self.context_parallel, lambda x: x.sum(-1)
         if context is not None:
-            rows, columns = context.cut(batch), {name: context.own(values) for name, values in columns.items()}
-            row_sums = lambda x: context.total(x.sum(-1))  # noqa: E731
+            rows, columns = context.split(batch), {name: context.take_local(values) for name, values in columns.items()}
+            row_sums = lambda x: context.sum(x.sum(-1))  # noqa: E731
         logps, mask = token_logps(self.model, self.head, rows, self.temperature, self.built_for)
         losses, weights, metrics = self.policy_loss.of_rows(
             OPERATIONS, logps, mask, batch["advantages"], columns.get("old_logps"), columns.get("reference_logps"),
@@ -89,7 +89,7 @@ class GRPO(GRPOFields, CausalModule):
 
     @cached_property
     def maker(self) -> RolloutMaker:
-        """Makes the rollouts, once the network is built."""
+        """Maker of the rollouts, for use once the network is built."""
         trainer = self.trainer
         return RolloutMaker(self, trainer.datamodule, trainer.run_folder, TorchPolicy(self),
                             lambda: trainer.global_step, self._report, trainer.is_global_zero)
@@ -106,39 +106,39 @@ class GRPO(GRPOFields, CausalModule):
 
     @contextmanager
     def inference(self, reference: bool = False) -> Iterator[None]:
-        """Disable gradient and dropout, in the precision of training; `reference` makes the network its reference."""
-        standing = self._reference.standing_in() if reference else evaluating(self.model)
-        with standing, self.trainer.precision_plugin.forward_context():
+        """Disable gradient and dropout, and use the training precision; `reference` activates the reference weights."""
+        mode = self._reference.activate() if reference else eval_mode(self.model)
+        with mode, self.trainer.precision_plugin.forward_context():
             yield
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._evaluated += [place for place in batch["index"].tolist() if place >= 0]
+        self._evaluated += [index for index in batch["index"].tolist() if index >= 0]
 
     test_step = validation_step
 
     def eval_results(self, role: str) -> tuple[dict[str, float], dict[str, Any]]:
-        """Answer the prompts of the evaluation, and return the metrics over all ranks."""
-        numbers, self._evaluated = self._evaluated, []
-        return self.maker.evaluate(role, numbers)
+        """Answer the prompts of the evaluation; return the metrics over all ranks, and files."""
+        indices, self._evaluated = self._evaluated, []
+        return self.maker.evaluate(role, indices)
 
 
 class TorchPolicy(TorchSampler):
-    """The network in training as a `Policy`. Processes that share micro-batches draw and score the same rows."""
+    """The network in training as a `Policy`. Processes that share micro-batches sample and score the same rows."""
 
     def logps(self, rows: Sequence[Row], temperature: float, reference: bool = False) -> list[np.ndarray]:
-        """As of `Policy`."""
+        """Return the log-probabilities of rows, each [T]; see `Policy`."""
         data = self._task.trainer.datamodule
-        order = sorted(range(len(rows)), key=lambda place: -len(rows[place].ids))
-        found: dict[int, np.ndarray] = {}
-        for start in range(0, self._most(len(order), data.batch_size), data.batch_size):
-            places = order[start : start + data.batch_size]
-            # A row without labels where this process has none left.
-            chosen = [rows[place] for place in places] or [Row(np.zeros(1, np.int32), np.full(1, IGNORED, np.int32))]
-            values = self._logps(chosen, temperature, reference)
-            found |= dict(zip(places, values, strict=False))
-        return [found[place] for place in range(len(rows))]
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index].ids))
+        logps: dict[int, np.ndarray] = {}
+        for start in range(0, self._max_num_rows(len(order), data.batch_size), data.batch_size):
+            indices = order[start : start + data.batch_size]
+            # A dummy row without labels if other processes have more rows.
+            batch = [rows[index] for index in indices] or [Row(np.zeros(1, np.int32), np.full(1, IGNORED, np.int32))]
+            values = self._logps(batch, temperature, reference)
+            logps |= dict(zip(indices, values, strict=False))
+        return [logps[index] for index in range(len(rows))]
 
     def _logps(self, rows: list[Row], temperature: float, reference: bool) -> list[np.ndarray]:
         task = self._task
@@ -146,31 +146,31 @@ class TorchPolicy(TorchSampler):
                                                                                       IGNORED)}
         batch["attention_mask"] = _pad([np.ones(len(row.ids), np.int32) for row in rows], 0)
         batch = {name: values.to(task.device) for name, values in batch.items()}
-        batch["place"], size = torch.arange(len(rows), device=task.device), task.chunk_tokens()
-        found: dict[int, np.ndarray] = {}
+        batch["index"], size = torch.arange(len(rows), device=task.device), task.chunk_tokens()
+        row_logps: dict[int, np.ndarray] = {}
         for chunk in split_rows(batch, size) if size else [batch]:
             with task.inference(reference):
-                logps, _ = task(self._by_token, chunk, temperature)
-            # The log-probability of token t is found at t - 1.
+                logps, _ = task(self._chunk_logps, chunk, temperature)
+            # The log-probability of token t is at position t - 1.
             values = F.pad(logps.float(), (1, 0)).cpu().numpy()
-            found |= {place: values[number, : len(rows[place].ids)]
-                      for number, place in enumerate(chunk["place"].tolist())}
-        return [found[place] for place in range(len(rows))]
+            row_logps |= {index: values[chunk_index, : len(rows[index].ids)]
+                          for chunk_index, index in enumerate(chunk["index"].tolist())}
+        return [row_logps[index] for index in range(len(rows))]
 
-    def _by_token(self, chunk: dict[str, Tensor], temperature: float) -> tuple[Tensor, Tensor]:
+    def _chunk_logps(self, chunk: dict[str, Tensor], temperature: float) -> tuple[Tensor, Tensor]:
         task = self._task
-        # Whole rows, also where training cuts them.
+        # Whole rows, even if context parallelism splits them in training.
         return token_logps(task.model, task.head, {**chunk, "targets": shift_labels(chunk["labels"])}, temperature,
                            task.built_for)
 
     def export(self, folder: Path) -> None:
-        """As of `Policy`."""
+        """Write the model to a folder; see `Policy`."""
         self._task.export(folder)
 
 
 def _pad(rows: list[np.ndarray], value: int) -> Tensor:
     width = max(map(len, rows))
-    found = torch.full((len(rows), width), value)
-    for place, row in enumerate(rows):
-        found[place, : len(row)] = torch.from_numpy(row.astype(np.int64))
-    return found
+    padded = torch.full((len(rows), width), value)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = torch.from_numpy(row.astype(np.int64))
+    return padded

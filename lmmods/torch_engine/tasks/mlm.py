@@ -12,12 +12,12 @@ from lmmods.recipe.tasks.mlm import MLMFields
 from lmmods.torch_engine.nn.distillation import TeacherStates
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.nn.loss import LossSums, token_loss
-from lmmods.torch_engine.nn.reference import evaluating
+from lmmods.torch_engine.nn.reference import eval_mode
 from lmmods.torch_engine.tasks.base import TaskModule
 
 
 class MLM(MLMFields, TaskModule):
-    """Train an encoder to fill masked tokens; the data draws the masks. Loss and accuracy are over masked positions."""
+    """Train an encoder to fill masked tokens; the data module masks them. Loss and accuracy are over masked tokens."""
 
     auto_class = "AutoModelForMaskedLM"
 
@@ -33,17 +33,17 @@ class MLM(MLMFields, TaskModule):
 
     def batch_loss(self, batch: dict[str, Tensor], count_correct: bool = False) -> LossSums:
         teacher = None
-        if self.teacher_head is not None:  # first, while there are no activations of the student
-            with evaluating(self.teacher_model):
+        if self.teacher_head is not None:  # first, before the student's activations take memory
+            with eval_mode(self.teacher_model):
                 teacher = TeacherStates(self.teacher_head.hidden(batch), self.teacher_head)
-        # Evaluation counts.
+        # Only evaluation counts correct tokens.
         loss = self.loss_of_tokens(teacher, is_training=not count_correct)
         return masked_loss(self.head, batch, count_correct, self.built_for, loss)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
-        """Return candidates [G, K], likeliest first, and their probabilities [G, K], for the batch's gaps row by row.
+        """Return the top K tokens [G, K] and their probabilities [G, K] for the batch's G gaps, row by row.
 
-        A gap is a mask token in the text of a prompt.
+        A gap is a mask token in a prompt.
         """
         return self(self._fill, batch, batch["input_ids"] == self.trainer.datamodule.tokenizer.mask_token_id)
 
@@ -59,12 +59,12 @@ class MLM(MLMFields, TaskModule):
 # An encoder split from its token head, so that the head is applied to masked positions only.
 
 class MLMHead:
-    """Head of a masked LM: maps its encoder's hidden states to logits.
+    """Head of a masked LM: maps the encoder's hidden states to logits.
 
-    The model's own forward is run with a stub in place of the encoder, so no architecture needs code of its own.
+    The model's own forward runs with a stub instead of the encoder, so no architecture needs separate code.
 
     Args:
-        model: A masked LM of transformers, also wrapped by PEFT.
+        model: A masked LM of transformers, with or without PEFT's wrapper.
         plain: Apply it to all positions, and leave the gradient to autograd.
     """
 
@@ -73,34 +73,35 @@ class MLMHead:
         network = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.encoder = network.base_model
         self.vocab_size = network.config.vocab_size
-        inside = {id(p) for p in self.encoder.parameters()}
-        # A decoder tied to the embedding is in both.
+        in_encoder = {id(p) for p in self.encoder.parameters()}
+        # A decoder tied to the embedding belongs to encoder and head.
         tied = {id(p) for p in network.get_output_embeddings().parameters()}
-        # Modules and names instead of the parameters themselves, which a sharding strategy replaces.
-        places = {id(p): (module, name) for module in network.modules()
-                  for name, p in module.named_parameters(recurse=False) if id(p) not in inside or id(p) in tied}
-        self._places = list(places.values())
-        in_encoder = set(self.encoder.modules())
-        if any(isinstance(part, nn.Dropout) and part.p and part not in in_encoder for part in network.modules()):
-            say("Dropout acts inside the encoder: the head, which sees masked positions of many rows, has none.")
+        # Store modules and names, as a sharding strategy replaces the parameters themselves.
+        owners = {id(p): (module, name) for module in network.modules()
+                  for name, p in module.named_parameters(recurse=False) if id(p) not in in_encoder or id(p) in tied}
+        self._owners = list(owners.values())
+        encoder_modules = set(self.encoder.modules())
+        if any(isinstance(module, nn.Dropout) and module.p and module not in encoder_modules
+               for module in network.modules()):
+            say("Dropout is applied only in the encoder: the head runs on masked positions of many rows at once.")
 
     def hidden(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the encoder's hidden states [B, T, H]; `batch` as of `masked_loss`."""
+        """Return the encoder's hidden states [B, T, H]; `batch` as in `masked_loss`."""
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
         return self.encoder(**inputs).last_hidden_state
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, H]."""
+        """Return the logits [N, V] of hidden states [N, H]."""
         dropout = TokenDropout.from_model(self.model)
         # The N positions form one row of the head, [1, N, H]. Only the shape of the token ids matters.
-        with _stepping_aside(self.encoder, hidden.unsqueeze(0)), dropout.off() if dropout else nullcontext():
+        with _bypass_encoder(self.encoder, hidden.unsqueeze(0)), dropout.off() if dropout else nullcontext():
             ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
             return self.model(input_ids=ids).logits.squeeze(0)
 
     def params(self) -> list[Tensor]:
-        """Return the head's trainable parameters, tied ones included."""
-        found = [getattr(module, name) for module, name in self._places]
-        return [p for p in found if p.requires_grad]
+        """Return the head's trainable parameters, including tied ones."""
+        params = [getattr(module, name) for module, name in self._owners]
+        return [p for p in params if p.requires_grad]
 
 
 def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = False,
@@ -118,14 +119,14 @@ def masked_loss(head: MLMHead, batch: dict[str, Tensor], count_correct: bool = F
 
 
 @contextmanager
-def _stepping_aside(encoder: nn.Module, hidden: Tensor) -> Iterator[None]:
-    """Make `encoder` return these hidden states, whatever its inputs."""
-    before = encoder.__dict__.get("forward")
+def _bypass_encoder(encoder: nn.Module, hidden: Tensor) -> Iterator[None]:
+    """Make `encoder` return `hidden`, whatever its inputs."""
+    original = encoder.__dict__.get("forward")
     encoder.forward = lambda *_, **__: BaseModelOutput(last_hidden_state=hidden)
     try:
         yield
     finally:
-        if before is None:
+        if original is None:
             del encoder.forward
         else:
-            encoder.forward = before
+            encoder.forward = original

@@ -11,7 +11,7 @@ from lmmods.torch_engine.tasks.classifier_task import ClassifierModule
 
 
 class MultipleChoice(MultipleChoiceFields, ClassifierModule):
-    """Choose among the choices of a row, each scored by itself. Rows are [B, C, T]."""
+    """Select one of a row's choices, which are scored separately. Rows are [B, C, T]."""
 
     auto_class = "AutoModelForMultipleChoice"
     row_columns = ("choices",)
@@ -20,7 +20,7 @@ class MultipleChoice(MultipleChoiceFields, ClassifierModule):
         return choice_loss(outputs, batch)
 
     def row_output(self, output: np.ndarray, row: dict[str, np.ndarray]) -> np.ndarray:
-        """Return the scores of the row's own choices, [C]."""
+        """Return the scores of the row's choices, without padding, [C]."""
         return output[:row["choices"]]
 
     def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
@@ -28,12 +28,12 @@ class MultipleChoice(MultipleChoiceFields, ClassifierModule):
 
 
 def choice_loss(logits: Tensor, batch: dict[str, Tensor]) -> LossSums:
-    """Return the summed cross-entropy of the right choices.
+    """Return the summed cross-entropy of the correct choices.
 
     Args:
         logits: [B, C] float32.
-        batch: `labels` [B], IGNORED in rows that do not count; `choices` [B], how many of C a row has.
+        batch: `labels` [B], IGNORED in rows without target; `choices` [B], number of choices of each row.
     """
-    # Choices that a row lacks are padding: the smallest finite number, as -inf would give NaN gradients.
-    missing = torch.arange(logits.shape[1], device=logits.device) >= batch["choices"].unsqueeze(1)
-    return label_loss(logits.masked_fill(missing, torch.finfo(torch.float32).min), batch["labels"])
+    # Missing choices get the smallest finite number, as -inf would give NaN gradients.
+    is_missing = torch.arange(logits.shape[1], device=logits.device) >= batch["choices"].unsqueeze(1)
+    return label_loss(logits.masked_fill(is_missing, torch.finfo(torch.float32).min), batch["labels"])

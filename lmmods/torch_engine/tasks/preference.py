@@ -12,7 +12,7 @@ from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.torch_engine.nn.lm_head import causal_logps
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.nn.micro_batches import gather, split_rows, sum_over_processes
-from lmmods.torch_engine.nn.reference import Reference, cache_references, evaluating
+from lmmods.torch_engine.nn.reference import Reference, cache_references, eval_mode
 from lmmods.torch_engine.tasks.base import WeightedMean
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 
@@ -21,7 +21,7 @@ OPERATIONS = SimpleNamespace(log_sigmoid=F.logsigmoid, sigmoid=torch.sigmoid, re
 
 
 class Preference(PreferenceFields, CausalModule):
-    """Train a causal LM to prefer answers to others; predict generates answers."""
+    """Train a causal LM to prefer some answers to others; predict generates answers."""
 
     measures_experts = False
 
@@ -29,7 +29,7 @@ class Preference(PreferenceFields, CausalModule):
         super().__post_init__()
         self.eval_metrics = torch.nn.ModuleDict({name: WeightedMean() for name in ("loss", *self.metric_names)})
         self._reference: Reference | None = None
-        self._baseline: Tensor | None = None  # of the current optimiser step
+        self._baseline: Tensor | None = None  # baseline of the current optimiser step
         self._evaluated: list[Tensor] = []
 
     @property
@@ -39,15 +39,15 @@ class Preference(PreferenceFields, CausalModule):
 
     def prepare_model(self) -> None:
         super().prepare_model()
-        if self.reference_kind == "cache":  # before a checkpoint is loaded, as for the copy
+        if self.reference_kind == "cache":  # before a checkpoint is loaded, as with a copy
             cache_references(self)
         elif self.reference_kind is not None:
             self._reference = Reference(self.model, self.reference_kind, self.trainable())
 
     def complete(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the batch with `reference_logps` [B, A]."""
-        if self._has_baseline:  # the second answers were only needed for the baseline, in `survey`
-            batch = _answers(batch, slice(0, 1))
+        if self._has_baseline:  # only `survey` needs the second answers
+            batch = _select_answers(batch, slice(0, 1))
             self._dropout.begin(batch)
         if self.reference_kind is None:
             return batch
@@ -57,7 +57,7 @@ class Preference(PreferenceFields, CausalModule):
         """Return the log-probability [B, A] of each answer under the reference."""
         if "reference_logps" in batch:
             return batch["reference_logps"]
-        with self._reference.standing_in():
+        with self._reference.activate():
             logps, _ = self(self.answer_logps, batch)
         return logps
 
@@ -73,9 +73,9 @@ class Preference(PreferenceFields, CausalModule):
         weights = self._weights(batch)
         sums = torch.stack([torch.stack([(weights * count * value).sum(), (weights * count).sum()])  # [M, 2]
                             for value, count in metrics.values()])
-        found = LossSums((weights * losses).sum(), weights.sum(), metrics=sums.detach())
-        # Log-probabilities are totals over a row's pieces: each process has the whole loss and counts its share.
-        return found if self.context_parallel is None else self.context_parallel.share(found)
+        loss_sums = LossSums((weights * losses).sum(), weights.sum(), metrics=sums.detach())
+        # Log-probabilities are summed over whole rows, so each process has the whole loss and counts a fraction of it.
+        return loss_sums if self.context_parallel is None else self.context_parallel.divide(loss_sums)
 
     def copied_bytes(self) -> int:
         return 4 * sum(param.numel() for param in self.trainable().values()) if self.reference_kind == "copy" else 0
@@ -84,25 +84,26 @@ class Preference(PreferenceFields, CausalModule):
         return self._weights(batch).sum()
 
     def _weights(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the weight of each row, [B] float32; 0 for rows that only even out the processes."""
+        """Return the weight of each row, [B] float32; 0 for rows that only fill up processes."""
         weights = self.scored_rows(batch).float()
         return weights * batch["loss_weights"][:, 0, 0] if "loss_weights" in batch else weights
 
     def answer_logps(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of each answer and its length in tokens, both [B, A]."""
+        """Return the log-probability and the number of tokens of each answer, both [B, A]."""
         shape = batch["labels"].shape[:2]
         # [B, A, T] -> [B * A, T]
         rows = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
         if self.context_parallel is None:
             logps, lengths = causal_logps(self.model, self.head, rows, self.built_for)
         else:
-            found = causal_logps(self.model, self.head, self.context_parallel.cut(rows), self.built_for)
-            logps, lengths = (self.context_parallel.total(part) for part in found)
+            local_sums = causal_logps(self.model, self.head, self.context_parallel.split(rows), self.built_for)
+            logps, lengths = (self.context_parallel.sum(values) for values in local_sums)
         return logps.view(shape), lengths.view(shape)
 
     def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
-        scored = (batch["labels"][..., 1:] != IGNORED).any(-1)
-        return scored[:, 0] if self._has_baseline else scored.all(-1)  # a pair counts if both answers have labels
+        has_target = (batch["labels"][..., 1:] != IGNORED).any(-1)
+        # A pair counts if both answers have targets.
+        return has_target[:, 0] if self._has_baseline else has_target.all(-1)
 
     # Baseline of single answers: divergence of policy and reference on answers to other prompts ----------------------
 
@@ -112,11 +113,11 @@ class Preference(PreferenceFields, CausalModule):
 
     def survey(self, batches: Iterable[dict[str, Tensor]]) -> None:
         if self._has_baseline:
-            self._baseline = self._baseline_of(batches)
+            self._baseline = self._compute_baseline(batches)
 
     @torch.no_grad()
-    def _baseline_of(self, batches: Iterable[dict[str, Tensor]]) -> Tensor:
-        """Return the mean divergence over a step's rows on all processes, before training on them; at least 0."""
+    def _compute_baseline(self, batches: Iterable[dict[str, Tensor]]) -> Tensor:
+        """Return the mean divergence over a step's rows on all processes, before training on them, clamped at 0."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         size = self.chunk_tokens()
         for batch in batches:
@@ -124,20 +125,20 @@ class Preference(PreferenceFields, CausalModule):
                 with self.trainer.precision_plugin.forward_context():
                     sums += self._divergence(chunk, self._weights(chunk))
         total, weight = sum_over_processes(sums, self.trainer.strategy)
-        return _baseline(total, weight).float()
+        return _clamped_mean(total, weight).float()
 
     def _divergence(self, batch: dict[str, Tensor], weights: Tensor) -> Tensor:
-        """Return the weighted sum over rows of log(policy / reference) of their second answer, and the weight."""
-        others = _answers(batch, slice(1, 2))
-        reference = self._reference_logps(others)
-        with evaluating(self.model):
-            logps, _ = self(self.answer_logps, others)
+        """Return the weighted sum over rows of log(policy / reference) of the second answer, and the total weight."""
+        second_answers = _select_answers(batch, slice(1, 2))
+        reference = self._reference_logps(second_answers)
+        with eval_mode(self.model):
+            logps, _ = self(self.answer_logps, second_answers)
         return torch.stack([((logps - reference)[:, 0] * weights).sum(), weights.sum()]).double()
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        if self._has_baseline:  # which is taken over the whole set, so only at its end
+        if self._has_baseline:  # computed at the end, over the whole set
             reference = self._reference_logps(batch)
             logps, _ = self(self.answer_logps, batch)
             self._evaluated.append(torch.stack([self._weights(batch), batch["desirable"], logps[:, 0], reference[:, 0],
@@ -151,30 +152,30 @@ class Preference(PreferenceFields, CausalModule):
     test_step = validation_step
 
     def eval_results(self, role: str) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return loss and metrics over all ranks; resets the sums. Metrics without any answer are left out."""
+        """Return loss and metrics over all ranks, without metrics of weight 0; reset the sums."""
         if self._has_baseline:
-            return self._results_of_rows(), {}
+            return self._row_results(), {}
         results = {name: metric.compute().item() for name, metric in self.eval_metrics.items()}
         for metric in self.eval_metrics.values():
             metric.reset()
         return {name: value for name, value in results.items() if value == value}, {}  # NaN where the weight is 0
 
-    def _results_of_rows(self) -> dict[str, float]:
+    def _row_results(self) -> dict[str, float]:
         parts = gather({self.trainer.data_rank: torch.cat(self._evaluated, dim=1)}, self.trainer.world_size)
         self._evaluated = []
         weights, desirable, logps, reference, gains = torch.cat(list(parts.values()), dim=1)
         losses, metrics = self.preference_loss.of_answers(OPERATIONS, logps, desirable > 0, reference,
-                                                          _baseline((weights * gains).sum(), weights.sum()))
+                                                          _clamped_mean((weights * gains).sum(), weights.sum()))
         sums = {name: ((weights * count * value).sum(), (weights * count).sum())
                 for name, (value, count) in {"loss": (losses, torch.ones_like(losses)), **metrics}.items()}
         return {name: (total / weight).item() for name, (total, weight) in sums.items() if weight}
 
 
-def _baseline(total: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean divergence from the reference, clamped at 0."""
+def _clamped_mean(total: Tensor, weight: Tensor) -> Tensor:
+    """Return total / weight, at least 0; 0 if there is no weight."""
     return (total / torch.where(weight > 0, weight, 1)).clamp(min=0)
 
 
-def _answers(batch: dict[str, Tensor], places: slice) -> dict[str, Tensor]:
-    """Return the rows with only the given answers."""
-    return {name: values[:, places] if values.ndim > 1 else values for name, values in batch.items()}
+def _select_answers(batch: dict[str, Tensor], indices: slice) -> dict[str, Tensor]:
+    """Return the rows with only the answers at `indices`."""
+    return {name: values[:, indices] if values.ndim > 1 else values for name, values in batch.items()}

@@ -21,7 +21,7 @@ class QA(QAFields, RowModule):
     def outputs(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the logits of start and end, [B, T, 2]."""
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
-        # PEFT's wrapper for this task drops token_type_ids; the adapters are inside the network itself.
+        # PEFT's wrapper for this task drops token_type_ids; its adapters are inside the network.
         network = self.model.get_base_model() if self.trains_adapter else self.model
         output = network(**inputs)
         return torch.stack([output.start_logits, output.end_logits], -1)
@@ -43,17 +43,17 @@ class QA(QAFields, RowModule):
 def span_loss(start: Tensor, end: Tensor, batch: dict[str, Tensor]) -> LossSums:
     """Return the sum over windows of the mean of start and end cross-entropy over the window's own tokens.
 
-    Padding is masked; in transformers it takes part in the softmax, so that the loss depends on the batch's other rows.
+    Padding is masked; transformers includes it in the softmax, so that the loss depends on the batch's other rows.
 
     Args:
         start: [B, T] logits.
         end: [B, T] logits.
-        batch: `start_positions`, `end_positions` [B], IGNORED for windows that are not scored; `attention_mask` [B, T].
+        batch: `start_positions`, `end_positions` [B], IGNORED for windows without target; `attention_mask` [B, T].
     """
-    padding = batch["attention_mask"] == 0
+    is_padding = batch["attention_mask"] == 0
     # A finite minimum, as -inf in a row of padding only would give NaN.
-    lowest = torch.finfo(torch.float32).min
-    losses = [F.cross_entropy(logits.float().masked_fill(padding, lowest), batch[name], ignore_index=IGNORED,
+    min_logit = torch.finfo(torch.float32).min
+    losses = [F.cross_entropy(logits.float().masked_fill(is_padding, min_logit), batch[name], ignore_index=IGNORED,
                               reduction="sum")
               for logits, name in ((start, "start_positions"), (end, "end_positions"))]
     weight = (batch["start_positions"] != IGNORED).sum().float()

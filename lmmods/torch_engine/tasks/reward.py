@@ -1,4 +1,4 @@
-"""Reward models: a score for an answer, trained on pairs of a better and a worse one."""
+"""Reward models: scores of answers, trained on pairs of a better and a worse answer."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from lmmods.torch_engine.tasks.classifier_task import ClassifierModule
 
 
 class Reward(RewardFields, ClassifierModule):
-    """Score answers so that better ones get more than worse ones."""
+    """Score answers, higher for better ones."""
 
     auto_class = "AutoModelForSequenceClassification"
     task_type = "SEQ_CLS"

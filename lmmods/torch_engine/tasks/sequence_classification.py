@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lmmods.recipe.tasks.sequence_classification import SequenceClassificationFields
-from lmmods.torch_engine.nn.classifier import scored_values
+from lmmods.torch_engine.nn.classifier import has_values
 from lmmods.torch_engine.nn.loss import IGNORED
 from lmmods.torch_engine.tasks.classifier_task import LabelModule
 
@@ -17,4 +17,4 @@ class SequenceClassification(SequenceClassificationFields, LabelModule):
 
     def scored_rows(self, batch: dict[str, Tensor]) -> Tensor:
         labels = batch["labels"]
-        return scored_values(labels) if torch.is_floating_point(labels) else labels != IGNORED
+        return has_values(labels) if torch.is_floating_point(labels) else labels != IGNORED

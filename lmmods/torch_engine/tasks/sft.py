@@ -1,6 +1,5 @@
 """Supervised fine-tuning: full, LoRA or QLoRA."""
 
-
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.on_policy import on_policy_of

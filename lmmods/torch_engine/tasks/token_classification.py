@@ -1,4 +1,4 @@
-"""Classification of tokens, as names, places and parts of speech."""
+"""Token classification, such as named entities and parts of speech."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from lmmods.torch_engine.tasks.classifier_task import LabelModule
 
 
 class TokenClassification(TokenClassificationFields, LabelModule):
-    """Give each word of a text a tag; loss and metrics are over labelled tokens."""
+    """Tag each word of a text; loss and metrics are over labelled tokens."""
 
     auto_class = "AutoModelForTokenClassification"
     task_type = "TOKEN_CLS"
