@@ -128,7 +128,7 @@ def load_ours(model: Model, folder: Path, num_tokens: int, engine: str) -> Answe
         with fast_products(ids.device):  # as the trainer's commands run
             config = generation_config(settings[is_sampled], tokenizer, [])
             output = generate(network, ids, torch.ones_like(ids), config,
-                              draws=torch.from_numpy(draws(0, range(len(ids)), num_tokens)))
+                              uniforms=torch.from_numpy(draws(0, range(len(ids)), num_tokens)))
         return output[:, prompts.shape[1]:].tolist()
     return generate_answers
 

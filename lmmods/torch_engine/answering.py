@@ -86,16 +86,16 @@ class TextModel:
         ids = torch.tensor([prompt], device=self._device)
         watch = _Watch(on_token, set(stop_token_ids)) if settings.num_beams == 1 else None
         torch.manual_seed(seed)  # for beam sampling, which uses torch's generator
-        numbers = torch.from_numpy(draws(seed, [row], settings.max_new_tokens)).to(self._device)
+        uniforms = torch.from_numpy(draws(seed, [row], settings.max_new_tokens)).to(self._device)
         with self._autocast():
-            found = generate(self._network, ids, torch.ones_like(ids),
-                             generation_config(settings, self._tokenizer, stop_token_ids), draws=numbers,
-                             **({"stopping_criteria": StoppingCriteriaList([watch])} if watch else {}))
-        answer = found[0, len(prompt):].tolist()
-        ended = bool(answer) and answer[-1] in stop_token_ids
+            tokens = generate(self._network, ids, torch.ones_like(ids),
+                              generation_config(settings, self._tokenizer, stop_token_ids), uniforms=uniforms,
+                              **({"stopping_criteria": StoppingCriteriaList([watch])} if watch else {}))
+        answer = tokens[0, len(prompt):].tolist()
+        has_end = bool(answer) and answer[-1] in stop_token_ids
         if watch is None:
-            all(map(on_token, answer[:len(answer) - ended]))  # stops at the first False
-        return ended
+            all(map(on_token, answer[:len(answer) - has_end]))  # stops at the first False
+        return has_end
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         """Return the autocast context that Lightning uses under this precision."""

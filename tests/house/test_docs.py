@@ -279,7 +279,7 @@ def expressions(tree: ast.AST) -> list[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             place = {"UserError": 0, "ForeignCode": 0, "NotFinite": 0, "BrokenRecipe": 0, "RowProblem": 0,
-                     "RowError": 1, "_refuse": 1, "refuse_value": 0
+                     "RowError": 1, "_reject": 1, "refuse_value": 0
                      }.get(node.func.id) if isinstance(node.func, ast.Name) else 1 if (
                          isinstance(node.func, ast.Attribute) and node.func.attr == "report") else None
             if place is not None and len(node.args) > place:

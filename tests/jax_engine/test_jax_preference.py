@@ -290,7 +290,7 @@ def losses_of_torch(model, loss, batches):
         batch = {name: torch.tensor(x if x.dtype == np.float32 else x.astype(np.int64)) for name, x in batch.items()}
         if loss == "apo_zero_unpaired":
             batch = {name: x[:, :1] if x.ndim > 1 else x for name, x in batch.items()}
-        task._baseline = task._baseline_of([batch]) if loss == "kto" else None
+        task._baseline = task._compute_baseline([batch]) if loss == "kto" else None
         optimizer.zero_grad()
         sums = task.batch_loss(task.complete(batch))
         (sums.total / sums.weight).backward()

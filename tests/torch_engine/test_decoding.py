@@ -270,7 +270,7 @@ def test_state_without_rows_is_reported_and_decodes_as_transformers(capsys):
     theirs = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
     for _ in range(2):
         assert generate(model, prompts, torch.ones_like(prompts), config).tolist() == theirs.tolist()
-    assert capsys.readouterr().out.count("Generation: slower") == 1
+    assert capsys.readouterr().out.count("Generation is slower") == 1
 
 
 @pytest.mark.parametrize(("name", "separable"), [("gemma4_text", True), ("qwen3_5_text", False)])
@@ -285,7 +285,7 @@ def test_layers_with_other_states_decode_as_transformers(name, separable, capsys
     for settings in (GenerationConfig(max_new_tokens=8, pad_token_id=0, eos_token_id=[]), config):
         theirs = model.generate(prompts, attention_mask=mask, generation_config=settings)
         assert generate(model, prompts, mask, settings).tolist() == theirs.tolist()
-    assert capsys.readouterr().out.count("Generation: slower") == (not separable)
+    assert capsys.readouterr().out.count("Generation is slower") == (not separable)
 
 
 @pytest.mark.parametrize("size", [5, 256, 1000])

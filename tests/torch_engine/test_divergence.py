@@ -11,7 +11,13 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import Divergence, Teacher, TokenLoss
 from lmmods.data.teacher import TeacherTopKTable, check_teacher
 from lmmods.torch_engine.nn import loss as loss_module
-from lmmods.torch_engine.nn.distillation import TeacherStates, TeacherTopK, compare, compute_top_k, distillation_loss
+from lmmods.torch_engine.nn.distillation import (
+    TeacherStates,
+    TeacherTopK,
+    compute_divergence,
+    compute_top_k,
+    distillation_loss,
+)
 from lmmods.torch_engine.nn.loss import IGNORED, token_loss
 from tests.closeness import Float64, assert_as_close
 
@@ -54,7 +60,7 @@ def test_divergence_and_gradient_are_trls(form, dtype):
         value = of_trl(form, x[None], taught[None, :, :V], torch.zeros(1, 7, dtype=torch.long))
         return [value, *torch.autograd.grad(value, x)]
 
-    value, gradient = compare(logits, taught, form)
+    value, gradient = compute_divergence(logits, taught, form)
     assert (value >= 0).all()
     exact = theirs(logits.double(), taught.double())
     assert_as_close([value.sum(), gradient()], theirs(logits.clone(), taught), exact)
@@ -146,7 +152,7 @@ def test_likeliest_tokens_and_the_rest_are_one_distribution(beta, k):
         return [value, *torch.autograd.grad(value, x)]
 
     _, known, ids = by_hand(logits, taught.double(), k)
-    value, gradient = compare(logits, TeacherTopK(ids, known.float(), V), form)
+    value, gradient = compute_divergence(logits, TeacherTopK(ids, known.float(), V), form)
     assert_as_close([value.sum(), gradient()], theirs(logits.clone()), theirs(logits.double()))
     own = compute_top_k(taught, lambda x: x, V, k, torch.device("cpu"))
     assert (own[0] == ids).all()

@@ -69,7 +69,7 @@ def task_of(folder, data_path, answers=None, seed=3, **fields) -> tuple[Preferen
 def gradients(task, batches) -> tuple[float, dict[str, torch.Tensor]]:
     """Mean loss over all batches, and its gradient."""
     task.zero_grad()
-    task._baseline = task._baseline_of(batches) if task._has_baseline else None
+    task._baseline = task._compute_baseline(batches) if task._has_baseline else None
     dropout, totals = TokenDropout.from_model(task.model), torch.zeros(2)
     for batch in batches:
         dropout.begin(batch)

@@ -206,8 +206,8 @@ def test_what_cannot_be_told_apart_is_told(capsys):
     printed = capsys.readouterr().out
     model.config._attn_implementation_internal = "flash_attention_2"
     TokenDropout(model)
-    assert "flash_attention_2 draws that of attention itself" in capsys.readouterr().out
-    assert printed.count("transformer.drop drops of a tensor [7, 11, 13]") == 1 == printed.count("no token_seeds")
+    assert "flash_attention_2 makes its own attention masks" in capsys.readouterr().out
+    assert printed.count("transformer.drop has an input of shape [7, 11, 13]") == 1 == printed.count("no token_seeds")
 
 
 def test_rows_as_a_whole_and_tokens_in_one_line():

@@ -1,4 +1,4 @@
-"""Divergence of a student's distributions over tokens from a teacher's, mixed with the cross-entropy of the labels."""
+"""Divergence of a student's token distributions from a teacher's, mixed with the cross-entropy of the labels."""
 
 import math
 from collections.abc import Callable
@@ -25,21 +25,21 @@ class TeacherStates(NamedTuple):
     Args:
         hidden: [B, T, H'] hidden states.
         head: Maps [N, H'] to logits [N, V'], as in `token_loss`.
-        drawn: [B, T] float32, 1 where the student has sampled the token to predict, else 0; None is 0 throughout.
+        is_sampled: [B, T] float32, 1 where the student has sampled the target token, otherwise 0. Default: 0.
     """
 
     hidden: Tensor
     head: Callable[[Tensor], Tensor]
-    drawn: Tensor | None = None
+    is_sampled: Tensor | None = None
 
 
 class TeacherTopK(NamedTuple):
-    """A teacher's k most likely tokens; all other tokens are taken together as one.
+    """A teacher's k most likely tokens; all other tokens count as one.
 
     Args:
         ids: [B, T, k] tokens, or [n, k].
-        logps: [B, T, k + 1] or [n, k + 1] float32, log-probability of each, and of the others together.
-        size: Number of tokens that the distributions are over.
+        logps: [B, T, k + 1] or [n, k + 1] float32, their log-probabilities, then that of all other tokens.
+        size: Number of tokens in the distributions.
     """
 
     ids: Tensor
@@ -53,48 +53,50 @@ def distillation_loss(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], 
                       teacher: TeacherStates | TeacherTopK) -> LossSums:
     """Mix the cross-entropy of `token_loss` with the divergence from a teacher; `metrics` are the sums of the two.
 
-    For tokens that the student has sampled, the divergence is all of the loss; they have no cross-entropy. Both come
-    from the same logits: the output head is the largest product of a small model, and a second pass would repeat it.
+    Tokens that the student has sampled only have the divergence as loss. Both terms come from the same logits: the
+    output head is the largest matrix product of a small model, so it must not run twice.
 
     Args:
         divergence: The divergence and its ratio in the loss; `metrics` has its `metric_names`.
-        teacher: Aligned with `targets`.
+        teacher: The teacher's outputs, aligned with `targets`.
 
     See `token_loss` for the other arguments.
     """
     has_states = isinstance(teacher, TeacherStates)
     teacher_head = wrap_head(teacher.head, []) if has_states else None
-    drawn = teacher.drawn if has_states else None
-    drawn = torch.zeros(targets.shape, device=targets.device) if drawn is None else drawn
+    is_sampled = teacher.is_sampled if has_states else None
+    is_sampled = torch.zeros(targets.shape, device=targets.device) if is_sampled is None else is_sampled
 
-    def compute(logits: Tensor, targets: Tensor, drawn: Tensor, *teacher_columns: Tensor) -> PositionValues:
+    def compute(logits: Tensor, targets: Tensor, is_sampled: Tensor, *teacher_columns: Tensor) -> PositionValues:
         if has_states:
             expected = teacher_head.forward(*teacher_columns, False).float()
         else:
             expected = TeacherTopK(*teacher_columns, teacher.size)
         losses, loss_gradient = cross_entropies(logits, targets, form)
-        divergences, divergence_gradient = compare(logits, expected, divergence)
-        fraction = divergence.ratio + (1 - divergence.ratio) * drawn
+        divergences, divergence_gradient = compute_divergence(logits, expected, divergence)
+        fraction = divergence.ratio + (1 - divergence.ratio) * is_sampled
 
         def gradient() -> Tensor:
             by_divergence = divergence_gradient().mul_(fraction.unsqueeze(1))
             return loss_gradient().mul_((1 - fraction).unsqueeze(1)).add_(by_divergence)
 
         mixed = fraction * divergences + (1 - fraction) * losses
-        return [mixed, divergences, (1 - drawn) * losses, drawn], gradient
+        return [mixed, divergences, (1 - is_sampled) * losses, is_sampled], gradient
 
-    sums, parts = sum_over_positions(compute, 4, hidden, [targets, drawn, *teacher[: 1 if has_states else 2]], head,
-                                     params, vocab_size, count_correct, plain, weights, device)
+    columns = [targets, is_sampled, *teacher[: 1 if has_states else 2]]
+    sums, value_sums = sum_over_positions(compute, 4, hidden, columns, head, params, vocab_size, count_correct, plain,
+                                          weights, device)
     # Tokens that the student has sampled have no cross-entropy, so they do not count in its mean.
-    counts = torch.stack([sums.weight, sums.weight - parts[2], sums.weight])
-    return sums._replace(metrics=torch.stack([parts, counts], 1)[: len(divergence.metric_names)])
+    counts = torch.stack([sums.weight, sums.weight - value_sums[2], sums.weight])
+    return sums._replace(metrics=torch.stack([value_sums, counts], 1)[: len(divergence.metric_names)])
 
 
-def compare(logits: Tensor, teacher: Tensor | TeacherTopK, form: Divergence) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Return the divergence [n] of a student's logits [n, V] from a teacher's [n, V'], and what computes its gradient.
+def compute_divergence(logits: Tensor, teacher: Tensor | TeacherTopK, form: Divergence
+                       ) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Return the divergence [n] of a student's logits [n, V] from a teacher's [n, V'], and a function for its gradient.
 
-    Columns that only one of the two has are padding of its vocabulary, and left out. The gradient [n, V] is each
-    position's, by the student's logits.
+    Columns that only one of them has are padding of its vocabulary and ignored. The gradient [n, V] is each position's
+    gradient by the student's logits.
     """
     is_top_k = isinstance(teacher, TeacherTopK)
     num_tokens = logits.shape[-1]
@@ -122,7 +124,7 @@ def compare(logits: Tensor, teacher: Tensor | TeacherTopK, form: Divergence) -> 
             p = student.exp()
             g = student - expected if beta == 1 else (1 - beta) * (student - mixture)
             by_logits = p * (g - (p * g).sum(-1, keepdim=True))
-        if is_top_k:  # of the others together, each has its share
+        if is_top_k:  # distribute the gradient of all other tokens by their probabilities
             others = (all_tokens - student[:, -1:]).clamp(max=0).exp() * by_logits[:, -1:]
             by_logits = others.scatter(1, teacher.ids, by_logits[:, :-1])
         return F.pad(by_logits / form.temperature, (0, num_tokens - size))
@@ -131,25 +133,25 @@ def compare(logits: Tensor, teacher: Tensor | TeacherTopK, form: Divergence) -> 
 
 
 def group_others(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Return log-probabilities [n, k + 1] of the tokens `ids` [n, k], and of all others together, from all [n, V]."""
+    """Return the log-probabilities [n, k + 1] of the tokens `ids` [n, k], then that of all others, from all [n, V]."""
     others = log_probs.scatter(1, ids, NOTHING).logsumexp(-1, keepdim=True)
     return torch.cat([log_probs.gather(1, ids), others], 1).clamp(min=LEAST)
 
 
 def compute_top_k(hidden: Tensor, head: Callable[[Tensor], Tensor], size: int, top_k: int, device: torch.device
                   ) -> tuple[Tensor, Tensor]:
-    """Return a teacher's most likely tokens [N, k] at positions [N], and their log-probabilities [N, k + 1].
+    """Return a teacher's top k tokens [N, k] at N positions, and their log-probabilities [N, k + 1].
 
     Args:
-        hidden: [N, H'] its hidden states; `head` as in `token_loss`, like `device`.
-        size: Number of tokens that its distributions are over.
+        hidden: [N, H'] hidden states of the teacher. `head` and `device` are as in `token_loss`.
+        size: Number of tokens in its distributions.
     """
-    chunk, products = chunk_length(size, device), wrap_head(head, [])
+    chunk_size, products = chunk_length(size, device), wrap_head(head, [])
     ids = torch.empty(len(hidden), top_k, dtype=torch.long, device=hidden.device)
     logps = torch.empty(len(hidden), top_k + 1, device=hidden.device)
-    for start in range(0, len(hidden), chunk):
-        part = slice(start, start + chunk)
-        log_probs = F.log_softmax(products.forward(hidden[part], False).float()[:, :size], -1)
-        ids[part] = log_probs.topk(top_k, -1).indices
-        logps[part] = group_others(log_probs, ids[part])
+    for start in range(0, len(hidden), chunk_size):
+        rows = slice(start, start + chunk_size)
+        log_probs = F.log_softmax(products.forward(hidden[rows], False).float()[:, :size], -1)
+        ids[rows] = log_probs.topk(top_k, -1).indices
+        logps[rows] = group_others(log_probs, ids[rows])
     return ids, logps
