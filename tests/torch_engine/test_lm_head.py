@@ -105,7 +105,7 @@ def is_that_of_full_logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("name", "said"), [
     ("llama", ""), ("gemma2", ""), ("cohere", ""),
-    ("phi", "Output head: autograd differentiates that of phi, as it has a bias; a head without is faster.\n")])
+    ("phi", "Output head: autograd differentiates phi's head, as it has a bias. This is slower.\n")])
 def test_a_slower_head_is_said(name, said, capsys):
     model = make(name)
     assert LMHead.from_model(model).linear is (None if said else model.lm_head)
@@ -125,7 +125,7 @@ def test_head_that_cannot_be_taken_apart_falls_back_to_full_logits(monkeypatch, 
 
     monkeypatch.setattr(model, "forward", odd)
     assert LMHead.from_model(model) is None
-    assert "Output head: llama does something to its logits that is not known here" in capsys.readouterr().out
+    assert "Output head: llama transforms its logits in an unsupported way" in capsys.readouterr().out
     data = batch()
     sums = causal_loss(model, None, data)
     assert sums.weight.item() == num_targets(data)
